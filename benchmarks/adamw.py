@@ -1,19 +1,20 @@
-"""A step of AdamW with float32 weights next to a model's bfloat16 ones, compared with PyTorch's and the roof.
+"""An AdamW step that keeps float32 weights beside a model's bfloat16 weights, compared with PyTorch and the roof.
 
     python benchmarks/adamw.py [--out benchmarks/results/h200/adamw.json] [--variants]
 
 The weights are those of Llama blocks and of a ResNet-50, with gradients in bfloat16. Times are in ms, the median of
-some steps. A step begins with the gradients of backward and ends with the weights for forward:
+several steps. A step starts from the gradients of the backward pass and ends with the weights for the next forward
+pass:
 
-    rooftop            `rooftop.train.AdamW`: one kernel for all weights
-    rooftop, clipped   the same with gradients multiplied with a number on the GPU
-    PyTorch            gradients to float32, fused AdamW, weights to bfloat16 by `_foreach_copy_`
-    PyTorch, clipped   the same with `_foreach_mul_` of the gradients
-    ..., float32       the same with float32 weights and gradients, as on data ranks that share a model
+    rooftop            `rooftop.train.AdamW`: one kernel launch for all weights
+    rooftop, clipped   the same, with gradients scaled by a number on the GPU
+    PyTorch            casts gradients to float32, runs fused AdamW, casts weights to bfloat16 by `_foreach_copy_`
+    PyTorch, clipped   the same, with gradients scaled by `_foreach_mul_`
+    ..., float32       the same, with float32 weights and gradients, as on data ranks that share a model
 
-The roof is the time to move 28 bytes a weight: the gradient and three 32-bit numbers are read, these three and the
-bfloat16 weight are written. For float32 it is 28 bytes, too. `--variants` times other numbers of elements and warps of
-a program. `--quick` tests the script on a CPU.
+The roof is the time to move 28 bytes a weight. A step reads the gradient and three 32-bit numbers, and writes the three
+numbers and the bfloat16 weight. A float32 model also moves 28 bytes a weight. `--variants` times kernels with other
+numbers of elements and warps per program. `--quick` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ STEPS = 12
 
 
 def llama_blocks(width: int, hidden: int, blocks: int) -> list[tuple[int, ...]]:
-    """The shapes of the blocks' weights, with one key and value for each query."""
+    """The shapes of the blocks' weights, with as many key and value heads as query heads."""
     block = [(3 * width, width), (width, width), (2 * hidden, width), (width, hidden), (width,), (width,)]
     return block * blocks
 
@@ -108,7 +109,7 @@ def wide_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 
 def variants(shapes: list[tuple[int, ...]], device: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Time the variants one after another, so that each has the memory alone."""
+    """Time the variants one after another, so that each has the GPU's memory to itself."""
     for name, make in {"rooftop": rooftop_step, "PyTorch": pytorch_step}.items():
         yield name, make(shapes, device, False)
         yield f"{name}, clipped", make(shapes, device, True)
@@ -118,7 +119,7 @@ def variants(shapes: list[tuple[int, ...]], device: str) -> Iterator[tuple[str, 
 
 
 def timed(step: Callable[[], object], device: str) -> list[float]:
-    """The ms of each of some steps, one after another; 0 without a GPU."""
+    """The ms of each step, run one after another; 0 without a GPU."""
     for _ in range(3):
         step()
     if device == "cpu":

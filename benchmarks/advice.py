@@ -1,17 +1,17 @@
-"""The gains that advice predicts, compared with the gains after following it, on this GPU.
+"""The gains that advice predicts, compared with the gains measured after following the advice, on this GPU.
 
     python benchmarks/advice.py [--out benchmarks/results/h200/advice.json]
 
 Each case is analyzed. Then the program is changed as one item of the advice says, and both versions are timed
-interleaved in this process. The gain is that of the fastest steps, since other work of the host only makes a step
-longer (on a shared host by a third and more, if a step keeps the host nearly as busy as the GPU). The medians are
+interleaved in this process. The gain compares the fastest steps, since other work on the host only lengthens steps. On
+a shared host, steps get longer by a third or more if a step keeps the host nearly as busy as the GPU. The medians are
 reported too.
 
-`disturbance` says how much the host's speed changed: the largest ratio between the program's step when analyzed and
-when timed, and between medians and fastest steps. A case with more than 10% is measured again, at most twice, and the
-quietest attempt counts. The script exits with 1 if the gain of a CUDA graph differs from the prediction by more than
-25%, or that of bfloat16 or channels last by more than 30%. Cases that were disturbed each time are marked and not
-judged.
+`disturbance` says how much the host's speed changed. It is the larger of two ratios: between the program's step time
+when analyzed and when timed, and between median and fastest step. A case disturbed by more than 10% is measured again,
+at most twice, and the quietest attempt counts. The script exits with 1 if the gain of a CUDA graph differs from the
+prediction by more than 25%, or that of bfloat16 or channels last by more than 30%. Cases that were disturbed each time
+are marked and not judged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOLERANCES = {"graph": 0.25, "bfloat16": 0.30, "channels last": 0.30}
 
 @dataclass
 class Case:
-    """A program, a word of the advice's title, and the program with the advice followed."""
+    """A program, a word from the advice's title, and the program changed as the advice says."""
 
     name: str
     build: Callable[[], Step]
@@ -54,7 +54,7 @@ class Case:
 def in_graph(step: Step) -> Callable[[], Any]:
     replay = captured(step.run)
 
-    def replayed(owner: Step = step) -> Any:  # the graph's memory is that of the model and its inputs
+    def replayed(owner: Step = step) -> Any:  # keeps the model and its inputs, whose memory the graph uses
         return replay()
 
     return replayed
@@ -175,7 +175,7 @@ def main() -> int:
 
 
 def verified(case: Case, ceilings: Ceilings, device: str) -> list[dict[str, Any]]:
-    """A row for each change, from the attempt in which the host was quietest."""
+    """A row for each change, taken from the attempt in which the host was quietest."""
     quietest: dict[str, dict[str, Any]] = {}
     for _ in range(ATTEMPTS if device == "cuda" else 1):
         for row in measured(case, ceilings, device):
@@ -212,7 +212,7 @@ def compared(as_is: Callable[[], Any], changed: Callable[[], Any], device: str) 
 def row_of(
     name: str, word: str, report: rooftop.Report, as_is: Timing, changed: Timing, steps: int = 1
 ) -> dict[str, Any]:
-    """The first advice whose title has the word, and the gain after following it; `changed` does `steps` steps."""
+    """The first advice whose title has the word, and the measured gain. One call of `changed` runs `steps` steps."""
     promised = [item for item in report.advice if word.lower() in item.title.lower()]
     return {
         "case": name,
@@ -236,7 +236,7 @@ def disturbance(analyzed_ms: float, as_is: Timing, changed: Timing) -> float:
 
 
 class Waiting:
-    """A chain of small products; with `asks` the host waits for a value after every fourth product."""
+    """A chain of small matrix products. With `asks`, the host waits for a value after every fourth product."""
 
     def __init__(self, device: str, asks: bool) -> None:
         self.weight = torch.randn(1024, 1024, device=device) / 1024**0.5
@@ -285,7 +285,7 @@ class SlowImages(Dataset[torch.Tensor]):
 
 
 def loading(ceilings: Ceilings, device: str) -> dict[str, Any]:
-    """A training loop that waits for its data."""
+    """A training loop that waits for its data loader."""
     step = resnet_step(16, train=True, device=device, size=64 if device == "cpu" else 224)
     labels = torch.randint(1000, (16,), device=device)
 

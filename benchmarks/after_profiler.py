@@ -1,11 +1,11 @@
-"""The cost of an ended profiler for the program: steps with CUPTI still attached, and detached.
+"""How much an ended profiler slows a program: steps timed while CUPTI is still attached, and after it is detached.
 
     python benchmarks/after_profiler.py [--out benchmarks/results/h200/after_profiler.json] [--rounds 30] [--quick]
 
 PyTorch's profiler leaves CUPTI attached; Rooftop's `Trace` detaches it. In each of many rounds, PyTorch's profiler
-records one step. Then the step is timed, CUPTI is detached, and the step is timed again. So other work of the host
-affects both times alike. `fresh_us` was measured before the first profiler of the process, which may be minutes
-earlier. `--quick` tests the script on a CPU, without CUPTI.
+records one step. Then the step is timed, CUPTI is detached, and the step is timed again. So other work on the host
+affects both times alike. `fresh_us` is measured before the process's first profiler, possibly minutes earlier.
+`--quick` tests the script on a CPU, without CUPTI.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WINDOW_S, IN_A_ROW = 0.15, 5
 
 @dataclass(frozen=True)
 class Row:
-    """Medians and lowest tenths of the time of a step, in us."""
+    """The median and the 10th percentile of the step time, in us."""
 
     step: str
     fresh_us: float
@@ -49,7 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/after_profiler.json"))
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--quick", action="store_true", help="two rounds on the CPU")
+    parser.add_argument("--quick", action="store_true", help="run only two rounds, on the CPU, to test the script")
     options = parser.parse_args()
     device = torch.device("cpu" if options.quick else "cuda")
     steps = {"inference of 16 layers": inference(device), "training of 16 layers": training(device)}
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def layers(device: torch.device) -> nn.Module:
-    """Small layers, whose speed the host limits."""
+    """A chain of small layers, whose speed is limited by the host."""
     return nn.Sequential(*[each for _ in range(16) for each in (nn.Linear(64, 64), nn.ReLU())]).to(device)
 
 

@@ -1,27 +1,27 @@
-"""The host's cost of a call, in microseconds and by part, compared with torch's functions and torch.compile.
+"""The host time of a call, in microseconds and by part, compared with torch's functions and torch.compile.
 
     python benchmarks/calls.py [--out benchmarks/results/h100/calls.json] [--only layer_norm softmax] [--no-compile]
 
-The host issues some calls one after the other, fewer than a GPU's queue holds, and does not wait for the GPU. So only
-the host's time is measured. Inputs are small, so that this time is all that counts. Variants take turns. Figures are
-the median of `--rounds`, and the spread between rounds, since a host's speed varies. Modes:
+The host issues a burst of calls, fewer than a GPU's queue holds, and does not wait for the GPU. So only the host's time
+is measured. Inputs are small, so the host limits the speed. Variants take turns. Figures are the median of `--rounds`,
+and the spread between rounds, since a host's speed varies. Modes:
 
     inference        under torch.no_grad; "inference_mode" likewise
-    forward          with a gradient wanted
+    forward          with inputs that require gradients
     both             forward and backward
 
-`rooftop` is a call as users make it: in C++ once it is known (launch/repeated_calls.py); `why` says why Python makes it
-nevertheless. `python` is the same call in Python. `torch` is the same work by torch's own functions, several in a row
-where torch has no fused one. The call in Python, in inference, has these parts:
+`rooftop` is a call as users make it: C++ repeats the call once it has recorded it (launch/repeated_calls.py). `why`
+says why a call still runs in Python. `python` is the same call made in Python. `torch` does the same work by torch's
+own functions, by several in a row where torch has no fused one. The call in Python, in inference, has these parts:
 
     checks           the public function up to its operators, and back
     way              from the call of an operator to its implementation (launch/fast_path.py)
-    choosing         in the operator: its decisions, and everything that is not listed below
-    results          allocation of their memory
-    launch           kernels, from their arguments to the driver; on a CPU, the computation itself
-    dispatcher       time of PyTorch's dispatcher, which `way` replaces
+    choosing         the operator's decisions, and all its work that is not listed below
+    results          allocation of the results' memory
+    launch           launching the kernels, from their arguments to the driver; on a CPU, the computation itself
+    dispatcher       time in PyTorch's dispatcher, which `way` replaces
 
-`--quick` tests the script on a CPU, where every figure includes the CPU's own computation.
+`--quick` tests the script on a CPU, where every figure includes the computation itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from rooftop.launch import operators, repeated_calls, triton_launch
 from rooftop.launch.compiled_kernels import Compiled
 
 BURST = 40
-"""Calls in a row: a GPU's queue holds about a thousand kernels."""
+"""Number of calls in a burst. A GPU's queue holds about a thousand kernels."""
 Run = Callable[[], Any]
 
 
@@ -60,7 +60,7 @@ class Case:
     Attributes:
         made: creates the inputs, on a device.
         ours, torch: the functions, which take these inputs.
-        learned: how many of the inputs, from the first, get gradients if their dtype is floating; None: all.
+        learned: the first N inputs get gradients if their dtype is floating; None: all inputs do.
     """
 
     name: str
@@ -156,10 +156,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100/calls.json"))
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--no-compile", action="store_true", help="leave out torch.compile, which takes seconds per case"
-    )
-    parser.add_argument("--quick", action="store_true", help="on the CPU, to test the script")
+    parser.add_argument("--no-compile", action="store_true", help="skip torch.compile, which takes seconds per case")
+    parser.add_argument("--quick", action="store_true", help="run on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
@@ -184,7 +182,7 @@ def rows_of(case: Case, device: torch.device, rounds: int, compiled: bool) -> It
     check(case, given)
     variants = {"rooftop": case.ours, "torch": case.torch}
     if compiled:
-        torch._dynamo.reset()  # because it compiles a line of code only a limited number of times in all
+        torch._dynamo.reset()  # torch.compile recompiles a function only a limited number of times per process
         variants["torch.compile"] = torch.compile(case.torch, fullgraph=True)
     for mode, (backward, within) in MODES.items():
         runs = {name: run_of(function, given, backward) for name, function in variants.items()}
@@ -205,7 +203,7 @@ def rows_of(case: Case, device: torch.device, rounds: int, compiled: bool) -> It
 
 
 def check(case: Case, given: tuple[Any, ...]) -> None:
-    """Check that ours and torch's give the same result, before timing."""
+    """Check before timing that Rooftop's function and torch's return the same result."""
     with torch.no_grad():
         for ours, theirs in zip(results_of(case.ours(*given)), results_of(case.torch(*given)), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
@@ -225,7 +223,7 @@ def run_of(function: Callable[..., Any], given: tuple[Any, ...], backward: bool)
 
 
 def in_python(run: Run) -> Run:
-    """The same call, made in Python; the switch to Python counts for the burst, not for the call."""
+    """The same call, made in Python. Each burst switches to Python once, so single calls do not pay for the switch."""
 
     def all_of_it() -> Any:
         return run()
@@ -237,7 +235,7 @@ def in_python(run: Run) -> Run:
 def in_turn(runs: dict[str, Run], device: torch.device, rounds: int) -> dict[str, list[float]]:
     """The microseconds of each variant in each round."""
     for run in runs.values():
-        for _ in range(5):  # compiles the call and makes it known
+        for _ in range(5):  # compiles the call and records it for C++
             run()
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
@@ -247,7 +245,7 @@ def in_turn(runs: dict[str, Run], device: torch.device, rounds: int) -> dict[str
 
 
 def host_us(run: Run, device: torch.device) -> float:
-    """The microseconds of one call, while the queue of the device has room."""
+    """The host's microseconds for one call, measured while the device's queue has room."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     with getattr(run, "within", nullcontext)():
@@ -264,7 +262,7 @@ def host_us(run: Run, device: torch.device) -> float:
 
 
 class Calls(TorchDispatchMode):
-    """Records the operators of Rooftop that are called within the block, with their arguments."""
+    """Records the calls of Rooftop's operators within the block, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +275,7 @@ class Calls(TorchDispatchMode):
 
 
 def parts(run: Run, device: torch.device, rounds: int, whole: float) -> dict[str, float]:
-    """The microseconds of each part; empty if PyTorch's own function is called without an operator of ours."""
+    """The microseconds of each part; empty if the call runs PyTorch's own function and no Rooftop operator."""
     with Calls() as calls:
         run()
     called = [(func, args) for func, args in calls.found if func._opname in operators._declared]
@@ -307,7 +305,7 @@ def parts(run: Run, device: torch.device, rounds: int, whole: float) -> dict[str
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """Disable the launches of Triton's kernels; computation on the CPU is not affected."""
+    """Skip the launches of Triton kernels. Computation on the CPU still runs."""
     try:
         from triton.runtime.jit import JITFunction
     except ImportError:

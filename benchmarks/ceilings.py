@@ -1,15 +1,16 @@
-"""Compare the measured ceilings with plain torch calls for the same quantities, and time each part of the measurement.
+"""Compare the measured ceilings with plain torch calls that need the same resource, and time each part of the
+measurement.
 
     python benchmarks/ceilings.py [--device cuda] [--quick] [--out benchmarks/results/h200/ceilings.json]
 
-Each ceiling is compared with two other measurements of the same process:
+Each ceiling is compared with two other measurements made in the same process:
 
-- "kernel": the shortest kernel of plain torch calls, in the profiler. This is how operators are timed, with shapes that
-  the ceilings do not try. No kernel may be more than 2% above its ceiling. On a CPU it is the fastest call.
-- "loop": the same calls back to back between events, for a longer time. The chip is hot then, and gaps between kernels
-  count.
+- "kernel": the shortest kernel of plain torch calls, timed by the profiler as operators are, with shapes that the
+  ceilings do not try. No kernel's rate may be more than 2% above its ceiling. On a CPU, "kernel" is the fastest call.
+- "loop": the same calls, run back to back between two CUDA events for a longer time. By then the chip is hot, and gaps
+  between kernels count.
 
-Exits with 1 if a kernel is above its ceiling.
+The script exits with 1 if a kernel is faster than its ceiling.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ Work = tuple[str, float, float, Callable[[], object]]  # name, bytes or flops of
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="only bf16 and fp32, without transfers and links")
+    parser.add_argument("--quick", action="store_true", help="measure only bf16 and fp32, and no transfers or links")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
-    with tempfile.TemporaryDirectory() as cache:  # so that this is a first call, without the history of others
+    with tempfile.TemporaryDirectory() as cache:  # an empty cache, so that the ceilings are measured as on a first call
         os.environ["ROOFTOP_CACHE"] = cache
         needs = {"precisions": ("fp32", "bf16"), "transfers": False, "links": False} if options.quick else {}
         began = time.perf_counter()
@@ -68,7 +69,7 @@ def main() -> int:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     above = [str(row["name"]) for row in rows if float(str(row["share"])) > 1 + TOLERANCE]
     if above:
-        print("FAILED: plain work is above its ceiling:", ", ".join(above))
+        print("FAILED: a plain torch call is faster than its ceiling:", ", ".join(above))
     return 1 if above else 0
 
 
@@ -89,7 +90,7 @@ def show(ceilings: Ceilings, seconds: float) -> None:
 
 
 def works(device: torch.device, ceilings: Ceilings) -> Iterator[Work]:
-    """Plain calls of torch, in sizes between those at which ceilings are measured."""
+    """Plain torch calls, with sizes between those at which the ceilings are measured."""
     on_gpu = device.type == "cuda"
     for size in (m * MIB for m in ((6, 22, 37, 55, 70, 110, 180, 700) if on_gpu else (3, 12, 48, 200))):
         x = torch.randn(size // 8, device=device)

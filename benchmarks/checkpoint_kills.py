@@ -2,10 +2,11 @@
 
     python benchmarks/checkpoint_kills.py [--kills 100] [--seed 0] [--out kills.json]
 
-Each round continues from the checkpoint of the previous round, in another layout: tensor parallel ranks, data ranks
-that share the model, data ranks that each have the whole model. SIGKILL hits both ranks at once, or one a little before
-the other. Then every byte of the checkpoint that `latest` names is compared with its checksum. All its tensors must be
-of the same step, which must not be earlier than that of the previous round. The exit status is 1 if this fails once.
+Each round continues from the checkpoint of the previous round, in another layout. The layouts are tensor parallel
+ranks, data ranks that share the model, and data ranks that each have the whole model. SIGKILL hits both ranks at once,
+or one a little before the other. Then the script verifies the checksums of the whole checkpoint that `latest` names.
+All its tensors must be of the same step, and that step must not be earlier than the previous round's. The exit status
+is 1 if a check fails in any round.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ CONFIG = GptConfig(vocabulary=31, layers=2, width=256, heads=4, kv_heads=4, hidd
 TRAINING = GptTraining(config=CONFIG, length=8, global_batch=2, micro_batch=1, learning_rate=0.01)
 LAYOUTS = {"tp=2": (Layout(tp=2), False), "dp=2 shared": (Layout(dp=2), True), "dp=2": (Layout(dp=2), False)}
 RANKS = 2
-LONGEST_S = 1.0  # seconds after the first step, in which several checkpoints are saved
+LONGEST_S = 1.0  # the kill comes within these seconds after the first step, long enough to save several checkpoints
 
 
 def trains(rank: int, port: int, name: str, folder: Path, ready: Any) -> None:
-    """Train as one rank, until it is killed."""
+    """Train as one rank until the process is killed."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -56,7 +57,7 @@ def trains(rank: int, port: int, name: str, folder: Path, ready: Any) -> None:
 
 
 def killed(number: int, draw: random.Random, folder: Path, context: Any) -> dict[str, Any]:
-    """Run a round. Return the state when the ranks were killed, and the fault in the last checkpoint, if any."""
+    """Run a round. Return the state at the kill, and the fault in the last checkpoint, if any."""
     name = [*LAYOUTS][number % len(LAYOUTS)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -66,7 +67,7 @@ def killed(number: int, draw: random.Random, folder: Path, context: Any) -> dict
     for process in processes:
         process.start()
     if not ready.wait(120):
-        raise RuntimeError(f"round {number}, {name}: no step was made; see the output of the ranks")
+        raise RuntimeError(f"round {number}, {name}: the ranks completed no step; see their output")
     time.sleep(draw.uniform(0.0, LONGEST_S))
     saving = any(folder.glob(".step-*.unfinished"))
     draw.shuffle(processes)
@@ -80,7 +81,7 @@ def killed(number: int, draw: random.Random, folder: Path, context: Any) -> dict
 
 
 def step_in(folder: Path) -> int:
-    """The step of the last checkpoint, after checking that it is complete; 0: there is none yet.
+    """Check that the last checkpoint is complete, and return its step; 0 if there is no checkpoint yet.
 
     Raises:
         ValueError: the checkpoint is incomplete.
@@ -93,7 +94,7 @@ def step_in(folder: Path) -> int:
     saved.verify()
     steps = {float(whole_tensor(saved, name)) for name in saved.entries if name.startswith("optimizer.step.")}
     if steps != {float(record.step)}:
-        raise ValueError(f"{record.folder} has tensors of the steps {steps}")
+        raise ValueError(f"{record.folder} mixes tensors of the steps {steps}")
     return record.step
 
 

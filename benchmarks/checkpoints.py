@@ -1,21 +1,23 @@
-"""The cost of saving a training while it runs: the time of its steps, the host's waits, and the rate of the disk.
+"""The cost of saving checkpoints during training: step times, the host's waits, and the disk's rate.
 
     python benchmarks/checkpoints.py --folder /scratch/run [--out benchmarks/results/h200/checkpoints.json]
     torchrun --nproc-per-node 8 benchmarks/checkpoints.py --folder /scratch/run       data ranks that share the model
     python benchmarks/checkpoints.py --small --folder /tmp/run                        on a CPU, to test the script
 
-A Llama of 1 B in bfloat16 is trained on random tokens; weights and moments are 12 bytes a parameter. In each round,
-some steps are made without a save. Then a save is started, and steps are made until it is complete. The host waits for
-each step. The figures are:
+A Llama of 1 B parameters in bfloat16 is trained on random tokens. Weights and moments take 12 bytes a parameter. Each
+round first runs some steps without a save. Then it starts a save, and runs steps until the save is complete. The host
+waits for each step. The figures are:
 
-    plain_ms, saving_ms    medians of steps without a save and during one; the first of these includes the copy
-    slower_percent         all steps during a save, compared with as many plain ones
-    blocked_s              how long the host waited for a save: until it began, and until the optimizer had its copy
-    write_s                from the copy until the file is on the disk, the longest of the ranks
-    percent_of_disk        bytes / write_s, relative to the rate at which as many bytes, in a file per rank, are written
-                           and synchronized, as dd does with conv=fsync, in the same round
+    plain_ms, saving_ms    median time of a step without a save, and during a save; the first step of a save includes
+                           the copy
+    slower_percent         by how much the steps during a save take longer than as many plain steps
+    blocked_s              how long the host waited for a save: until the save began, and until the optimizer's state
+                           was copied
+    write_s                from the copy until the file is on the disk, on the slowest rank
+    percent_of_disk        bytes / write_s, relative to the disk's rate in the same round: as many bytes, in one file
+                           per rank, written and synchronized, as by dd with conv=fsync
 
-The folder must be on the disk to measure, with room for three checkpoints. Its files are kept.
+The folder must be on the disk that is to be measured, with room for three checkpoints. Its files are kept.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def training_of(small: bool, ranks: int) -> GptTraining:
 
 
 def stepped(trainer: GptTrainer) -> float:
-    """Seconds of a step, including the wait for the device."""
+    """The seconds of a step, including the wait for the device."""
     began = time.perf_counter()
     trainer.advance()
     if trainer.device.type == "cuda":
@@ -64,7 +66,7 @@ def stepped(trainer: GptTrainer) -> float:
 
 
 def slowest(value: float) -> float:
-    """The largest value of all ranks."""
+    """The largest value over all ranks."""
     if not dist.is_initialized():
         return value
     found: list[Any] = [None] * dist.get_world_size()
@@ -73,7 +75,7 @@ def slowest(value: float) -> float:
 
 
 def disk_s(folder: Path, count: int) -> float:
-    """Seconds until this many random bytes of each rank are on the disk."""
+    """The seconds until each rank has written this many random bytes to the disk."""
     chunk = memoryview(os.urandom(CHUNK_BYTES))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         began = time.perf_counter()
@@ -116,8 +118,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="folder for the checkpoints")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20, help="steps without a save, in each round")
-    parser.add_argument("--small", action="store_true", help="a small model on the CPU")
+    parser.add_argument("--steps", type=int, default=20, help="number of steps without a save in each round")
+    parser.add_argument("--small", action="store_true", help="train a small model on the CPU, to test the script")
     options = parser.parse_args()
     if not options.small and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --small tests the script on a CPU")
@@ -163,7 +165,7 @@ def main() -> int:
 
 
 def of_first(folder: str) -> str:
-    """The value of rank 0."""
+    """The value that rank 0 holds."""
     found = [folder]
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)

@@ -1,10 +1,10 @@
-"""How much of the GPU time of compiled programs `rooftop analyze --compile` attributes to their operators.
+"""The share of a compiled program's GPU time that `rooftop analyze --compile` attributes to operators.
 
     python benchmarks/compiled.py [--out benchmarks/results/h200/compiled.json]
 
 The cases are ResNet-50 and GPT-2, inference and training, with torch.compile's default mode and with CUDA graphs
-(reduce-overhead). For each model, the gain that the advice about fusion predicts for the eager run is reported too. The
-script exits with 1 if less than 0.9 of the GPU time is attributed.
+(reduce-overhead). For each model, the script also reports the gain that the advice about fusion predicts from the eager
+run. The script exits with 1 if less than 0.9 of the GPU time is attributed.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""Context parallel: attention and training on long sequences that GPUs share, compared with PyTorch's context parallel.
+"""Context parallelism: attention and training on sequences split over GPUs, compared with PyTorch's context parallel.
 
     python benchmarks/context.py [--out benchmarks/results/h100/context.json] [--only attention documents model]
     python benchmarks/context.py --ranks 1 2 4 --tokens 131072      # how it scales
 
-There is a process for each GPU, with NCCL, in bfloat16. There are three parts:
+Each GPU has a process. The processes use NCCL and bfloat16. There are three parts:
 
-    attention   causal, forward and backward, of 64 heads of queries and 8 of keys, 128 features, and of llama-1b's
-    documents   the same with packed documents of 1,024 to 32,768 tokens; PyTorch's by FlexAttention, compiled, with
-                each of its load balancers
-    model       llama-1b, 64 k tokens, blocks recomputed: tokens a second of `GptTrainer`, alone and shared
+    attention   causal attention, forward and backward, with 64 query heads, 8 key heads and 128 features, and with
+                llama-1b's heads
+    documents   the same with packed documents of 1,024 to 32,768 tokens; PyTorch runs compiled FlexAttention with each
+                of its load balancers
+    model       llama-1b with 64 k tokens and recomputed blocks: tokens a second of `GptTrainer` on one GPU and on
+                several
 
-Each figure is the median over rounds in which all variants take turns, for the slowest rank. Before that, one GPU does
-the same work. `efficiency` is its time over that of N ranks, divided by N. The results of all variants are compared
-with those of one GPU.
+Each figure is the slowest rank's, the median over rounds in which all variants take turns. Before the rounds, one GPU
+does the same work. `efficiency` is the time of one GPU over N times the time of N ranks. The results of all variants
+are compared with the results of one GPU.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ from rooftop.parallel import TRANSPORTS, Context, ContextAttention, Documents, L
 ROUNDS, STEPS, WARM_UP = 3, 5, 2
 BALANCERS = ("head and tail", "head and tail of each document", "by blocks of the mask")
 WRONG = 0.03
-"""The largest allowed error, relative to the largest element; that of PyTorch's kernels in bfloat16 is 0.01."""
+"""The maximum allowed error, relative to the largest element. PyTorch's bfloat16 kernels have an error of 0.01."""
 Run = Callable[[], tuple[Tensor, ...]]
-"""Forward and backward of this rank's part: the result and the gradients."""
+"""Runs forward and backward of this rank's part, and returns the result and the gradients."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ CASES = (
 
 
 class Layer:
-    """The interface of an attention that `ContextAttention` needs."""
+    """The interface that `ContextAttention` expects of an attention layer."""
 
     window, weights_dropout, training = None, None, True
 
@@ -89,9 +91,9 @@ def main() -> int:
         type=int,
         nargs="+",
         default=[max(1, torch.cuda.device_count())],
-        help="numbers of ranks, in addition to one (default: all GPUs)",
+        help="numbers of ranks to measure, in addition to one (default: all GPUs)",
     )
-    parser.add_argument("--tokens", type=int, help="tokens of a sequence, instead of each case's own")
+    parser.add_argument("--tokens", type=int, help="tokens per sequence, instead of each case's own number")
     parser.add_argument("--quick", action="store_true", help="test the script on a CPU, with gloo")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -112,7 +114,7 @@ def main() -> int:
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> None:
-    """Add to each row of N ranks its speed relative to N times that of one rank."""
+    """Add `efficiency` to each row of N ranks: its speed over N times the speed of one rank."""
     alone = {row["case"]: row["ms"] for row in rows if row["ranks"] == 1 and row["variant"].startswith("rooftop")}
     for row in rows:
         if row["ranks"] > 1 and "ms" in row and row["case"] in alone:
@@ -167,7 +169,7 @@ def attention_rows(case: Case, device: torch.device, balancers: Sequence[str]) -
                     print(f"{case.name}, {ranks} ranks: {name}", file=sys.stderr, flush=True)
                 try:
                     times[name].append(largest(ms_of(run, device)))
-                except Exception as error:  # if a peer cannot do it, its row says so
+                except Exception as error:  # if a peer cannot run this case, its row says so
                     if name.startswith("rooftop"):
                         raise
                     failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
@@ -206,7 +208,7 @@ def ours(whole: list[Tensor], context: Context, packing: Packing) -> Run:
     query, key, value, dout = (chunks.of(each, 2).transpose(1, 2).contiguous().transpose(1, 2) for each in whole)
     leaves = [each.requires_grad_() for each in (query, key, value)]
     layer: Any = Layer()
-    attention = ContextAttention(context, packing)  # shared by all layers
+    attention = ContextAttention(context, packing)  # all layers share it
 
     def run() -> tuple[Tensor, ...]:
         out = attention.attended(layer, *leaves)
@@ -218,7 +220,7 @@ def ours(whole: list[Tensor], context: Context, packing: Packing) -> Run:
 def peers(
     whole: list[Tensor], documents: Documents | None, device: torch.device, balancers: Sequence[str]
 ) -> dict[str, tuple[Run, Tensor]]:
-    """PyTorch's variants, with the positions of this rank."""
+    """PyTorch's variants, each with the token positions that this rank holds."""
     if device.type != "cuda":
         return {}
     mesh = Layout(cp=dist.get_world_size()).mesh("cuda")["cp"]
@@ -243,7 +245,7 @@ def ring(whole: list[Tensor], how: str, mesh: Any) -> tuple[Run, Tensor]:
     def run() -> tuple[Tensor, ...]:
         set_rotate_method(how)
         with context_parallel(mesh, buffers=[positions.clone()], buffer_seq_dims=[0]):
-            # PyTorch's takes equally many heads of keys and queries
+            # PyTorch's attention needs as many key heads as query heads
             keys, values = (each.repeat_interleave(groups, 1) for each in leaves[1:])
             out = torch.nn.functional.scaled_dot_product_attention(leaves[0], keys, values, is_causal=True)
             return out.detach(), *torch.autograd.grad(out, leaves, dout)
@@ -366,7 +368,7 @@ def ms_of(run: Callable[[], object], device: torch.device, warm_up: int = WARM_U
 
 
 def kernels_ms(run: Callable[[], object]) -> dict[str, float]:
-    """The times of the kernels of one run, by their purpose."""
+    """The kernel times of one run, by purpose."""
     run()
     torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as trace:

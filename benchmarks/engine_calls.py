@@ -1,19 +1,18 @@
-"""The host's cost of `Engine(graphs=False)` on ResNet-50, compared with PyTorch's model and with a replayed graph.
+"""The host time of `Engine(graphs=False)` on ResNet-50, compared with PyTorch's model and with a replayed graph.
 
     python benchmarks/engine_calls.py [--out benchmarks/results/h100/engine_calls.json] [--batches 1 8 256]
 
-The weights are bfloat16 and channels last, and so are the images. Variants take turns; figures are medians of
-milliseconds of a call:
+Weights and images are bfloat16 and channels last. Variants take turns. Figures are median milliseconds per call:
 
     rooftop                  `Engine(graphs=False)`
-    rooftop, in Python       the same, with all calls of Rooftop's functions made in Python
+    rooftop, in Python       the same, with all calls of Rooftop's functions made by Python
     rooftop, replayed        `Engine()`, whose calls are CUDA graphs
     PyTorch                  the model in plain PyTorch: torchvision's if it is installed, else ours
 
 `host_ms` is the time until the call returns, `ms` the time until the GPU has finished. Calls follow one another with an
-idle GPU in between. For a call of the engine without graphs, `in_cpp` is the number of Rooftop's calls made in C++,
-`convolutions` the number of convolutions, and `us_per_convolution` the host's time divided by it. `operators` is the
-number of operators that PyTorch's profiler sees, for which Python makes all calls.
+idle GPU in between. For a call of the engine without graphs, `in_cpp` is the number of Rooftop's calls made in C++, and
+`convolutions` the number of convolutions. `us_per_convolution` is the host's time per convolution. `operators` is the
+number of operators that PyTorch's profiler records when Python makes all calls.
 
 `--quick` tests the script on a CPU, in float32 with small images and without a graph.
 """
@@ -47,7 +46,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100/engine_calls.json"))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 256])
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--quick", action="store_true", help="on the CPU, to test the script")
+    parser.add_argument("--quick", action="store_true", help="run on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
@@ -101,7 +100,7 @@ def check(ours: Tensor, theirs: Tensor, peer: nn.Module, x: Tensor) -> None:
 
 
 def torch_model(model: nn.Module) -> tuple[nn.Module, str]:
-    """PyTorch's model with the same weights, and its name."""
+    """PyTorch's model with the same weights, and the name of its library."""
     try:
         from torchvision.models import resnet50 as other
     except (ImportError, RuntimeError):  # not installed, or for another PyTorch
@@ -116,7 +115,7 @@ def torch_model(model: nn.Module) -> tuple[nn.Module, str]:
 def in_turn(runs: dict[str, Run], device: torch.device, rounds: int) -> dict[str, list[dict[str, float]]]:
     """The times of each variant in each round."""
     for run in runs.values():
-        for _ in range(6):  # compiles, and gets known
+        for _ in range(6):  # compiles kernels, and records the calls for C++
             run()
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for number in range(rounds):
@@ -141,7 +140,7 @@ def wait(device: torch.device) -> None:
 
 
 def operators_of(run: Run) -> int:
-    """How many operators the profiler sees on the host."""
+    """How many operators the profiler records on the host."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     return sum(each.count for each in profile.key_averages())

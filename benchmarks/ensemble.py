@@ -2,8 +2,8 @@
 
     python benchmarks/ensemble.py [--out benchmarks/results/h200/ensemble.json]
 
-Two ResNet-50 in bfloat16, channels last, run at several batch sizes. Small batches show the cost of one host that
-launches for both GPUs; large batches show that the GPUs work at the same time. The script exits with 1 if, at the
+Two ResNet-50 in bfloat16, channels last, run at several batch sizes. Small batches show the cost of one host thread
+that launches for both GPUs. Large batches show that the GPUs run at the same time. The script exits with 1 if, at the
 largest batch (256), the ensemble takes more than 1.1 times as long as its slower model.
 """
 

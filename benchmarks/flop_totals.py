@@ -3,12 +3,12 @@
     python benchmarks/flop_totals.py [--out benchmarks/results/cpu/flop_totals.json] [NAME ...]
 
 Only matrix work is compared (products, convolutions, attention, recurrent layers): FlopCounterMode counts nothing else.
-The networks are in bfloat16. There elementwise arithmetic counts as float32, so matrix work can be told apart. Tensors
-are fake and operators are those of a GPU, so neither memory nor a GPU is needed. The script needs torchvision, timm and
-transformers.
+The networks are in bfloat16, where elementwise arithmetic counts as float32. So matrix work can be told apart. Tensors
+are fake, and operators are chosen as on a GPU, so the script needs neither a GPU nor the networks' memory. The script
+needs torchvision, timm and transformers.
 
-If the two differ by more than 1%, a count by hand decides; `by_hand` explains it. It uses the published sizes of a
-network's layers and the products that each gradient needs, and does not look at operators:
+If the two counters differ by more than 1%, a count by hand decides. `by_hand` explains this count. It uses the
+published sizes of a network's layers and the products that each gradient needs, and does not look at operators:
 
     training = 3 x forward, minus the gradient of the images or tokens, plus half of attention's forward (attention
                computes its scores again: five products backward for two forward)
@@ -48,10 +48,10 @@ class Network:
     """A public network, its input, and how to count it by hand.
 
     Attributes:
-        build: the module in its usual precision, and its arguments.
-        stem: flops of the gradient of the input, which is not needed: as many as the first layer's forward pass.
+        build: creates the module in its usual precision, and its arguments.
+        stem: flops of the input's gradient, which training does not compute; equal to the first layer's forward flops.
         attention: forward flops of the two products of all attention layers, by definition (half for causal ones).
-        by_hand: forward matrix flops, if counted by hand; None: Rooftop's count, if FlopCounterMode agrees.
+        by_hand: forward matrix flops counted by hand; None: not counted, because FlopCounterMode agrees with Rooftop.
         why: the reason why the two counters differ.
     """
 
@@ -196,28 +196,29 @@ def convnext_tiny(batch: int) -> int:
 
 
 def generator(batch: int) -> int:
-    """A transposed convolution multiplies each input element with 16 taps of each output channel."""
+    """Transposed convolutions, which multiply each input element with 16 taps of each output channel."""
     sizes = [(100, 512, 1), (512, 256, 4), (256, 128, 8), (128, 64, 16), (64, 3, 32)]
     return sum(convolution(batch, inputs, outputs, side * side, 16) for inputs, outputs, side in sizes)
 
 
 def word_language_model(steps: int, batch: int) -> int:
-    """Two layers of four gates, each of two products of 650 x 650; then the vocabulary."""
+    """Two layers of four gates, two 650 x 650 products per gate, and the product with the vocabulary."""
     return 2 * steps * batch * (2 * 4 * 2 * 650 * 650 + 650 * 33278)
 
 
 def t5_attention(length: int, answer: int) -> int:
-    """4 B S_q S_k 768 in each of 12 layers: encoder, decoder (whose causal mask is a tensor: all pairs), and across."""
+    """4 B S_q S_k 768 in each of 12 layers of self and cross attention. The decoder's mask is a tensor: all pairs
+    count."""
     return 12 * 4 * 4 * 768 * (length**2 + answer**2 + answer * length)
 
 
 def whisper_attention(answer: int) -> int:
-    """Like T5's, with 1500 positions of sound. The decoder's self-attention counts only pairs below the diagonal."""
+    """As for T5, with 1500 audio positions. The decoder's self-attention counts only pairs on or below the diagonal."""
     return 12 * 4 * 2 * 768 * (1500**2 + answer * (answer + 1) // 2 + answer * 1500)
 
 
 def vit_base(batch: int, tokens: int) -> int:
-    """Patches; 12 layers of 12 products of 768 x 768 a token (4 of attention, 8 around the hidden layer); head."""
+    """Patches, 12 layers with 12 products of 768 x 768 per token (4 in attention, 8 in the MLP), and the head."""
     layer = 2 * batch * tokens * 12 * 768 * 768
     return convolution(batch, 3, 768, tokens - 1, 256) + 12 * layer + vit_attention(batch, tokens) + 2 * batch * 768_000
 
@@ -227,19 +228,20 @@ def vit_attention(batch: int, tokens: int) -> int:
 
 
 def segformer_attention(batch: int) -> int:
-    """Two layers in each of four stages, with 256 keys each, since longer sequences are reduced (Xie et al. 2021, table
-    6)."""
+    """Two layers in each of four stages. Each layer has 256 keys, since the network reduces longer sequences of keys
+    (Xie et al. 2021, table 6)."""
     return 2 * 4 * batch * 256 * (128**2 * 32 + 64**2 * 64 + 32**2 * 160 + 16**2 * 256)
 
 
 def qwen_2(layers: int, length: int) -> int:
-    """Qwen2-0.5B: queries and output 896 x 896, keys and values 896 x 128, three of 896 x 4864; the vocabulary."""
+    """Qwen2-0.5B: 896 x 896 for queries and output, 896 x 128 for keys and values, 896 x 4864 (3 of them),
+    vocabulary."""
     layer = 2 * length * 896 * (2 * 896 + 2 * 128 + 3 * 4864)
     return layers * layer + qwen_attention(layers, length) + 2 * length * 896 * 151_936
 
 
 def qwen_attention(layers: int, length: int) -> int:
-    """The pairs of a query and a key below the diagonal."""
+    """Attention flops for the query-key pairs on or below the diagonal."""
     return layers * 4 * 896 * length * (length + 1) // 2
 
 
@@ -307,7 +309,7 @@ NETWORKS: dict[str, Network] = {
 
 
 def by_rooftop(module: nn.Module, inputs: Inputs, train: bool) -> tuple[int, list[str]]:
-    """Matrix flops of a prediction, and operators without a cost."""
+    """Matrix flops that Rooftop predicts, and the operators for which it has no cost formula."""
     options = {"ceilings": ceilings_of("h200"), "dtype": torch.bfloat16, "train": train}
     report = rooftop.predict(module, *inputs[0], **inputs[1], **options)
     flops = sum(row.flops_by_precision.get("bf16", 0) for row in report.ops)
@@ -355,7 +357,7 @@ class Row:
 
     @property
     def is_right(self) -> bool:
-        """Whether Rooftop's count agrees with the count by hand, or else with FlopCounterMode's."""
+        """Whether Rooftop's count agrees with the count by hand, or with FlopCounterMode if nobody counted by hand."""
         trusted = self.by_hand_gflop if self.by_hand_gflop is not None else self.counter_gflop
         return not self.uncovered and abs(self.rooftop_gflop - trusted) <= 0.01 * trusted
 
@@ -389,7 +391,10 @@ def rows(name: str, network: Network) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "networks", nargs="*", metavar="NAME", help="only networks whose names begin with one of these; default: all"
+        "networks",
+        nargs="*",
+        metavar="NAME",
+        help="measure only networks whose names begin with one of these (default: all)",
     )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

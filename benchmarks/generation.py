@@ -1,24 +1,24 @@
-"""Text generation compared with transformers: milliseconds for each new token, tokens a second, and percent of the
-roof.
+"""Text generation compared with transformers: milliseconds per new token, tokens a second, and percent of the roof.
 
     python benchmarks/generation.py [--out benchmarks/results/h200/generation.json] [--only llama-7b-1]
     python benchmarks/generation.py --only shared [--ranks 2]
 
 GPT-2 XL and Llamas of 1 and 7 billion parameters generate greedily after prompts of 128 tokens, in bfloat16 with random
-weights. Ours is `rooftop.models.generate`: a paged cache, and the step as a CUDA graph. The peer is transformers'
-`generate`, with a static cache, which it compiles itself, and with a dynamic cache. All have the same weights. The time
-of a token is the difference between a long and a short text, divided by the tokens between them, so prompts,
-compilation and capture do not count. Figures are medians. The roof of a step reads weights and the cache's positions
-once (`step_cost`), at the ceilings of the same run.
+weights. Ours is `rooftop.models.generate`, with a paged cache and each step replayed from a CUDA graph. The peer is
+transformers' `generate`, with a dynamic cache, and with a static cache, for which transformers compiles the model. All
+variants have the same weights. The time of a token is the time difference between a long and a short text, divided by
+the difference in tokens. So prompts, compilation and capture do not count. Figures are medians. The roof of a step is
+the time to read the weights and the cache once (`step_cost`), at the ceilings measured in the same run.
 
 `shared` needs several GPUs. It runs the Llama of 7 billion parameters on one GPU and on `--ranks` tensor parallel GPUs,
-started by torchrun. Sums over the ranks are computed by NCCL, and by one kernel together with the norms after them
-(`rooftop.parallel.norm_sums`; `norm_sums_refused` says why not). The roof is that of a rank, which reads its part of
-weights and cache; communication counts as zero time. `speedup` is the time of one GPU over that of several.
+started by torchrun. The sums over the ranks are measured twice: with NCCL, and with one kernel that also computes the
+following norm (`rooftop.parallel.norm_sums`). `norm_sums_refused` says why that kernel was not used. The roof is the
+time in which a rank reads its part of the weights and cache; communication counts as zero time. `speedup` is the time
+of one GPU over that of several.
 
-`agree` is the number of tokens of the first text before a peer's differs from ours: in bfloat16, rounding decides near
-ties. `--peers none` leaves transformers out, `--peers static` only its dynamic cache, which is not compiled. `--quick`
-tests the script on a CPU, with ranks that use gloo.
+`agree` is the number of tokens of the first text on which a peer and Rooftop agree before they first differ. In
+bfloat16, rounding decides near ties. `--peers none` leaves transformers out. `--peers static` leaves out only the
+dynamic cache, which is not compiled. `--quick` tests the script on a CPU, with ranks that use gloo.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from rooftop.parallel import Layout, join, launched
 from rooftop.parallel.norm_sums import NormSums
 
 Texts = list[list[int]]
-Make = Callable[[int], Texts]  # number of new tokens -> the new tokens of each prompt
+Make = Callable[[int], Texts]  # maps a number of new tokens to the new tokens of each prompt
 SHORT, REPEATS = 8, 5
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, sequences at once, tokens of each prompt, and new ones."""
+    """A model, the batch size, the tokens per prompt, and the new tokens per sequence."""
 
     model: str
     batch: int
@@ -79,7 +79,7 @@ class Case:
         return replace(config, **sizes, hidden=64, vocabulary=97, positions=64) if small else config
 
     def lengths(self, small: bool) -> tuple[int, int]:
-        """Numbers of tokens of a prompt, and of new tokens."""
+        """The number of tokens in a prompt, and the number of new tokens."""
         return (8, 24) if small else (self.prompt, self.new)
 
 
@@ -93,7 +93,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/generation.json"))
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--peers", choices=("none", "static", "all"), default="all", help="peers to compare with")
-    parser.add_argument("--ranks", type=int, help="ranks that share a model [default: 2, if there are as many GPUs]")
+    parser.add_argument(
+        "--ranks", type=int, help="number of ranks that share a model [default: 2, or fewer if there are fewer GPUs]"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny run on the CPU, to test the script")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--by-nccl", action="store_true", help=argparse.SUPPRESS)
@@ -166,7 +168,7 @@ def measured(case: Case, ceilings: Ceilings, small: bool, peers: str) -> Iterato
 
 
 def roof_ms(case: Case, config: GptConfig, small: bool, ceilings: Ceilings) -> float:
-    """The roof of a step in the middle of the tokens between the short and the long text."""
+    """The roof of the step halfway between the end of the short text and the end of the long text."""
     prompt, new = case.lengths(small)
     middle = prompt + (SHORT + new) // 2
     dtype = torch.float32 if small else torch.bfloat16
@@ -174,12 +176,12 @@ def roof_ms(case: Case, config: GptConfig, small: bool, ceilings: Ceilings) -> f
 
 
 def agreeing(texts: Texts, ours: Texts) -> int:
-    """The number of tokens of the first text before the first that differs."""
+    """The number of leading tokens of the first text that are equal in both."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(texts[0], ours[0], strict=False)))
 
 
 def per_token_ms(make: Make, new: int, device: str) -> tuple[float, float]:
-    """The median time of a token, from differences between a long and a short text, and the spread."""
+    """The median time per token and its spread, from time differences between a long and a short text."""
 
     def seconds(count: int) -> float:
         begin = time.perf_counter()
@@ -194,7 +196,7 @@ def per_token_ms(make: Make, new: int, device: str) -> tuple[float, float]:
 
 
 def by_transformers(model: Gpt, prompts: Tensor) -> dict[str, Make]:
-    """The model of transformers with our weights, in the same dtype and on the same device."""
+    """transformers' model with our weights, in the same dtype and on the same device."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -209,7 +211,9 @@ def by_transformers(model: Gpt, prompts: Tensor) -> dict[str, Make]:
     )
     left = [key for key in missing if key != "lm_head.weight" or not model.config.tied]
     if left or unexpected:
-        raise RuntimeError(f"transformers' model does not fit: missing {left[:3]}, unexpected {unexpected[:3]}")
+        raise RuntimeError(
+            f"the weights do not fit transformers' model: missing {left[:3]}, unexpected {unexpected[:3]}"
+        )
     theirs.tie_weights()
     mask = torch.ones_like(prompts)
 
@@ -228,7 +232,7 @@ def by_transformers(model: Gpt, prompts: Tensor) -> dict[str, Make]:
 
 
 def reset_buffers(theirs: Any, config: Any, device: torch.device) -> None:
-    """Compute the buffers that follow from the config and are in no file: the frequencies of rotary embeddings."""
+    """Recompute the buffers that no checkpoint stores: the config determines the rotary embeddings' frequencies."""
     import transformers
 
     for name, module in theirs.named_modules():
@@ -237,14 +241,16 @@ def reset_buffers(theirs: Any, config: Any, device: torch.device) -> None:
             parent = theirs.get_submodule(name.rpartition(".")[0])
             setattr(parent, name.rpartition(".")[2], fresh)
     if any(buffer.is_meta for buffer in theirs.buffers()):
-        raise RuntimeError(f"transformers {transformers.__version__} keeps buffers that this script does not know")
+        raise RuntimeError(
+            f"transformers {transformers.__version__} has non-persistent buffers that this script cannot compute"
+        )
 
 
 # ---- several ranks -------------------------------------------------------------------------------------------------
 
 
 def shared(ranks: int, ceilings: Ceilings, small: bool) -> Iterator[dict[str, Any]]:
-    """The same model on one rank and on several, one after the other."""
+    """Measure the same model on one rank, then on several."""
     config, (prompt, new) = SHARED.config(small), SHARED.lengths(small)
     alone: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -276,7 +282,7 @@ def shared(ranks: int, ceilings: Ceilings, small: bool) -> Iterator[dict[str, An
 
 
 def worker(path: Path, small: bool, by_nccl: bool) -> int:
-    """A rank of `shared`; the first one writes its measurements."""
+    """Run one rank of `shared`. Rank 0 writes its measurements to a file."""
     layout, config = Layout(tp=launched().size), SHARED.config(small)
     device, dtype = ("cpu", torch.float32) if small else ("cuda", torch.bfloat16)
     prompt, new = SHARED.lengths(small)

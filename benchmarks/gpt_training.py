@@ -3,25 +3,26 @@ compiled.
 
     python benchmarks/gpt_training.py [--out benchmarks/results/h100/gpt_training.json] [--micro-batch 16 32 64]
 
-Both sides have sequences of 1,024 tokens, bfloat16, AdamW with float32 weights and moments, the norm of the gradient
-clipped to 1, tied weights, and the loss of all positions. PyTorch's side is written as nanoGPT's readers would write it
+Both sides use sequences of 1,024 tokens, bfloat16, AdamW with float32 weights and moments, gradients clipped to norm 1,
+tied weights, and the loss of all positions. PyTorch's side is written as nanoGPT's readers would write it
 today: autocast, `scaled_dot_product_attention`, fused AdamW, tokens already on the device, a vocabulary padded to
 50,304 so that its matrix products are aligned. It runs eagerly, compiled, and (`--autotune`) compiled with
 max-autotune. Ours reads its tokens from a file and has a vocabulary of 50,257. It runs with separate launches, and
-replayed from a CUDA graph. The first losses of both must agree within 1% (both are near the logarithm of the
-vocabulary), or the run fails.
+replayed from a CUDA graph. The first losses of the two sides must agree within 1%, or the run fails. Both losses are
+near the logarithm of the vocabulary.
 
     tokens_per_s       median of rounds in which all variants take turns; spread: from the slowest to the fastest round
-    percent_of_roof    relative to the fused roof of a step (`rooftop.train.gpt.speeds`), the same for all variants
+    percent_of_roof    percent of the fused roof of a step (`rooftop.train.gpt.speeds`), which is the same for all
+                       variants
     mfu                the rate of the model's flops over that of the fastest matrix product in the same run
-    first_s            until the end of the third step, with all compilation; less with warm caches
-    peak_gib           of tensors
+    first_s            seconds until the end of the third step, including compilation; less with warm caches
+    peak_gib           peak memory of tensors
 
-`--trials` adds replayed steps of ours with one thing changed:
+`--trials` adds replayed steps of Rooftop with one change each:
 
-    chunk N      the loss of the vocabulary with N rows of logits at a time: the gradient of its weight, in float32, is
-                 read and written once for each chunk
-    split        gradients of weights as sums of 2 to 4 products over parts of the tokens, where the tiles of one
+    chunk N      the loss computes N rows of logits at a time, and reads and writes the float32 gradient of the head's
+                 weight once for each chunk
+    split        the gradient of a weight is the sum of 2 to 4 products over parts of the tokens, if the tiles of one
                  product would leave multiprocessors idle
     flash        FlashAttention-2 instead of cuDNN's attention
 
@@ -58,11 +59,11 @@ LEARNING_RATE, CLIP, DECAY = 6e-4, 1.0, 0.1
 PADDED = 50304
 QUICK = GptConfig(vocabulary=97, layers=2, width=32, heads=2, kv_heads=2, hidden=128, positions=32)
 
-TILE = (128, 256)  # of a matrix product of cuBLAS on Hopper
-MOST_PARTS, BUSY = 4, 0.9  # parts of the tokens; share of multiprocessors that work in the mean, which is enough
+TILE = (128, 256)  # the tile of cuBLAS's matrix product on Hopper
+MOST_PARTS, BUSY = 4, 0.9  # at most 4 parts of the tokens; a mean share of 0.9 busy multiprocessors is enough
 
 Step = Callable[[], Tensor]
-"""A step of a training; its loss, () on the device."""
+"""Makes a training step, and returns its loss, () on the device."""
 
 
 class Block(nn.Module):
@@ -109,7 +110,7 @@ class Gpt2(nn.Module):
 
 
 def plain(config: GptConfig, batch: int, device: torch.device, mode: str | None) -> Step:
-    """A step in PyTorch. mode: of torch.compile, "default" or another; None: not compiled."""
+    """A training step in PyTorch. `mode` is torch.compile's mode; None: not compiled."""
     torch.manual_seed(0)
     model: Any = Gpt2(config, PADDED if config.vocabulary == 50257 else config.vocabulary).to(device)
     decayed = [each for each in model.parameters() if each.dim() > 1]
@@ -139,7 +140,7 @@ def plain(config: GptConfig, batch: int, device: torch.device, mode: str | None)
 
 
 def trainer_of(config: GptConfig, batch: int, device: torch.device, *, replayed: bool) -> GptTrainer:
-    """A trainer on random tokens."""
+    """A trainer that reads random tokens."""
     training = GptTraining(
         config=config,
         length=config.positions,
@@ -162,7 +163,7 @@ def trainer_of(config: GptConfig, batch: int, device: torch.device, *, replayed:
 
 @contextmanager
 def chunked(rows: int) -> Iterator[None]:
-    """The loss computes so many rows of logits at a time."""
+    """Make the loss compute this many rows of logits at a time."""
     usual = linear_losses.LEAST_CHUNK_ROWS, linear_losses.MOST_CHUNK_ROWS
     linear_losses.LEAST_CHUNK_ROWS = linear_losses.MOST_CHUNK_ROWS = rows
     try:
@@ -172,7 +173,8 @@ def chunked(rows: int) -> Iterator[None]:
 
 
 def parts_for(rows: int, columns: int, processors: int) -> int:
-    """The fewest parts of a sum whose tiles keep multiprocessors busy; else those that keep most of them busy."""
+    """The smallest number of parts whose tiles keep the multiprocessors busy; if none does, the number that comes
+    closest."""
     tiles = math.ceil(rows / TILE[0]) * math.ceil(columns / TILE[1])
     shares = {n: n * tiles / processors / math.ceil(n * tiles / processors) for n in range(1, MOST_PARTS + 1)}
     return next((n for n, share in shares.items() if share >= BUSY), max(shares, key=shares.__getitem__))
@@ -180,7 +182,7 @@ def parts_for(rows: int, columns: int, processors: int) -> int:
 
 @contextmanager
 def split_gradients() -> Iterator[None]:
-    """Gradients of weights are sums over parts of the tokens, if one product has too few tiles."""
+    """Compute gradients of weights as sums over parts of the tokens, if one product has too few tiles."""
     usual = matmuls._products
 
     def products(dz: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -201,7 +203,7 @@ def split_gradients() -> Iterator[None]:
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Attention by FlashAttention-2."""
+    """Run attention by FlashAttention-2 instead of cuDNN."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
@@ -221,9 +223,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[32])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--autotune", action="store_true", help="also compiled with max-autotune, which takes minutes")
-    parser.add_argument("--trials", nargs="+", choices=TRIALS, default=[], help="steps of ours with one change")
-    parser.add_argument("--no-peers", action="store_true", help="ours alone; each replayed step holds 10 GiB")
+    parser.add_argument(
+        "--autotune", action="store_true", help="also run PyTorch compiled with max-autotune, which takes minutes"
+    )
+    parser.add_argument(
+        "--trials", nargs="+", choices=TRIALS, default=[], help="also run Rooftop's steps with one change each"
+    )
+    parser.add_argument(
+        "--no-peers", action="store_true", help="run only Rooftop's variants; each replayed step holds 10 GiB"
+    )
     parser.add_argument("--quick", action="store_true", help="test the script on a CPU")
     options = parser.parse_args()
     device = torch.device("cpu" if options.quick else "cuda")
@@ -281,7 +289,7 @@ def compared(
         with changes.get(name, nullcontext()):
             steps[name] = make()
             losses[name] = steps[name]().item()
-            for _ in range(3):  # a graph is captured in the fourth
+            for _ in range(3):  # the fourth step captures the graph
                 last = steps[name]()
             last.item()
         first[name], peaks[name] = time.perf_counter() - began, memory(device) - before
@@ -323,7 +331,7 @@ def row(
 
 
 def timed(step: Step, count: int) -> float:
-    """Seconds per step, over some in a row, until the last loss is available."""
+    """Mean seconds per step over several steps in a row, until the last loss is available."""
     step().item()
     began = time.perf_counter()
     for _ in range(count):
@@ -333,7 +341,7 @@ def timed(step: Step, count: int) -> float:
 
 
 def memory(device: torch.device, *, reset: bool = False) -> float:
-    """Peak bytes of tensors; after a reset, the bytes in use. 0 on a CPU."""
+    """Peak bytes of tensors. With `reset`, restart the peak and return the bytes in use. 0 on a CPU."""
     if device.type != "cuda":
         return 0.0
     if reset:

@@ -1,16 +1,15 @@
-"""A hybrid of convolution and attention beside its two parents, a ResNet and a Swin transformer, trained for the same
-time.
+"""A network of convolution and attention, compared with a ResNet and a Swin transformer trained for the same time.
 
     python benchmarks/hybrids.py [--data digits] [--seconds 60] [--repeats 3] [--out FILE]
     python benchmarks/hybrids.py --data photographs/ --models resnet50 hybrid_s swin_t --seconds 600 --compile
 
-Each network has the recipe of its task. A trial of `--trial` steps measures its time of a step, after some steps to
-warm up. The run then has as many steps as fit into `--seconds`, so the schedule ends with the time, for any speed.
-Networks take turns, with one seed after another. Evaluation does not count.
+Each network uses its task's recipe. A trial of `--trial` steps measures the time of a step after a warm-up. The run
+then has as many steps as fit into `--seconds`, so the learning rate schedule ends when the time ends. For each seed,
+the networks run in turn. The time of evaluation does not count.
 
     metric     accuracy on the held-out images after the last step: mean and standard deviation over seeds
     steps      of a run;  ms: of a step;  millions: of parameters
-    paired     the hybrid's accuracy less the parent's, by seed: mean and standard error
+    paired     the hybrid's accuracy minus the parent's with the same seed: mean and standard error
 
 `--quick` tests the script.
 """
@@ -35,11 +34,11 @@ from rooftop.train.tasks import Task, find_task
 
 MODELS = ("resnet", "hybrid", "swin")
 CHILD = "hybrid"
-WARM_UP = 5  # steps of a trial that do not count
+WARM_UP = 5  # the first steps of a trial, which are not timed
 
 
 class Clock:
-    """Keeps the times at which steps of a run were reported."""
+    """Records when a run reported each step."""
 
     def __init__(self) -> None:
         self.times: list[tuple[int, float]] = []
@@ -57,7 +56,7 @@ class Clock:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step after the warm-up."""
+        """Mean seconds of a step after the warm-up."""
         (first, began), (last, ended) = next(each for each in self.times if each[0] >= WARM_UP), self.times[-1]
         return (ended - began) / (last - first)
 
@@ -65,10 +64,12 @@ class Clock:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="digits")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help="tasks, or models of these")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="tasks or models to train")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--trial", type=int, default=40, help="steps that are timed before")
+    parser.add_argument(
+        "--trial", type=int, default=40, help="number of steps in the trial that measures a step's time"
+    )
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/hybrids.json"))
     parser.add_argument("--quick", action="store_true", help="test the script")

@@ -1,29 +1,31 @@
-"""Networks of images trained from JPEG files: the loop and loader of `rooftop train` compared with torchvision's
-recipe, compiled.
+"""Image networks trained from JPEG files: the loop and loader of `rooftop train` compared with torchvision's recipe and
+a compiled model.
 
     python benchmarks/image_training.py [--model resnet50 swin_t] [--out benchmarks/results/h100/image_training.json]
     python benchmarks/image_training.py --photographs FOLDER      a folder for each class, instead of generated ones
     python benchmarks/image_training.py --ways "cpu, threads" "gpu, processes" --sides     rooftop's ways to load, alone
 
 Photographs are generated as in `benchmarks/mapping.py`: JPEG, 500 x 375, quality 90, crops of real ones if scikit-image
-or scikit-learn is installed. Both sides have a random crop to 224 x 224, a flip, bfloat16 autocast, channels last, the
+or scikit-learn is installed. Both sides use a random crop to 224 x 224, a flip, bfloat16 autocast, channels last, the
 same optimizer and the same number of CPU cores. torchvision's side is its reference recipe: `DataLoader` with a process
 for each core and pinned memory, Pillow, torchvision's transforms, and a compiled model. Ours is `fit` with
 `run.compile`.
 
     loaded      images a second with the loader, over the steps after the first `--warm-up`
     resident    the step alone, on a batch that is already on the GPU: ms and images a second
-    busy        the resident step's time over the time with the loader: the share of time in which the GPU is busy
-    waiting     for ours, the share of the time in which the loop waited for data
+    busy        the resident step's time over the step's time with the loader: the share of time in which the GPU is
+                busy
+    waiting     the share of time in which the loop waited for data; measured only for Rooftop
 
-Then one step of ours, compiled once, is fed in each way to load (`--ways`): JPEGs decoded by the CPU or by the GPU,
-samples made by threads or by processes, or as both are chosen by measuring. Each way is a row, with
+Then one step of Rooftop, compiled once, runs with each way to load data (`--ways`). The CPU or the GPU decodes JPEGs,
+and threads or processes make samples; "auto" chooses both by measuring. Each way is a row, with
 
-    item        what an image costs: ms of a core to read, decode and change it, while a process for each core does
-                nothing else; ms of these in the kernel, page faults, `all_ms` by the clock; `hand_over_ms` of the one
-                thread that joins and copies batches, or `gpu_ms` if it also lets the GPU decode
+    item        the cost of an image: CPU ms to read, decode and augment it, while one process per core does only this;
+                the part of these ms spent in the operating system's kernel; page faults; wall time (`all_ms`); and
+                `hand_over_ms` of the one thread that joins and copies batches, or `gpu_ms` if that thread also lets the
+                GPU decode
 
-Without torchvision only ours runs, and the results say so. `--quick` tests the script on a CPU.
+If torchvision is not installed, only Rooftop runs, and the results say so. `--quick` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ CLASSES = 10
 MODELS = ("resnet50", "swin_t")
 SIDES = ("rooftop", "torchvision")
 RESIDENT_STEPS, ROUNDS = 20, 3
-ITEM_S = 1.5  # that all processes work for the costs of an image
+ITEM_S = 1.5  # for which all processes work, to measure the cost of an image
 
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "auto": {"augment": {"decode": "auto"}, "loading": {"how": "auto"}},
@@ -91,7 +93,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         for share in (0.25, 0.5)
     },
 }
-"""Ways to load, as values of a recipe."""
+"""Ways to load data, as settings of a recipe."""
 
 
 class Recorder:
@@ -120,19 +122,21 @@ class Recorder:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--photographs", type=Path, help="a folder for each class, with JPEGs")
+    parser.add_argument("--photographs", type=Path, help="a folder with one subfolder of JPEGs for each class")
     parser.add_argument(
         "--count", type=int, default=6000, help="number of photographs to generate (default %(default)s)"
     )
-    parser.add_argument("--repeat", type=int, default=1, help="names of each photograph: longer epochs")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="number of file names for each photograph; more names make longer epochs"
+    )
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), metavar="WAY", help="; ".join(WAYS))
-    parser.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES, help="of the comparison")
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES, help="the sides to compare")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224, help="side of an image in pixels")
     parser.add_argument(
-        "--decode", choices=("cpu", "gpu", "auto"), default="auto", help="what decodes rooftop's photographs"
+        "--decode", choices=("cpu", "gpu", "auto"), default="auto", help="what decodes Rooftop's photographs"
     )
-    parser.add_argument("--steps", type=int, default=80, help="with the loader, after the warm-up")
+    parser.add_argument("--steps", type=int, default=80, help="number of timed steps with the loader")
     parser.add_argument("--warm-up", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/image_training.json"))
     parser.add_argument("--quick", action="store_true", help="a small run on the CPU, to test the script")
@@ -152,7 +156,7 @@ def main() -> int:
 
 
 def made(folder: Path, count: int, repeat: int) -> Path:
-    """Generate a folder with photographs for each class; each of them has `repeat` names."""
+    """Generate photographs in a folder for each class. Each photograph has `repeat` file names."""
     pictures = sources()
 
     def make(number: int) -> None:
@@ -170,7 +174,7 @@ def made(folder: Path, count: int, repeat: int) -> Path:
 
 
 def compared(name: str, photographs: Path, options: argparse.Namespace, results: Results) -> None:
-    """Add a row for each side."""
+    """Measure each side and add its row."""
     device = torch.device("cpu" if options.quick else "cuda")
     torchvision = imported("torchvision")
     same = {"model": name, "batch": options.batch, "cores": CORES}
@@ -190,7 +194,7 @@ def compared(name: str, photographs: Path, options: argparse.Namespace, results:
 
 
 def busy(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """The row with the share of time in which the GPU computes steps."""
+    """The row, with the share of time in which the GPU computes steps."""
     return {**row, "busy": row["resident_ms"] / (1e3 * options.batch / row["loaded"])}
 
 
@@ -211,7 +215,7 @@ def recipe_of(
     device: torch.device,
     way: Mapping[str, Any] | None = None,
 ) -> tuple[Task, Recipe]:
-    """The task and its recipe; a choice of what decodes is made by measuring, as by the command."""
+    """The task and its recipe. With "auto", it measures what decodes faster, as `rooftop train` does."""
     build, defaults = find_task(name, str(photographs), device.type)
     values = {
         "run": {
@@ -255,7 +259,7 @@ def ours(name: str, photographs: Path, options: argparse.Namespace, device: torc
 
 
 def stepper_of(name: str, photographs: Path, options: argparse.Namespace, device: torch.device) -> Stepper:
-    """The loop's step."""
+    """The step of Rooftop's training loop."""
     task, recipe = recipe_of(name, photographs, options, device, WAYS["cpu, threads"])
     task.model.to(device, memory_format=torch.channels_last)
     if recipe.run.compile:
@@ -264,7 +268,7 @@ def stepper_of(name: str, photographs: Path, options: argparse.Namespace, device
 
 
 def resident_ours(stepper: Stepper, options: argparse.Namespace, device: torch.device) -> Callable[[], Tensor]:
-    """The loop's step on a resident batch."""
+    """Time the loop's step on a resident batch."""
     images, labels = batch_of(options, device)
     places = torch.arange(options.batch)
     numbers = iter(range(1, 10_000))
@@ -284,7 +288,7 @@ def batch_of(options: argparse.Namespace, device: torch.device) -> tuple[Tensor,
 def by_ways(
     name: str, photographs: Path, options: argparse.Namespace, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way to load: one step, compiled once, with batches of that way."""
+    """A row for each way to load: its batches are fed to one step, which is compiled once."""
     stepper = stepper_of(name, photographs, options, device)
     alone = resident(resident_ours(stepper, options, device), options, device)
     for way in options.ways:
@@ -327,7 +331,7 @@ def fed(
 
 
 def item(task: Task, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """What an image costs, by part."""
+    """The cost of an image, by part."""
     assert isinstance(task.train, PartOfSamples)
     data = task.train.samples
     seconds = 0.2 if options.quick else ITEM_S
@@ -345,7 +349,7 @@ def item(task: Task, options: argparse.Namespace, device: torch.device) -> dict[
 
 
 def work(data: Any, number: int, seconds: float, begin: Any, found: Any) -> None:
-    """Make samples in a process of its own, part by part."""
+    """Make samples in a separate process, and measure each part."""
     torch.set_num_threads(1)
     keep_memory()
     times, count = {"read": 0.0, "decode": 0.0, "change": 0.0}, 0
@@ -382,7 +386,8 @@ def work(data: Any, number: int, seconds: float, begin: Any, found: Any) -> None
 
 
 def handed_over(task: Task, data: Any, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """ms of an image in the one thread that joins and copies batches, and, with files, lets the GPU decode."""
+    """ms per image in the one thread that joins and copies batches. If samples are files, this thread also lets the GPU
+    decode."""
     collate = task.collate_train or default_collate
     size = min(options.batch, len(data))
     samples = [data.draw(number, np.random.default_rng(number)) for number in range(size)]
@@ -491,7 +496,7 @@ def step_of(torchvision: Any, name: str, device: torch.device) -> Callable[[Tens
 
 
 def resident(step: Callable[[], Tensor], options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """ms of a step on a resident batch, the median of rounds; images a second; peak memory."""
+    """Time a step on a resident batch: ms (the median of rounds), images a second, and peak memory."""
     count, rounds = (1, 1) if options.quick else (RESIDENT_STEPS, ROUNDS)
     for _ in range(2 if options.quick else 8):
         step().item()

@@ -1,12 +1,12 @@
-"""Measure all ladders of docs/ladder.md: each rung compared with the roof.
+"""Measure all ladders of docs/ladder.md, and compare each rung with the roof.
 
     python benchmarks/ladder.py [--out benchmarks/results/h200/ladder.json] [--chart ladder.html]
 
-Each ladder has its own size. Every rung is checked against the reference. Then all are timed interleaved, replayed from
-a CUDA graph (rungs on the CPU and those with transfers are called). The roof follows from the work's own cost and the
-ceilings measured in the same run. The file is written after each ladder. `--quick` takes small sizes, and also runs
-without a GPU, where nothing is timed (with TRITON_INTERPRET=1 it checks Triton's rungs, too). The exit status is 1 if a
-rung is wrong.
+Each ladder has its own size. Every rung's result is compared with the reference. Then all rungs are timed interleaved.
+They are replayed from a CUDA graph, except rungs that run on the CPU or transfer data. The roof follows from the work's
+own cost and the ceilings measured in the same run. The file is written after each ladder. `--quick` takes small sizes,
+and also runs without a GPU. Without a GPU nothing is timed, and Triton's rungs are checked only with
+TRITON_INTERPRET=1. The exit status is 1 if a rung is wrong.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from rooftop.launch import cuda
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("--chart", type=Path, help="draw them (HTML)")
-    parser.add_argument("--ladders", nargs="+", choices=LADDERS, default=list(LADDERS), help="only these ladders")
+    parser.add_argument("--chart", type=Path, help="draw the figures as a chart (HTML)")
+    parser.add_argument(
+        "--ladders", nargs="+", choices=LADDERS, default=list(LADDERS), help="measure only these ladders"
+    )
     parser.add_argument("--seconds", type=float, default=0.05, help="about how long to time each rung")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     options = parser.parse_args()
@@ -50,7 +52,7 @@ def main() -> None:
             ladder = build(name, LADDERS[name].small if options.quick else None, device)
             compile_all(ladder, device)
             climbs.append(climb(ladder, ceilings, seconds=options.seconds))
-        except Exception as error:  # the other ladders continue
+        except Exception as error:  # a failed ladder does not stop the others
             traceback.print_exc()
             failures.append(f"{name}: {type(error).__name__}: {error}")
             continue
@@ -72,7 +74,7 @@ def main() -> None:
 
 
 def compile_all(ladder: Ladder, device: torch.device) -> None:
-    """Compile the ladder's CUDA C++ kernels in parallel. The climb reports those that do not compile."""
+    """Compile the ladder's CUDA C++ kernels in parallel. `climb` reports kernels that do not compile."""
     names = dict.fromkeys(name for rung in ladder.rungs for name in rung.kernels)
 
     def one(name: str) -> None:

@@ -1,10 +1,10 @@
-"""Twelve networks of KernelBench's level 3, with its sizes (Ouyang et al. 2025, arXiv:2502.10517).
+"""Twelve networks of KernelBench's level 3, in KernelBench's sizes (Ouyang et al. 2025, arXiv:2502.10517).
 
-They are written anew after their public descriptions: GoogLeNet (Szegedy et al. 2015), VGG (Simonyan and Zisserman
-2015), SqueezeNet (Iandola et al. 2016), MobileNet (Howard et al. 2017), ShuffleNet (Zhang et al. 2018), ViT
+The code is new, written after the networks' public descriptions: GoogLeNet (Szegedy et al. 2015), VGG (Simonyan and
+Zisserman 2015), SqueezeNet (Iandola et al. 2016), MobileNet (Howard et al. 2017), ShuffleNet (Zhang et al. 2018), ViT
 (Dosovitskiy et al. 2021), GPT (Radford et al. 2018), U-Net (Ronneberger et al. 2015), NetVLAD (Arandjelovic et al.
-2016) and Mamba-2 (Dao and Gu 2024). `NETWORKS` has for each its number there, the network and the shape of a call. All
-run in float32, as there.
+2016) and Mamba-2 (Dao and Gu 2024). `NETWORKS` has each network, its number in KernelBench, and the shape of its input.
+All run in float32, as in KernelBench.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def squeezenet() -> nn.Sequential:
 
 
 def normed(channels: int, width: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-    """A convolution without bias, with batch norm and ReLU."""
+    """A convolution without bias, followed by batch norm and ReLU."""
     convolution = nn.Conv2d(channels, width, size, stride, size // 2, groups=groups, bias=False)
     return [convolution, nn.BatchNorm2d(width), nn.ReLU()]
 
@@ -113,7 +113,8 @@ def mobilenet() -> nn.Sequential:
 
 
 class ShuffleUnit(nn.Module):
-    """Grouped 1x1 convolutions around a depthwise one; channels of the groups are interleaved after the first."""
+    """Two grouped 1x1 convolutions around a depthwise one. After the first convolution, the channels of the groups are
+    interleaved."""
 
     def __init__(self, channels: int, width: int, groups: int = 3) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ class UNet(nn.Module):
 
 
 class Patches(nn.Module):
-    """A vision transformer of PyTorch's layers, with a token for the class."""
+    """A vision transformer built from PyTorch's layers, with a class token."""
 
     def __init__(self, size: int = 224, patch: int = 16, width: int = 512, depth: int = 6, classes: int = 10) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class Patches(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Causal attention by products, a mask and `weights` of the scores."""
+    """Causal attention by two matrix products and a mask. `weights` turns scores into weights."""
 
     def __init__(self, width: int, heads: int, tokens: int, weights: Callable[[Tensor], Tensor], out: bool) -> None:
         super().__init__()
@@ -233,7 +234,7 @@ def relu_attention() -> nn.Module:
 
 
 class NetVlad(nn.Module):
-    """Soft assignment of features to clusters, and the normalized sums of what is left of them."""
+    """Assign features to clusters softly, and return the normalized sums of their residuals."""
 
     def __init__(self, clusters: int = 32, width: int = 512) -> None:
         super().__init__()
@@ -249,7 +250,7 @@ class NetVlad(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """The sum of Mamba-2 over chunks of a sequence, for constant A, B and C."""
+    """Mamba-2's scan by chunks of a sequence, with constant A, B and C."""
 
     def __init__(
         self, batch: int, tokens: int = 128, heads: int = 8, width: int = 64, state: int = 16, chunk: int = 64
@@ -262,7 +263,7 @@ class StateSpace(nn.Module):
 
     @staticmethod
     def decays(x: Tensor) -> Tensor:
-        """exp of the sums of `x` between two places: (..., T) to (..., T, T), 0 above the diagonal."""
+        """exp of the sums of `x` between each two positions: (..., T) to (..., T, T), with 0 above the diagonal."""
         sums = x.cumsum(-1)
         between = sums[..., :, None] - sums[..., None, :]
         below = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device).tril()

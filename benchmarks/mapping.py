@@ -2,25 +2,27 @@
 
     python benchmarks/mapping.py [--out benchmarks/results/h100/mapping.json] [--only resnet50 detr clips]
     python benchmarks/mapping.py --photographs FOLDER      your own photographs, instead of generated ones
-    python benchmarks/mapping.py --repeat 8                each photograph under eight names: a longer steady state
+    python benchmarks/mapping.py --repeat 8                each photograph under eight names, for a longer steady state
 
 ResNet-50 classifies photographs and clips of a video, and DETR finds objects in photographs, with random weights.
 Photographs are JPEG, 500 x 375, quality 90: crops of real ones if scikit-image or scikit-learn is installed, else noise
-of all scales. All ways decode, prepare and compute by the same functions, with the same batches, and write Parquet:
+of all scales. All ways use the same functions to decode, prepare and compute. They use the same batches and write
+Parquet:
 
-    rooftop                `map_items` as it is called; with two workers on a GPU, each with half of the cores; with
-                           threads that decode; through a Dask scheduler here
-    DataLoader             a loop over torch's, a process for each core
-    Dask map_partitions    a bag of file names, a worker a GPU with a thread for each core
+    rooftop                `map_items` with its defaults, with two workers on a GPU that share the cores, with decoding
+                           threads, and through a local Dask scheduler
+    DataLoader             a loop over torch's DataLoader with a process for each core
+    Dask map_partitions    a bag of file names; one worker per GPU with a thread for each core
 
-Each way's items a second count from the first result on, since models are loaded and processes started before it;
-`seconds` is the whole time, and `start` has the parts before the first result. Results that were begun before the first
-one was ready count too, so items must be many.
+Each way's items a second count from the first result on, since models are loaded and processes start before it.
+`seconds` is the whole time, and `start` has the parts before the first result. When the first result is ready, other
+items are already in progress and count too. So a run needs many items.
 
-Two ceilings: `decoding`, by a process for each core that does nothing else, while all of them work (`decoding_alone`:
-one process, while the other cores are idle); `computing`, the device's time for batches that are ready (`calling`: the
-whole call, with copies and rows). `percent` refers to the smaller one. `item` and `item_alone` are the costs of an item
-in a decoding process: milliseconds of its core, milliseconds in the kernel, and page faults.
+There are two ceilings. `decoding` is the rate of one process per core that only decodes, while all of them work; for
+`decoding_alone`, one process works and the other cores are idle. `computing` is the rate by the device's time for
+batches that are ready; `calling` counts the whole call, with copies and rows. `percent` is relative to the lower
+ceiling. `item` and `item_alone` are the costs of an item in a decoding process: CPU milliseconds, milliseconds in the
+operating system's kernel, and page faults.
 
 `--quick` tests the script on a CPU.
 """
@@ -69,11 +71,11 @@ from rooftop.models.images import MEAN, STD
 WIDTH, HEIGHT, FRAMES, FRAMES_OF_A_CLIP = 500, 375, 240, 8
 CORES = len(os.sched_getaffinity(0))
 PATIENCE_S = 120  # for one way
-DECODING_S = 4.0  # items that all processes decode for the ceiling
+DECODING_S = 4.0  # for which all processes decode, to measure the ceiling
 
 
 class ClipClasses:
-    """The class that most frames of a clip show, as an example of a user's own target."""
+    """A user-defined target, for example: the class that most frames of a clip show."""
 
     def __init__(self) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,7 +93,7 @@ class ClipClasses:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurement of one way: counted items, their seconds, and the seconds of the parts before them."""
+    """The measurement of one way: the counted items, the seconds for them, and the seconds of each part before them."""
 
     items: int
     seconds: float
@@ -101,7 +103,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Work:
-    """A target, its items, and how many items it gets at once."""
+    """A target, its items, and its batch size."""
 
     name: str
     target: Target
@@ -185,7 +187,7 @@ def crop(picture: Image.Image, random: np.random.Generator) -> Image.Image:
 
 @cache
 def sources() -> list[Image.Image]:
-    """Photographs that packages bring, or pictures of noise."""
+    """Photographs from installed packages, or pictures of noise if there are none."""
     found = []
     for package, names in {
         "skimage": ("data/astronaut.png", "data/chelsea.png", "data/coffee.png", "data/rocket.jpg"),
@@ -300,10 +302,10 @@ def said(error: Exception) -> str:
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError after this time, unless it is 0, so that a peer that hangs gets a row that says so."""
+    """Raise TimeoutError after this many seconds (0: never), so that the row of a peer that hangs says so."""
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"not done after {seconds} s")
+        raise TimeoutError(f"not finished after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
@@ -352,7 +354,7 @@ def by_dask_map(work: Work, device: str, out: Path) -> Measured:
 
 
 class Decoded(Dataset[Any]):
-    """A dataset of items, decoded and prepared for the target."""
+    """A dataset that decodes items and prepares them for the target."""
 
     def __init__(self, work: Work, items: Sequence[Item]) -> None:
         self.work, self.items = work, items
@@ -368,7 +370,8 @@ class Decoded(Dataset[Any]):
 
 
 def collated(values: list[Any]) -> Any:
-    """Photographs of one size as one tensor, which is one piece of shared memory; others unchanged."""
+    """Stack photographs of one size into one tensor, which takes one piece of shared memory; leave other items
+    unchanged."""
     from rooftop.cluster.model_targets import Shown
 
     if not all(isinstance(each, Shown) for each in values) or len({each.pixels.shape for each in values}) > 1:
@@ -377,7 +380,7 @@ def collated(values: list[Any]) -> Any:
 
 
 def separated(batch: Any) -> list[Any]:
-    """The single values of a collated batch."""
+    """Split a collated batch into its items."""
     from rooftop.cluster.model_targets import Shown
 
     if isinstance(batch, list):
@@ -386,8 +389,8 @@ def separated(batch: Any) -> list[Any]:
 
 
 def by_loader(work: Work, items: Sequence[Item], device: str, out: Path) -> Measured:
-    """Processes are forked, as by default. Spawned ones start one after another, each after the imports of the one
-    before it, because a list of items does not fit into a pipe."""
+    """Map by a DataLoader with forked processes, its default. Spawned processes would start one after another: a list
+    of items does not fit into a pipe, so each start waits for the imports of the process before."""
     began = time.perf_counter()
     call = work.target.load(device)
     start = {"target": time.perf_counter() - began}
@@ -456,8 +459,8 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def decoded_per_s(work: Work, items: Sequence[Item], processes: int, device: str) -> tuple[float, dict[str, float]]:
-    """Items a second by processes that do nothing else, and the costs of an item. Each process decodes its part of the
-    items, in order, as long as all the others do."""
+    """Items a second of processes that only decode, and the costs of an item. All processes decode for the same
+    seconds, each its part of the items, in order."""
     seconds = DECODING_S if device == "cuda" else 0.3
     context = multiprocessing.get_context("fork")
     begin, counts = context.Barrier(processes), context.SimpleQueue()
@@ -476,7 +479,7 @@ def decoded_per_s(work: Work, items: Sequence[Item], processes: int, device: str
 
 def decode_for(work: Work, items: Sequence[Item], seconds: float, begin: Any, rates: Any) -> None:
     torch.set_num_threads(1)
-    keep_memory()  # as the decoding processes of `rooftop map`
+    keep_memory()  # as in the decoding processes of `rooftop map`
     decode = work.job().decoder()
     decode(items[0])
     begin.wait(60)
@@ -496,8 +499,8 @@ def decode_for(work: Work, items: Sequence[Item], seconds: float, begin: Any, ra
 
 
 def computed_per_s(work: Work, items: Sequence[Item], device: str) -> dict[str, float]:
-    """Items a second for batches that are ready in host memory: `computing` by the device's time, `calling` by the
-    clock."""
+    """Items a second for batches that are ready in host memory: `computing` by the device's time, `calling` by wall
+    time."""
     decode, call = work.job().decoder(), work.target.load(device)
     values = [decode(item) for item in items[: work.batch]]
     for _ in range(3):
@@ -520,7 +523,7 @@ def computed_per_s(work: Work, items: Sequence[Item], device: str) -> dict[str, 
     return {"computing": computing, "calling": calling}
 
 
-if __name__ == "__main__":  # run as a module, because workers import its functions by name
+if __name__ == "__main__":  # imports this file as a module, because workers import its functions by name
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )

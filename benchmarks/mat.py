@@ -1,12 +1,12 @@
-"""Expressions of Mats, conversions and masked copies compared with OpenCV and torch, and torch.compile on a GPU.
+"""Expressions of Mats, conversions and masked copies, compared with OpenCV, torch and (on a GPU) torch.compile.
 
     python benchmarks/mat.py [--out benchmarks/results/h200/mat.json] [--device cuda] [--quick]
 
-The inputs are random images of 3840 x 2160 x 3 bytes or as many float32 numbers, and regions of such images. On the
-CPU, figures are milliseconds. Each variant is written as its user would write it, into existing memory; OpenCV does one
-operation after the other. On a GPU, figures are also TB/s of the bytes that must move (each operand once, the result
-once; for masked copies the mask and the chosen elements). Calls are replayed from a CUDA graph, over several sets of
-images if one would stay in L2, and compared with the roof at the ceilings measured in the same run. Every variant's
+The inputs are random images of 3840 x 2160 x 3 bytes or float32 numbers, and regions of such images. On the CPU,
+figures are milliseconds. Each variant is written as its user would write it, with its result in existing memory. OpenCV
+runs one operation after the other. On a GPU, figures are also TB/s of the bytes that must move: each operand and the
+result once, or for masked copies the mask and the chosen elements. Calls are replayed from a CUDA graph, over several
+sets of images if one set would stay in L2. The roof follows from the ceilings measured in the same run. Every variant's
 result is compared with ours first. `--quick` takes small images, for tests.
 """
 
@@ -31,7 +31,7 @@ from rooftop.mat import CV_8U, Mat, MatExpr, Scalar, maximum
 ROWS, COLUMNS, CHANNELS = 2160, 3840, 3
 QUICK = (36, 64)
 WARM_UP_SECONDS = 1.5
-SETS_BYTES = 512 << 20  # more than an L2 holds
+SETS_BYTES = 512 << 20  # more bytes than an L2 cache holds
 
 Into = Callable[..., Mat]
 
@@ -41,7 +41,7 @@ def assigned(expression: Callable[..., MatExpr]) -> Into:
 
 
 OPERATIONS: dict[str, tuple[int, Into]] = {
-    # name: how many images, and the operation into `out`
+    # name: the number of images, and the operation that writes to `out`
     "add": (2, assigned(lambda a, b: a + b)),
     "greater": (2, assigned(lambda a, b: a > b)),
     "blend": (2, assigned(lambda a, b: a * 0.5 + b * 0.5)),
@@ -54,7 +54,7 @@ OPERATIONS: dict[str, tuple[int, Into]] = {
 
 
 def with_opencv(name: str, dtype: str) -> Callable[..., Any]:
-    """The operations in OpenCV, into `out`."""
+    """The operations by OpenCV, which write to `out`."""
     import cv2
 
     return {
@@ -74,7 +74,7 @@ def with_opencv(name: str, dtype: str) -> Callable[..., Any]:
 
 
 def with_torch(name: str, dtype: str, device: str) -> Callable[..., Tensor]:
-    """The operations in torch, in the narrowest dtype that does not overflow, saturated once."""
+    """The operations by torch, in the narrowest dtype that does not overflow, with one saturation at the end."""
     wide = torch.int16 if dtype == "uint8" else torch.float32
 
     def store(x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def images(count: int, dtype: str, region: bool, size: tuple[int, int], device: 
 
 
 def operands(name: str, dtype: str, region: bool, size: tuple[int, int], device: str) -> list[Tensor]:
-    """The operands of an operation: images, and for "masked" a mask (rows, columns)."""
+    """The operands of an operation: images, and for "masked" also a mask (rows, columns)."""
     given = images(OPERATIONS[name][0], dtype, region, size, device)
     if name == "masked":
         y, x = (torch.linspace(-1, 1, n, device=device) for n in size)
@@ -164,7 +164,7 @@ def on_cpu(name: str, dtype: str, region: bool, size: tuple[int, int], seconds: 
         "torch": lambda: plain(*given),
     }
     operation(result, *mats)  # the first call imports modules
-    # enough for a form to be compiled, after it has run for as long as compiling takes
+    # long enough for Rooftop to compile the expression, which it does once uncompiled runs have cost as much
     end = perf_counter() + WARM_UP_SECONDS * (seconds > 0.1)
     while perf_counter() < end:
         operation(result, *mats)
@@ -186,7 +186,7 @@ def on_gpu(
     first = operands(name, dtype, region, size, "cuda")
     like = result_like(name, first[0])
     cost = Cost(sum(each.numel() * each.element_size() for each in first), like.numel() * like.element_size(), {})
-    if name == "masked":  # elements that are not chosen are neither read nor written
+    if name == "masked":  # a masked copy neither reads nor writes elements that are not chosen
         chosen = int(first[1].count_nonzero()) * CHANNELS * like.element_size()
         cost = Cost(first[1].numel() + chosen, chosen, {})
     sets = [first, *(operands(name, dtype, region, size, "cuda") for _ in range(max(1, SETS_BYTES // cost.bytes)))]
@@ -220,11 +220,11 @@ def on_gpu(
 
 
 def check(name: str, key: str, value: Tensor, expected: Tensor) -> None:
-    """Compare a result with ours; one level of 255 may differ if others round twice or in float32."""
+    """Compare a result with ours. It may differ by one level of 255, since peers round twice or in float32."""
     error = float((value.double() - expected.double().reshape(value.shape)).abs().max())
     saturated_on_the_way = name == "five" and key == "opencv"
     if error > 1 and not saturated_on_the_way:
-        raise SystemExit(f"{name}: {key} is {error} away from ours")
+        raise SystemExit(f"{name}: {key} differs from ours by {error}")
 
 
 if __name__ == "__main__":

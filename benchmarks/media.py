@@ -1,22 +1,22 @@
-"""Videos read to tensors: frames a second of our reader, on NVDEC and on the CPU, compared with other libraries.
+"""Reading videos into tensors: frames a second of our reader, on NVDEC and on the CPU, compared with other libraries.
 
     python benchmarks/media.py [--out benchmarks/results/h200/media.json] [--only sizes streams access training]
     python benchmarks/media.py --cpu --only sizes --out benchmarks/results/cpu/media.json      cases without a GPU
     python benchmarks/media.py --quick --out quick.json        tiny, on the CPU, to test the script
 
-Clips are generated first, with noise, so that there are bits to decode. A pass is timed from the first requested frame
-to the arrival of the last one, with decoders opened before. The better of two passes counts, and variants are
-interleaved. The requested outputs are:
+Clips are generated first, with noise, so that there are bits to decode. Decoders are opened before a pass, which is
+timed from the request of the first frame to the arrival of the last one. The better of two passes counts, and variants
+are interleaved. The requested outputs are:
 
     nv12        the decoder's own format, on the GPU
     rgb         (3, H, W) uint8 on the GPU
-    input       (3, 224, 224) float16 on the GPU, normalized: a network's input
+    input       (3, 224, 224) float16 on the GPU, normalized as a network's input
 
-`sizes` has one reader per video, and shows from which size NVDEC is faster than the CPU. `streams` has several readers
+`sizes` has one reader per video, and shows above which size NVDEC is faster than the CPU. `streams` has several readers
 at once, each in a thread. `access` reads frames in any order. `training` runs steps of matrix products while clips for
-the next steps are decoded. Each of the four has its own process. Libraries that are not installed are left out with a
-message. torchcodec needs FFmpeg's shared libraries by their plain names (libavcodec.so.62) on LD_LIBRARY_PATH; links
-with these names to the libraries in PyAV's wheel suffice.
+the next steps are decoded. Each of these four cases runs in its own process. Libraries that are not installed are left
+out with a message. torchcodec needs FFmpeg's shared libraries with their plain names (libavcodec.so.62) on
+LD_LIBRARY_PATH. Links with these names to the libraries in PyAV's wheel suffice.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ QUICK = (Video("h264-96x64", 64, 96, 12), Video("h264-64x48", 48, 64, 12))
 
 
 def make(video: Video, folder: Path) -> Path:
-    """Generate a moving pattern under noise, with two B-frames between other frames and a key frame every 60."""
+    """Encode a moving pattern under noise, with two B-frames between other frames and a key frame every 60 frames."""
     import av
 
     path = folder / f"{video.name}.mp4"
@@ -102,11 +102,11 @@ def make(video: Video, folder: Path) -> Path:
 # ---- variants: each reads a video and yields numbers of frames as they arrive ----------------------------------
 
 Pass = Callable[[], Iterator[int]]
-Opened = Callable[[], Pass]  # opens decoders, and returns the pass
+Opened = Callable[[], Pass]  # a function that opens decoders and returns the pass
 
 
 def ours(path: Path, form: str, device: str) -> Opened:
-    """Our reader; frames decoded on the CPU are copied to the GPU, if there is one."""
+    """Our reader. Frames that the CPU decodes are copied to the GPU, if there is one."""
 
     def opened() -> Pass:
         reader = VideoReader(path, device, **FORMS[form])
@@ -130,7 +130,7 @@ def bare_pyav(path: Path) -> Opened:
 
 
 def pynvvideocodec(path: Path, form: str, threaded: bool) -> Opened:
-    """PyNvVideoCodec's decoder, alone or with its own thread; for a network's input, torch converts eight frames at a
+    """PyNvVideoCodec's decoder, with or without its own thread. torch converts frames to a network's input, eight at a
     time."""
     import PyNvVideoCodec as nvc
 
@@ -164,7 +164,7 @@ def pynvvideocodec(path: Path, form: str, threaded: bool) -> Opened:
 
 
 def as_input(frames: Tensor) -> Tensor:
-    """(T, 3, H, W) uint8 to (T, 3, 224, 224) float16, normalized, by torch."""
+    """Convert (T, 3, H, W) uint8 to normalized (T, 3, 224, 224) float16 by torch."""
     small = F.interpolate(frames.half(), (224, 224), mode="bilinear", antialias=True).div_(255)
     mean, std = (torch.tensor(each, device=frames.device).half()[:, None, None] for each in (MEAN, STD))
     return small.sub_(mean).div_(std)
@@ -196,7 +196,7 @@ def opencv(path: Path) -> Opened:
 
 
 def variants_of(path: Path) -> dict[str, Opened]:
-    """The variants, by "library, requested output"."""
+    """The variants, keyed by "library, requested output"."""
     found: dict[str, Opened] = {}
     for form in FORMS:
         if GPU:
@@ -253,7 +253,7 @@ def sizes(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
     for place, (video, path) in enumerate((video, path) for video, path in paths.items() if video != LONG):
         variants = variants_of(path)
         rates: dict[str, list[float]] = {name: [] for name in variants}
-        # 0: an additional pass of the smallest video, which compiles kernels
+        # the smallest video has an additional pass 0, which compiles kernels
         for number in range(0 if place == 0 else 1, PASSES + 1):
             for name, opened in list(variants.items()):
                 try:
@@ -269,8 +269,8 @@ def sizes(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
 
 
 def streams(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
-    """Frames a second of several streams, each in its own thread. NVDEC assigns each stream to one of its engines, so
-    of equally long videos those that share an engine end last."""
+    """Frames a second of several streams, each in its own thread. NVDEC assigns each stream to one engine, so streams
+    that share an engine end later."""
     video = next((each for each in paths if each.name == LONG.name), next(iter(paths)))
     path = paths[video]
     forms = ("rgb", "input")
@@ -283,7 +283,8 @@ def streams(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
 
 
 def at_once(opened: Opened, count: int) -> float:
-    """Frames a second of all streams, counted once each has returned some frames; streams that end begin again."""
+    """Frames a second of all streams, counted once every stream has returned some frames. Streams that end start
+    over."""
     passes = [opened() for _ in range(count)]
     given, over = [0] * count, threading.Event()
 
@@ -327,8 +328,8 @@ def access(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
 
 
 def training(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
-    """Time steps of about 30 ms, each with a batch of clips: the steps alone, the clips alone, and both together, on a
-    separate stream and on the default one, which FFmpeg uses, too."""
+    """Time steps of about 30 ms that each use a batch of clips: steps alone, decoding alone, and both together. The
+    steps run on a separate stream, and on the default stream, which FFmpeg uses, too."""
     video = next((each for each in paths if each.height == 1080), next(iter(paths)))
     clips = ClipDataset([paths[video]] * 4, frames=4, device="cuda" if GPU else "cpu", **INPUT)
     loader = ClipLoader(clips, batch=4, threads=7 if GPU else 2, ahead=4)
@@ -362,8 +363,7 @@ def training(paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
 
 
 def apart(case: str, paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
-    """The rows of a case, from a separate process, so that threads that one library leaves running do not slow another
-    case."""
+    """Measure a case in a separate process. Threads that a library leaves running then cannot slow another case."""
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=send_rows, args=(case, paths, GPU, sending))
@@ -376,7 +376,7 @@ def apart(case: str, paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
             break
     process.join()
     if process.exitcode:
-        raise RuntimeError(f"{case}: its process ended with {process.exitcode}")
+        raise RuntimeError(f"{case}: its process ended with exit code {process.exitcode}")
 
 
 def send_rows(case: str, paths: dict[Video, Path], gpu: bool, to: Connection) -> None:
@@ -399,12 +399,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/media.json"))
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--quick", action="store_true", help="a tiny run on the CPU, to test the script")
-    parser.add_argument("--cpu", action="store_true", help="time only the readers on the CPU")
+    parser.add_argument("--cpu", action="store_true", help="time only readers that decode on the CPU")
     options = parser.parse_args()
     if options.cpu:
         GPU, DEVICE = False, "cpu"
     elif not options.quick and not GPU:
-        parser.error("needs an NVIDIA GPU, --cpu or --quick")
+        parser.error("needs an NVIDIA GPU; without one, give --cpu or --quick")
     ceilings = measure_ceilings(DEVICE)
     found: dict[str, Any] = {
         "environment": {"device": ceilings.device, "versions": dict(ceilings.versions)},

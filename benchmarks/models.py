@@ -5,15 +5,15 @@
 
 ResNet-50, Swin-T and DETR run by `rooftop.inference.Engine` in bfloat16. The peers are torchvision's and transformers'
 models: unchanged, channels last, and compiled with max-autotune. The network of Keras's example of next-frame
-prediction, forward and training step, is compared with Keras on its torch back end, with TF32 on both sides. All
-variants of a case have the same weights, and the row has the distance of their results from ours.
+prediction is compared with Keras on its torch back end, forward and training step, with TF32 on both sides. All
+variants of a case have the same weights. The row has the distance between each peer's results and ours.
 
 Each variant is called eagerly, and replayed from a CUDA graph. All variants of a case are interleaved, and figures are
-medians. The roof is the fused one of our model at the ceilings measured in the same run: it moves inputs, parameters
-and results once. Rows are written after each case. If a case fails, the others still run, and the run fails at the end.
-`--peers fast` leaves out compiled variants (minutes for each case), `--peers none` all peers. A peer that is not
-installed has a row that says so. `--reports` writes the reports of `rooftop.analyze` about our model, launched without
-a graph. `--quick` tests the script on a CPU, with small inputs.
+medians. The roof is our model's fused roof at the ceilings measured in the same run. It counts one transfer each of
+inputs, parameters and results. Rows are written after each case. If a case fails, the others still run, and the run
+fails at the end. `--peers fast` leaves out compiled variants, which take minutes for each case. `--peers none` leaves
+out all peers. A peer that is not installed has a row that says so. `--reports` writes the reports of `rooftop.analyze`
+about our model, launched without a graph. `--quick` tests the script on a CPU, with small inputs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rooftop.models.vision.resnet import Bottleneck
 
 Call = Callable[[], Any]
 BF16 = torch.bfloat16
-# relative: through fifty layers, bfloat16 changes results by about 0.02; different work changes them by about 1
+# relative error: fifty layers in bfloat16 change results by about 0.02, different work changes them by about 1
 FARTHEST = 0.1
 REPLAYED = ", replayed"
 
@@ -59,8 +59,8 @@ class Scale:
     Attributes:
         device: the device of the run.
         batch: the maximum batch of images or clips.
-        side: side of square photographs; `height` and `width`: size of photographs for detection.
-        depths, layers: depths of the detector's ResNet; numbers of layers of its encoder and of its decoder.
+        side: side of square photographs. `height` and `width` are the size of photographs for detection.
+        depths, layers: depths of the detector's ResNet, and number of layers in its encoder and in its decoder.
         steps, frame, filters: frames of a clip, side of a frame, and filters of the network that continues clips.
     """
 
@@ -87,9 +87,9 @@ class Work:
         model, inputs: the arguments for `rooftop.predict` and `rooftop.analyze`.
         calls: the variants, ours first.
         own_graph: variants that already replay a graph.
-        apart: for each peer, the distance of its results from ours: |theirs - ours| / |ours|.
+        apart: for each peer, the relative distance |theirs - ours| / |ours| of its results.
         absent: variants that cannot be measured, and why.
-        step: the arguments `train` and `loss` of `predict` and `analyze`, which turn a call into a training step.
+        step: `train` and `loss` for `predict` and `analyze`; these arguments turn a call into a training step.
         optimizer: creates the step's optimizer from the parameters.
     """
 
@@ -105,10 +105,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """A model at a batch size, or one direction of it.
+    """A model at a batch size, for inference or for training.
 
     Attributes:
-        goal_ms: goal for the whole batch.
+        goal_ms: the time that we want for the whole batch.
         build: function of (scale, batch, peers: "none", "fast" or "all") that returns the `Work`.
     """
 
@@ -139,7 +139,7 @@ def main() -> int:
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     scale = QUICK if options.quick else Scale()
     if scale.device == "cuda":
-        # for the float32 model, ConvLSTM
+        # for ConvLSTM, the only float32 model
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     ceilings = ceilings_of("h200") if options.quick else measure_ceilings("cuda")
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
@@ -173,12 +173,12 @@ def measure_case(case: Case, scale: Scale, ceilings: Ceilings, options: argparse
     """Measure and print a row for each variant, then write the report.
 
     Raises:
-        RuntimeError: the results of a peer differ from ours, so it does different work.
+        RuntimeError: a peer's results differ from ours, so the peer does different work.
     """
     torch._dynamo.reset()
     gc.collect()
     if scale.device == "cuda":
-        torch.cuda.empty_cache()  # memory of the previous case
+        torch.cuda.empty_cache()  # free the memory of the previous case
     torch.manual_seed(0)
     batch = min(case.batch, scale.batch)
     work = case.build(scale, batch, options.peers)
@@ -213,16 +213,19 @@ def measure_case(case: Case, scale: Scale, ceilings: Ceilings, options: argparse
         )
         report.to_json(options.reports / f"{case.name}.json")
     if far := {name: apart for name, apart in work.apart.items() if not apart <= FARTHEST}:
-        raise RuntimeError(f"expected results within {FARTHEST} of ours, relative; got {far}")
+        raise RuntimeError(
+            f"expected each peer's results within a relative distance of {FARTHEST} from ours; got {far}"
+        )
 
 
 def replays(work: Work) -> dict[str, Call]:
-    """Each call as the replay of a CUDA graph. Calls that cannot be captured are noted in `work`."""
+    """Capture each call in a CUDA graph, and return the replays. `work.absent` records calls that cannot be
+    captured."""
     found, stream = {}, torch.cuda.Stream()
     for name, call in work.calls.items():
         if name in work.own_graph:
             continue
-        call()  # compiles; also for lazy initialization, which may wait for the GPU
+        call()  # compiles, and runs lazy initialization, which may wait for the GPU
         if waits_for_gpu(call):
             work.absent[name + REPLAYED] = "cannot be captured: the host waits for the GPU"
             continue
@@ -235,12 +238,12 @@ def replays(work: Work) -> dict[str, Call]:
 
 
 def imported(name: str) -> Any:
-    """A module, or the reason, in words, why it cannot be imported."""
+    """The module, or a message that says why it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         return f"not installed: {error.name}"
-    except RuntimeError as error:  # torchvision is for CUDA, but torch for the CPU
+    except RuntimeError as error:  # such as torchvision built for CUDA with a torch built for the CPU
         return f"cannot be imported: {str(error).splitlines()[0]}"
 
 
@@ -252,7 +255,7 @@ def relative(theirs: Tensor, ours: Tensor) -> float:
 
 
 def classifier(name: str) -> Callable[[Scale, int, str], Work]:
-    """ResNet or Swin, compared with torchvision's model of the same name."""
+    """Compare ResNet or Swin with torchvision's model of the same name."""
 
     def build(scale: Scale, batch: int, which: str) -> Work:
         model = models.model_entry(name).build().eval()
@@ -272,9 +275,9 @@ def classifier(name: str) -> Callable[[Scale, int, str], Work]:
 
 
 def detector(scale: Scale, batch: int, which: str) -> Work:
-    """DETR, compared with that of transformers in the same configuration; photographs fill the batch."""
+    """Compare DETR with transformers' DETR in the same configuration. Photographs have one size, without padding."""
     model = models.Detr(Bottleneck, scale.depths, encoder_layers=scale.layers, decoder_layers=scale.layers).eval()
-    model.auxiliary = False  # because only training needs the predictions of earlier layers
+    model.auxiliary = False  # only training needs the predictions of earlier layers
     transformers = imported("transformers") if which != "none" else ""
     peer = None if isinstance(transformers, str) else hugging_face_detr(transformers, scale)
     if peer is not None:
@@ -288,7 +291,7 @@ def detector(scale: Scale, batch: int, which: str) -> Work:
 
 
 def hugging_face_detr(transformers: Any, scale: Scale) -> nn.Module:
-    """Hugging Face's DETR on its own ResNet-50, as for COCO, with random weights."""
+    """transformers' DETR with its own ResNet-50 and random weights, configured as for COCO."""
     backbone = transformers.ResNetConfig(out_features=["stage4"], depths=scale.depths)
     options = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
     depths = {"encoder_layers": scale.layers, "decoder_layers": scale.layers}
@@ -303,7 +306,7 @@ def photographs(batch: int, height: int, width: int, device: str) -> Tensor:
 
 
 def by_engine(model: nn.Module, x: Tensor) -> Work:
-    """A model in an engine with graphs (each call copies its input in and its result out) and in one without.
+    """Run a model in two engines: with graphs, where each call copies its input in and its result out, and without.
     Prediction and analysis use the engine without graphs."""
     model = model.to(x.device)
     plain = Engine(model, dtype=BF16, channels_last=True, graphs=False)
@@ -316,11 +319,11 @@ def by_engine(model: nn.Module, x: Tensor) -> Work:
 
 
 def add_peers(work: Work, name: str, peer: nn.Module, which: str, result: Callable[[Any], Tensor]) -> None:
-    """Add a peer's module in bfloat16: unchanged, and channels last; with `which` "all", also channels last and
+    """Add a peer's module in bfloat16, unchanged and channels last. With `which` "all", also add it channels last and
     compiled.
 
     Args:
-        result: function that returns the part of an output to compare with ours.
+        result: returns the part of the module's output that is compared with ours.
     """
     (x,) = work.inputs
     peer = peer.to(x.device, BF16).eval()
@@ -347,7 +350,7 @@ def without_gradients(model: Callable[[Tensor], Any], x: Tensor) -> Call:
 
 
 class Logits(nn.Module):
-    """The logits of a next-frame network, as its loss takes them."""
+    """A next-frame network that returns logits, which its loss expects."""
 
     def __init__(self, network: models.NextFrameNetwork) -> None:
         super().__init__()
@@ -358,7 +361,7 @@ class Logits(nn.Module):
 
 
 def next_frames(scale: Scale, batch: int, which: str) -> Work:
-    """The forward of the network of Keras's example, compared with Keras's."""
+    """Compare the forward pass of the network in Keras's example with Keras."""
     x, _ = clips(scale, batch)
     network, peer, why = next_frame_networks(scale, which)
     network.eval()
@@ -370,7 +373,7 @@ def next_frames(scale: Scale, batch: int, which: str) -> Work:
 
 
 def next_frames_training(scale: Scale, batch: int, which: str) -> Work:
-    """A step with binary cross entropy and Adam, compared with Keras's `train_on_batch`."""
+    """Compare a training step (binary cross entropy, Adam) with Keras's `train_on_batch`."""
     x, y = clips(scale, batch)
     network, peer, why = next_frame_networks(scale, which)
     model = Logits(network.train())
@@ -404,7 +407,7 @@ def clips(scale: Scale, batch: int) -> tuple[Tensor, Tensor]:
 
 
 def next_frame_networks(scale: Scale, which: str) -> tuple[models.NextFrameNetwork, Any, dict[str, str]]:
-    """Our network, Keras's with the same weights, and the reason if Keras's is missing."""
+    """Our network, Keras's network with the same weights, and the reason if Keras's is missing."""
     network = models.next_frame_network(filters=scale.filters).to(scale.device)
     if which == "none":
         return network, None, {}

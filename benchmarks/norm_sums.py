@@ -1,12 +1,12 @@
-"""A sum over tensor parallel ranks and the norm after it: one kernel compared with NCCL and a norm, in microseconds a
+"""A sum over tensor parallel ranks and the norm after it: one fused kernel compared with NCCL and a norm, in us per
 call.
 
     python benchmarks/norm_sums.py [--ranks 2] [--out benchmarks/results/h100/norm_sums.json]
 
-Rows have 4096 or 8192 numbers in bfloat16, with a residual and an RMS norm, as in a decoding step with one sequence for
-each row. A CUDA graph holds 64 calls, each of which takes the result of the previous one. Figures are the median times
-of its replays on the slowest rank. `rooftop.parallel.norm_sums.WORDS`, the number of rows up to which one kernel is
-faster, follows from them. `--quick` tests the script on a CPU, with ranks that use gloo and have no such kernel.
+Rows have 4096 or 8192 numbers in bfloat16, with a residual and an RMS norm, as in a decoding step with one row per
+sequence. A CUDA graph holds 64 calls, each of which takes the result of the previous one. Figures are the median times
+of its replays on the slowest rank. They decide `rooftop.parallel.norm_sums.WORDS`, the size up to which the fused
+kernel is faster. `--quick` tests the script on a CPU, where ranks use gloo and have no fused kernel.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def main() -> int:
     if options.worker:
         return worker(options.worker, options.quick)
     if not options.quick and options.ranks > torch.cuda.device_count():
-        parser.error(f"--ranks {options.ranks}: there are {torch.cuda.device_count()} GPUs; --quick needs none")
+        parser.error(
+            f"--ranks {options.ranks}: expected at most one rank for each of {torch.cuda.device_count()} "
+            f"GPUs; --quick needs no GPU"
+        )
     results = Results(options.out, ceilings_of("h200") if options.quick else measure_ceilings("cuda"))
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +64,7 @@ def main() -> int:
 
 
 def worker(path: Path, small: bool) -> int:
-    """A rank; the first one writes the measurements."""
+    """Run one rank. Rank 0 writes the measurements."""
     layout = Layout(tp=launched().size)
     with join(layout, device="cpu" if small else "cuda", timeout_s=120.0) as world:
         shapes = [(1, 32)] if small else [(rows, columns) for columns in COLUMNS for rows in ROWS]
@@ -80,7 +83,7 @@ def measured(rows: int, columns: int, device: torch.device) -> list[dict[str, An
     refused = sums.refused(rows, columns, dtype)
 
     def by_nccl(part: Tensor) -> Tensor:
-        return norm_of_sum(norm, start_sum(part, group)(), x)[0]  # in place, as in inference
+        return norm_of_sum(norm, start_sum(part, group)(), x)[0]  # updates the tensors in place, as in inference
 
     def by_one_kernel(part: Tensor) -> Tensor:
         return Summand(part, None, sums).summed_and_normed(norm, x)[1]

@@ -1,11 +1,12 @@
-"""Find operators of PyTorch's own test suite that call other operators on a GPU than `rooftop.predict` counts.
+"""Find functions of PyTorch's test suite that run other operators on a GPU than `rooftop.predict` counts.
 
     python benchmarks/operators_by_device.py [--out FILE.json]
 
 Every sample of `torch.testing` (about 600 functions, 100 modules) runs twice: on fake CPU tensors as in a prediction
-(`rooftop.analysis.as_on_gpu`), and on the GPU. The operators that move or compute anything must be the same. Without a
-GPU the second run is on fake GPU tensors, forward only. Functions that need cuDNN or choose a kernel at run time then
-differ, and are listed. The script needs `expecttest`, which `torch.testing` imports.
+(`rooftop.analysis.as_on_gpu`), and on the GPU. Both runs must call the same operators, except those that neither move
+nor compute anything. Without a GPU, the second run uses fake GPU tensors and only runs forward. Then functions that
+need cuDNN or choose a kernel at run time differ, and are listed. The script needs `expecttest`, which `torch.testing`
+imports.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from rooftop.cost import CountingMode, counted_for
 from rooftop.cost.accounting import tensors_in
 
 ON_GPU = torch.cuda.is_available()
-SAMPLES = 30  # samples of each function and dtype
+SAMPLES = 30  # maximum number of samples for each function and dtype
 SAME_COST = {
     "cudnn_batch_norm": "native_batch_norm",
     "cudnn_batch_norm_backward": "native_batch_norm_backward",
     "cudnn_grid_sampler": "grid_sampler_2d",
     "cudnn_grid_sampler_backward": "grid_sampler_2d_backward",
 }
-TRANSFERS = {"_to_copy", "lift_fresh"}  # constants that the program creates on the host
+TRANSFERS = {"_to_copy", "lift_fresh"}  # they move constants that the program creates on the host
 
 
 def names_of(records: list[Any]) -> Counter[str]:
@@ -47,8 +48,8 @@ def names_of(records: list[Any]) -> Counter[str]:
 
 
 def counted(run: Callable[[], Any], as_gpu: bool) -> Counter[str] | str:
-    """The operators that a call runs, including those of its backward pass on a machine with a GPU; if it fails, the
-    reason."""
+    """Count the operators that a call runs, or return the error if it fails. On a machine with a GPU, backward runs,
+    too."""
     try:
         chosen = as_on_gpu() if as_gpu else nullcontext()
         with counted_for("cuda"), CountingMode() as mode, chosen, torch.set_grad_enabled(ON_GPU):
@@ -61,7 +62,7 @@ def counted(run: Callable[[], Any], as_gpu: bool) -> Counter[str] | str:
 
 
 class NoStandIn(Exception):
-    """A call has arguments that no fake tensor can represent. It is left out and counted."""
+    """Raised for arguments that no fake tensor can represent. The script skips such calls and counts them."""
 
 
 def faked(mode: FakeTensorMode, device: str) -> Callable[[Tensor], Tensor]:
@@ -79,7 +80,7 @@ def on_gpu(tensor: Tensor) -> Tensor:
 
 
 def difference(call: Callable[[Any], Any], values: Any) -> tuple[Any, Any] | None:
-    """The operators (as predicted, on the GPU); None if they are the same or the call cannot run."""
+    """The operators that differ, (as predicted, on the GPU); None if none differ or the call cannot run."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     predicted_values = tree_map_only(Tensor, faked(mode, "cpu"), values)
     with mode:
@@ -115,7 +116,7 @@ def modules(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[Any], Any], Any
     from torch.testing._internal.common_modules import module_db
 
     for info in module_db:
-        if issubclass(info.module_cls, LazyModuleMixin):  # after the first call, lazy modules are ordinary ones
+        if issubclass(info.module_cls, LazyModuleMixin):  # a lazy module becomes an ordinary one in its first call
             continue
         for training in (False, True):
             try:
@@ -159,7 +160,10 @@ def main() -> int:
                     predicted, actual = (dict(d) if isinstance(d, Counter) else d for d in differing)
                     found[key] = {"predicted": predicted, "gpu": actual}
                     print(f"{key}\n    predicted {predicted}\n    on a GPU  {actual}", flush=True)
-    print(f"{calls} calls, {left_out} without fake tensors left out, {len(found)} functions and modules that differ")
+    print(
+        f"{calls} calls, {left_out} left out because no fake tensor represents their arguments, {len(found)} "
+        f"functions and modules differ"
+    )
     if options.out is not None:
         where = torch.cuda.get_device_name() if ON_GPU else "fake tensors of a GPU, forward only"
         result = {"torch": torch.__version__, "device": where, "calls": calls, "differ": found}

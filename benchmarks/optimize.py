@@ -1,24 +1,25 @@
-"""`rooftop.optimize` compared with eager PyTorch and torch.compile, on models that are not ours.
+"""`rooftop.optimize` compared with eager PyTorch and torch.compile, on models from other libraries.
 
     python benchmarks/optimize.py [--only resnet50 gpt2:1 bert:training level3 ...] [--mode inference|training|both]
         [--budget 60] [--total 480] [--out benchmarks/results/h100/optimize.json]
 
 Each row is a public model at one batch, with random weights and without dropout: twelve architectures in bfloat16
-(texts of 512 tokens), and twelve networks of KernelBench's level 3 (`level3.py`) in float32, as there. A training step
-is forward, backward and AdamW. The search comes first, so its seconds are those of a first start. Then the eager model,
-`torch.compile` (default; reduce-overhead for inference at batch 1; max-autotune for three rows with `--autotune`) and
-the module of `rooftop.optimize` are called in turns, as users call them. `without` is the time of the kept rules that
-neither compile nor capture graphs.
+(texts of 512 tokens), and twelve networks of KernelBench's level 3 (`level3.py`), which are in float32 in KernelBench,
+too. A training step is forward, backward and AdamW. The search runs first, so its seconds include everything that a
+first start compiles. Then the eager model, `torch.compile` (default; reduce-overhead for inference at batch 1;
+max-autotune for three rows with `--autotune`) and the module of `rooftop.optimize` take turns, called as users call
+them. `without` is the module's time with only those kept rules that neither compile nor capture graphs.
 
-Compiling needs processors and no GPU. So `AT_ONCE` rows run for each GPU, each in its own process, with its own
-processors and an empty cache of compiled code. A row has the GPU alone while it times, proves and captures. It passes
-the GPU on while it compiles; the search's clock stands still while it waits to have the GPU back.
+Compiling needs CPU cores and no GPU. So `AT_ONCE` rows run for each GPU, each in its own process, with its own cores
+and an empty cache of compiled code. A row locks the GPU while it times, proves and captures. It releases the GPU while
+it compiles. The search's clock stops while the row waits for the GPU again.
 
-Rows are written as they come, after each stage. A way that raises is an entry of the row's `errors`, and a row that
-fails as a whole or runs out of time keeps what it had. A second run with the same `--out` measures only rows that are
-missing or not done. With `--plans FOLDER`, a row saves its plan there, or applies the one it finds there instead of
-searching. Exits with 1 if the optimized module of a row is slower than the faster of eager and torch.compile's default
-by more than the spread of the timings, or if a row has errors.
+Each row is written to the file after each of its stages. If a variant raises, the error becomes an entry of the row's
+`errors`. A row that fails as a whole or runs out of time keeps what it has measured. A second run with the same `--out`
+measures only rows that are missing or incomplete. With `--plans FOLDER`, a row saves its plan there. If the folder
+already has the row's plan, the row applies it instead of searching. The script exits with 1 if a row has errors. It
+also exits with 1 if an optimized module is slower than the faster of eager and torch.compile's default by more than the
+spread of the timings.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ SECONDS = 0.5
 BUDGET_S = 60.0
 LIMIT_S = 400.0
 LEAST_S = 40.0
-"""A row is not started if less time is left: building a model and the first verdicts take as long."""
+"""No row starts if less time is left, because building a model and the first measurements take this long."""
 CLOSE = 0.3
-"""A prediction is close if it is off by at most this share of the measured gain, or of `SMALL` of the step."""
+"""A prediction is close if its error is at most this share of the measured gain, or at most `SMALL` of the step."""
 SMALL = 0.02
 AT_ONCE = 3
-"""Rows for each GPU: a search compiles for about half of its time. A processor's share is five of 16 cores."""
+"""Number of rows that run at a time for each GPU. A search compiles for about half of its time. Each row gets five of
+16 cores."""
 LEARNING_RATE = 1e-6
 POLL_S = 0.2
 Row = dict[str, Any]
@@ -79,11 +81,11 @@ class Case:
     """A public model.
 
     Attributes:
-        name, package: the model's, and where it comes from.
-        build: from the batch to the model and a call's arguments.
-        batches: for inference: small and large, or one.
-        training: batch of a training step; None: no training.
-        dtype: on a GPU.
+        name, package: the model's name, and the package that has it.
+        build: takes the batch size and returns the model and a call's arguments.
+        batches: batch sizes for inference: a small and a large one, or only one.
+        training: batch size of a training step; None: no training.
+        dtype: the model's dtype on a GPU.
     """
 
     name: str
@@ -169,7 +171,7 @@ TELLING = (
     *("resnet50:1", "vit_base_patch16_224:128", "resnet50:training", "efficientnet_b0:128", "unet_softmax"),
     *("convnext_tiny:128", "swin_t:1", "gpt2:training", "efficientnet_b0:1", "mobilenet_v1", "mamba2"),
 )
-"""The rows that come first: a run that is cut off has them."""
+"""The rows that run first, so that a run that is cut off has them."""
 AUTOTUNED = ("resnet50:128", "vit_base_patch16_224:128", "llama_300m:16")
 QUICK = "tiny_gpt2"
 
@@ -187,11 +189,11 @@ class Job:
 
     @property
     def key(self) -> str:
-        """As `--only` names it: "gpt2:1", "gpt2:training"."""
+        """The row's name for `--only`, such as "gpt2:1" or "gpt2:training"."""
         return f"{self.name}:{self.batch if self.mode == 'inference' else self.mode}"
 
     def named(self, name: str) -> bool:
-        """Whether a name of `--only` or `TELLING` means this row."""
+        """Whether a name in `--only` or `TELLING` selects this row."""
         if name == "level3":
             return self.name in level3.NETWORKS
         model, _, rest = name.partition(":")
@@ -199,10 +201,10 @@ class Job:
 
 
 def jobs(only: Sequence[str], batch: str, mode: str) -> list[Job]:
-    """The chosen rows, the most informative ones first.
+    """The chosen rows, with the most informative ones first.
 
     Args:
-        only: how the names of models begin, also with ":batch" or ":training"; or "level3"; none: all.
+        only: prefixes of model names, with or without ":batch" or ":training", or "level3"; empty: all rows.
     """
     cases = [case for case in CASES.values() if case.name != QUICK]
     every = [Job(case.name, size, "inference") for case in cases for size in case.batches]
@@ -223,10 +225,10 @@ def jobs(only: Sequence[str], batch: str, mode: str) -> list[Job]:
 
 
 class Turn:
-    """A GPU for one process at a time, by a lock on a file.
+    """A file lock that gives a GPU to one process at a time.
 
     Attributes:
-        waited_s: seconds of waiting to have it back.
+        waited_s: total seconds spent waiting for the GPU after releasing it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -240,29 +242,29 @@ class Turn:
         self._file.close()  # which unlocks it
 
     def take(self) -> None:
-        """Wait for the GPU."""
+        """Wait for the GPU and lock it."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def pass_on(self) -> None:
-        """Let other processes have the GPU, with the memory that nothing here uses."""
+        """Free unused GPU memory, and release the GPU to other processes."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def take_back(self) -> None:
-        """Wait for the GPU; the clock stands still."""
+        """Wait for the GPU again, while this class's clock stops."""
         began = time.perf_counter()
         self.take()
         self.waited_s += time.perf_counter() - began
 
     def perf_counter(self) -> float:
-        """Seconds, without those of waiting."""
+        """The time in seconds, without the time spent waiting for the GPU."""
         return time.perf_counter() - self.waited_s
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """A block that needs no GPU, or little of it: compiling."""
+        """Release the GPU for a block that hardly uses it, such as compiling."""
         self.pass_on()
         try:
             yield
@@ -272,7 +274,7 @@ class Turn:
 
 @contextmanager
 def search_in(turn: Turn) -> Iterator[None]:
-    """Let a search pass the GPU on during first calls, and count no seconds of waiting."""
+    """Make a search release the GPU during first calls, and exclude the time spent waiting for it."""
 
     class Away(Deadline):
         def __enter__(self) -> Deadline:
@@ -305,11 +307,11 @@ def measured(
     plan: Path | None = None,
     autotune: bool = False,
 ) -> Row:
-    """One row: ms of each way, what the search kept, and how long it took.
+    """Measure one row: ms of each variant, the changes that the search kept, and the seconds that it took.
 
     Args:
         note: called with the row after each stage.
-        plan: applied instead of a search if it exists, else written.
+        plan: the plan's file. If it exists, it is applied instead of a search; if not, the search writes it.
         autotune: also measure max-autotune.
     """
     train, case = job.mode == "training", CASES[job.name]
@@ -366,18 +368,18 @@ def measured(
 
     def compiled(mode: str) -> Callable[[], Any]:
         started = turn.perf_counter()
-        other = copy.deepcopy(model)  # transformers marks a compiled model: it would be no longer the proven one
+        other = copy.deepcopy(model)  # keeps the proven model, since transformers marks a model that it compiles
         faster = torch.compile(other, mode=None if mode == "default" else mode)
         run = step(faster, given, named, adamw(other) if train else None, mode == "reduce-overhead")
-        with turn.away() if mode != "max-autotune" else nullcontext():  # which times kernels while it compiles
-            for _ in range(3):  # compiling, warming up, capturing
+        with turn.away() if mode != "max-autotune" else nullcontext():  # max-autotune times kernels while it compiles
+            for _ in range(3):  # the calls compile, warm up and capture
                 run()
-        row["seconds"][f"compile {mode}"] = turn.perf_counter() - started  # with what the search has cached
+        row["seconds"][f"compile {mode}"] = turn.perf_counter() - started  # uses what the search has cached
         return run
 
     makers: dict[str, Callable[[], Callable[[], Any]]] = {"optimize": found}
     makers["compile default"] = partial(compiled, "default")
-    if not train and device.type == "cuda" and job.batch == 1:  # graphs gain nothing for a large one
+    if not train and device.type == "cuda" and job.batch == 1:  # a large batch gains nothing from CUDA graphs
         makers["compile reduce-overhead"] = partial(compiled, "reduce-overhead")
     if autotune and job.key in AUTOTUNED:
         makers["compile max-autotune"] = partial(compiled, "max-autotune")
@@ -402,7 +404,7 @@ def measured(
 
 
 def predictions(changes: Iterable[Row], step_ms: float) -> list[Row]:
-    """Predicted and measured gains of the changes that were timed, and whether they are close."""
+    """The predicted and the measured gain of each timed change, and whether they are close."""
     return [
         {
             "rule": change["rule"],
@@ -433,7 +435,8 @@ def step(
     optimizer: torch.optim.Optimizer | None,
     marks: bool = False,
 ) -> Callable[[], Any]:
-    """A call as users make it: without gradients; with an optimizer, a step of training."""
+    """A call as users make it: a training step if there is an optimizer, inference without gradients if there is
+    none."""
 
     def infer() -> Any:
         with torch.no_grad():
@@ -486,10 +489,10 @@ def run_row(job: Job, options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row runs: on a GPU (None: on the CPU), with some processors.
+    """Where a row runs: a GPU (None: the CPU), and the CPU cores.
 
     Attributes:
-        turns: the file that the processes of a GPU lock in turns.
+        turns: the file that the processes on a GPU lock in turn.
     """
 
     gpu: int | None
@@ -498,7 +501,7 @@ class Place:
 
 
 def places(gpus: Sequence[int | None], folder: Path) -> list[Place]:
-    """`AT_ONCE` places for each GPU, which share the processors."""
+    """`AT_ONCE` places for each GPU. All places together have the machine's CPU cores."""
     cores, count = sorted(os.sched_getaffinity(0)), len(gpus) * (AT_ONCE if gpus[0] is not None else 1)
     share = max(1, len(cores) // count)
     shares = [tuple(cores[i * share : (i + 1) * share]) or tuple(cores) for i in range(count)]
@@ -506,7 +509,7 @@ def places(gpus: Sequence[int | None], folder: Path) -> list[Place]:
 
 
 def row_of(job: Job, place: Place, left_s: float, options: argparse.Namespace) -> Row:
-    """A row measured in another process, which is stopped after its time limit, or `left_s`."""
+    """Measure a row in another process, which is stopped after its time limit or after `left_s`."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         into = Path(folder) / "row.json"
@@ -522,7 +525,7 @@ def row_of(job: Job, place: Place, left_s: float, options: argparse.Namespace) -
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             surroundings["CUDA_VISIBLE_DEVICES"] = seen.split(",")[place.gpu] if seen else str(place.gpu)
         log_path, why = Path(folder) / "log.txt", ""
-        with log_path.open("w") as log_file:  # a group of its own, with the compiler's helpers
+        with log_path.open("w") as log_file:  # a separate process group, which includes the compiler's workers
             process = subprocess.Popen(
                 words, env=surroundings, stdout=log_file, stderr=log_file, start_new_session=True
             )
@@ -548,8 +551,8 @@ def row_of(job: Job, place: Place, left_s: float, options: argparse.Namespace) -
 
 
 def ended(process: subprocess.Popen[bytes], into: Path, limit_s: float, left_s: float) -> int | None:
-    """The exit status of a row's process; None if it takes more than `limit_s` to start or from its first turn on, or
-    more than `left_s` in all."""
+    """The exit status of a row's process, or None if it runs out of time. It has twice `limit_s` until its first turn,
+    then `limit_s`, and `left_s` in all."""
     began = start = time.perf_counter()
     has_turn = False
     while process.poll() is None:
@@ -563,7 +566,8 @@ def ended(process: subprocess.Popen[bytes], into: Path, limit_s: float, left_s: 
 
 
 def slower(row: Row) -> bool:
-    """Whether the optimized module is slower than eager and the compiler's default, beyond the spread."""
+    """Whether the optimized module is slower than the faster of eager and torch.compile's default, beyond the
+    spread."""
     ms, spread = row["ms"], row.get("spread", {})
     rivals = [name for name in ("eager", "compile default") if name in ms]
     if "optimize" not in ms or not rivals:
@@ -573,7 +577,7 @@ def slower(row: Row) -> bool:
 
 
 def failed(rows: Sequence[Row], quick: bool) -> bool:
-    """Whether a row has errors, or the optimized module is slower; the times of a quick run do not count."""
+    """Whether a row has errors or an optimized module is slower. With `quick`, only errors count."""
     return any(row["errors"] or (slower(row) and not quick) for row in rows)
 
 
@@ -591,8 +595,8 @@ def in_words(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Geometric means of the gain over each other way, for small and large batches, and the share of predictions that
-    are close."""
+    """The geometric mean of the gain over each other variant, for small and large batches, and the share of close
+    predictions."""
     found: dict[str, Any] = {}
     others = [row for row in rows if row["model"] not in level3.NETWORKS]
     for what, chosen in (
@@ -617,21 +621,36 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, write the rows, and return whether something is slower."""
+    """Measure and write the rows, and return 1 if one has failed or is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="+", metavar="ROW", default=[], help="MODEL, MODEL:BATCH, MODEL:training, level3"
+        "--only",
+        nargs="+",
+        metavar="ROW",
+        default=[],
+        help="rows to measure: MODEL, MODEL:BATCH, MODEL:training or level3",
     )
-    parser.add_argument("--batch", choices=("small", "large", "both"), default="both", help="of inference")
+    parser.add_argument("--batch", choices=("small", "large", "both"), default="both", help="batch sizes for inference")
     parser.add_argument("--mode", choices=("inference", "training", "both"), default="both")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="of each search")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of each row")
-    parser.add_argument("--total", type=float, default=math.inf, metavar="SECONDS", help="stop all rows after this")
-    parser.add_argument("--autotune", action="store_true", help=f"also max-autotune, for {', '.join(AUTOTUNED)}")
-    parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, to try the script")
-    parser.add_argument("--out", type=Path, help="where the results go, as JSON; rows that are done there are left out")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where the log of each row goes")
-    parser.add_argument("--plans", type=Path, metavar="FOLDER", help="where plans are saved, or found and applied")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="budget of each search")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="time limit of each row")
+    parser.add_argument(
+        "--total", type=float, default=math.inf, metavar="SECONDS", help="stop all rows after this time"
+    )
+    parser.add_argument(
+        "--autotune", action="store_true", help=f"also measure max-autotune, for {', '.join(AUTOTUNED)}"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, to test the script")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the results; rows that it already has are not measured again"
+    )
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="folder for the log of each row")
+    parser.add_argument(
+        "--plans",
+        type=Path,
+        metavar="FOLDER",
+        help="folder to which plans are saved; a row whose plan is there applies it instead of searching",
+    )
     parser.add_argument("--row", nargs=3, metavar=("MODEL", "BATCH", "MODE"), help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
@@ -656,7 +675,7 @@ def main() -> int:
             waiting.put(job)
     gpus: list[int | None] = [None] if options.quick else list(range(torch.cuda.device_count()))
     if not gpus:
-        parser.error("there is no GPU: --quick tries the script on the CPU")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on the CPU")
     began, lock = time.perf_counter(), threading.Lock()
 
     def work(place: Place) -> None:

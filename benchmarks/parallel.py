@@ -2,29 +2,30 @@
 
     python benchmarks/parallel.py [--out benchmarks/results/h200/parallel.json] [--only llama-1b-fsdp2 llama-7b-fsdp2]
 
-There is a process for each GPU, with NCCL. Each case is a model of 135 million to 7 billion parameters in a layout,
-with sequences of 4096 tokens. Cases that fit into the GPUs' memory run, the most important first. Both sides begin with
-the same weights, and the losses of their first steps must agree, or the row fails.
+Each GPU has a process; the processes use NCCL. Each case is a model of 135 million to 7 billion parameters in a layout,
+with sequences of 4096 tokens. All cases that fit into the GPUs' memory run, with the most important first. Both sides
+start from the same weights, and the losses of their first steps must agree, or the row fails.
 
-Both sides have the same precision: they compute in bfloat16; weights, sums of gradients over data ranks and fused AdamW
-are float32. With FSDP2 the sharded float32 parameters are gathered in bfloat16. Without it, there are bfloat16
-parameters next to float32 ones. If each data rank has the whole model ("ddp"), PyTorch's sums are in bfloat16.
-Gradients are not clipped. Ours runs without compilation, and with each block compiled. PyTorch's is always compiled,
-with the loss in parts (`loss_parallel`) and with asynchronous tensor parallelism, which is noted as absent if it does
-not work. "rooftop, trained" is `rooftop.train.GptTrainer`, which makes the steps of `rooftop train gpt`: it reads its
+Both sides compute in bfloat16, and keep weights, sums of gradients over data ranks and fused AdamW in float32. With
+FSDP2, the sharded float32 parameters are gathered in bfloat16. Without FSDP2, there are bfloat16 parameters next to
+float32 ones. If each data rank has the whole model ("ddp"), PyTorch sums gradients in bfloat16. Gradients are not
+clipped. Rooftop runs without compilation, and with each block compiled. PyTorch is always compiled, and splits the loss
+(`loss_parallel`). A further PyTorch variant has asynchronous tensor parallelism, and is noted as absent if that does
+not work. "rooftop, trained" is `rooftop.train.GptTrainer`, which makes the steps of `rooftop train gpt`. It reads its
 text and computes the norm of the gradient. "rooftop, halves" computes the halves of a batch alternately. "Replayed" is
-a step from a CUDA graph; for the trainer, everything except the optimizer. PyTorch also compiles a small model, for
-which the host is too slow, as a whole with CUDA graphs (mode="reduce-overhead").
+a step from a CUDA graph; for the trainer, the graph has everything except the optimizer. For a small model, where the
+host is the limit, PyTorch also compiles the whole model with CUDA graphs (mode="reduce-overhead").
 
     ms, spread         of a step on the slowest rank: the median, and (slowest - fastest) / median
-    tflops             per second and GPU: matrix products and attention, which counts its causal half
-    percent_of_roof    relative to the fused roof of a step (weights, gradients and optimizer once, all flops)
-    peak_gib           of tensors, on the rank with the most
-    communication_ms   of one step of rank 0, on the profiler's timeline: time in which it communicated, or waited
-                       for other ranks; exposed_ms: the part of it without computation; by_kind_ms: all kernels and
-                       copies, added up by kind
-    init_s             to create the model in its layout with initial values, on the slowest rank; the first time with
-                       the compilation of kernels. ready_s: the same plus the first steps, which compile
+    tflops             TFLOP/s per GPU: matrix products and attention, which counts only the causal half
+    percent_of_roof    percent of the fused roof of a step (one pass over weights, gradients and optimizer state; all
+                       flops)
+    peak_gib           peak memory of tensors, on the rank with the most
+    communication_ms   time in which rank 0 communicated or waited for other ranks, from the profiler's timeline of one
+                       step; exposed_ms: the part of this time without computation; by_kind_ms: the time of all kernels
+                       and copies by kind
+    init_s             seconds to create and initialize the model in its layout, on the slowest rank; the first case
+                       also compiles kernels. ready_s: init_s plus the first steps, which compile
 
 If a case fails, the others still run, and the run fails. `--timeline DIR` keeps the timelines, for chrome://tracing or
 Perfetto. `--quick` tests the script on a CPU, with gloo and without timelines.
@@ -78,7 +79,7 @@ LOSS_NOISE = (
     0.02,
     0.05,
     0.1,
-)  # tolerance of these losses: bfloat16 rounds gradients differently, and Adam's steps follow their signs
+)  # tolerance of the first losses: bfloat16 rounds gradients differently, and Adam's steps follow their signs
 FEWEST, MOST = 5, 20  # measured steps
 JOB_S = 180.0  # seconds after which a variant counts as hanging
 INIT_GOAL_S = 10.0  # goal for 7 billion parameters
@@ -95,8 +96,9 @@ class Case:
     Attributes:
         micro_batch: sequences per data rank.
         needs_gib: required memory of each GPU.
-        layers: number of layers, if fewer than the model's: so that one GPU computes as much as each of several.
-        whole: whether each data rank has the whole model, so that only gradients are summed; else the ranks share it.
+        layers: number of layers; fewer than the model has if one GPU is to compute as much as each of several.
+        whole: whether each data rank has the whole model and ranks only sum gradients; False: the ranks share the
+            model.
     """
 
     model: str
@@ -128,9 +130,9 @@ def tensor_parallel(size: int) -> Layout:
     return Layout(1, size, sequence_parallel=True)
 
 
-# 7 billion parameters take 16 bytes each with float32 weights, gradients and Adam, shared by the data ranks: 54 GiB on
-# each of two ranks, plus 0.6 GiB of activations per layer and sequence. On tensor parallel ranks each takes 2 bytes
-# more.
+# 7 billion parameters take 16 bytes each for float32 weights, gradients and Adam, which data ranks share. That is 54
+# GiB on each of two ranks, plus 0.6 GiB of activations per layer and sequence. On tensor parallel ranks, each parameter
+# takes 2 bytes more.
 CASES = (
     Case("llama-1b", Layout(2), 4, 70, (OURS, NATIVE, COMPILED, TRAINED), "fsdp2"),
     Case("llama-1b", tensor_parallel(2), 4, 70, (*OF_TENSOR_RANKS, ASYNC, COMPILED), "tp2"),
@@ -153,7 +155,7 @@ NAMES = [case.name for case in CASES]
 
 @dataclass(frozen=True)
 class Job:
-    """A variant of a case, as the processes receive it."""
+    """A variant of a case, as it is sent to the processes."""
 
     number: int
     case: Case
@@ -170,7 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/parallel.json"))
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only variants with these names")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="run only variants with these names")
     parser.add_argument("--peers", choices=("none", "all"), default="all", help="peers to compare with")
     parser.add_argument("--seconds", type=float, default=2.0, help="seconds to measure each variant")
     parser.add_argument(
@@ -219,16 +221,15 @@ def main() -> int:
 
 
 def disagreement(expected: list[float], found: list[float]) -> str:
-    """A sentence that says how the losses of the first steps differ, if by more than rounding."""
+    """A message about the losses of the first steps, if they differ by more than rounding."""
     apart = [abs(a - b) for a, b in zip(expected, found, strict=True)]
     if all(each <= noise for each, noise in zip(apart, LOSS_NOISE, strict=False)):
         return ""
-    return f"its first losses are {found}, those of the first variant {expected}"
+    return f"its first losses are {found}, but the first variant's are {expected}"
 
 
 def performed(jobs: list[Job]) -> Iterator[tuple[Job, dict[str, Any] | None, str]]:
-    """Yield each job with its measurements, or with its error; after an error, the remaining jobs run in new
-    processes."""
+    """Yield each job with its measurements or its error. After an error, the remaining jobs run in new processes."""
     left = list(jobs)
     while left:
         for job, row, problem in in_processes(list(left)):
@@ -261,7 +262,7 @@ def in_processes(jobs: list[Job]) -> Iterator[tuple[Job, dict[str, Any] | None, 
 
 
 def heard(said: Any, processes: list[Any]) -> tuple[dict[str, Any] | None, str]:
-    """The row of the next job, or its error."""
+    """Wait for the next job's row, or for an error."""
     until = time.monotonic() + JOB_S
     while time.monotonic() < until:
         with suppress(queue.Empty):
@@ -269,15 +270,15 @@ def heard(said: Any, processes: list[Any]) -> tuple[dict[str, Any] | None, str]:
             return row, problem
         gone = [process.exitcode for process in processes if process.exitcode not in (None, 0)]
         if gone:
-            with suppress(queue.Empty):  # the error that the rank reported before it ended
+            with suppress(queue.Empty):  # prefer the error that the rank reported before it ended
                 row, problem = said.get(timeout=1.0)
                 return row, problem
             return None, f"a rank ended with {gone[0]}"
-    return None, f"nothing was heard for {JOB_S:.0f} s"
+    return None, f"no rank has reported anything for {JOB_S:.0f} s"
 
 
 def described(job: Job, row: dict[str, Any], ceilings: Ceilings) -> dict[str, Any]:
-    """The values of a row that are kept."""
+    """The values that describe a job in its row."""
     case, config = job.case, job.case.config(job.small)
     said = {"case": case.name, "variant": job.variant, "layout": str(case.layout), "gpus": case.layout.world_size}
     if job.variant == INIT:
@@ -298,8 +299,8 @@ def described(job: Job, row: dict[str, Any], ceilings: Ceilings) -> dict[str, An
 
 
 def least_work(case: Case, config: GptConfig, flops: int) -> Cost:
-    """The least work of a rank's step: weights are read forward and backward; gradients are written and read; weights
-    and state of the optimizer are read and written."""
+    """The least work of a rank's step: read the weights in forward and in backward, write and read gradients, and read
+    and write weights and optimizer state."""
     held = config.parameters // case.layout.tp
     stepped = 4 * held // case.layout.dp
     return Cost(2 * 2 * held + 4 * stepped, 4 * stepped + 2 * held, {"bf16": flops})
@@ -336,11 +337,11 @@ def rank_main(rank: int, ranks: int, jobs: list[Job], folder: str, said: Any) ->
         said.put((None, traceback.format_exc()))
         said.close()
         said.join_thread()
-        os._exit(1)  # the other ranks may wait for this one, and are ended too
+        os._exit(1)  # the main process ends the other ranks, which may wait for this one
 
 
 def forget(device: torch.device) -> None:
-    """Clear everything that a job leaves in the process."""
+    """Clear the caches and compiled code that a job leaves in the process."""
     torch._inductor.config._micro_pipeline_tp = False
     torch._dynamo.reset()
     gc.collect()
@@ -408,7 +409,7 @@ def initialized(
 
 
 class Ours:
-    """A rank's part of the training."""
+    """A rank's part of Rooftop's training."""
 
     def __init__(
         self,
@@ -432,21 +433,21 @@ class Ours:
         self.ranks = layout.dp
         replayed = variant in (REPLAYED, HALVES_REPLAYED) and not small
         self.replayed = Replayed(lambda *given: (self._step(*given),), device, FIRST) if replayed else None
-        if dtype == torch.bfloat16:  # because the loss is float32
+        if dtype == torch.bfloat16:  # the loss is float32
             model.head.forward = torch.autocast(device.type, dtype)(model.head.forward)  # type: ignore[method-assign]
         if variant == COMPILED:
             for block in model.layers.values():
                 block.forward = torch.compile(block.forward, backend=backend(small))  # type: ignore[method-assign]
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """A step, as in `Native`; in the replayed variant, the first steps are eager, and later ones come from a CUDA
-        graph."""
+        """Make a step, as `Native.step` does. In the replayed variant, the first steps are eager, and later ones replay
+        a CUDA graph."""
         return self._step(tokens, targets) if self.replayed is None else self.replayed(tokens, targets)[0]
 
     def _step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, targets)
         with self.gradients.summing():
-            (loss / self.ranks).backward()  # every rank has equally many targets
+            (loss / self.ranks).backward()  # every rank has the same number of targets
         self.gradients.sum_()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -454,7 +455,7 @@ class Ours:
 
 
 def trained(job: Job, config: GptConfig, dtype: torch.dtype, device: torch.device) -> Step:
-    """The trainer's step, which reads the same sequences itself."""
+    """The trainer's step, which reads the same sequences from its text."""
     case = job.case
     training = GptTraining(
         config=config,
@@ -496,19 +497,19 @@ def native(job: Job, config: GptConfig, dtype: torch.dtype, device: torch.device
 
 
 def backend(small: bool) -> str:
-    """The back end of torch.compile; small models are only traced."""
+    """The back end of torch.compile. Small models are only traced, without code generation."""
     return "aot_eager" if small else "inductor"
 
 
 def whole_text(case: Case, config: GptConfig) -> Tensor:
-    """Random tokens in one row: those of a step's sequences, and one more for the last target."""
+    """Random tokens in one row: all sequences of a step, and one more token as the last target."""
     sequences = case.micro_batch * case.layout.dp
     generator = torch.Generator().manual_seed(0)
     return torch.randint(config.vocabulary, (sequences * config.positions + 1,), generator=generator)
 
 
 def own_text(case: Case, config: GptConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (B, S) of this data rank; tensor parallel ranks have the same."""
+    """Tokens and targets (B, S) of this data rank. All its tensor parallel ranks have the same."""
     every = whole_text(case, config).unfold(0, config.positions + 1, config.positions)
     mine = every.chunk(case.layout.dp)[case.layout.coordinates(dist.get_rank())["dp"]].to(device)
     return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
@@ -524,14 +525,14 @@ def mean_of_data_ranks(loss: Tensor, data: Any, ranks: int) -> float:
 
 
 def slowest(number: float, device: torch.device) -> float:
-    """The largest value of all ranks."""
+    """The largest value over all ranks."""
     found = torch.tensor(number, dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
 
 def timed(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
-    """ms of each of some steps on the slowest rank, without waiting between steps."""
+    """ms of each step on the slowest rank. The host does not wait between steps."""
     run()  # some variants capture a graph in this call
     synchronize(device)
     begin = time.perf_counter()
@@ -561,7 +562,7 @@ def timed(run: Callable[[], object], device: torch.device, seconds: float) -> li
 
 
 def on_timeline(run: Callable[[], object], job: Job, device: torch.device) -> dict[str, Any]:
-    """The parts of a step of rank 0, from its timeline; empty without GPUs."""
+    """The parts of rank 0's step time, from its timeline; empty without GPUs."""
     if device.type != "cuda":
         return {}
     if dist.get_rank() != 0:

@@ -1,18 +1,18 @@
-"""Data parallelism on two GPUs: one process with `DataParallel`, ours and torch's, compared with a process for each GPU
-(DDP).
+"""Data parallelism on two GPUs: Rooftop's and torch's `DataParallel` in one process, compared with DDP.
 
     python benchmarks/parallel_data.py [--out benchmarks/results/h200/parallel_data.json] [--only resnet50-256 mlp-1024]
 
-A training step (forward, cross entropy, backward, SGD with momentum) of ResNet-50 in bfloat16, channels last, and of a
-small MLP in float32, which computes little between its copies. Batches come from pinned host memory. Figures are
-medians. The variants of one process are interleaved. The processes of DDP are timed together, and the slowest counts.
+The script times a training step (forward, cross entropy, backward, SGD with momentum) of two networks. One is ResNet-50
+in bfloat16, channels last. The other is a small MLP in float32, which computes little between its copies. Batches come
+from pinned host memory. Figures are medians. Variants that run in one process are interleaved. DDP's processes are
+timed together, and the slowest counts.
 
 Each row also has `share_ms`, the time of one GPU with only its share of the batch, as if splitting cost nothing.
 `collective_ms` is the roof of communication: an all-reduce of the gradients (for DataParallel, a reduction of the
 gradients and a broadcast of the parameters) at the bus bandwidth measured in the same run.
 
-`--limits 0 65536 16777216` also measures ours with other limits, in bytes, up to which tensors are copied together.
-`--peers none` leaves out torch's. `--quick` tests the script on a CPU, with gloo.
+`--limits 0 65536 16777216` also measures Rooftop with other limits, in bytes, up to which tensors are copied together.
+`--peers none` leaves out torch's variants. `--quick` tests the script on a CPU, with gloo.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from rooftop.parallel.data_parallel import DataParallel
 
 COUNT = 2
 OURS = "rooftop DataParallel"
-SAMPLES = 9  # number of samples of the processes of DDP
-COLLECTIVE_STEP = 4 * COUNT  # bytes, since `collective_rates` divides its float32 messages among the devices
+SAMPLES = 9  # number of samples that DDP's processes measure
+COLLECTIVE_STEP = 4 * COUNT  # bytes: `collective_rates` splits its float32 messages evenly over the devices
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network with the total batch of all devices; `model`: resnet50 or mlp, or small ones for a CPU."""
+    """A network, and the total batch of all devices. `model` is resnet50 or mlp, or a small network for a CPU."""
 
     model: str
     batch: int
@@ -152,14 +152,14 @@ def in_one_process(case: Case, devices: list[str], seconds: float, peers: bool, 
         "one device, its share": step(case.network().to(first), case.samples(case.batch // COUNT), first),
     }
     variants |= {f"{OURS}, up to {limit} bytes together": limited(ours(), limit) for limit in limits}
-    if peers and first != "cpu":  # because torch's has no replicas on a CPU
+    if peers and first != "cpu":  # torch's DataParallel makes no replicas on a CPU
         theirs = nn.DataParallel(case.network().to(first), list(range(COUNT)))
         variants["torch.nn.DataParallel"] = step(theirs, case.samples(case.batch), first)
     return compare(variants, device=first, seconds=seconds)
 
 
 def limited(run: Callable[[], None], limit: int) -> Callable[[], None]:
-    """The step, with tensors of up to this many bytes copied together."""
+    """The step, where tensors of up to this many bytes are copied together."""
 
     def call() -> None:
         device_copies.COALESCED_BYTES = limit
@@ -169,7 +169,8 @@ def limited(run: Callable[[], None], limit: int) -> Callable[[], None]:
 
 
 def step(model: nn.Module, batch: tuple[Tensor, Tensor], device: str) -> Callable[[], None]:
-    """A training step. DataParallel itself copies the batch to its devices; the other variants need it there."""
+    """A training step. DataParallel copies the batch to its devices itself; for other variants, the step copies it
+    first."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
     splits = isinstance(model, DataParallel | nn.DataParallel)
 
@@ -190,7 +191,7 @@ def in_processes(case: Case, devices: Sequence[str], seconds: float) -> Timing:
 
 
 def rank_main(rank: int, case: Case, devices: Sequence[str], seconds: float, folder: str) -> None:
-    """One process of DDP; the first one writes the samples."""
+    """Run one of DDP's processes. Rank 0 writes the samples."""
     device = torch.device(devices[rank])
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast does not work everywhere
     if device.type == "cuda":
@@ -207,9 +208,9 @@ def rank_main(rank: int, case: Case, devices: Sequence[str], seconds: float, fol
 
 
 def timed(run: Callable[[], None], device: torch.device, seconds: float) -> list[float]:
-    """ms of a step, each sample that of the slowest rank. Every rank makes the same number of steps: rank 0's choice.
+    """ms of a step on the slowest rank, for each sample. Every rank makes as many steps as rank 0 chooses.
 
-    The host's clock between two synchronizations: events of one GPU say nothing of the other.
+    The host's clock measures between two synchronizations, since one GPU's events say nothing about the other GPU.
     """
     for _ in range(3):
         run()
@@ -222,7 +223,7 @@ def timed(run: Callable[[], None], device: torch.device, seconds: float) -> list
 
 
 def several(run: Callable[[], None], device: torch.device, calls: int) -> float:
-    """ms of a call, the mean of this many."""
+    """Mean ms of a call, over this many calls."""
     synchronize(device)
     meet(device)
     began = time.perf_counter()

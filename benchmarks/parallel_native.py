@@ -1,8 +1,8 @@
-"""The peer of `benchmarks/parallel.py`: the same Llama in plain torch.nn, split by the best of PyTorch's own methods.
+"""The peer for `benchmarks/parallel.py`: the same Llama in plain torch.nn, split by PyTorch's fastest methods.
 
 Tensor parallel ranks use DTensor with sequence parallelism, and compute the loss on their parts of the vocabulary
-(`loss_parallel`). Data ranks use FSDP2. Each block is compiled separately, and without tensor parallel ranks the loss
-is, too. The model begins with the weights of Rooftop's model with the same seed.
+(`loss_parallel`). Data ranks use FSDP2. Each block is compiled separately. The loss is compiled if there are no tensor
+parallel ranks. The model starts from the weights of Rooftop's model with the same seed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rooftop.models.gpt.network import initial_values
 from rooftop.parallel import Stream
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Back ends of attention, the fastest on Hopper first."""
+"""Back ends of attention, in order of speed on Hopper."""
 
 # ---- the model -----------------------------------------------------------------------------------------------------
 
@@ -104,10 +104,9 @@ class Llama(nn.Module):
         self.output = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """tokens (B, S) to logits (B, S, V); with tensor parallel ranks, a DTensor of which each rank has some
-        columns."""
+        """tokens (B, S) to logits (B, S, V). With tensor parallel ranks, the logits are a DTensor, split along V."""
         x = self.tok_embeddings(tokens)
-        # for this type a compiled block computes a gradient that DTensor cannot take
+        # from this type, a compiled block would compute a gradient that DTensor cannot take
         if isinstance(x, AsyncCollectiveTensor):
             x = x.clone()
         for block in self.layers.values():
@@ -126,7 +125,7 @@ EDGES = {
 
 
 def block_plan() -> dict[str, Any]:
-    """The plan by which tensor parallel ranks split a block. Between its layers they split the sequence."""
+    """The plan by which tensor parallel ranks split a block. Between layers, the ranks split the sequence."""
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
@@ -145,7 +144,7 @@ def block_plan() -> dict[str, Any]:
 
 
 def named_as_ours(config: GptConfig) -> dict[str, tuple[str, Box]]:
-    """The ending of a parameter's name here -> the name of Rooftop's parameter, and the part of it."""
+    """Map the end of a parameter's name here to the name of Rooftop's parameter and the part of it."""
     width, kv, hidden = config.width, config.kv_width, config.hidden
     packed = {
         "attention.wq": ("attention.qkv", width + 2 * kv, 0, width),
@@ -172,7 +171,7 @@ def named_as_ours(config: GptConfig) -> dict[str, tuple[str, Box]]:
 
 @torch.no_grad()
 def fill(model: Llama, config: GptConfig, seed: int, device: torch.device) -> None:
-    """Fill in the weights of Rooftop's model, one whole parameter at a time; a rank keeps its part."""
+    """Load the weights of Rooftop's model, one whole parameter at a time. A rank keeps only its part."""
     known, rules, stream = named_as_ours(config), initial_values(config), Stream(seed)
     for name, parameter in model.named_parameters():
         place, _, end = name.removesuffix(".weight").rpartition(".")
@@ -197,7 +196,7 @@ def fill(model: Llama, config: GptConfig, seed: int, device: torch.device) -> No
 
 
 class WideWeights:
-    """float32 weights of a bfloat16 model, which the optimizer updates; for a DTensor, this rank's part."""
+    """float32 copies of a bfloat16 model's weights, for the optimizer. A DTensor's copy is this rank's part."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.wide = [nn.Parameter(local_of(p).detach().clone()) for p in model.parameters()]
@@ -209,7 +208,7 @@ class WideWeights:
         for wide, parameter in zip(self.wide, self.narrow, strict=True):
             gradient = parameter.grad
             assert gradient is not None
-            if isinstance(gradient, DTensor):  # each rank has only a share of the sum of a norm's gradient
+            if isinstance(gradient, DTensor):  # a norm's gradient still has to be summed over the ranks
                 assert isinstance(parameter, DTensor)
                 gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
             wide.grad = local_of(gradient).to(wide.dtype)
@@ -225,15 +224,15 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 class Native:
-    """A rank's part of the training; `step` makes a step and returns its loss, () on the device.
+    """A rank's part of PyTorch's training. `step` makes a step and returns its loss, () on the device.
 
     Args:
         mesh: the device mesh, with dimensions "dp" and "tp".
-        dtype: dtype of the computation; weights, sums of gradients over ranks and the optimizer are float32.
+        dtype: dtype of the computation. Weights, sums of gradients over ranks, and the optimizer are float32.
         backend: back end of torch.compile.
-        async_tensor_parallel: whether products are cut so that communication continues during them.
-        whole: whether forward and loss are compiled together, with CUDA graphs, in place of each block.
-        shared: whether data ranks share the model (FSDP2); else DistributedDataParallel sums bfloat16 gradients.
+        async_tensor_parallel: whether matrix products are split, so that they overlap with communication.
+        whole: whether forward and loss are compiled as one, with CUDA graphs, instead of each block.
+        shared: whether data ranks share the model (FSDP2); False: DistributedDataParallel sums bfloat16 gradients.
     """
 
     def __init__(
@@ -264,7 +263,7 @@ class Native:
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
             torch._inductor.config._micro_pipeline_tp = True
-            with warnings.catch_warnings():  # newer versions do not need the call, and warn
+            with warnings.catch_warnings():  # newer versions do not need this call, and warn about it
                 warnings.simplefilter("ignore", FutureWarning)
                 enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
         self.whole: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -289,7 +288,7 @@ class Native:
             )
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """A step on tokens and targets (B, S); returns the mean loss of this rank's sequences."""
+        """Make a step on tokens and targets (B, S), and return the mean loss of this rank's sequences."""
         around: AbstractContextManager[Any] = loss_parallel() if self.tensor else nullcontext()
         with around:
             if self.whole is None:
@@ -315,7 +314,7 @@ def cross_entropy_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def share(model: Llama, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard the model by FSDP2: each block separately. The parameters at the end of forward are kept until backward."""
+    """Shard each block separately by FSDP2. The parameters of the last layers stay gathered until backward."""
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),

@@ -1,10 +1,10 @@
-"""Draw the pictures of docs/analyze.md, from reports that are kept as JSON with the other results.
+"""Draw the pictures of docs/analyze.md, from reports that are stored as JSON next to the other results.
 
-    python benchmarks/pictures.py              draw docs/images/*.png again (needs chromium)
-    python benchmarks/pictures.py --measure    first create the reports that need no GPU again
+    python benchmarks/pictures.py              redraw docs/images/*.png (needs chromium)
+    python benchmarks/pictures.py --measure    first recreate the reports that need no GPU
 
-The reports of several ranks and of a compiled model are of small programs (`late_rank`, `interrupted`) on a CPU, slowed
-down on purpose. They show how to read such a report, not how fast anything is.
+The reports of several ranks and of a compiled model come from small programs on a CPU (`late_rank`, `interrupted`),
+slowed down on purpose. They show how to read a report; their times mean nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_BYTES = 150_000
 
 @dataclass(frozen=True)
 class Picture:
-    """A section of a report's page; "" is the page's beginning, header and first two sections."""
+    """A section of a report's page. "" is the top of the page: the header and the first two sections."""
 
     name: str
     report: str
@@ -61,7 +61,7 @@ PICTURES = (
 
 
 class Late(nn.Module):
-    """Some layers; one rank of a distributed step sleeps before them."""
+    """A few layers. One rank of a distributed step sleeps before it runs them."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def late_rank() -> tuple[nn.Module, Tensor]:
 
 
 class Interrupted(nn.Module):
-    """A model that reads a value, which ends a graph, and counts its calls, which forces it to be compiled again."""
+    """A model that breaks the graph by reading a value, and forces recompilation by counting its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def draw() -> None:
 
 
 def taken(page: Any, heading: str) -> Any:
-    """A picture (PNG) of a section, or of the page's beginning."""
+    """A picture (PNG) of a section, or of the top of the page."""
     if not heading:
         second = page.locator("section").nth(1).bounding_box()
         height = second["y"] + second["height"] + 16
@@ -154,7 +154,7 @@ def taken(page: Any, heading: str) -> Any:
 
 
 def smaller(png: bytes, most: int = 128) -> bytes:
-    """The picture with at most this many colours: half the size, without a visible difference."""
+    """Reduce the picture to this many colours, which halves the file without a visible difference."""
     packed = io.BytesIO()
     colours = Image.open(io.BytesIO(png)).convert("RGB").quantize(most, dither=Image.Dither.NONE)
     colours.save(packed, "PNG", optimize=True)
@@ -163,7 +163,7 @@ def smaller(png: bytes, most: int = 128) -> bytes:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="create the reports of a CPU and of a prediction again")
+    parser.add_argument("--measure", action="store_true", help="first recreate the reports that need no GPU")
     if parser.parse_args().measure:
         measure()
     draw()

@@ -1,18 +1,19 @@
-"""Our pipeline schedules compared with PyTorch's with compiled blocks, with FSDP2, and with a pipeline without bubbles.
+"""Rooftop's pipeline schedules compared with PyTorch's schedules (compiled blocks), with FSDP2, and with an ideal
+pipeline.
 
     python benchmarks/pipelines.py [--out benchmarks/results/h100/pipelines.json]
 
 The model is llama-1b with 24 layers, in bfloat16, with sequences of 4,096 tokens and eight micro-batches of one. Two
 things are timed:
 
-    step        of `GptTrainer`: float32 weights next to the bfloat16 ones, clipping, AdamW
-    gradients   forward and backward alone, with bfloat16 weights; PyTorch runs the same Llama in plain torch.nn
-                with each block compiled (`parallel_native.py`). Its zero-bubble schedule refuses compiled blocks.
+    step        a step of `GptTrainer`: float32 weights next to the bfloat16 ones, clipping, AdamW
+    gradients   only forward and backward, with bfloat16 weights; PyTorch runs the same Llama in plain torch.nn with
+                each block compiled (`parallel_native.py`). PyTorch's zero-bubble schedule refuses compiled blocks.
 
-Ours are launched by the host, and replayed from a CUDA graph. A pipeline without bubbles and transfers would take the
-faster of the two times on one GPU, divided by the ranks. `beside_bubble_free` is the time of a step relative to that.
-Steps are timed one by one after a warm-up; figures are the median of the slowest rank. One more step, under the
-profiler, shows how long ranks compute.
+Rooftop's schedules are launched by the host, and replayed from a CUDA graph. A pipeline without bubbles and transfers
+would take the faster of the two times on one GPU, divided by the number of ranks. `beside_bubble_free` is the time of a
+step relative to this ideal. Steps are timed one by one after a warm-up. Figures are medians on the slowest rank. One
+more step, under the profiler, shows how long ranks compute.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", choices=("step", "gradients"), default=("step", "gradients"))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
-    parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="number of layers (default %(default)s)")
     parser.add_argument("--ours", action="store_true", help="leave out PyTorch's schedules")
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--quick", action="store_true", help="test the script on a CPU, with gloo")
@@ -72,7 +73,8 @@ def main() -> int:
 
 
 def with_ideal(rows: list[Row]) -> None:
-    """Add to each row of several ranks its time relative to the fastest of one GPU divided by the ranks."""
+    """Add `beside_bubble_free` to each row of several ranks: its time over the fastest time of one GPU divided by the
+    ranks."""
     alone: dict[str, float] = {}
     for row in rows:
         if row["ranks"] == 1 and row["variant"].startswith("rooftop"):
@@ -94,7 +96,7 @@ def worker(options: argparse.Namespace) -> int:
 
 
 def training_of(quick: bool, layers: int = LAYERS, **changes: Any) -> GptTraining:
-    """The training of a model with, by default, 24 layers, because llama-1b's 22 cannot be divided by 4."""
+    """The training of a model with 24 layers by default, since 4 ranks cannot split llama-1b's 22 layers evenly."""
     length = 64 if quick else 4096
     config = replace(gpt_config("llama-1b"), positions=length, layers=layers)
     if quick:
@@ -108,7 +110,8 @@ def layers_of(name: str, ranks: int, layers: int) -> dict[str, int]:
 
 
 def ways(device: torch.device, name: str) -> dict[str, bool]:
-    """The ways to run our schedules, and whether from a CUDA graph. Without a graph, the host bounds all schedules."""
+    """The schedules to run, and whether each is replayed from a CUDA graph. Without a graph, the host limits every
+    schedule."""
     launched_too = {"": False} if device.type != "cuda" or name in ("", "1f1b") else {}
     return launched_too | ({", replayed": True} if device.type == "cuda" else {})
 
@@ -145,7 +148,7 @@ def steps(device: torch.device, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def peak(device: torch.device) -> dict[str, float]:
-    """The peak of memory since the last call; frees cached memory."""
+    """Return the peak memory since the last call, and free cached memory."""
     if device.type != "cuda":
         return {}
     found = largest(torch.cuda.max_memory_allocated() / 2**30)
@@ -177,7 +180,7 @@ def gradients(device: torch.device, options: argparse.Namespace) -> Iterator[Row
     else:
         peers["PyTorch, FSDP2, compiled"] = lambda: peer_shared(training, tokens, targets)
         for name, kind in PEERS.items():
-            compiled = name != "zbv"  # it refuses compiled blocks
+            compiled = name != "zbv"  # this schedule refuses compiled blocks
             way = "compiled" if compiled else "not compiled"
             peers[f"PyTorch, {name}, {way}"] = lambda kind=kind, compiled=compiled: peer(
                 kind, training, tokens, targets, groups["pp"], compiled
@@ -305,7 +308,7 @@ def peer(
         Stage(training, layers[number], (number == 0, number + 1 == stages), tokens.device, compiled) for number in here
     )
     between = torch.empty(1, tokens.shape[1], training.config.width, device=tokens.device, dtype=training.dtype)
-    between.requires_grad_()  # because its gradient is sent back
+    between.requires_grad_()  # the stage sends this tensor's gradient back
     made = [
         pipelining.PipelineStage(
             module,
@@ -332,7 +335,7 @@ def peer(
 
 
 def peer_shared(training: GptTraining, tokens: Tensor, targets: Tensor) -> tuple[Callable[[], object], nn.Module]:
-    """The peer with FSDP2, whose data ranks gather and sum once a step, with float32 weights and sums."""
+    """The FSDP2 peer. Its data ranks gather weights and sum gradients once a step, and keep both in float32."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     device = tokens.device
     model = Stage(replace(training, dtype=torch.float32), range(training.config.layers), (True, True), device, True)
@@ -355,7 +358,7 @@ def peer_shared(training: GptTraining, tokens: Tensor, targets: Tensor) -> tuple
 
 
 def times(run: Callable[[], object], device: torch.device) -> list[float]:
-    """Times of single steps after a warm-up, on the slowest rank."""
+    """The times of single steps on the slowest rank, after a warm-up."""
     found = []
     for number in range(WARM_UP + STEPS if device.type == "cuda" else 2):
         if dist.is_initialized():
@@ -376,8 +379,8 @@ def times(run: Callable[[], object], device: torch.device) -> list[float]:
 
 
 def computing(run: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """How long the busiest and the least busy rank compute in a step, and how long ranks only wait for transfers; the
-    rest of a step is idle."""
+    """How long the busiest and the least busy rank compute in a step, and how long ranks only wait for transfers. In
+    the rest of the step, they are idle."""
     if device.type != "cuda":
         return {}
     with tempfile.NamedTemporaryFile(suffix=".json") as trace:

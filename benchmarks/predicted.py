@@ -1,12 +1,11 @@
-"""Roofs predicted for this machine from fake tensors, compared with those of real analyses; and the cost of an
-analysis.
+"""Roofs that are predicted from fake tensors, compared with the roofs of real analyses; and the cost of an analysis.
 
     python benchmarks/predicted.py [--out benchmarks/results/h200/predicted.json]
 
-For ResNet-50 and GPT-2, inference and training, op roof and fused roof are predicted with the ceilings of this run and
-with those of the H200 that come with Rooftop. The time of an analysis is compared with ten steps under PyTorch's
-profiler, including its summary. The script exits with 1 if a prediction with the same ceilings is off by more than 5%,
-or if an analysis takes longer than 3 times the profiler's time plus 5 s.
+For ResNet-50 and GPT-2, inference and training, the script predicts the op roof and the fused roof. It uses the
+ceilings measured in this run, and the H200's ceilings that Rooftop includes. The time of an analysis is compared with
+ten steps under PyTorch's profiler, including its summary. The script exits with 1 if a prediction with the same
+ceilings is off by more than 5%, or if an analysis takes longer than 3 times the profiler's time plus 5 s.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def beside(build: Callable[[], Step], ceilings: Ceilings, device: str) -> dict[s
 
 
 def _profiled_s(step: Step, device: str) -> float:
-    """Seconds of the usual alternative: a few steps under PyTorch's profiler, and its table."""
+    """Seconds that PyTorch's profiler takes for a few steps and its table, as the usual alternative to an analysis."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     began = time.perf_counter()
     seen = {"record_shapes": True, "profile_memory": True, "with_flops": True, "acc_events": True}

@@ -1,4 +1,4 @@
-"""The programs that several benchmarks run, and the file that they write case by case."""
+"""The programs that several benchmarks run, and the result file that the benchmarks write case by case."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rooftop.models import resnet50
 
 @dataclass
 class Step:
-    """A model in its mode, with its arguments; `training` has the arguments of `rooftop.analyze` for a training
-    step."""
+    """A model in training or evaluation mode, with its arguments. `training` has `rooftop.analyze`'s arguments for a
+    training step."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -31,7 +31,7 @@ class Step:
         self.model.train(bool(self.training))
 
     def run(self) -> Any:
-        """One plain step, as `rooftop.analyze` would run it."""
+        """Run one step, as `rooftop.analyze` would."""
         if not self.training:
             with torch.no_grad():
                 return self.model(*self.args, **self.kwargs)
@@ -42,7 +42,7 @@ class Step:
         return loss.detach()
 
     def loss(self, out: Any) -> Tensor:
-        """The tensor from which backward starts: the computed loss, or the loss that the model returns."""
+        """The tensor from which backward starts: the loss function's result, or the loss that the model returns."""
         make: Callable[[Any], Tensor] | None = self.training.get("loss")
         loss: Tensor = make(out) if make is not None else out.loss
         return loss
@@ -68,7 +68,7 @@ def resnet_step(
 def gpt2_step(
     batch: int, tokens: int = 512, train: bool = False, dtype: torch.dtype = torch.float32, device: str = "cuda"
 ) -> Step:
-    """GPT-2 (124 million parameters, random weights; on a CPU a tiny one) of transformers on random tokens."""
+    """transformers' GPT-2 with random weights on random tokens. It has 124 million parameters; on a CPU it is tiny."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -81,7 +81,7 @@ def gpt2_step(
 
 
 class Results:
-    """Rows of a benchmark, written to the file after each: an interrupted run loses nothing."""
+    """The rows of a benchmark. The file is written after each row, so an interrupted run loses nothing."""
 
     def __init__(self, path: Path, ceilings: Ceilings) -> None:
         self._path = path
@@ -93,7 +93,7 @@ class Results:
         }
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a row and print its short values."""
+        """Add a row, write the file, and print the row's short values."""
         self.rows.append(row)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         content = {"environment": self._environment, "results": self.rows}

@@ -1,12 +1,12 @@
-"""Recomputation of a model's blocks: memory per token, time of forward and backward, and the recomputed tensors.
+"""Activation recomputation in a model's blocks: memory per token, and time of forward and backward.
 
     python benchmarks/recomputation.py [--out benchmarks/results/h100/recomputation.json]
 
-Each model has a few blocks of a preset's size, in bfloat16, on one GPU. All kinds of recomputation take turns, replayed
-from CUDA graphs, so that launches do not count. `bytes_per_token` is the memory that one more block keeps between
-forward and backward, in addition to its weights. Each tensor that selective recomputation creates again is compared
-with that of forward, bit for bit. Gradients are not compared, because cuDNN's attention sums them in another order each
-time.
+Each model has a few blocks of a preset's size, in bfloat16, on one GPU. All kinds of recomputation take turns. They are
+replayed from CUDA graphs, so that launch time does not count. `bytes_per_token` is the memory that one more block keeps
+between forward and backward, in addition to its weights. Each tensor that selective recomputation recomputes is
+compared with the forward pass's tensor, bit for bit. Gradients are not compared, because cuDNN's attention sums them in
+another order in each run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rooftop.models.gpt.network import Gpt
 from rooftop.parallel import recomputing
 
 KINDS: tuple[bool | str, ...] = (False, "selective", "full")
-MODELS = {"gpt2-xl": (8, 1024), "llama-7b": (2, 4096), "llama-70b": (1, 4096)}  # sequences, and tokens of each
+MODELS = {"gpt2-xl": (8, 1024), "llama-7b": (2, 4096), "llama-70b": (1, 4096)}  # (sequences, tokens per sequence)
 BLOCKS = {"gpt2-xl": 6, "llama-7b": 4, "llama-70b": 2}
-VOCABULARY = 1024  # small, because the head and the embedding are not measured
+VOCABULARY = 1024  # small, because embedding and head are not measured
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def rows_of(name: str, device: str) -> list[dict[str, Any]]:
-    """A row for each kind of recomputation."""
+    """Measure each kind of recomputation, one row each."""
     (batch, length), blocks = MODELS[name], BLOCKS[name]
     config = replace(gpt_config(name), layers=blocks, vocabulary=VOCABULARY, dropout=0.0, attention_dropout=0.0)
     if device == "cpu":
@@ -63,7 +63,7 @@ def rows_of(name: str, device: str) -> list[dict[str, Any]]:
     tokens = torch.randint(VOCABULARY, (batch, length), device=device)
     models = {kind: model_of(config, kind, device) for kind in KINDS}
     steps = {str(kind): step_of(model, tokens) for kind, model in models.items()}
-    for step in steps.values():  # so that kernels are compiled
+    for step in steps.values():  # compiles the kernels
         step()
     made, other = made_again_and_other(steps["selective"])
     kept = {kind: kept_per_block(config, kind, tokens, device) / tokens.numel() for kind in KINDS}
@@ -86,7 +86,7 @@ def model_of(config: Any, kind: bool | str, device: str) -> Gpt:
 
 
 def step_of(model: Gpt, tokens: torch.Tensor) -> Callable[[], None]:
-    """A step of forward and backward."""
+    """A step that runs forward and backward."""
 
     def step() -> None:
         model.zero_grad()
@@ -96,7 +96,7 @@ def step_of(model: Gpt, tokens: torch.Tensor) -> Callable[[], None]:
 
 
 def made_again_and_other(step: Callable[[], None]) -> tuple[int, int]:
-    """The number of tensors that a step recomputed, and how many of these differ from those of forward."""
+    """The number of tensors that a step recomputed, and how many of them differ from the forward pass's tensors."""
     equal: list[bool] = []
 
     class Compared(recomputing._Recipe):

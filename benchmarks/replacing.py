@@ -1,17 +1,17 @@
-"""`rooftop.nn.replace` on public models that run as users call them: milliseconds of a step before and after.
+"""`rooftop.nn.replace` on public models, run as users run them: milliseconds of a step before and after.
 
     python benchmarks/replacing.py [--out benchmarks/results/h200/replacing.json] [--only gpt2 swin_t] [--seconds 0.4]
 
-Each model is one of `optimize.py`'s: bfloat16, random weights, without dropout, texts of 512 tokens. Three cases are
+The models are those of `optimize.py`: bfloat16, random weights, no dropout, texts of 512 tokens. Three cases are
 timed: inference at batch 1, inference at a large batch, and training (forward and backward). Nothing is compiled or
 captured. The variants take turns:
 
-    before     the model as its library makes it
-    after      after `replace(model)`, which swaps what is never slower
-    all        after `replace(model, only=KINDS)`, which swaps everything that it knows
+    before     the model as its library creates it
+    after      after `replace(model)`, which swaps only modules whose replacement is never slower
+    all        after `replace(model, only=KINDS)`, which swaps every kind of module that it knows
 
-`calls_in_cpp` is the number of calls in a step of `all` that were made in C++ (launch/repeated_calls.py). Outputs are
-compared first: if they differ by more than 0.05 of the largest value, the run ends.
+`calls_in_cpp` is the number of calls in a step of `all` that were made in C++ (launch/repeated_calls.py). The script
+compares outputs first, and stops if they differ by more than 0.05 of the largest value.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU; --quick shows on a CPU that the script runs")
+        parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     device = torch.device("cpu" if options.quick else "cuda")
     if device.type == "cuda":
         repeated_calls.build()
@@ -67,7 +67,7 @@ def row_of(name: str, batch: int, train: bool, device: torch.device, seconds: fl
     named = {key: moved(each, device, dtype) for key, each in kwargs.items()}
     models = dict(variants(model))
     ways = {key: step(each, given, named, train) for key, each in models.items()}
-    for _ in range(5):  # compiles the call and makes it known
+    for _ in range(5):  # compiles the call and records it for C++
         made = {key: way() for key, way in ways.items()}
     error = max(error_of(made["before"], made[key]) for key in ("after", "all"))
     if error > MOST_ERROR:

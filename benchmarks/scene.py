@@ -1,4 +1,4 @@
-"""Virtual geometry: builds, and frames at a growing number of triangles compared with a brute-force rasterizer.
+"""Virtual geometry: build times, and frame times of growing scenes compared with a brute-force rasterizer.
 
     python benchmarks/scene.py [--out benchmarks/results/h200/scene.json] [--only frames] [--rocks 1000 100000]
 
@@ -6,24 +6,24 @@ A rough rock of 81,920 triangles is instanced into a field of up to ten billion 
 1080 (and 3840 x 2160) and moves a little with each frame, so that consecutive frames hide nearly the same parts. Each
 row has
 
-- the median time in ms for which a caller waits for a frame, with depth alone and with the whole G-buffer;
-- the time of each stage, from the device's events, in separate frames;
-- the numbers of drawn items;
-- the time to draw all triangles by `scene_brute_force.py`, as long as that takes less than a second, and the share of
-  pixels whose depth is within 2% of its picture.
+- the median time in ms that a caller waits for a frame, with depth alone and with the whole G-buffer;
+- the time of each stage, from device events in separate frames;
+- the numbers of items that the renderer draws;
+- the time of `scene_brute_force.py` to draw all triangles, if that takes less than a second, and the share of pixels
+  whose depth is within 2% of the brute-force picture.
 
-Frames are drawn by the kernels in Warp and by those in CUDA C++. Further cases are
+Frames are drawn by the Warp kernels and by the CUDA C++ kernels. Further cases are
 
-- the same view of the same number of rocks, which become finer and finer;
+- the same view of the same rocks with more and more triangles each;
 - 64 cameras at once;
-- hills of ten million triangles as a single mesh, compared with brute force and with a ray for each pixel through
-  Warp's tree of boxes;
-- 64 cameras over hills of 60 million triangles as a single mesh, compared with rays through two of Warp's trees;
+- hills of ten million triangles as a single mesh, compared with brute force and with one ray per pixel through Warp's
+  BVH;
+- 64 cameras over hills of 60 million triangles as a single mesh, compared with rays through two kinds of Warp's BVH;
 - a field in which some rocks move, appear and disappear, compared with a static one;
-- four cascades of 2048 x 2048, redrawn and kept;
-- cameras of several sizes, together and one by one;
+- shadow maps of four cascades of 2048 x 2048, redrawn for each frame and kept;
+- cameras of several sizes, drawn together and one by one;
 - hills with and without a texture;
-- a tree of 200,000 leaves, with its coverage from increasing distances relative to that of all its triangles from near,
+- a tree of 200,000 leaves: the area it covers at increasing distances, relative to all its triangles seen from near;
   and a forest of this tree.
 
 Builds of such hills on all CPU threads are timed, too.
@@ -88,7 +88,7 @@ def hills(triangles: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def field(count: int) -> np.ndarray:
-    """Transforms (count, 4, 4) of a square of rocks, each rotated and scaled at random."""
+    """Transforms (count, 4, 4) of rocks in a square grid, each rotated and scaled at random."""
     random = np.random.default_rng(1)
     side = int(np.ceil(count**0.5))
     transforms = np.tile(np.eye(4), (count, 1, 1))
@@ -142,7 +142,7 @@ def of_field(
 def of_scene(
     world: scene.Scene, cameras: Sequence[scene.Camera | list[scene.Camera]], kernels: str, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Time frames one after another: as a caller waits for them, and by stages."""
+    """Time consecutive frames: the whole time that a caller waits, and the time of each stage."""
     renderer = scene.Renderer(world, options.device, kernels=kernels)
     found: dict[str, Any] = {}
     for name, outputs in (("depth", ("depth",)), ("g_buffer", G_BUFFER)):
@@ -160,7 +160,7 @@ def of_scene(
 def beside(
     brute: BruteForce, mesh: Path, transforms: np.ndarray, width: int, height: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Draw by brute force, and compare its picture with ours."""
+    """Draw the scene by brute force, and compare the picture with ours."""
     world = scene.Scene()
     world.add_instances(world.add_mesh(mesh), transforms)
     camera = path(0, width, height)
@@ -174,7 +174,8 @@ def beside(
 
 
 def agreement(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
-    """Compare two pictures of depths: the pixels where both or none show a surface, and those where both are close."""
+    """Compare two depth pictures: the share of pixels with the same coverage, and the share of covered pixels whose
+    depths are close."""
     there = torch.isfinite(ours) & torch.isfinite(theirs)
     close = ((ours - theirs).abs() <= CLOSE * theirs)[there].float().mean().item()
     return {
@@ -184,7 +185,7 @@ def agreement(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
 
 
 def finer(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """The same rocks, each with more triangles, in the same view."""
+    """Time the same view of rocks that have more and more triangles each."""
     width, height = options.sizes[0]
     for detail in options.details:
         vertices, faces = rock(detail)
@@ -321,7 +322,8 @@ def of_changes(mesh: Path, what: str, count: int, changed: int, options: argpars
 
 
 def lights(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """Time frames without a sun, with a sun whose four cascades are redrawn for each frame, and with kept maps."""
+    """Time frames without a sun, with a sun whose four cascades are redrawn for each frame, and with cascades that are
+    kept."""
     vertices, faces = rock(options.detail)
     size = 2048 if not options.quick else 64
     rocks = options.rocks[-2] if len(options.rocks) > 1 else options.rocks[-1]
@@ -359,7 +361,7 @@ def sun(frame: int, size: int) -> scene.DirectionalLight:
 
 
 def mixed_sizes(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """Sixteen cameras of four sizes: in one chain of launches, and each by its own renderer."""
+    """Time sixteen cameras of four sizes: drawn together in one chain of launches, and each by its own renderer."""
     vertices, faces = rock(options.detail)
     sides = [(1280, 720), (640, 480), (512, 512), (256, 256)] if not options.quick else [(32, 24), (16, 16)]
     rocks = options.rocks[-2] if len(options.rocks) > 1 else options.rocks[-1]
@@ -390,7 +392,7 @@ def sized(camera: scene.Camera, width: int, height: int) -> scene.Camera:
 
 
 def textures(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """Hills with a texture of noise, compared with the same hills without one."""
+    """Time hills with a noise texture, and the same hills without a texture."""
     triangles, side = (1_000_000, 4096) if not options.quick else (3000, 64)
     vertices, faces = hills(triangles)
     noise = np.random.default_rng(3).integers(0, 256, (side, side, 3), dtype=np.uint8)
@@ -417,8 +419,8 @@ def builds(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) 
 
 
 def trees(options: argparse.Namespace, rows: Callable[[dict[str, Any]], None]) -> None:
-    """A tree of many leaves: its build, its picture from increasing distances compared with all its triangles, and a
-    forest of such trees."""
+    """Measure a tree of many leaves: its build, its coverage at increasing distances compared with all its triangles,
+    and a forest of such trees."""
     vertices, faces, materials = tree(options.leaves)
     width = float(np.ptp(vertices[:, :2], axis=0).max())
     with tempfile.TemporaryDirectory() as folder:
@@ -464,7 +466,7 @@ CASES = {
 
 
 def waited(call: Callable[[], object]) -> float:
-    """Milliseconds until the result is available."""
+    """Milliseconds until the call's result is available."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -477,7 +479,7 @@ def waited(call: Callable[[], object]) -> float:
 
 
 def middle(took: list[float]) -> float:
-    """The median of the second half, because frames of the first half compile kernels and grow lists."""
+    """The median of the second half, since frames of the first half may compile kernels and grow lists."""
     return round(statistics.median(took[len(took) // 2 :]), 4)
 
 
@@ -491,16 +493,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rocks", nargs="+", type=int, default=[122, 1221, 12_208, 122_071])
-    parser.add_argument("--detail", type=int, default=6, help="a rock has 20 * 4^DETAIL triangles")
+    parser.add_argument("--detail", type=int, default=6, help="detail of the rocks; each has 20 * 4^DETAIL triangles")
     parser.add_argument("--sizes", nargs="+", type=sizes, default=[(1920, 1080), (3840, 2160)])
     parser.add_argument("--kernels", nargs="+", default=["warp", "cuda"])
-    parser.add_argument("--details", nargs="+", type=int, default=[5, 7, 9], help="details of the finer rocks")
+    parser.add_argument(
+        "--details", nargs="+", type=int, default=[5, 7, 9], help="values of DETAIL for the finer rocks"
+    )
     parser.add_argument("--hills", type=int, default=10_000_000, help="number of triangles of the single mesh")
-    parser.add_argument("--viewed", type=int, default=60_000_000, help="number of triangles of the mesh of many views")
-    parser.add_argument("--ray-trees", nargs="+", default=["lbvh", "cubql"], help="Warp's trees, beside many views")
-    parser.add_argument("--builds", nargs="+", type=int, default=[1_000_000, 10_000_000], help="triangles")
-    parser.add_argument("--leaves", type=int, default=200_000, help="number of leaves of a tree")
-    parser.add_argument("--trees", type=int, default=10_000, help="number of trees of a forest")
+    parser.add_argument("--viewed", type=int, default=60_000_000, help="triangles of the mesh that many cameras see")
+    parser.add_argument("--ray-trees", nargs="+", default=["lbvh", "cubql"], help="kinds of Warp's BVH to compare with")
+    parser.add_argument(
+        "--builds", nargs="+", type=int, default=[1_000_000, 10_000_000], help="triangles of the builds"
+    )
+    parser.add_argument("--leaves", type=int, default=200_000, help="number of leaves on a tree")
+    parser.add_argument("--trees", type=int, default=10_000, help="number of trees in the forest")
     parser.add_argument("--frames", type=int, default=40)
     parser.add_argument("--quick", action="store_true", help="a small run on the CPU, to test the script")
     options = parser.parse_args()

@@ -1,8 +1,9 @@
-"""The cost of a picture without levels of detail: every triangle of every instance, in a plain Warp kernel.
+"""A brute-force rasterizer without levels of detail: a plain Warp kernel draws every triangle of every instance.
 
-A thread reads three corners from vertex and index buffers, transforms them, and draws the pixels of the triangle's box
-whose centre is inside, by 64-bit atomic maximum of depth and ids. One would write this rasterizer first. It culls only
-triangles outside of the picture, and does not clip: triangles that reach nearer than the near plane are left out.
+A thread reads a triangle's three corners from vertex and index buffers, and transforms them. In the triangle's bounding
+box, it draws the pixels whose centre is inside the triangle, by a 64-bit atomic maximum of depth and ids. This is the
+rasterizer that an engineer would write first. It culls only triangles outside the picture. It does not clip: triangles
+that cross the near plane are left out.
 """
 
 import numpy as np
@@ -81,14 +82,14 @@ class BruteForce:
         self.triangles = len(faces) * len(transforms)
 
     def draw(self, camera: Camera) -> Tensor:
-        """Draw depths (H, W), with inf for background."""
+        """Draw the depths (H, W); background is inf."""
         device = self.points.device
         to_view = torch.tensor(camera.world_to_camera).to(device) @ self.transforms
         matrices = to_view[:, :3].reshape(-1, 12).float().contiguous()
         pixels = torch.zeros(camera.height, camera.width, dtype=torch.int64, device=device)
         points = wp.from_torch(self.points, dtype=wp.vec3)
         lens = wp.vec4(camera.fx, camera.fy, camera.cx, camera.cy)
-        most = 1 << 30  # most threads of a launch
+        most = 1 << 30  # maximum number of threads in a launch
         for first in range(0, self.triangles, most):
             threads = (min(most, self.triangles - first),)
             launch_warp(

@@ -1,15 +1,16 @@
-"""Builds of virtual geometry: seconds, memory and bytes on disk, by number of workers and of triangles.
+"""Builds of virtual geometry: seconds, memory and bytes on disk, for several numbers of workers and triangles.
 
     python benchmarks/scene_build.py [--out benchmarks/results/h200/scene_build.json] [--triangles 1000000]
 
-The hills of `scene.py`, plain and with normals and uv, are built in a separate process, by 1, 2 and as many workers as
-there are cores. Each row has the seconds of the build, and the CPU seconds of all its processes; the peak memory of
-these processes together, in bytes per triangle, including the input arrays (shared memory counts once: Linux's PSS,
-sampled 20 times a second); the bytes per triangle on disk, by kind; and whether the files are equal. `ratio` is the
-time with one worker over this row's. All rows of a mesh are from one run. The fastest of `--rounds` counts.
+The hills of `scene.py` are built plain, and with normals and uv. Each build runs in a separate process, with 1, 2 and
+as many workers as there are cores. Each row has the seconds of the build, and the CPU seconds of all its processes. It
+has the peak memory of these processes together, in bytes per triangle, including the input arrays. (The memory is
+Linux's PSS, which counts shared memory once, sampled 20 times a second.) It has the bytes per triangle on disk, by
+kind, and says whether all builds wrote equal files. `ratio` is the time with one worker over the row's time. All rows
+of a mesh are from one run. The fastest of `--rounds` counts.
 
-`--stages` prints the stages of each fastest build: the seconds in which the calling process computed alone before a
-stage, the stage's seconds, the CPU seconds of the workers, and the share of their time in which they computed.
+`--stages` prints the stages of each fastest build. A stage has the seconds that the calling process computed alone
+before it, its own seconds, the CPU seconds of its workers, and the share of the time in which the workers computed.
 
 `--quick` tests the script.
 """
@@ -43,8 +44,8 @@ KINDS = {"plain": (), "normals and uv": ("normals", "uv")}
 
 
 def hills(triangles: int) -> tuple[np.ndarray, np.ndarray]:
-    """A square terrain of about this many triangles, rough at all scales: the same as in `scene.py`, but created with
-    less memory."""
+    """A square terrain of about this many triangles, rough at all scales. It equals the terrain of `scene.py`, but
+    needs less memory to create."""
     side = round((triangles / 2) ** 0.5)
     random = np.random.default_rng(0)
     line = np.linspace(0, 1, side + 1)
@@ -64,7 +65,7 @@ def hills(triangles: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def build_once(triangles: int, kind: str, workers: int, path: Path) -> dict[str, Any]:
-    """Run one build in this process."""
+    """Run one build in this process, and print its measurements."""
     vertices, faces = hills(triangles)
     options: dict[str, Any] = {}
     if "uv" in KINDS[kind]:
@@ -90,7 +91,7 @@ def build_once(triangles: int, kind: str, workers: int, path: Path) -> dict[str,
 
 
 class Stages:
-    """Records the stages of a build, and the seconds between them in which only the calling process computes."""
+    """Records the stages of a build, and the seconds between stages, in which only the calling process computes."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
@@ -134,7 +135,7 @@ class Stages:
         row["workers"] = workers
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each stage, and one for the time since the last stage."""
+        """A row for each stage, and one for the time after the last stage."""
         with self.timed("end", 0, 1):
             pass
         rows = []
@@ -146,7 +147,7 @@ class Stages:
 
 
 def run_seconds(process: int) -> float:
-    """CPU seconds of a running process; 0 where the system does not tell."""
+    """CPU seconds of a running process; 0 if the system does not report them."""
     try:
         return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e9
     except OSError:
@@ -165,7 +166,7 @@ def print_stages(rows: list[dict[str, Any]]) -> None:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of its ended children."""
+    """CPU seconds of this process and of its children that have ended."""
     return sum(
         used.ru_utime + used.ru_stime
         for used in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
@@ -244,7 +245,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stages", action="store_true", help="print a table of the stages of each fastest build")
-    parser.add_argument("--quick", action="store_true", help="small, to test the script")
+    parser.add_argument("--quick", action="store_true", help="small builds, to test the script")
     parser.add_argument("--once", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:

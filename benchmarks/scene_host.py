@@ -1,20 +1,20 @@
-"""The cost of a frame for the host: launches, and microseconds of Python.
+"""The host's cost of a frame: the number of launches, and microseconds in Python.
 
     python benchmarks/scene_host.py [--out benchmarks/results/cpu/scene_host.json] [--frames 400]
 
-On a GPU the stages up to hierarchical z are replayed from a CUDA graph, in one call. Python launches all other stages
-for each frame, and the caller waits for them. This script runs on the CPU. It leaves out the stages in the graph, and
-the kernels themselves: Warp's launches end before they call the kernel. So only Python's time is measured. The cases
-are:
+On a GPU, one call replays the stages up to hierarchical z from a CUDA graph. Python launches all other stages for each
+frame, and the caller waits for these launches. This script runs on the CPU. It leaves out the stages in the graph, and
+replaces each kernel by nothing: Warp's launch returns before it calls the kernel. So only Python's time is measured.
+The cases are:
 
     resident         nothing has changed
     moved            100 of 1,000 instances have moved
-    kept             a sun with four cascades whose maps are kept, with the output `shadow`
+    kept             a sun with four cascades whose shadow maps are kept, with the output `shadow`
     cameras          64 cameras in one call
 
-Launches are those of Warp, and the torch operators that would be a kernel or a copy on a GPU. `replayed` counts those
-that the graph would hold, with the kernels in Warp. Times are medians over all frames, for depth alone and for a
-G-buffer. Cases take turns, frame by frame.
+The script counts Warp's launches, and the torch operators that would be a kernel or a copy on a GPU. `replayed` is the
+number of launches that the graph would hold, if Warp's kernels draw. Times are medians over all frames, for depth alone
+and for a G-buffer. Cases take turns, frame by frame.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def camera(number: int = 0) -> scene.Camera:
 
 
 def case(what: str, mesh: Path, outputs: tuple[str, ...]) -> Callable[[int], Callable[[], object]]:
-    """A function that makes the change of each frame, which is not timed, and returns the function that draws it."""
+    """Return a function that changes the scene for a frame, which is not timed, and returns the function that draws the
+    frame."""
     world, random = scene.Scene(), np.random.default_rng(0)
     count = 1000 if what == "moved" else 4
     places = np.tile(np.eye(4), (count, 1, 1))
@@ -75,7 +76,8 @@ def case(what: str, mesh: Path, outputs: tuple[str, ...]) -> Callable[[int], Cal
     renderer = scene.Renderer(world, "cpu")
 
     def frame(number: int) -> Callable[[], object]:
-        """Draw a frame. Cameras move with each frame, unless maps are kept."""
+        """Change the scene for this frame, and return its draw call. The camera moves, unless shadow maps are to be
+        kept."""
         if what == "moved":
             chosen = random.permutation(count)[:100]
             moved = places[chosen]
@@ -112,7 +114,7 @@ def main() -> int:
             with count_launches() as launches, Operators() as operators:
                 draw()
             whole[key] = launches.total() + operators.counts.total()
-        # Replace the graph's replay by nothing, and end launches before the kernel.
+        # Skip the graph's replay, and return from each launch before its kernel.
         with patch.object(Stages, "draw", lambda *_: None), patch("warp._src.context.invoke", lambda *_: None):
             for number in range(4, 4 + options.frames):
                 for key, frame in cases.items():

@@ -1,4 +1,4 @@
-"""Another way to draw without levels of detail: a ray for each pixel, through Warp's tree of boxes."""
+"""A ray caster without levels of detail: one ray per pixel, through Warp's BVH."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ def cast_rays(
 
 
 class Rays:
-    """A mesh and its tree.
+    """A mesh and its BVH.
 
     Args:
         vertices (V, 3), faces (F, 3).
@@ -49,7 +49,7 @@ class Rays:
     """
 
     def __init__(self, vertices: np.ndarray, faces: np.ndarray, device: str, tree: str | None = None) -> None:
-        self.device = torch.empty(0, device=device).device  # the device with its index
+        self.device = torch.empty(0, device=device).device  # resolves "cuda" to a device with an index
         points = wp.array(vertices.astype(np.float32), dtype=wp.vec3, device=device)
         corners = wp.array(faces.astype(np.int32).ravel(), dtype=wp.int32, device=device)
         self.mesh = wp.Mesh(points, corners, bvh_constructor=tree)

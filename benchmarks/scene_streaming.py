@@ -2,18 +2,19 @@
 
     python benchmarks/scene_streaming.py --folder /data/rocks [--out benchmarks/results/h200/scene_streaming.json]
 
-A field has a hundred rocks of ten million triangles, each in its own file: ten are built, and the others are copies
-under other names. A camera flies a recorded path over them. Three renderers draw it: with all pages resident; with a
-pool, drawing each frame from the resident pages while the path ahead is prefetched; and with a pool, waiting for the
-pages of each frame. Each row has p50 and p99 of the time for which a caller waits for a frame. Rows of streaming also
-have the pages that were missing, the largest error in a picture, the pages loaded and evicted, and the pixels of holes:
-background where the resident picture has none within that error. The time of a new renderer's first complete picture is
-compared with the time to read and upload the same bytes alone, measured in the same run. Before it, the system's cache
-of the files is dropped, if the system allows that (`posix_fadvise`); `cache_dropped` says whether the pages came from
-the disk.
+A field has a hundred rocks of ten million triangles, each in its own file. Ten rocks are built, and the others are
+copies under other names. A camera flies a recorded path over them. Three renderers draw the path. The first has all
+pages resident. The second has a pool, and draws each frame from the resident pages while it prefetches the path ahead.
+The third has a pool, and waits for the pages of each frame. Each row has p50 and p99 of the time that a caller waits
+for a frame. Rows of streaming also have the missing pages, the largest error in a picture, the pages loaded and
+evicted, and the number of hole pixels. A hole pixel is background where the resident picture shows a surface, even
+within that error. The time of a new renderer's first complete picture is compared with the time to read and upload the
+same bytes alone, measured in the same run. Before the first picture, the script drops the files from the system's
+cache, if the system allows that (`posix_fadvise`). `cache_dropped` says whether the pages came from the disk.
 
 `--quick` tests the script on a CPU, with few and small rocks. The goals are: no holes; p99 at most 1.5 times p50; p50
-at most 1.15 times that of the resident renderer; the first picture within 1.25 times the time of its bytes.
+at most 1.15 times the resident renderer's p50; the first picture within 1.25 times the time to read and upload its
+bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rooftop.hardware import ceilings_of, measure_ceilings
 from rooftop.scene import layouts
 from rooftop.scene.streaming.loading import THREADS
 
-SPACING = 2.6  # rocks have a radius of about 1
+SPACING = 2.6  # distance between rocks, whose radius is about 1
 AHEAD = 8  # number of frames to prefetch
 GOALS = {"p99_to_p50": 1.5, "p50_to_resident": 1.15, "first_to_bytes": 1.25}
 
@@ -71,7 +72,7 @@ def rock(triangles: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def files_of(options: argparse.Namespace, folder: Path) -> list[Path]:
-    """The files of the rocks; existing files are reused."""
+    """Create the rocks' files, and reuse existing ones."""
     built = []
     for number in range(options.built):
         path = folder / f"rock-{options.triangles}-{number}.rtg"
@@ -88,7 +89,7 @@ def files_of(options: argparse.Namespace, folder: Path) -> list[Path]:
 
 
 def world_of(files: Sequence[Path]) -> scene.Scene:
-    """A scene with a square of these rocks, each rotated."""
+    """A scene with these rocks in a square grid, each rotated."""
     world, side = scene.Scene(), int(np.ceil(len(files) ** 0.5))
     for number, path in enumerate(files):
         turn, place = 2.4 * number, np.eye(4)
@@ -99,7 +100,7 @@ def world_of(files: Sequence[Path]) -> scene.Scene:
 
 
 def flight(options: argparse.Namespace) -> list[scene.Camera]:
-    """The recorded path: a curve over the field, partly low, near the rocks."""
+    """The recorded path: a curve over the field that is partly low, near the rocks."""
     reach = SPACING * options.files**0.5 / 2
     width, height = options.size
     cameras = []
@@ -117,10 +118,10 @@ def flight(options: argparse.Namespace) -> list[scene.Camera]:
 def frames(
     name: str, renderer: scene.Renderer, cameras: Sequence[scene.Camera], depths: list[torch.Tensor] | None, wait: bool
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Draw the path once as a warm-up, unless pages are streamed, and once measured.
+    """Draw the path and measure it. Unless pages are streamed, draw it once before as a warm-up.
 
     Args:
-        depths: depths of the resident pictures, to find holes; None for the resident renderer.
+        depths: depths of the resident renderer's pictures, to find holes; None for the resident renderer itself.
     """
     for camera in cameras if depths is None else cameras[:1]:
         renderer.render(camera, ("depth",))
@@ -149,7 +150,8 @@ def frames(
 
 
 def holes_in(depth: torch.Tensor, resident: torch.Tensor, error_pixels: float) -> int:
-    """The pixels of background that are farther inside of the resident picture's surfaces than outlines may differ."""
+    """Count background pixels inside the resident picture's surfaces, farther from an outline than the allowed
+    error."""
     reach = min(2 * int(np.ceil(error_pixels)) + 3, 2 * min(depth.shape) - 1)
     background = resident.isinf().float()[None, None]
     near_outline = torch.nn.functional.max_pool2d(background, reach, 1, reach // 2)[0, 0] > 0
@@ -157,8 +159,8 @@ def holes_in(depth: torch.Tensor, resident: torch.Tensor, error_pixels: float) -
 
 
 def first_picture(options: argparse.Namespace, files: Sequence[Path], camera: scene.Camera) -> dict[str, Any]:
-    """Time a new renderer's first picture, with its pages from the disk, and the reading and uploading of the same
-    bytes alone."""
+    """Time a new renderer's first picture with pages from the disk, and the mere reading and uploading of the same
+    bytes."""
     world = world_of(files)
     dropped = drop_caches(files)
     renderer = scene.Renderer(world, options.device, pool_bytes=options.pool)
@@ -176,7 +178,7 @@ def first_picture(options: argparse.Namespace, files: Sequence[Path], camera: sc
 
 
 def drop_caches(files: Sequence[Path]) -> bool:
-    """Ask the system to drop the files from its cache, and return whether it could be asked. It may keep mapped
+    """Ask the system to drop the files from its cache, and return whether it takes such requests. It may keep mapped
     pages."""
     if not hasattr(os, "posix_fadvise"):
         return False
@@ -188,7 +190,8 @@ def drop_caches(files: Sequence[Path]) -> bool:
 
 
 def read_alone(files: Sequence[Path], pages: int) -> float:
-    """Seconds for as many threads to read as many pages, spread over the files, without processing them."""
+    """Seconds to read this many pages, spread over the files, by as many threads as the renderer has, without
+    processing."""
     places = [
         (path, k * layouts.PAGE_BYTES) for path in files for k in range(path.stat().st_size // layouts.PAGE_BYTES)
     ]
@@ -206,7 +209,7 @@ def read_alone(files: Sequence[Path], pages: int) -> float:
 
 
 def uploaded_alone(pages: int, device: str) -> float:
-    """Seconds to copy as many pages to the device; for a GPU, from pinned memory."""
+    """Seconds to copy this many pages to the device, for a GPU from pinned memory."""
     staged = torch.ones(layouts.PAGE_BYTES // 4, dtype=torch.int32, pin_memory=device == "cuda")
     there = torch.empty(64, len(staged), dtype=torch.int32, device=device)
     return waited(lambda: [there[k % 64].copy_(staged, non_blocking=True) for k in range(pages)])[1] / 1e3
@@ -228,7 +231,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The goals and the results."""
+    """The goals, and the value that each has reached."""
     by = {row["what"]: row for row in rows}
     streamed, resident = by["streamed"], by["resident"]
     return {
@@ -249,14 +252,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument(
-        "--folder", type=Path, help="folder for the files, about 11 GB, which are kept; by default a temporary one"
+        "--folder", type=Path, help="folder in which the files (about 11 GB) are kept (default: a temporary folder)"
     )
-    parser.add_argument("--triangles", type=int, default=10_000_000, help="number of triangles of a rock")
+    parser.add_argument("--triangles", type=int, default=10_000_000, help="number of triangles per rock")
     parser.add_argument("--files", type=int, default=100)
     parser.add_argument("--built", type=int, default=10)
     parser.add_argument("--pool", type=int, default=2_000_000_000, help="bytes")
     parser.add_argument("--frames", type=int, default=600)
-    parser.add_argument("--speed", type=float, default=0.004, help="seconds of the path per frame")
+    parser.add_argument("--speed", type=float, default=0.004, help="seconds of the path that one frame advances")
     parser.add_argument("--size", type=size, default=(1920, 1080))
     parser.add_argument("--quick", action="store_true", help="a small run on the CPU, to test the script")
     options = parser.parse_args()
@@ -264,7 +267,7 @@ def main() -> int:
         parser.error("needs an NVIDIA GPU; --quick tests the script on a CPU")
     options.device = "cuda"
     if not options.quick:
-        os.environ.setdefault("ROOFTOP_COMPILED_CALLS", "wait")  # the threads in C++ from the first frame on
+        os.environ.setdefault("ROOFTOP_COMPILED_CALLS", "wait")  # load by C++ threads from the first frame on
     else:
         options.device, options.triangles, options.files, options.built = "cpu", 60_000, 9, 2
         options.pool, options.frames, options.speed, options.size = 20 * layouts.PAGE_BYTES, 16, 0.2, (240, 180)

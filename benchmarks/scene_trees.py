@@ -1,4 +1,4 @@
-"""A tree of many leaves, and the share of a picture that it covers from near and from far."""
+"""A tree of many leaves, and the area that its picture covers from near and from far."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 from rooftop import scene
 
-LEAF = 0.09  # length of a leaf in m, which is half as wide
+LEAF = 0.09  # length of a leaf in m; a leaf is half as wide as long
 SIDES = 8  # sides of a branch
-SPACING = 1.6  # distance of trees, in widths of a tree
-BRANCHING = (14, 10, 8)  # branches of the trunk, of each of those, and so on
-WIDEST, NARROWEST = 600, 2.0  # width of a tree in pixels
+SPACING = 1.6  # distance between trees, as a multiple of a tree's width
+BRANCHING = (14, 10, 8)  # number of branches on the trunk, on each of those branches, and so on
+WIDEST, NARROWEST = 600, 2.0  # width of a tree in pixels, from near and from far
 DISTANCES = 12
-PIXELS_SEEN = 200_000  # pixels at each distance, so that random error is below a percent
+PIXELS_SEEN = 200_000  # pixels to count at each distance, enough for a random error below one percent
 
 
 def tree(leaves: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A tree about 8 m high: vertices, faces, and the material of each face, 0 for wood and 1 for leaves."""
+    """A tree about 8 m high: vertices, faces, and the material of each face (0: wood, 1: leaves)."""
     random = np.random.default_rng(0)
     starts, ends = np.array([[0.0, 0, 0]]), np.array([[0.0, 0, 6.5]])
     radius = 0.22
@@ -56,7 +56,7 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 
 def _tubes(starts: np.ndarray, ends: np.ndarray, radius: float) -> tuple[np.ndarray, np.ndarray]:
-    """Open cones, each from its start to its end, where its width is 0.4 times that at the start."""
+    """Open cones from starts to ends. At its end, a cone has 0.4 times its width at the start."""
     way = _unit(ends - starts)
     aside = _unit(np.cross(way, np.where(np.abs(way[:, :1]) < 0.9, [[1.0, 0, 0]], [[0, 1.0, 0]])))
     angle = 2 * np.pi * np.arange(SIDES)[:, None] / SIDES
@@ -77,7 +77,8 @@ def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.
 
 
 def grove(count: int, width: float) -> np.ndarray:
-    """Transforms (count, 4, 4) of trees in a square, each rotated at random. From above, no tree hides another."""
+    """Transforms (count, 4, 4) of trees in a square grid, each rotated at random. Seen from above, no tree hides
+    another."""
     random = np.random.default_rng(0)
     angle = random.uniform(0, 2 * np.pi, count)
     transforms = np.tile(np.eye(4), (count, 1, 1))
@@ -93,13 +94,13 @@ def grove(count: int, width: float) -> np.ndarray:
 def covered(
     mesh: scene.Geometry, width: float, pixels: float, count: int, device: str, error: float
 ) -> dict[str, float]:
-    """The area that a tree covers, in units of its width squared, and the triangles drawn per tree. The view is oblique
-    and parallel, and shows the tree this many pixels wide."""
+    """The area that a tree covers, in units of its width squared, and the number of triangles drawn per tree. The view
+    is oblique and parallel, and a tree is `pixels` wide."""
     world = scene.Scene()
     world.add_instances(world.add_mesh(mesh), grove(count, width))
     across = SPACING * width * (math.isqrt(count - 1) + 1) + width
     size = math.ceil(across / width * pixels)
-    eye = across * np.array((0.0, -1.0, 1.7))  # no tree is behind it
+    eye = across * np.array((0.0, -1.0, 1.7))  # no tree is behind the camera
     camera = scene.Camera.parallel(eye, (0, 0, 3), view_height=size * width / pixels, width=size, height=size)
     frame = scene.Renderer(world, device, pixel_error=error).render(camera, ("depth",))
     seen = float(torch.isfinite(frame["depth"]).sum())

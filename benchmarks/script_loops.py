@@ -1,15 +1,15 @@
-"""Check that `rooftop analyze SCRIPT` reports the same step time of a loop as the loop's own clock, and does not change
-it.
+"""Check that `rooftop analyze SCRIPT` reports a loop's step time as the loop's own clock does, and does not change the
+loop.
 
     python benchmarks/script_loops.py [--quick] [--out benchmarks/results/h200/script_loops.json] [--only NAME ...]
 
 Each loop of `benchmarks/loops/` runs plainly, under `rooftop analyze`, and plainly again. The table has the step time
-by the loop's own clock in both plain runs (from its third step on), the step time in the report, and their ratio. It
-also has the ratio to the loop's own clock in the analyzed run (after the watched steps), and whether losses, exit
-status and the loop's output are the same. If the two plain runs differ by more than half of the tolerance, the
-machine's speed varied, and only the clock in the analyzed run counts. If other processes do the work of a loop, the
-loop itself has no steps, and the table says whether the report names these processes. `--quick` runs small sizes on the
-CPU.
+by the loop's own clock in both plain runs (from the third step on), the step time in the report, and their ratio. It
+also has the ratio of the reported time to the loop's own clock in the analyzed run, after the watched steps. It says
+whether losses, exit status and the loop's output are the same. If the two plain runs differ by more than half of the
+tolerance, the machine's speed varied, and only the clock of the analyzed run counts. If other processes do a loop's
+work, the loop itself has no steps, and the table says whether the report names these processes. `--quick` runs small
+sizes on the CPU.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Loop:
-    """A script of `loops/`: its requirements, its number of ranks, its exit status, and whether other processes do its
-    work."""
+    """A script of `loops/`: the packages it needs, its number of ranks, its exit status, and whether other processes do
+    its work."""
 
     name: str
     needs: tuple[str, ...] = ()
@@ -72,8 +72,9 @@ CASES = (
 
 @dataclass
 class Result:
-    """The results of a loop. `own_ms`: its clock in the plain runs. `late_ms`: the steps after the first 12 in all
-    three runs; the second run is the analyzed one. `varied`: the plain runs differ too much to judge another one."""
+    """The results of a loop. `own_ms` is the step time by its own clock in the plain runs. `late_ms` is the time of the
+    steps after the first 12 in all three runs, of which the second is analyzed. `varied` means that the plain runs
+    differ too much to judge the report by them."""
 
     loop: str
     own_ms: list[float] = field(default_factory=list)
@@ -96,7 +97,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that ended: status, seconds, output, and its LOOP line."""
+    """A process that ended: its exit status, seconds, output, and the values in its LOOP line."""
 
     status: int
     seconds: float
@@ -107,13 +108,13 @@ class Ended:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="small sizes, on the CPU")
+    parser.add_argument("--quick", action="store_true", help="small sizes on the CPU, to test the script")
     parser.add_argument("--only", nargs="*", default=[], help="these loops")
     options = parser.parse_args()
     device = "cpu" if options.quick else "cuda"
     out = options.out or Path(__file__).parent / "results" / ("cpu" if options.quick else "h200") / "script_loops.json"
     if device == "cpu":
-        os.environ["OMP_NUM_THREADS"] = "1"  # because two threads on a busy machine wait for each other
+        os.environ["OMP_NUM_THREADS"] = "1"  # on a busy machine, two threads would wait for each other
     described = next(found for found in devices() if found.kind == device)
     ceilings = measured_ceilings(device)
     results, left_out = [], []
@@ -141,19 +142,19 @@ def main() -> int:
 
 
 def measured_ceilings(device: str) -> Path:
-    """A file with the ceilings, measured once for all loops."""
+    """A file with the ceilings, which are measured once for all loops."""
     path = Path(tempfile.mkdtemp()) / "ceilings.json"
     measure_ceilings(device).save(path)
     return path
 
 
 def tried(loop: Loop, device: str, ceilings: Path) -> Result:
-    """Run the loop plainly, analyzed, and plainly again."""
+    """Run the loop plainly, under `rooftop analyze`, and plainly again."""
     result = Result(" ".join([loop.name, *loop.arguments]))
     with tempfile.TemporaryDirectory() as folder:
         report_path = Path(folder) / "report.json"
         before = ended(loop, device)
-        # the script's output goes through the same pipe as the report's table, which follows it
+        # the script prints to the same pipe as the report's table, which comes after its output
         options = ["--no-html", "--json", str(report_path), "--ceilings", str(ceilings), "--device", device]
         analyzed = ended(loop, device, options)
         after = ended(loop, device)
@@ -164,11 +165,11 @@ def tried(loop: Loop, device: str, ceilings: Path) -> Result:
     plain, again, watched = (printed_by_loop(each.printed) for each in (before, after, analyzed))
     result.same_output = plain == watched[: len(plain)]
     if not result.same_output and plain != again:
-        result.same_output = None  # not even two plain runs agree
+        result.same_output = None  # unknown, since even the two plain runs differ
     if before.said.get("losses"):
         result.same_losses = before.said["losses"] == analyzed.said.get("losses")
         if not result.same_losses and before.said["losses"] != after.said["losses"]:
-            result.same_losses = None  # not even two plain runs agree
+            result.same_losses = None  # unknown, since even the two plain runs differ
     if report is None:
         result.problems.append("there is no report")
         return result
@@ -191,30 +192,30 @@ def tried(loop: Loop, device: str, ceilings: Path) -> Result:
 
 
 def apart(times_ms: list[float]) -> float:
-    """(longest - shortest) / shortest; 0 if there are none."""
+    """(longest - shortest) / shortest; 0 without times."""
     return max(times_ms) / min(times_ms) - 1 if times_ms else 0.0
 
 
 def problems(loop: Loop, result: Result, device: str) -> list[str]:
-    """Sentences about the differences that should not exist."""
+    """A message for each difference that should not exist."""
     found = []
     if not result.same_status:
         found.append("another exit status")
     if result.same_losses is False:
         found.append("other losses")
     if result.ratio is not None and abs(result.ratio - 1) > TOLERANCE[device] and not result.varied:
-        found.append(f"the reported step is {result.ratio:.2f} times the loop's own of the plain runs")
+        found.append(f"the reported step is {result.ratio:.2f} times the loop's own step time in the plain runs")
     if result.ratio_same_run is not None and abs(result.ratio_same_run - 1) > TOLERANCE[device]:
-        found.append(f"the reported step is {result.ratio_same_run:.2f} times the loop's own of the same run")
+        found.append(f"the reported step is {result.ratio_same_run:.2f} times the loop's own step time in the same run")
     if loop.elsewhere and not result.names_others:
-        found.append("the other processes are not named")
+        found.append("the report does not name the other processes")
     if loop.ranks > 1 and (result.ranks is None or len(result.ranks["rows"]) != loop.ranks):
-        found.append("not all ranks are in the report")
+        found.append("the report does not have all ranks")
     return found
 
 
 def ended(loop: Loop, device: str, analysis: list[str] | None = None) -> Ended:
-    """Run a loop to its end; with options, under `rooftop analyze`."""
+    """Run a loop to its end. With `options`, run it under `rooftop analyze`."""
     script = str(LOOPS / f"{loop.name}.py")
     words = ["--device", device, *loop.arguments]
     command = [sys.executable]
@@ -234,7 +235,7 @@ def ended(loop: Loop, device: str, analysis: list[str] | None = None) -> Ended:
 
 
 def printed_by_loop(text: str) -> list[str]:
-    """The lines that the loop printed, without times."""
+    """The lines that the loop printed, with times removed."""
     return [each for each in text.splitlines() if not each.startswith((MARK, "{'train_runtime'"))]
 
 

@@ -1,11 +1,12 @@
-"""Several concurrent jobs that query models, on one GPU or several: threads, streams, graphs, processes, MPS or
+"""Several concurrent jobs that query models on one or more GPUs, by threads, streams, graphs, processes, MPS or
 batches.
 
     python benchmarks/serving.py [--jobs 4] [--gpus 1] [--out benchmarks/results/h100/serving.json]
-    python benchmarks/serving.py --table benchmarks/results/h100/serving.json    # that file as a table of Markdown
+    python benchmarks/serving.py --table benchmarks/results/h100/serving.json    # print that file as a Markdown table
 
 Each job queries its own ResNet-50 (bfloat16, channels last) with images, and sends the next request as soon as it has
-the answer. After a warm-up, the answers a second of all jobs are measured, and the time of an answer for a job.
+the answer. After a warm-up, the script measures the answers a second of all jobs together, and the time that a job
+waits for an answer.
 
 | way | |
 |---|---|
@@ -17,7 +18,7 @@ the answer. After a warm-up, the answers a second of all jobs are measured, and 
 | mps | the same, under a CUDA MPS server, which is started for it: their kernels run at the same time |
 | batch | all jobs' images in one call of one model |
 
-Jobs are assigned to the GPUs in turn. If a way is impossible on this machine, its row says so.
+Jobs are assigned to the GPUs in turn. If this machine cannot run a way, the way's row says so.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ from torch import Tensor
 
 from rooftop.hardware import measure_ceilings
 
-WARM_UP = 0.25  # share of the time
+WARM_UP = 0.25  # share of the time that does not count
 BATCHES = (1, 8, 64)
 WAYS = ("one", "threads", "streams", "graphs", "processes", "mps", "batch")
 GPU_ALONE = ("streams", "graphs", "mps")
 Answers = list[tuple[float, float]]
-"""The times of a request and of its answer, in seconds, by `time.perf_counter`, which processes share."""
+"""For each request, its time and its answer's time in seconds, by `time.perf_counter`, which is the same in all
+processes."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Case:
 
 
 class Asking:
-    """One job: its model and its images, on its own stream if there is a GPU."""
+    """One job: its model, its images, and on a GPU its own stream."""
 
     def __init__(self, case: Case, job: int, times: int = 1) -> None:
         self.device = torch.device(case.device(job))
@@ -90,7 +92,7 @@ class Asking:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def launch(self) -> Tensor | None:
-        """Launch a request; on a GPU, the answer is available once the stream is synchronized."""
+        """Launch a request. On a GPU, the answer is available once the stream is synchronized."""
         with self.current(), torch.inference_mode():
             if self.graph is not None:
                 self.graph.replay()
@@ -103,7 +105,7 @@ class Asking:
             self.stream.synchronize()
 
     def capture(self) -> None:
-        """Capture a CUDA graph, which later requests replay."""
+        """Capture a CUDA graph that later requests replay."""
         for _ in range(3):
             self.launch()
         self.wait()
@@ -114,7 +116,7 @@ class Asking:
 
 
 def asked(asking: Asking, until: float) -> Answers:
-    """Send one request after another until a point in time."""
+    """Send requests, each after the answer to the one before, until the time `until`."""
     answers = []
     while (began := time.perf_counter()) < until:
         asking.launch()
@@ -134,7 +136,7 @@ def one(case: Case) -> Answers:
 
 
 def batch(case: Case) -> Answers:
-    """The jobs wait for the whole batch, and an answer counts for each job."""
+    """All jobs wait for the whole batch. Each batch counts as one answer per job."""
     each = case.jobs // len(case.devices)
     together = [Asking(case, number, times=each) for number in range(len(case.devices))]
     return [answer for answer in _in_threads(together, case.seconds) for _ in range(each)]
@@ -174,7 +176,7 @@ def graphs(case: Case) -> Answers:
 
 
 def _by_one_thread(askings: Sequence[Asking], seconds: float) -> Answers:
-    """One thread launches each job's next request when its last one is answered; it waits for the oldest request."""
+    """One thread serves all jobs. It waits for the oldest request, then launches that job's next request."""
     for asking in askings:
         asking.launch()
         asking.wait()
@@ -195,7 +197,7 @@ def _by_one_thread(askings: Sequence[Asking], seconds: float) -> Answers:
 
 
 def processes(case: Case) -> Answers:
-    context = multiprocessing.get_context("forkserver")  # because a fork would break a CUDA context
+    context = multiprocessing.get_context("forkserver")  # a forked process cannot use the parent's CUDA context
     context.set_forkserver_preload(["torch"])
     places = {name: value for name, value in os.environ.items() if name.startswith("CUDA_MPS_")}
     ready, start, found = context.Barrier(case.jobs + 1), context.Value("d", 0.0), context.SimpleQueue()
@@ -212,7 +214,7 @@ def processes(case: Case) -> Answers:
 
 
 def _job(case: Case, job: int, places: dict[str, str], ready: Any, until: Any, found: Any) -> None:
-    """A job in a separate process, which finds the MPS server by its environment."""
+    """Run a job in a separate process, which finds the MPS server by its environment."""
     os.environ.update(places)
     if case.device(job) == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // case.jobs))
@@ -231,7 +233,7 @@ def mps(case: Case) -> Answers:
 
 @contextmanager
 def mps_server() -> Iterator[None]:
-    """Run a CUDA MPS server of this user for the processes that are started within the block."""
+    """Run a CUDA MPS server, as this user, for the processes that are started within the block."""
     with tempfile.TemporaryDirectory() as folder:
         places = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         before = {name: os.environ.get(name) for name in places}
@@ -260,7 +262,7 @@ RUN: dict[str, Callable[[Case], Answers]] = {
 
 
 def missing(way: str, case: Case) -> str:
-    """Why this machine cannot run a way; "" if it can."""
+    """The reason why this machine cannot run a way; "" if it can."""
     if way in GPU_ALONE and case.devices[0] == "cpu":
         return "needs a GPU"
     if way == "mps" and shutil.which("nvidia-cuda-mps-control") is None:
@@ -269,7 +271,7 @@ def missing(way: str, case: Case) -> str:
 
 
 def figures(answers: Answers, case: Case) -> dict[str, float]:
-    """Figures from the answers after the warm-up, and from the time until the last of them."""
+    """The row's figures, from the answers after the warm-up and the time until the last answer."""
     first = min(began for began, _ in answers) + WARM_UP * case.seconds
     counted = [(began, ended) for began, ended in answers if began >= first]
     if len(counted) < 2:
@@ -283,7 +285,7 @@ def figures(answers: Answers, case: Case) -> dict[str, float]:
 
 
 def row_of(way: str, case: Case) -> dict[str, Any]:
-    """The measurements of a way, or why there are none."""
+    """Measure a way, or say why this machine cannot run it."""
     row: dict[str, Any] = {"way": way, "batch": case.batch, "jobs": 1 if way == "one" else case.jobs}
     row["gpus"] = 0 if case.devices[0] == "cpu" else len(case.devices)
     why = missing(way, case)
@@ -291,7 +293,7 @@ def row_of(way: str, case: Case) -> dict[str, Any]:
 
 
 def table(path: Path) -> str:
-    """A file of results as a table of Markdown: a row for each way, columns for each batch."""
+    """Format a file of results as a Markdown table, with a row for each way and columns for each batch."""
     found = json.loads(path.read_text())
     rows = found["results"]
     batches = sorted({row["batch"] for row in rows})
@@ -312,10 +314,14 @@ def table(path: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100/serving.json"))
-    parser.add_argument("--table", type=Path, metavar="FILE", help="print a file of results, and measure nothing")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="print this file of results as a table, and measure nothing"
+    )
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="number of concurrent jobs; 4 by default")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs; 1 by default")
-    parser.add_argument("--only", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=f"ways to measure: {', '.join(WAYS)}"
+    )
     parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="seconds for each row; 4 by default")
     parser.add_argument("--quick", action="store_true", help="small images on the CPU, to test the script")
     options = parser.parse_args()
@@ -323,7 +329,7 @@ def main() -> int:
         print(table(options.table))
         return 0
     if options.jobs % options.gpus:
-        parser.error(f"--jobs {options.jobs} are assigned evenly to --gpus {options.gpus}: expected a multiple")
+        parser.error(f"--jobs {options.jobs} cannot be spread evenly over --gpus {options.gpus}: give a multiple of it")
     devices = ("cpu",) if options.quick else tuple(f"cuda:{number}" for number in range(options.gpus))
     results = Results(options.out, measure_ceilings(devices[0]))
     for batch_size in (1,) if options.quick else BATCHES:

@@ -1,21 +1,21 @@
-"""Sparse convolutions and networks of them compared with spconv, in ms, and the roof.
+"""Sparse convolutions and networks, compared with spconv and the roof, in ms.
 
     python benchmarks/sparse.py [--out benchmarks/results/h200/sparse.json] [--only wavy-100k-64 unet]
 
 A submanifold convolution of 3 x 3 x 3 in float16, with its sites in random order, runs on a wavy surface and on a
-room's floor, ceiling and walls. Four works are timed: the convolution with the building of its rulebook, the
-convolution with a ready rulebook (shared by an indice_key), its backward, and the building alone. The networks, which
-build all their rulebooks, are a U-Net of four levels, MinkUNet18 and the backbone of SECOND: inference with float16
-weights and under autocast, and a training step under autocast with SGD.
+room's floor, ceiling and walls. Four things are timed: the convolution including the build of its rulebook, the
+convolution with a ready rulebook (shared by an indice_key), its backward, and the build alone. The networks are a U-Net
+of four levels, MinkUNet18 and the backbone of SECOND, which build all their rulebooks. Each network runs inference with
+float16 weights, inference under autocast, and a training step under autocast with SGD.
 
 Variants of a case are interleaved, and figures are medians. Several sets of features alternate, so that they do not
-come from L2; rulebook and weights stay the same, as in a network. Calls that do not wait for the GPU are also replayed
-from a CUDA graph; for this, networks need bounds for the numbers of outputs (`num_out_act_bound`). spconv has the same
-weights. The row has the distance of its results from ours, max |theirs - ours| / max |ours|, and that of a replay from
-the call; the peak memory of a call; and, if a replay was expected, why a call cannot be captured. Roofs are at the
-ceilings measured in the same run, and count the existing pairs. Rows are written after each case. If a case fails, the
-others still run, and the run fails at the end. Without spconv the rows say so. `--quick` tests the script on a CPU,
-with small inputs, and compares with the convolution on the dense grid.
+come from L2. Rulebook and weights stay the same, as in a network. Calls that do not wait for the GPU are also replayed
+from a CUDA graph. For this, networks need upper bounds on the numbers of outputs (`num_out_act_bound`). spconv has the
+same weights. The row has the distance between spconv's results and ours, max |theirs - ours| / max |ours|, the distance
+between a replay and its call, and the peak memory of a call. If a replay was expected, the row says why a call cannot
+be captured. Roofs use the ceilings measured in the same run, and count only existing pairs. Rows are written after each
+case. If a case fails, the others still run, and the run fails at the end. If spconv is not installed, the rows say so.
+`--quick` tests the script on a CPU, with small inputs, and compares with the convolution on the dense grid.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from rooftop.kernels import sparse_conv
 from rooftop.models.point_clouds import sparse_unet
 
 Call = Callable[[], Any]
-# for results: through about forty layers, float16 changes them by less; different work changes them by about 1
+# tolerance of results: float16 changes them by less in about forty layers; different work changes them by about 1
 FARTHEST = 0.1
-FARTHEST_GRADIENT = 0.5  # for the gradients of all parameters together, because small ones are float16's noise
+FARTHEST_GRADIENT = 0.5  # tolerance of all parameters' gradients together; small gradients are only float16 noise
 REPLAYED = ", replayed"
 LOSS_SCALE = 2.0**14
 SPCONV = "spconv"
@@ -68,7 +68,7 @@ class Scale:
         dtype: dtype of features.
         sites, channels: maximum sizes of a convolution.
         cloud: maximum number of sites of a network.
-        small: whether networks have few levels, and a convolution is compared with the dense grid.
+        small: whether networks have only a few levels, and a convolution is compared with the dense grid.
     """
 
     device: str = "cuda"
@@ -84,15 +84,16 @@ QUICK = Scale("cpu", torch.float32, sites=2000, channels=8, cloud=200, small=Tru
 
 @dataclass
 class Work:
-    """The measurements of one row.
+    """What one row measures.
 
     Attributes:
-        what: e.g. "conv".
-        cost: the costs of the kernels that every call needs.
-        goal_ms: goal for ours.
-        calls: the calls of each variant, one for each set of inputs.
+        what: the row's name, such as "conv".
+        cost: the cost of the kernels that every variant has to run.
+        goal_ms: the time that Rooftop should reach.
+        calls: for each variant, one call per set of inputs.
         replayable: variants that are also replayed from a graph.
-        apart: for each peer, the distance of its results from ours; for each replay, from those of its call.
+        apart: for each peer, the distance of its results from ours; for each replay, the distance from its call's
+            results.
         farthest: the limit of `apart`.
         absent: variants that cannot be measured, and why.
     """
@@ -109,10 +110,10 @@ class Work:
 
 @dataclass(frozen=True)
 class ConvCase:
-    """A convolution with equally many input and output channels.
+    """A convolution with as many input as output channels.
 
     Attributes:
-        goals: ms with the rulebook, without it, backward.
+        goals: ms with the build of the rulebook, without it, and of backward.
     """
 
     surface: str
@@ -137,7 +138,7 @@ class ConvCase:
 
 @dataclass(frozen=True)
 class NetworkCase:
-    """A network on a cloud.
+    """A network on a point cloud.
 
     Attributes:
         build: creates the network, in float32.
@@ -206,18 +207,18 @@ def write(found: dict[str, Any], path: Path | None) -> None:
 
 
 def imported(name: str) -> Any:
-    """A module, or the reason, in words, why it cannot be imported."""
+    """The module, or a message that says why it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         return f"not installed: {error.name}"
-    except (ImportError, OSError, RuntimeError) as error:  # built for another CUDA or Python
+    except (ImportError, OSError, RuntimeError) as error:  # such as a build for another CUDA or Python
         return f"cannot be imported: {str(error).splitlines()[0]}"
 
 
 def version_of(package: str) -> str:
-    """The version of the distribution that contains a package, since spconv's distributions are named by their CUDA
-    version."""
+    """The version of the distribution that has a package. (spconv's distributions have the CUDA version in their
+    names.)"""
     return metadata.version(metadata.packages_distributions()[package][0])
 
 
@@ -229,14 +230,14 @@ def thousands(sites: int) -> str:
 
 
 def measure_case(case: Case, scale: Scale, ceilings: Ceilings, seconds: float) -> Iterator[dict[str, Any]]:
-    """Measure and print a row for each work.
+    """Measure and print a row for each `Work` of a case.
 
     Raises:
-        RuntimeError: the results of a variant differ from ours, so it does different work.
+        RuntimeError: a variant's results differ from ours, so the variant does different work.
     """
     gc.collect()
     if scale.device == "cuda":
-        torch.cuda.empty_cache()  # memory of the previous case
+        torch.cuda.empty_cache()  # free the memory of the previous case
     torch.manual_seed(0)
     known, works = case.works(scale)
     print(*(f"{key} {value}" for key, value in known.items()))
@@ -257,7 +258,7 @@ def measure_work(work: Work, known: dict[str, Any], scale: Scale, ceilings: Ceil
     calls = {name: rotated(lambda call: call(), [(call,) for call in each]) for name, each in work.calls.items()}
     calls |= replays_of(work) if scale.device == "cuda" else {}
     timings = compare(calls, device=scale.device, seconds=seconds, warm_up_seconds=seconds / 2)
-    # A replay computes all sets, a call one of them.
+    # A replay computes all sets, a call computes one set.
     done = {name: 1 if name in sets else sets[name.removesuffix(REPLAYED)] for name in timings}
     rates = {name: timing.median_ms / done[name] for name, timing in timings.items()}
     spread = {name: timing.spread for name, timing in timings.items()}
@@ -275,7 +276,7 @@ def measure_work(work: Work, known: dict[str, Any], scale: Scale, ceilings: Ceil
 
 
 def peak_mib(call: Call, device: str) -> float:
-    """Peak memory of a call, beyond the memory in use before it."""
+    """Peak memory of a call, in addition to the memory in use before it."""
     call()  # compiles, tunes
     with track(device) as tracked:
         call()
@@ -283,13 +284,13 @@ def peak_mib(call: Call, device: str) -> float:
 
 
 def replays_of(work: Work) -> dict[str, Call]:
-    """A replay of a CUDA graph for each variant, with the calls of all sets. Results are compared with the calls';
-    calls that cannot be captured are noted in `work`."""
+    """For each variant, replay a CUDA graph with the calls of all sets, and compare the results with the calls'
+    results. `work.absent` records calls that cannot be captured."""
     found = {}
     for name in [name for name in work.calls if name in work.replayable]:
         try:
             found[name + REPLAYED], work.apart[name + REPLAYED] = replayed(work.calls[name])
-        except Exception as error:  # continue, because the calls themselves can be measured
+        except Exception as error:  # continue, since the eager calls can still be measured
             torch.cuda.synchronize()
             if not name.startswith(SPCONV):
                 traceback.print_exc()
@@ -299,14 +300,14 @@ def replays_of(work: Work) -> dict[str, Call]:
 
 
 def replayed(calls: list[Call]) -> tuple[Call, float]:
-    """A replay of all calls, and the distance of its results from theirs.
+    """Capture all calls in a graph, and return its replay and the distance of its results from the calls' results.
 
     Raises:
         RuntimeError: the host waits for the GPU, or the capture fails.
     """
     if waits_for_gpu(calls[0]):
         raise RuntimeError("the host waits for the GPU")
-    held: list[Any] = []  # results, at the addresses to which the graph writes
+    held: list[Any] = []  # the results, at the addresses to which the graph writes
 
     def run() -> None:
         held[:] = [call() for call in calls]
@@ -319,7 +320,7 @@ def replayed(calls: list[Call]) -> tuple[Call, float]:
 
 
 def apart(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
-    """max |theirs - ours| / max |ours|, of the worst of these tensors."""
+    """max |theirs - ours| / max |ours|, the worst over these pairs of tensors."""
     pairs = [(a.double(), b.double()) for a, b in zip(theirs, ours, strict=True)]
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
@@ -330,7 +331,8 @@ def apart(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
 def conv_works(
     indices: Tensor, shape: list[int], channels: int, pairs: int, goals: Sequence[float | None], scale: Scale
 ) -> Iterator[Work]:
-    """The works of a convolution: with the rulebook, without it, backward, and the rulebook alone."""
+    """What to measure of a convolution: with and without the build of its rulebook, its backward, and the build
+    alone."""
     conv = sparse.SubMConv3d(channels, channels, 3, bias=False, indice_key="sites")
     conv = conv.to(scale.device, scale.dtype)
     features = torch.randn(len(indices), channels, device=scale.device, dtype=scale.dtype)
@@ -372,7 +374,8 @@ def conv_works(
 def conv_calls(
     library: Any, conv: Any, indices: Tensor, shape: list[int], sets: list[Tensor], dy: Tensor
 ) -> tuple[list[Call], list[Call], list[Call]]:
-    """The calls of a convolution: with the rulebook, with a ready one, backward; each for every set of features."""
+    """The calls of a convolution for each set of features: with the build of its rulebook, with a ready rulebook, and
+    backward."""
 
     def whole(features: Tensor) -> Tensor:
         with torch.no_grad():
@@ -403,14 +406,14 @@ def conv_calls(
 
 
 def built(indices: Tensor, shape: list[int]) -> Any:
-    """A rulebook in the form that a convolution takes: with its table in an order of rows, unless the plain table is as
-    fast."""
+    """Build a rulebook as a convolution uses it: with its table sorted into an order of rows, unless the plain table is
+    as fast."""
     table = sparse.build_rulebook(indices, sparse.geometry(1, shape, 3, subm=True)).table
     return table.rows() if table.order is None else table.order
 
 
 def built_by_spconv(indices: Tensor, shape: list[int]) -> Any:
-    """spconv's rulebook, built as its module does in inference."""
+    """Build spconv's rulebook as spconv's module does in inference."""
     spconv = importlib.import_module("spconv.pytorch")
     ones = [1] * 3
     return spconv.ops.get_indice_pairs_implicit_gemm(
@@ -433,7 +436,7 @@ def conv_costs(
 
 
 def add_dense(work: Work, conv: Any, x: sparse.SparseConvTensor, ours: Tensor) -> None:
-    """Add the convolution on the whole dense grid, which exists already."""
+    """Add the convolution on the whole dense grid. Creating the grid is not timed."""
     grid, weight = x.dense(), conv.weight.detach().permute(0, 4, 1, 2, 3).contiguous()
     work.calls["dense grid"] = [lambda: F.conv3d(grid, weight, padding=1)]
     found = F.conv3d(grid, weight, padding=1).movedim(1, -1)[tuple(x.indices.long().t())]
@@ -450,7 +453,8 @@ def flat(result: Any) -> list[Tensor]:
 def network_works(
     model: nn.Module, indices: Tensor, shape: list[int], batch: int, goals: Sequence[float | None], scale: Scale
 ) -> Iterator[Work]:
-    """The works of a network: inference and a training step, each from the sites, including all rulebooks."""
+    """What to measure of a network: inference and a training step. Each starts from the sites, and includes all
+    rulebooks."""
     features = torch.randn(len(indices), 4, device=scale.device)
     narrow = features.to(scale.dtype)
     x = sparse.SparseConvTensor(narrow, indices, shape, batch)
@@ -500,7 +504,7 @@ def network_works(
 
 
 def compare_results(work: Work, how: Callable[[Any], float]) -> None:
-    """The distance of each variant's results from ours; peers that cannot run are noted and left out."""
+    """The distance of each variant's results from ours. Peers that cannot run are recorded and left out."""
     for name in [name for name in work.calls if name != "rooftop"]:
         try:
             work.apart[name] = how(work.calls[name][0])
@@ -521,7 +525,7 @@ def failed(name: str, error: Exception) -> dict[str, str]:
 
 
 class TrainingStep:
-    """A call makes a training step: forward under autocast, loss, backward, SGD with momentum."""
+    """A callable that makes a training step: forward under autocast, loss, backward, SGD with momentum."""
 
     def __init__(self, network: nn.Module, tensor: Callable[[], Any], target: Tensor | None, scale: Scale) -> None:
         self.network, self.tensor, self.target = network, tensor, target
@@ -533,25 +537,25 @@ class TrainingStep:
         with torch.autocast(self.device, torch.float16, enabled=self.device == "cuda"):
             found = result_of(self.network(self.tensor()))
             loss = found.float().square().mean() if self.target is None else F.cross_entropy(found, self.target)
-        (loss * LOSS_SCALE).backward()  # because gradients of a mean over 100 k sites are too small for float16
+        (loss * LOSS_SCALE).backward()  # gradients of a mean over 100 k sites are too small for float16
         self.optimizer.step()
         return loss.detach()
 
     def gradient(self) -> Tensor:
-        """The gradient of all parameters, (P,), after a step."""
+        """The gradients of all parameters in one tensor, (P,), after a step."""
         self()
         gradients = [p.grad.flatten().double() for p in self.network.parameters() if p.grad is not None]
         return torch.cat(gradients)
 
 
 def result_of(found: Any) -> Tensor:
-    """The logits of sites, or the map."""
+    """The part of the network's output for the loss: the logits of sites, or the dense map."""
     result: Tensor = found if isinstance(found, Tensor) else found.features
     return result
 
 
 def targets_of(result: Tensor) -> Tensor | None:
-    """Labels of sites; None for a map."""
+    """Labels of the sites; None for networks that return a map."""
     return torch.randint(result.shape[1], (len(result),), device=result.device) if result.dim() == 2 else None
 
 
@@ -568,7 +572,7 @@ def second(scale: Scale) -> nn.Module:
 
 
 def scans(sites: int, device: str) -> sparse_surfaces.Surface:
-    """About this many voxels of four scans, or fewer of one."""
+    """At most this many voxels, from four scans, or from one scan for a small number."""
     voxels, shape = sparse_surfaces.road(4 if sites > 30_000 else 1, device)
     return voxels[:sites], shape
 

@@ -1,4 +1,4 @@
-"""Variants of a network of rooftop.sparse: in spconv's modules, or with bounds; and the roof of its work."""
+"""Variants of a rooftop.sparse network (with spconv's modules, with bounds on outputs), and the cost of its work."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rooftop import sparse
 from rooftop.cost import Cost, matrix_precision, tensor_bytes
 from rooftop.models.point_clouds.sparse_unet import UShape
 
-ROOM = 1.05  # bound of the rows, as a multiple of a cloud's outputs
-GRANULE = 1024  # a bound is rounded up to a multiple of this
+ROOM = 1.05  # upper bound on rows, as a multiple of the cloud's number of outputs
+GRANULE = 1024  # bounds are rounded up to a multiple of this
 
 
 def in_spconv(model: nn.Module, spconv: Any) -> Any:
-    """A copy whose sparse modules are those of spconv's module `spconv`, with the same arguments and weights. It takes
-    and returns spconv's tensors."""
+    """Copy a network, and replace its sparse modules by modules of `spconv` with the same arguments and weights. The
+    copy takes and returns spconv's tensors."""
     if isinstance(model, sparse.SparseConvolution):
         twin = _convolution(model, spconv)
         twin.load_state_dict(model.state_dict())
@@ -38,7 +38,7 @@ def in_spconv(model: nn.Module, spconv: Any) -> Any:
 class UShapeOfSpconv(nn.Module):
     """`UShape` for spconv's tensors, since the model's own forward takes only Rooftop's.
 
-    Its result stays on the enlarged grid; sites and features are those of the model.
+    Its result stays on the enlarged grid. Sites and features equal the model's.
     """
 
     stem: nn.Module
@@ -73,14 +73,14 @@ def _convolution(conv: sparse.SparseConvolution, spconv: Any) -> Any:
 
 
 def bounded(model: nn.Module, x: sparse.SparseConvTensor) -> nn.Module:
-    """A copy whose strided convolutions have a fixed number of outputs, slightly more than x needs, so that a CUDA
-    graph can capture it."""
+    """Copy a network, and fix the number of outputs of its strided convolutions to slightly more than x needs, so that
+    a CUDA graph can capture it."""
     found: dict[str, int] = {}
 
     def count(name: str) -> Callable[[nn.Module, Any, sparse.SparseConvTensor], None]:
         return lambda module, inputs, output: found.update({name: len(output.features)})
 
-    counting = copy.deepcopy(model).eval()  # so that the statistics of the model's norms do not change
+    counting = copy.deepcopy(model).eval()  # keeps the statistics of the model's norms
     for name, module in counting.named_modules():
         if isinstance(module, sparse.SparseConvolution) and not module.subm and not module.inverse:
             module.register_forward_hook(count(name))
@@ -94,8 +94,8 @@ def bounded(model: nn.Module, x: sparse.SparseConvTensor) -> nn.Module:
 
 
 def settle(model: nn.Module, x: sparse.SparseConvTensor) -> None:
-    """Set the statistics of norms to those of x, as training does. With the statistics of an untrained network,
-    features would shrink from layer to layer below float16's range."""
+    """Set the norms' running statistics from x, as training does. With an untrained network's statistics, features
+    would shrink from layer to layer, below float16's range."""
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
@@ -107,7 +107,7 @@ def settle(model: nn.Module, x: sparse.SparseConvTensor) -> None:
 
 
 def products_of(model: nn.Module, x: sparse.SparseConvTensor) -> list[int]:
-    """The flops of each convolution and linear layer, in order: two for each pair and product of channels."""
+    """The flops of each convolution and linear layer, in order: two per pair, input channel and output channel."""
     found: list[int] = []
 
     def of_convolution(conv: Any, inputs: Any, output: sparse.SparseConvTensor) -> None:
@@ -117,7 +117,7 @@ def products_of(model: nn.Module, x: sparse.SparseConvTensor) -> list[int]:
     def of_linear(layer: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         found.append(2 * output.numel() * layer.in_features)
 
-    twin = copy.deepcopy(model).to(x.features.dtype).eval()  # the dtype does not matter for counting
+    twin = copy.deepcopy(model).to(x.features.dtype).eval()  # counting does not depend on the dtype
     for module in twin.modules():
         if isinstance(module, sparse.SparseConvolution):
             module.register_forward_hook(of_convolution)
@@ -129,10 +129,10 @@ def products_of(model: nn.Module, x: sparse.SparseConvTensor) -> list[int]:
 
 
 def network_cost(model: nn.Module, x: sparse.SparseConvTensor, result: Tensor, training: bool) -> Cost:
-    """The products of all existing pairs, and the bytes that must move: inputs, parameters and result once in each
-    direction; in a step also the gradients of the parameters, and the numbers that SGD with momentum reads and writes.
+    """The flops of all existing pairs, and the bytes that must move: inputs, parameters and result once in each
+    direction. A training step also moves the parameters' gradients, and what SGD with momentum reads and writes.
 
-    Only products are counted, in the precision of the features of x; the first layer's input needs no gradient.
+    Only products are counted, in the precision of x's features. The first layer's input needs no gradient.
     """
     flops = products_of(model, x)
     given = tensor_bytes(x.features) + tensor_bytes(x.indices)

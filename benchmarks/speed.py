@@ -1,10 +1,12 @@
-"""The python and the memory ladder in one run: the figures of docs/speed.md for a CPU and, if there is one, a GPU.
+"""Run the python ladder and the memory ladder, for the figures of docs/speed.md. They use a CPU and, if there is one, a
+GPU.
 
     python benchmarks/speed.py [--out benchmarks/results/cpu/speed.json] [--charts FOLDER]
 
-Every rung of the python ladder is compared with plain Python, then timed; the memory is measured level by level. If
-other programs ran, the file says how many cores they used (`other_cores`). So the page quotes only ratios within a run,
-never times. `--rows` prints the page's table for an existing file. The exit status is 1 if a rung is wrong.
+Each rung of the python ladder is checked against plain Python, then timed. The memory ladder is measured level by
+level. If other programs ran, the file says how many cores they used (`other_cores`). For this reason, the page quotes
+only ratios within a run, never times. `--rows` prints the page's table for an existing file. The exit status is 1 if a
+rung is wrong.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    # Dask looks for a package `sparse`, and would find the benchmark of that name in this folder.
+    # Dask imports a package `sparse`, and would import the benchmark of that name from this folder.
     sys.path[:] = [each for each in sys.path if Path(each or ".").resolve() != FOLDER]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--charts", type=Path, help="folder for charts (HTML)")
     parser.add_argument("--size", type=int, help="number of points of the python ladder")
     parser.add_argument(
-        "--rows", type=Path, metavar="FILE", help="print the page's table of this file, measure nothing"
+        "--rows", type=Path, metavar="FILE", help="print the page's table from this file, and measure nothing"
     )
     options = parser.parse_args()
     if options.rows is not None:
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def rows(found: dict[str, Any]) -> list[str]:
-    """The table of docs/speed.md: ratios and bytes, which also apply to other machines."""
+    """The table of docs/speed.md. It has only ratios and bytes, which also apply to other machines."""
     table = []
     for each in found["python"]["rungs"]:
         if each["ms"] is not None:
@@ -84,12 +86,12 @@ def rows(found: dict[str, Any]) -> list[str]:
 
 
 def times(value: float) -> str:
-    """A speed-up, to two digits."""
+    """Format a speed-up with two digits."""
     return f"{float(f'{value:.2g}'):,.10g}"
 
 
 def percent(value: float) -> str:
-    """Percent of a roof, to two digits."""
+    """Format a percentage of the roof with two digits."""
     return f"{float(f'{value:.2g}'):.10g}%" if value >= 0.1 else "<0.1%"
 
 

@@ -1,5 +1,5 @@
-"""Read a step from a profiler's timeline: how long communication took, how much of that was without computation, and
-the time of kernels by kind.
+"""Read a step from a profiler's timeline: the time of communication, the part of it without computation, and the time
+of kernels by kind.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 Span = tuple[float, float]
-"""Beginning and end."""
+"""(begin, end) of an event."""
 
-STEP = "rooftop: step"  # name of the measured step on the timeline
+STEP = "rooftop: step"  # the measured step's name on the timeline
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 COMMUNICATION = ("nccl", "ptop", "peer", "symm")
-"""Parts of names, in lower case, of NCCL's kernels and of copies between GPUs, which asynchronous tensor parallelism
+"""Lower-case parts of the names of NCCL's kernels, and of copies between GPUs, which asynchronous tensor parallelism
 uses."""
 
 KINDS = {
@@ -26,13 +26,14 @@ KINDS = {
     "optimizer": ("adam", "multi_tensor", "foreach"),
     "copies": ("memcpy", "memset"),
 }
-"""For each kind, parts of kernels' names, in lower case. The first kind that matches is the kernel's."""
+"""For each kind, lower-case parts of kernels' names. A kernel's kind is the first kind that matches."""
 OTHERS = "others"
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Times of one step of a rank, in ms: any communication; communication without other work; any work at all."""
+    """Times in one step of a rank, in ms: with communication, with communication but no other work, and with any
+    work."""
 
     total_ms: float
     exposed_ms: float
@@ -40,11 +41,11 @@ class Communication:
 
 
 def communication(trace: Path) -> Communication:
-    """Read the step's communication from a chrome trace of torch.profiler. Waiting for other ranks in a collective
+    """Read the step's communication times from torch.profiler's chrome trace. Waiting for other ranks in a collective
     counts as communication.
 
     Raises:
-        ValueError: the trace has no step, or no work of a GPU.
+        ValueError: the trace has no event named `STEP`, or no GPU work within it.
     """
     work = work_of_step(trace)
     spans: dict[bool, list[Span]] = {True: [], False: []}
@@ -57,8 +58,8 @@ def communication(trace: Path) -> Communication:
 
 
 def by_kind(trace: Path) -> dict[str, float]:
-    """The ms that kernels and copies of the step took, added up by `KINDS`, the longest first. Errors are those of
-    `communication`."""
+    """The ms that kernels and copies of the step took, added up by `KINDS`, the longest first. Raises the same errors
+    as `communication`."""
     found: dict[str, float] = {}
     for event in work_of_step(trace):
         name = event["name"].lower()
@@ -72,16 +73,16 @@ def work_of_step(trace: Path) -> list[dict[str, Any]]:
     events = json.loads(trace.read_text())["traceEvents"]
     marks = [event for event in events if event.get("name") == STEP and event.get("cat") == "user_annotation"]
     if not marks:
-        raise ValueError(f"{trace}: nothing on it is called {STEP!r}")
+        raise ValueError(f"{trace}: the trace has no event named {STEP!r}")
     begin, end = marks[-1]["ts"], marks[-1]["ts"] + marks[-1]["dur"]
     work = [event for event in events if event.get("cat") in WORK and begin <= event["ts"] <= end]
     if not work:
-        raise ValueError(f"{trace}: no work of a GPU in the step")
+        raise ValueError(f"{trace}: the step has no GPU work")
     return work
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The union of spans, as disjoint spans in order."""
+    """The union of the spans, as disjoint spans in order."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:

@@ -1,23 +1,23 @@
-"""Check the reports of `rooftop analyze`: public models, analyzed in fresh processes, compared with a plain timing.
+"""Check the reports of `rooftop analyze`: analyze public models in fresh processes, and compare with a plain timing.
 
     python benchmarks/trust.py [--out benchmarks/results/h200/trust.json] [--processes 5] [--more] [--only TEXT ...]
     python benchmarks/trust.py --advice [--out benchmarks/results/h200/trust_advice.json]
 
-The plain timing shares no code with Rooftop. It consists of ten steps between two events, repeated without a
-synchronization (steady), single steps from an idle GPU by the host's clock (latency), and the union of the kernels of
-some steps in PyTorch's profiler (busy). It is taken before and after each analysis, in the same process; the steady
-time is also taken between the phases of the analysis. Of the times of ten steps and of single steps, the lowest tenth
-counts, because other work of a shared host only adds to them, for seconds at a time.
+The plain timing shares no code with Rooftop. It has three parts. "Steady" times ten steps between two events, repeated
+without a synchronization. "Latency" times single steps from an idle GPU by the host's clock. "Busy" is the union of the
+kernels of some steps in PyTorch's profiler. All three are measured before and after each analysis, in the same process.
+The steady time is also measured between the phases of the analysis. For steady and latency, the lowest tenth of the
+times counts, because other work on a shared host only adds to them, for seconds at a time.
 
-`--advice` follows the first three items of advice that a script can apply, and times each in the same process, in turn
-with the original program. If the original has become more than 3% slower or faster than in the report, the host's speed
-has changed, and the gain is counted separately.
+`--advice` applies the first three items of advice that a script can apply. In the same process, it times the program
+with each item, in turn with the original program. If the original has become more than 3% slower or faster than in the
+report, the host's speed has changed, and the gain is counted separately.
 
-The script exits with 1 if a case misses one of these: wall within 3% of steady, latency within 5%, launch gap within
-0.3 ms or 3% of the wall time of steady minus busy, percent of roof within 3% over the processes, no row above 102% of
-its roof. If the plain timings of different moments differ by more than these limits, the host's speed changed. Such a
-run cannot judge a time and counts as `varied`. Its report must be marked as disturbed, or its time must lie between the
-two plain timings.
+The script exits with 1 if a case misses one of these limits. The wall time must be within 3% of steady, and the latency
+within 5%. The launch gap must equal steady minus busy within 0.3 ms or 3% of the wall time. The percent of roof must
+agree within 3% between processes. No row may be above 102% of its roof. If the plain timings of different moments
+differ by more than these limits, the host's speed changed. Such a run cannot judge a time, and counts as `varied`. Its
+report must be marked as disturbed, or its time must lie between the two plain timings.
 """
 
 from __future__ import annotations
@@ -51,10 +51,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/trust.json"))
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument(
-        "--only", default=[""], nargs="+", metavar="TEXT", help="only cases with one of these in their names"
+        "--only", default=[""], nargs="+", metavar="TEXT", help="run only cases whose names contain one of these"
     )
-    parser.add_argument("--more", action="store_true", help="add these processes to those in --out")
-    parser.add_argument("--advice", action="store_true", help="apply the advice, and time the result")
+    parser.add_argument(
+        "--more", action="store_true", help="add the results of these processes to the results in --out"
+    )
+    parser.add_argument(
+        "--advice", action="store_true", help="apply the reports' advice, and time the changed programs"
+    )
     parser.add_argument("--quick", action="store_true", help="small models on the CPU, to test the script")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -68,7 +72,7 @@ def main() -> int:
     for _ in range(1 if options.advice else options.processes):
         runs.append(fresh_process(options))
         if runs[-1]["environment"]["device"] != runs[0]["environment"]["device"]:
-            raise RuntimeError(f"{options.out} has runs of another device: choose another --out.")
+            raise RuntimeError(f"{options.out} has results of another device: give another --out.")
         names = list(runs[0]["rows"])
         rows = (
             runs[0]["rows"]
@@ -77,7 +81,7 @@ def main() -> int:
         )
         measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         result = {"environment": runs[0]["environment"], "measured_at": measured_at, "results": rows}
-        # after each process, so that a failing one loses no other
+        # written after each process, so that a failing process loses no other results
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(advice_table(rows) if options.advice else table(rows))
     missed = [] if options.advice else [problem for row in rows for problem in problems(row)]
@@ -87,7 +91,7 @@ def main() -> int:
 
 
 def earlier_processes(path: Path) -> list[dict[str, Any]]:
-    """The results in a file, for each process."""
+    """Read the results of each process from a file."""
     found = json.loads(path.read_text())
     count = max(len(row["runs"]) for row in found["results"])
     return [
@@ -100,15 +104,15 @@ def earlier_processes(path: Path) -> list[dict[str, Any]]:
 
 
 def fresh_process(options: argparse.Namespace) -> dict[str, Any]:
-    """The measurements of all cases by a separate process."""
-    out = options.out.with_suffix(".running.json")  # written after each case, in case this process is ended
+    """Measure all cases in a separate process."""
+    out = options.out.with_suffix(".running.json")  # written after each case, since this process may be killed
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     flags = [flag for flag in ("--advice", "--quick") if getattr(options, flag[2:])]
     words = [sys.executable, __file__, "--worker", "--out", str(out), *flags, "--only", *options.only]
     status = subprocess.run(words, check=False).returncode
     if not out.exists():
-        raise RuntimeError(f"A process ended with {status} before its first case: see what it printed.")
+        raise RuntimeError(f"A process ended with status {status} before its first case: see its output.")
     found: dict[str, Any] = json.loads(out.read_text())
     out.unlink()
     return found
@@ -140,7 +144,7 @@ def worker(cases: list[Case], device: str, out: Path, follow: bool) -> None:
 
 
 def brief(row: dict[str, Any]) -> str:
-    """The measurements of a case by one process, in a line."""
+    """One process's measurements of a case, in one line."""
     names = (
         "wall_ms",
         "wall_interval_ms",
@@ -161,7 +165,7 @@ def brief(row: dict[str, Any]) -> str:
 
 
 def trusted(work: Workload, device: str) -> dict[str, Any]:
-    """A case's report and its plain timing."""
+    """Analyze a case, and time it plainly."""
     import rooftop
 
     before = plainly(work.run, device)
@@ -219,14 +223,14 @@ class Plainly:
     steady_ms: float
     latency_ms: float
     busy_ms: float
-    median_ms: float  # median of the times of ten steps
+    median_ms: float  # median time of a step, over the series of ten
 
 
 def plainly(step: Callable[[], Any], device: str) -> Plainly:
     steady = steady_times(step, device)
     alone = []
     synchronize(device)
-    time.sleep(0.5)  # because a GPU that has just worked at its power limit is not idle
+    time.sleep(0.5)  # a GPU that has just run at its power limit is not idle at once
     for _ in range(10):
         synchronize(device)
         began = time.perf_counter()
@@ -238,7 +242,7 @@ def plainly(step: Callable[[], Any], device: str) -> Plainly:
 
 
 def steady_times(step: Callable[[], Any], device: str, lead_s: float = 0.2, seconds: float = 0.6) -> list[float]:
-    """Times of a step, each the mean of ten in a row (on a CPU, of one), for about this many seconds."""
+    """Time steps for about this many seconds. Each time is the mean of ten steps in a row (on a CPU, of one step)."""
     for _ in range(3):
         step()
     if device == "cpu":
@@ -277,7 +281,7 @@ def _lower_tenth(times: list[float]) -> float:
 
 
 def _busy_ms(step: Callable[[], Any], steps: int = 5, lead_s: float = 0.3) -> float:
-    """Busy time of the last steps of a series, because under a power limit the clocks of the first steps are higher."""
+    """Busy time of the last steps of a series, since a power limit lowers the clocks only after the first steps."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -303,7 +307,7 @@ def _busy_ms(step: Callable[[], Any], steps: int = 5, lead_s: float = 0.3) -> fl
 
 
 def _detach_profiler() -> None:
-    """Detach CUPTI, which PyTorch's profiler leaves attached: it would slow down steps that the host bounds."""
+    """Detach CUPTI, which PyTorch's profiler leaves attached, and which would slow down host-bound steps."""
     with open("/proc/self/maps") as maps:
         path = next((line.split()[-1] for line in maps if "libcupti.so" in line), None)
     if path is not None:
@@ -354,7 +358,7 @@ def apart(values: Iterable[float]) -> float:
 
 
 def judged(row: dict[str, Any], what: str) -> list[float]:
-    """The values of the runs in which the host's speed did not change."""
+    """Drop the values of runs in which the host's speed changed."""
     otherwise = row["latency_varied" if what == "latency_off" else "varied"]
     return [value for value, varied in zip(row[what], otherwise, strict=True) if not varied]
 
@@ -371,14 +375,17 @@ def problems(row: dict[str, Any]) -> Iterator[str]:
     for run, varied in zip(row["runs"], row["varied"], strict=True):
         low, high = min(run["steady_ms"]), max(run["steady_ms"])
         if varied and not (run["disturbed"] or low * 0.97 <= run["wall_ms"] <= high * 1.03):
-            yield f"{name}: the host varied from {low:.2f} to {high:.2f} ms, and {run['wall_ms']:.2f} ms has no mark"
+            yield (
+                f"{name}: the host's times varied from {low:.2f} to {high:.2f} ms, and the report of "
+                f"{run['wall_ms']:.2f} ms is not marked as disturbed"
+            )
     for off_ms, wall_ms in zip(judged(row, "gap_off_ms"), judged(row, "wall_ms"), strict=True):
         if abs(off_ms) > max(LEAST_GAP_MS, TOLERANCES["gap"] * wall_ms):
             yield f"{name}: launch gap is {off_ms:+.2f} ms off"
     if row["percent_apart"] > TOLERANCES["percent"]:
-        yield f"{name}: percent of roof is {100 * row['percent_apart']:.1f}% apart"
+        yield f"{name}: percent of roof differs by {100 * row['percent_apart']:.1f}% between processes"
     if row["most_above"] > MOST_PERCENT:
-        yield f"{name}: a row stands at {row['most_above']:.0f}% of its roof"
+        yield f"{name}: a row has {row['most_above']:.0f}% of its roof"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -407,16 +414,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 @dataclass
 class Followed:
-    """One item of advice: its predicted and its real gain."""
+    """An item of advice with its predicted gain and its real gain."""
 
     title: str
     named_ms: float
     interval_ms: list[float | None] = field(default_factory=list)
     before_ms: float | None = None
-    """Times of the original program, in turn with the changed one."""
+    """Times of the original program, measured in turn with the changed program."""
     gained_ms: float | None = None
     gained_busy_ms: float | None = None
-    """The decrease of the GPU's busy time. If the real gain differs from it, the host bounds the step."""
+    """The decrease in GPU busy time. If the real gain differs from this, the step is host-bound."""
     why_not: str = ""
 
 
@@ -444,13 +451,13 @@ def followed(case: Case, device: str) -> dict[str, Any]:
 
 
 Way = Callable[[Case, str], tuple[Callable[[], Any], int]]
-"""Creates the program with the advice applied; also the number of original steps in one of its steps."""
+"""Creates the program with the advice applied. Also returns how many original steps one of its steps makes."""
 
 
 def gained(case: Case, way: Way, device: str) -> tuple[float, float, float]:
-    """The original step's steady time, and how much steady and busy time the change saves, measured in turn."""
+    """The original step's steady time, and the steady and busy time that the change saves. Both versions take turns."""
     changed, steps = way(case, device)
-    plain = case.build(device, fused=way is in_graph).run  # because the gain of the fused optimizer is a separate item
+    plain = case.build(device, fused=way is in_graph).run  # the fused optimizer is a separate item of advice
     before, after = list[float](), list[float]()
     for _ in range(3):
         before += steady_times(plain, device)
@@ -529,7 +536,7 @@ def way_of(item: Any) -> Way | None:
 
 
 def advice_table(rows: dict[str, Any]) -> str:
-    # pairs: with unchanged speed of the host, and with changed speed
+    # pairs: [runs with unchanged host speed, runs with changed host speed]
     lines, hits, count, losses = [], [0, 0], [0, 0], 0
     for name, row in rows.items():
         for item in row.get("followed", []):

@@ -1,20 +1,20 @@
-"""Check that reports of a CPU repeat: on a quiet machine, and next to busy loops of other programs.
+"""Check that repeated reports of a CPU agree, on a quiet machine and next to busy loops of other programs.
 
     python benchmarks/trust_cpu.py [--out benchmarks/results/cpu/trust.json] [--repeats 10]
 
-Five models are analyzed repeatedly, each time in a separate process. First they have the machine for themselves. They
-are started in the usual way, and in a way that keeps freed memory (otherwise the state of the heap decides how many
-pages a step allocates again). Then as many busy loops as cores run next to them (a third as often, since these runs
-take long). A report must be within 5% of the median of the undisturbed reports that were started in the same way, or
-say that it was disturbed. Then the ceilings are measured again next to the loops, which must not change any percent of
-roof.
+Five models are analyzed repeatedly, each time in a separate process. In the first runs, nothing else runs on the
+machine. Processes are started in two ways: as usual, and so that they keep freed memory. (With the usual start, the
+state of the heap decides how many pages a step allocates again.) In the next runs, as many busy loops as cores run at
+the same time; these runs take long and are a third as many. A report must be within 5% of the median of the undisturbed
+reports that were started in the same way, or say that it was disturbed. At the end, the ceilings are measured again
+next to the loops. This must not change any percent of roof.
 
-The speed of a shared machine changes from minute to minute. So each process also times its step plainly, ten steps in a
-row by the host's clock, before and after the report. If these tens vary, no report can repeat; then its wall time must
-lie within 5% of them.
+The speed of a shared machine changes from minute to minute. So each process also times its step plainly before and
+after the report, in series of ten steps by the host's clock. If these series vary, reports cannot agree. Then a
+report's wall time must be within 5% of the range of these series.
 
-The script exits with 1 if a report misses. Other work of the machine during the first reports counts as well; these are
-marked if it disturbed them.
+The script exits with 1 if a report misses its limit. Other programs on the machine may disturb the first reports, too,
+which then say so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rooftop.models import resnet18, swin_t
 
 TOLERANCE = 0.05
 LEAST_PLAIN = 3
-PLAIN_STEPS, PLAIN_SECONDS = 10, 2.0  # steps in a row, and for how long they are timed before and after a report
+PLAIN_STEPS, PLAIN_SECONDS = 10, 2.0  # steps per series, and seconds of timing before and after a report
 LOOP = "while True: pass"
 HOWS = ("memory kept", "as usual", "beside loops", "refresh")
 KEPT = dict(word.split("=") for word in KEEP_MEMORY.split() if "=" in word)
@@ -92,7 +92,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/trust.json"))
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument(
-        "--how", nargs="+", choices=HOWS, default=list(HOWS), help="which processes to run, and the refresh"
+        "--how",
+        nargs="+",
+        choices=HOWS,
+        default=list(HOWS),
+        help="which kinds of processes to run, and whether to refresh the ceilings",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -128,7 +132,7 @@ def how(kept: bool, beside: bool = False) -> str:
 
 
 def analyzed(name: str, repeats: int, kept: bool, beside: bool = False) -> dict[str, Any]:
-    """Analyze the same model several times, in processes that keep their memory or are started as usual."""
+    """Analyze the same model several times, in processes that keep freed memory or are started as usual."""
     reports = [fresh_report(name, kept) for _ in range(repeats)]
     row: dict[str, Any] = {"case": name, "memory_kept": kept, "beside_loops": beside}
     row |= {figure: [report[figure] for report in reports] for figure in reports[0]}
@@ -145,7 +149,7 @@ def analyzed(name: str, repeats: int, kept: bool, beside: bool = False) -> dict[
 
 
 def fresh_report(name: str, kept: bool = True) -> dict[str, Any]:
-    """`report_of` in a separate process."""
+    """Run `report_of` in a separate process."""
     words = [sys.executable, __file__, "--worker", name]
     environment = {**os.environ, **(KEPT if kept else {})}
     printed = subprocess.run(words, check=True, capture_output=True, text=True, env=environment).stdout
@@ -184,7 +188,7 @@ def plain_ms(model: nn.Module, x: Tensor, train: bool) -> list[float]:
                     model.zero_grad()
                     y.sum().backward()
             found.append(1e3 * (time.perf_counter() - began) / PLAIN_STEPS)
-    return found[1:]  # the first ten warm up
+    return found[1:]  # the first series is a warm-up
 
 
 def percent(name: str) -> float:
@@ -208,7 +212,7 @@ def problems(rows: list[dict[str, Any]], refreshed: dict[str, Any]) -> Iterator[
         name = f"{row['case']} ({how(row['memory_kept'], row['beside_loops'])})"
         for wall, ms in zip(row["wall_ms"], row["plain_ms"], strict=True):
             if not min(ms) * (1 - TOLERANCE) <= wall <= max(ms) * (1 + TOLERANCE):
-                yield f"{name}: a wall time of {wall:.1f} ms, the plain tens took {min(ms):.1f} to {max(ms):.1f} ms"
+                yield f"{name}: wall time is {wall:.1f} ms, plain steps took {min(ms):.1f} to {max(ms):.1f} ms"
         like = [r for r in rows if r["case"] == row["case"] and r["memory_kept"] is row["memory_kept"]]
         alone = next((r for r in like if not r["beside_loops"]), row)
         quiet, own = unmarked(alone), unmarked(row)
@@ -220,11 +224,11 @@ def problems(rows: list[dict[str, Any]], refreshed: dict[str, Any]) -> Iterator[
         if worst > TOLERANCE:
             yield f"{name}: an unmarked report is {100 * worst:.1f}% off"
     if abs(refreshed["after"] / refreshed["before"] - 1) > TOLERANCE:
-        yield f"a refresh beside loops changed {refreshed['before']:.1f}% of roof to {refreshed['after']:.1f}%"
+        yield f"new ceilings next to loops changed {refreshed['before']:.1f}% of roof to {refreshed['after']:.1f}%"
 
 
 def unmarked(row: dict[str, Any]) -> list[float]:
-    """The percent of roof in the reports that were not disturbed."""
+    """The percent of roof in the reports that are not marked as disturbed."""
     return [p for p, marked in zip(row["percent_of_roof"], row["disturbed"], strict=True) if not marked]
 
 

@@ -1,4 +1,5 @@
-"""Public models of torchvision, timm and transformers, with random weights and inputs, as their users run them."""
+"""Public models from torchvision, timm and transformers, with random weights and inputs, run as their users run
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass
 class Workload:
-    """A model and its inputs, and for training its loss and optimizer."""
+    """A model with its inputs, and for training its loss and optimizer."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -28,7 +29,7 @@ class Workload:
     called: Callable[..., Any] | None = None
 
     def run(self) -> None:
-        """One step, as in a plain loop."""
+        """Run one step, as a plain loop would."""
         call = self.model if self.called is None else self.called
         if self.loss is None:
             with torch.no_grad(), self.around():
@@ -42,7 +43,7 @@ class Workload:
         self.optimizer.zero_grad(set_to_none=True)
 
     def analyzed(self) -> dict[str, Any]:
-        """The arguments of `rooftop.analyze` besides the model and its inputs."""
+        """The keyword arguments for `rooftop.analyze`."""
         return {} if self.loss is None else {"train": True, "loss": self.loss, "optimizer": self.optimizer}
 
 
@@ -51,7 +52,8 @@ class Case:
     """A model at a batch size.
 
     Attributes:
-        make: function of (batch, small) that returns (model, args, kwargs, loss in training); `small` is for a CPU.
+        make: function of (batch, small) that returns (model, args, kwargs, training loss); `small` asks for a size that
+            suits a CPU.
     """
 
     name: str
@@ -62,10 +64,10 @@ class Case:
     channels_last: bool = False
 
     def build(self, device: str, *, batches: int = 1, capturable: bool = False, fused: bool = False) -> Workload:
-        """The workload, ready to run.
+        """Create the workload, ready to run.
 
         Args:
-            batches: factor of the batch size. capturable, fused: options of the optimizer.
+            batches: factor by which the batch size is multiplied. capturable, fused: options of the optimizer.
         """
         small = device == "cpu"
         torch.manual_seed(0)

@@ -1,9 +1,10 @@
-"""The picture of `rooftop scene view` in docs/scene.md: its page, with the mountains of examples/terrain.py.
+"""Draw the picture of `rooftop scene view` in docs/scene.md: the viewer's page with the mountains of
+examples/terrain.py.
 
     python benchmarks/viewer_picture.py [--out docs/images/scene_view.png]
 
-The script needs chromium. The times in the picture are those of the machine that draws it: they show the layout of the
-page, not how fast anything is.
+The script needs chromium. The picture shows the times of the machine that draws it. They illustrate the page's layout,
+and say nothing about speed.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> None:
             page = browser.new_page(viewport=WINDOW, color_scheme="light")
             page.goto(viewer.url)
             page.wait_for_selector("#picture[data-state=sharp]", timeout=300_000)
-            for _ in range(2):  # the second picture has a previous frame, like all later ones
+            for _ in range(2):  # from the second picture on, a frame has a previous frame
                 page.evaluate("found => { view = found; change(); }", VIEW)
                 page.wait_for_selector("#picture[data-state=sharp]", timeout=300_000)
             png = smaller(page.screenshot(), 64)

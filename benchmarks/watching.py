@@ -1,11 +1,11 @@
-"""The cost of an open recording for steps of a loop that the recording only times, or no longer watches.
+"""The cost of an open recording for those steps of a loop that it only times, or that it no longer watches.
 
     python benchmarks/watching.py [--out benchmarks/results/h200/watching.json] [--rounds 20] [--quick]
 
-A loop of a small model, which the host bounds, runs in turn in three ways: plainly, with only the detection of steps
+The host-bound loop of a small model runs in turn in three ways: plainly, with only the detection of steps
 (`StepFinder`), and inside `rooftop.recording`, after the watched steps. The order changes from round to round, so other
-work of the host affects all three. `by_tens_us`: the median, over the rounds, of each ten steps after the watched ones.
-`--quick` tests the script on a CPU.
+work on the host affects all three. `by_tens_us` has, for each series of ten steps after the watched steps, the median
+over rounds. `--quick` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rooftop.analysis.step_finding import StepFinder
 from rooftop.hardware import devices, measure_ceilings
 from rooftop.hardware.sequences import synchronize
 
-WATCHED, TIMED = 12, 60  # number of watched steps of a recording, and of steps after them
+WATCHED, TIMED = 12, 60  # steps that a recording watches, and steps after them
 
 
 class Nobody:
-    """A listener for the ends of steps that does nothing."""
+    """A listener that ignores the ends of steps."""
 
     in_charge = True
 
@@ -52,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200/watching.json"))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="three rounds on the CPU")
+    parser.add_argument("--quick", action="store_true", help="run only three rounds, on the CPU, to test the script")
     options = parser.parse_args()
     device = torch.device("cpu" if options.quick else "cuda")
     step, ceilings = training(device), measure_ceilings(device)
@@ -92,7 +92,7 @@ def training(device: torch.device) -> Callable[[], None]:
 
 
 def steps_us(step: Callable[[], None], device: torch.device) -> list[float]:
-    """Times of steps by the host's clock, each the mean of ten in a row; after steps that may be watched."""
+    """Step times by the host's clock, each the mean of ten steps in a row, after the steps that may be watched."""
     for _ in range(WATCHED):
         step()
     times = []

@@ -1,4 +1,4 @@
-"""Code of benchmarks that run once in one process and once in several."""
+"""Shared code of benchmarks that run in one process and in several processes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Ended(Exception):
 
 
 def rows_of(script: str, worlds: Iterable[int], passed: Sequence[str], keep: Callable[[list[Row]], None]) -> list[Row]:
-    """The rows that rank 0 of a script writes (`told`) in worlds of these numbers of processes, one world after
-    another.
+    """Run a script in worlds of these numbers of processes, one after another, and return the rows that rank 0 writes
+    (`told`).
 
     Args:
-        passed: arguments of the script; --worker, after them, names the file for the rows.
-        keep: called with all rows so far whenever there are new ones, so that an interrupted run keeps its rows.
+        passed: arguments for the script. --worker, after them, names the file for the rows.
+        keep: called with all rows so far when there are new rows, so that an interrupted run keeps its rows.
 
     Raises:
-        Ended: a process failed; its output has the reason.
+        Ended: a process failed. Its output says why.
     """
     rows: list[Row] = []
     for ranks in worlds:
@@ -60,7 +60,7 @@ def rows_of(script: str, worlds: Iterable[int], passed: Sequence[str], keep: Cal
 
 
 def told(rows: Iterable[Row], file: Path) -> None:
-    """Write each row when it arrives, on rank 0."""
+    """Write each row as it arrives, on rank 0 only."""
     for row in rows:
         if ranks_here()[1] == 0:
             with file.open("a") as lines:
@@ -82,7 +82,7 @@ def ranks_here() -> tuple[int, int]:
 
 
 def largest(value: float) -> float:
-    """The largest value of all ranks."""
+    """The largest value over all ranks."""
     if not dist.is_initialized():
         return value
     found = torch.tensor(value, dtype=torch.float64, device="cuda" if "nccl" in dist.get_backend() else "cpu")

@@ -1,13 +1,13 @@
-"""Attention by each back end of PyTorch and by the one that Rooftop chooses, forward and backward, in TFLOP/s.
+"""Attention by each of PyTorch's back ends and by the back end that Rooftop chooses, forward and backward, in TFLOP/s.
 
     python benchmarks/kernels/attentions.py [--out benchmarks/results/h200/attentions.json] [--seconds 50]
 
-Tensors are bfloat16, with about 16384 positions in all and 2048 features over the heads. Sizes are listed, and three
-are drawn at random (`--seed` repeats them). "sdpa" is plain `torch.nn.functional.scaled_dot_product_attention`.
+Tensors are bfloat16, with about 16384 positions in all and 2048 features over the heads. The script runs listed sizes
+and three random ones (`--seed` repeats them). "sdpa" is plain `torch.nn.functional.scaled_dot_product_attention`.
 Variants are interleaved, and figures are medians. Calls of up to 2048 positions are replayed from a CUDA graph. Flops
-count only the pairs that a query may see. The roof follows from the operator's own cost and the ceilings measured in
-the same run. The rows decide `RULES` in `rooftop.kernels.attentions.attentions`. A back end that cannot do a size is
-left out. The file is written after each row; after `--seconds` no further size is started.
+count only the query-key pairs that the mask allows. The roof follows from the operator's own cost and the ceilings
+measured in the same run. `RULES` in `rooftop.kernels.attentions.attentions` follow from these rows. A back end that
+cannot run a size is left out. The file is written after each row; after `--seconds` no further size is started.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def backwards(inputs: list[Tensor], dout: Tensor, causal: bool) -> Calls:
 
 
 def able(calls: Calls, inputs: list[Tensor]) -> Calls:
-    """The variants that can do this size, as replays of CUDA graphs, because a sample of one long call would include
-    the host's time."""
+    """The variants that can run this size, as replays of CUDA graphs: a sample of one eager call would include the
+    host's time."""
     found: Calls = {}
     for name, call in calls.items():
         try:

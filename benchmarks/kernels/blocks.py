@@ -1,13 +1,13 @@
-"""Whole blocks with torch.nn and with Rooftop: GPT-2 (tokens to loss), Llama and Swin, in ms.
+"""Whole transformer blocks built from torch.nn and from Rooftop: GPT-2 (tokens to loss), Llama and Swin, in ms.
 
     python benchmarks/kernels/blocks.py [--out benchmarks/results/h200/blocks.json] [--only gpt llama swin]
 
-The blocks are those of examples/transformer_blocks.py in bfloat16, in one listed size each, and with `--drawn` in a
-second, random one (`--seed` repeats it). Inference and training (forward and all gradients) are called eagerly, and
+The blocks are those of examples/transformer_blocks.py in bfloat16. Each block has one listed size, and with `--drawn`
+also a random one (`--seed` repeats it). Inference and training (forward and all gradients) are called eagerly, and
 replayed from a CUDA graph, which shows the time of the kernels. Both libraries run plain and through torch.compile.
-Variants are interleaved, and figures are medians. The roof is the fused one of torch's block at the ceilings measured
-in the same run: it moves inputs, parameters and results once. Variants that cannot be captured are only called eagerly,
-with a message. The file is written after each row. `--quick` tests the script on a CPU.
+Variants are interleaved, and figures are medians. The roof is the fused roof of torch's block at the ceilings measured
+in the same run. It counts one transfer each of inputs, parameters and results. Variants that cannot be captured are
+only called eagerly, with a message. The file is written after each row. `--quick` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rooftop.hardware.graphs import captured
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "transformer_blocks.py"
 Call = Callable[[], object]
-Size = dict[str, int]  # arguments of the example's `pair` and `inputs`
+Size = dict[str, int]  # arguments for the example's functions `pair` and `inputs`
 
 
 def main() -> None:

@@ -3,11 +3,11 @@ move.
 
     python benchmarks/kernels/cuda_interpolations.py [--out benchmarks/results/h200/cuda_interpolations.json]
 
-Features (B, 8, C) have 2^26 elements for each C (three of them drawn at run time), and points are float32. Forward and
-backward (gradients of features and points) are timed. Variants are interleaved, with two sets of inputs, replayed from
-a CUDA graph and called eagerly; figures are medians. The roof follows from the operator's own cost and the ceilings
-measured in the same run. Variants that cannot do a size are left out with a message. No size is started after
-`--seconds`; the file is written after each size.
+Features (B, 8, C) have 2^26 elements for each C, and points are float32. Three values of C are drawn at run time.
+Forward and backward (gradients of features and points) are timed. Variants are interleaved, with two sets of inputs,
+replayed from a CUDA graph and called eagerly; figures are medians. The roof follows from the operator's own cost and
+the ceilings measured in the same run. Variants that cannot run a size are left out with a message. No size is started
+after `--seconds`; the file is written after each size.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for channels, dtype in [(c, d) for c in options.channels for d in (torch.float16, torch.float32)]:
         if time.perf_counter() - began > options.seconds:
-            print(f"{options.seconds:.0f} s are over: C={channels} {dtype} and the following cases are left out")
+            print(f"{options.seconds:.0f} s have passed: C={channels} {dtype} and the following cases are left out")
             break
         rows += measure_size(channels, dtype, ceilings)
         if options.out:
@@ -61,12 +61,12 @@ def main() -> None:
 
 @cache
 def stream() -> torch.cuda.Stream:
-    """The stream on which everything runs."""
+    """The stream on which all variants run."""
     return torch.cuda.Stream()
 
 
 def plain(features: Tensor, points: Tensor) -> Tensor:
-    """Interpolate as one would write it in PyTorch."""
+    """Interpolate as a user would write it in PyTorch."""
     upper = ((points + 1) * 0.5).to(features.dtype)
     u, v, w = torch.stack((1 - upper, upper), 2).unbind(1)  # (B, 2) each
     weights = (u[:, :, None, None] * v[:, None, :, None] * w[:, None, None, :]).flatten(1)  # (B, 8)
@@ -115,7 +115,7 @@ def measure_size(channels: int, dtype: torch.dtype, ceilings: Ceilings) -> list[
 def _call(
     direction: str, variant: Interpolation, sets: list[tuple[Tensor, ...]]
 ) -> tuple[Callable[..., object], list[Any]]:
-    """The timed call, and its arguments."""
+    """The timed function, and its arguments for each set of inputs."""
     if direction == "forward":
         return variant, [(features.detach(), points.detach()) for features, points, _ in sets]
     with torch.cuda.stream(stream()):  # autograd runs a backward on the stream of its forward

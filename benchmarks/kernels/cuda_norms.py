@@ -4,10 +4,10 @@ move.
     python benchmarks/kernels/cuda_norms.py [--out benchmarks/results/h200/cuda_norms.json]
 
 The operator writes x + input_bias + residual and the norm of this sum. Tensors have 2^26 elements in float16 or
-bfloat16, in rows of several sizes N (three are drawn at run time). The Triton kernel is `add_layer_norm`; `norm alone`
-adds nothing, and compares the norms themselves. Variants are interleaved, with two sets of inputs, replayed from a
-graph and called eagerly; figures are medians. The roof follows from the operator's own cost and the ceilings measured
-in the same run.
+bfloat16, in rows of several sizes N (three are drawn at run time). The Triton kernel is `add_layer_norm`. `norm alone`
+computes only the norm, without the sum. Variants are interleaved, with two sets of inputs, replayed from a graph and
+called eagerly; figures are medians. The roof follows from the operator's own cost and the ceilings measured in the same
+run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     for columns in options.sizes:
         for dtype in (torch.float16, torch.bfloat16):
             rows += measure_size(columns, dtype, ceilings)
-            if options.out:  # after each size, so that earlier measurements are kept
+            if options.out:  # written after each size, so that a failure does not lose earlier ones
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -3,11 +3,11 @@
     python benchmarks/kernels/elementwise.py [--out benchmarks/results/h200/elementwise.json] [--elements 134217728]
 
 Each expression runs forward and backward, in bfloat16 (a sum also in float32), on 2^27 elements. A sum and GELU also
-run on 2^20, and GELU on three random sizes (`--seed` repeats them; most are odd). Variants are interleaved, with
-several sets of inputs if one would stay in L2. Figures are medians, replayed from a CUDA graph, which shows the
-kernels, and called eagerly. The roof follows from the operator's own cost and the ceilings measured in the same run.
-Liger has no general elementwise operator; its GELU and SiLU are parts of gated products, so they are not compared here.
-The file is written after each row.
+run on 2^20 elements. GELU also runs on three random sizes, most of them odd (`--seed` repeats them). Variants are
+interleaved, with several sets of inputs if one set would stay in L2. Figures are medians, replayed from a CUDA graph,
+which shows the kernels, and called eagerly. The roof follows from the operator's own cost and the ceilings measured in
+the same run. Liger has no general elementwise operator; its GELU and SiLU are parts of gated products, so they are not
+compared here. The file is written after each row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EXPRESSIONS: dict[str, tuple[Function, str]] = {
     "scaled": (lambda x, s: torch.clamp(x * s, -1.0, 1.0), "fc"),
     "four": (lambda a, b, c, d: torch.where(a > b, c * a + b, d), "ffff"),
 }
-COLUMNS = 4096  # columns of a row, if an expression has rows
+COLUMNS = 4096  # number of columns, for expressions with row or column inputs
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def measure(name: str, dtype: str, elements: int, ceilings: Ceilings) -> list[di
     torch._dynamo.reset()
     variants = {"rooftop": fused(function), "torch": function, "compile": torch.compile(function, dynamic=False)}
     rows = []
-    # the backward of an addition only passes gradients on
+    # the backward of an addition computes nothing: it only passes gradients on
     for direction in ("forward",) if name == "add" else ("forward", "backward"):
         calls = {key: _calls(variant, direction, sets) for key, variant in variants.items()}
         cost = _cost(function, direction, sets[0])
@@ -118,7 +118,8 @@ def _inputs(shape: tuple[int, ...], layouts: str, dtype: torch.dtype) -> list[Te
 
 
 def _calls(function: Function, direction: str, sets: list[list[Tensor]]) -> dict[str, Callable[[], object]]:
-    """The call, eager and replayed over all sets. Backward computes the gradients of the inputs of full shape."""
+    """The call, eager and replayed over all sets. Backward computes only gradients of inputs that have the output's
+    shape."""
     if direction == "forward":
         return _both(function, [[t.detach() for t in each] for each in sets])
     with torch.cuda.stream(STREAM):  # autograd runs a backward on the stream of its forward
@@ -139,8 +140,7 @@ def _cost(function: Function, direction: str, inputs: list[Tensor]) -> Cost:
 
 
 def _read_by_backward(function: Function, inputs: list[Tensor]) -> list[Tensor]:
-    """The inputs that the derivative needs, from those that the fused expression keeps; none if gradients are only
-    passed on."""
+    """The tensors that the fused expression saves for backward; none if backward only passes gradients on."""
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

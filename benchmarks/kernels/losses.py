@@ -1,16 +1,16 @@
-"""Cross entropy compared with torch, torch.compile and Liger: forward and backward together, in ms, from logits and
-from hidden states.
+"""Cross entropy from logits and from hidden states, compared with torch, torch.compile and Liger: forward plus
+backward, in ms.
 
     python benchmarks/kernels/losses.py [--out benchmarks/results/h200/losses.json]
 
 Tensors are bfloat16, with the mean over 8192 rows, for the listed numbers of classes and three random ones (`--seed`
 repeats them). Forward and backward are timed together, since some variants compute the gradient in forward and some in
-backward. They are replayed from a CUDA graph, which shows the kernels, and called eagerly. Variants are interleaved,
-with two sets of inputs; figures are medians. Liger waits for the GPU to count rows, which a graph cannot contain, so
-its time is that of eager calls. The roof reads the logits once and writes their gradient once or, from hidden states,
-computes three matrix products, at the ceilings measured in the same run. For hidden states, peak memory is reported,
-too. Peers that are not installed, or cannot do a size, are left out with a message. No size is started after
-`--seconds`; the file is written after each size.
+backward. They are replayed from a CUDA graph, which shows the kernels' time, and called eagerly. Variants are
+interleaved, with two sets of inputs; figures are medians. Liger waits for the GPU to count rows. A graph cannot contain
+this wait, so Liger is timed eagerly. From logits, the roof counts one read of the logits and one write of their
+gradient; from hidden states, it counts three matrix products. The ceilings are measured in the same run. For hidden
+states, peak memory is reported, too. Peers that are not installed, or cannot run a size, are left out with a message.
+No size is started after `--seconds`; the file is written after each size.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def main() -> None:
         "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn sizes"
     )
     parser.add_argument("--seconds", type=float, default=45, help="seconds after which no further size is started")
-    parser.add_argument("--only", choices=("logits", "hidden"), help="only from logits, or only from hidden states")
+    parser.add_argument(
+        "--only", choices=("logits", "hidden"), help="measure only from logits, or only from hidden states"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
@@ -66,7 +68,7 @@ def main() -> None:
         if options.only not in (None, place):
             continue
         if time.perf_counter() - began > options.seconds:
-            print(f"{options.seconds:.0f} s are over: the remaining cases are left out")
+            print(f"{options.seconds:.0f} s have passed: the remaining cases are left out")
             break
         found[place].append(measured())
         if options.out:
@@ -86,8 +88,8 @@ def measure_logits(classes: int, ceilings: Ceilings) -> dict[str, Any]:
     try:
         from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
-        # Liger overwrites the logits with the gradient, so a second run would get other logits. So it gets a copy, and
-        # the time of the copy alone is measured, too.
+        # Liger overwrites the logits with the gradient, so each run gets a copy. The time of the copy alone is
+        # measured, too.
         variants["liger and copy"] = lambda x, t: LigerCrossEntropyFunction.apply(x.clone(), t, None, -100)[0]
         variants["copy"] = lambda x, t: x.clone()[0, 0] * 1.0
     except ImportError:
@@ -99,7 +101,7 @@ def measure_logits(classes: int, ceilings: Ceilings) -> dict[str, Any]:
 
 
 def measure_linear(rows: int, features: int, classes: int, ceilings: Ceilings) -> dict[str, Any]:
-    """ms of forward and backward from hidden states, and MiB at the peak beyond the inputs."""
+    """ms of forward and backward from hidden states, and MiB of peak memory in addition to the inputs."""
     torch._dynamo.reset()
 
     def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ def measure_linear(rows: int, features: int, classes: int, ceilings: Ceilings) -
 def _measure(
     row: dict[str, Any], variants: dict[str, Loss], sets: list[Any], wanted: int, memory: bool = False
 ) -> dict[str, Any]:
-    """Measure the variants. `wanted`: how many of the inputs, from the first, get a gradient."""
+    """Measure the variants. The first `wanted` inputs get a gradient."""
     calls: dict[str, dict[str, Callable[[], object]]] = {}
     peaks: dict[str, float] = {}
     for name, loss in variants.items():

@@ -1,10 +1,10 @@
-"""linear_act compared with torch and torch.compile, and the bare product, in TFLOP/s of the product.
+"""linear_act compared with torch, torch.compile and the bare product, in TFLOP/s of the product.
 
     python benchmarks/kernels/matmuls.py [--out benchmarks/results/h200/matmuls.json] [--seed 7]
 
 The operator is y = activation(x @ weight.T + bias) + residual in bfloat16, at the listed shapes and three random ones
-(`--seed` repeats them). "linear" is the product with its bias alone, the best that a library can do. Variants are
-interleaved, and figures are medians. Each is called eagerly, and replayed from a CUDA graph over so many sets of
+(`--seed` repeats them). "linear" is the product with only its bias, the best that a library can do. Variants are
+interleaved, and figures are medians. Each variant is called eagerly, and replayed from a CUDA graph over enough sets of
 operands that the next set is never in L2. The roof follows from the operator's own cost and the ceilings measured in
 the same run. Liger has no such operator.
 """
@@ -50,7 +50,7 @@ CASES = (
 )
 BOTH_WAYS = (CASES[1], CASES[3])
 SPANS = ((65, 1024), (1024, 4096), (4096, 8192))  # ranges of M, N and K of the drawn cases, in multiples of 8
-ROTATED_BYTES = 120_000_000  # over twice the L2 cache
+ROTATED_BYTES = 120_000_000  # more than twice the size of the L2 cache
 SECONDS = 0.04
 Case = tuple[int, int, int, str, bool]
 Operands = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -58,7 +58,7 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON, anew after each case")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON; the file is rewritten after each case")
     parser.add_argument(
         "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn shapes"
     )
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def drawn(seed: int) -> list[Case]:
-    """A random case for each range."""
+    """Draw a random case from each range."""
     draw = random.Random(seed)
     return [
         (*(8 * draw.randint(low // 8, high // 8) for _ in range(3)), draw.choice(sorted(TORCH)), draw.random() < 0.5)  # type: ignore[misc]
@@ -87,7 +87,7 @@ def drawn(seed: int) -> list[Case]:
 
 
 def measure_case(case: Case, backward: bool, ceilings: Ceilings) -> dict[str, Any]:
-    """TFLOP/s of each variant, replayed and eager; with `backward`, for forward and backward together."""
+    """TFLOP/s of each variant, replayed and eager. With `backward`, one call is forward and backward."""
     m, n, k, activation, residual = case
     one = 2 * (m * k + n * k + m * n * (1 + residual))
     sets = [_operands(case, backward) for _ in range(max(1, min(8, -(-ROTATED_BYTES // one))))]

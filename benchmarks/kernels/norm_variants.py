@@ -4,9 +4,9 @@ chosen.
     python benchmarks/kernels/norm_variants.py [--out benchmarks/results/h200/norm_variants.json] [--sizes 512 1024]
 
 Figures are TB/s of the bytes that must move, for 2^27 elements in bfloat16. Kernels are called without autograd. For
-comparison, torch's copy and its sum of two tensors of the same size are timed, too. For each size the five best
-variants are kept, and the best backward for each number of stages (rows fetched ahead). Rows of odd N are loaded
-without a shift here. Kernels are compiled first, by as many processes as there are cores.
+comparison, torch's copy and its sum of two tensors of the same size are timed, too. For each size, the file keeps the
+five best variants, and the best backward for each number of stages (rows fetched ahead). Rows of odd N are loaded
+without a shift here. Kernels are compiled first, by one process per core.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rooftop.kernels.norms.tables import BackwardConfig, ForwardConfig
 
 SIZES = (128, 256, 512, 768, 1024, 2048, 2601, 4096, 5120, 8192, 11008, 16384, 32768, 50257)
 ELEMENTS = 1 << 27
-Variant = ForwardConfig | BackwardConfig | None  # None: the kernels for rows of any length
+Variant = ForwardConfig | BackwardConfig | None  # None: the kernels that take rows of any length
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def variants(columns: int) -> Iterator[Variant]:
-    """Launch parameters with a sensible number of elements per thread."""
+    """The launch parameters with a sensible number of elements per thread."""
     width = 1 << (columns - 1).bit_length()
     blocks = [block for block in (width, width // 2, width // 4, width // 8) if block >= 64]
     for rows, block, warps in itertools.product((1, 2, 4, 8, 16), blocks, (1, 2, 4, 8, 16, 32)):
@@ -80,7 +80,7 @@ def variants(columns: int) -> Iterator[Variant]:
 
 
 def kernels(columns: int) -> list[Variant]:
-    """One variant for each compiled kernel, since the number of programs is not compiled in."""
+    """One variant for each kernel to compile. Variants that differ only in the number of programs share a kernel."""
     found = list(variants(columns))
     alike = {replace(v, programs_per_sm=1) if isinstance(v, BackwardConfig) else v: v for v in found}
     return list(alike.values())
@@ -97,7 +97,7 @@ class Problem:
 
 
 def run(problem: Problem, variant: Variant) -> Callable[[], object] | None:
-    """A call with these parameters, after a first run; None if they do not fit on the GPU."""
+    """A call with these launch parameters, after a first run; None if the kernel does not fit on the GPU."""
     p = problem
 
     def forward() -> object:
@@ -153,14 +153,14 @@ def measure_size(columns: int) -> list[dict[str, Any]]:
 
 
 def best_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The five fastest, and the fastest for each number of stages."""
+    """The five fastest variants, and the fastest one for each number of stages."""
     ranked = sorted(rows, key=lambda row: -row["rate"])
     by_stages = {row.get("stages"): row for row in reversed(ranked)}
     return [row for index, row in enumerate(ranked) if index < 5 or row is by_stages[row.get("stages")]]
 
 
 def rate(call: Callable[[], object], tensors: int) -> float:
-    """TB/s, if this many tensors of ELEMENTS bfloat16 are moved."""
+    """TB/s of a call that moves this many tensors of ELEMENTS bfloat16 numbers."""
     timing = measure(call, device="cuda", seconds=0.01, warm_up_seconds=0.003)
     return tensors * 2 * ELEMENTS / timing.median_ms / 1e9
 

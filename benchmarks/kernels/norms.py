@@ -4,9 +4,9 @@
 
 Tensors have 2^27 elements in bfloat16, in rows of the listed sizes N and three random ones (`--seed` repeats them).
 Variants are interleaved, with two sets of inputs; figures are medians. Each direction is replayed from a CUDA graph,
-which shows the kernels, and called eagerly, which adds the host's time if that is longer (`small` has the eager calls
-of 64 rows, in us). The roof follows from the operator's own cost and the ceilings measured in the same run. Peers that
-are not installed, or cannot do a size, are left out with a message.
+which shows the kernels' time, and called eagerly, where the host may be the limit. `small` has the eager calls of 64
+rows, in us. The roof follows from the operator's own cost and the ceilings measured in the same run. Peers that are not
+installed, or cannot run a size, are left out with a message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = (1024, 4096, 16384, 50257)
 ALL_SIZES = (128, 256, 512, 768, 1000, 1024, 2048, 2601, 4096, 5120, 8192, 11008, 16384, 32768, 50257, 262144)
 SPANS = ((64, 2048), (2048, 8192), (8192, 32768))
 ELEMENTS = 1 << 27
-TENSORS = {  # how many must be read and written, forward and backward
+TENSORS = {  # how many tensors a kernel must read and write: (read, written) forward and backward
     "layer_norm": ((1, 1), (2, 1)),
     "rms_norm": ((1, 1), (2, 1)),
     "add_layer_norm": ((2, 2), (3, 1)),
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--norm", choices=TENSORS, default="layer_norm", help="the norm to time")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="other sizes N")
-    parser.add_argument("--all-sizes", action="store_true", help="all sizes that the documentation shows")
+    parser.add_argument("--all-sizes", action="store_true", help="measure all sizes that the documentation shows")
     parser.add_argument(
         "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn sizes"
     )
@@ -127,7 +127,7 @@ def of_liger(name: str) -> dict[str, Norm]:
 def measure_size(name: str, columns: int, ceilings: Ceilings) -> list[dict[str, Any]]:
     """A row for each direction: TB/s of each variant, replayed and eager."""
     rows = ELEMENTS // columns
-    sets = [_inputs(rows, columns) for _ in range(2)]  # 256 MiB a tensor: the second set evicts the first from L2
+    sets = [_inputs(rows, columns) for _ in range(2)]  # 256 MiB per tensor: the second set evicts the first from L2
     results = []
     directions = zip(("forward", "backward"), _variants(name, columns, sets), TENSORS[name], strict=True)
     for direction, variants, (read, written) in directions:
@@ -144,7 +144,7 @@ def measure_size(name: str, columns: int, ceilings: Ceilings) -> list[dict[str, 
 
 
 def measure_small(name: str, columns: int) -> dict[str, dict[str, float]]:
-    """us of a call on 64 rows: the host's time, since the kernels need less."""
+    """us of a call on 64 rows. This is the host's time, since the kernels take less."""
     forward, backward = _variants(name, columns, [_inputs(64, columns)])
     found = {
         f"{direction}, {how}": {key: 1e3 * t.median_ms for key, t in _compare(variants, how).items()}
@@ -158,11 +158,11 @@ def measure_small(name: str, columns: int) -> dict[str, dict[str, float]]:
     return found
 
 
-Variants = dict[str, dict[str, Callable[[], object]]]  # name -> "eager" and "replay" (of all sets) -> call
+Variants = dict[str, dict[str, Callable[[], object]]]  # variant -> "eager" or "replay" (of all sets) -> call
 
 
 def _variants(name: str, columns: int, sets: list[Inputs]) -> tuple[Variants, Variants]:
-    """Forward and backward of each norm that can do this size."""
+    """Forward and backward calls of each norm that can run this size."""
     torch._dynamo.reset()
     forward: Variants = {}
     backward: Variants = {}
@@ -200,7 +200,7 @@ def _forward(norm: Norm, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _backward(outputs: tuple[Tensor, ...], inputs: Inputs) -> None:
-    """Backward for all inputs of the norm; for a sum, the sum itself has a gradient, too."""
+    """Compute the gradients of all inputs. For norms of a sum, the sum is an output and has a gradient, too."""
     gradients = inputs[4 : 4 + len(outputs)]
     torch.autograd.grad(outputs, inputs[:4], gradients, retain_graph=True, allow_unused=True)
 

@@ -4,11 +4,12 @@
 
 The first case is the sum of all elements in float32, in the listed sizes and three random ones (`--seed` repeats them).
 Other cases reduce rows, columns, a middle dimension, or all dimensions except the channels, or compute a norm, the
-indices of extremes, or the gradient of an extreme (alone and with its forward pass). torch.compile's forward stores
-which elements tie, one byte each. Its backward reads these bytes instead of the input, so its backward alone may beat
-the roof. Variants are interleaved, and figures are medians. Inputs rotate, so that they come from memory and not from
-L2. Each variant is replayed from a CUDA graph, which shows the kernels, and called eagerly. The roof follows from the
-operator's cost and the ceilings measured in the same run. The file is written after each case.
+indices of extremes, or the gradient of an extreme (alone and with its forward pass). For extremes, torch.compile's
+forward stores one byte per element that says whether it ties. Its backward reads these bytes instead of the input, so
+the backward alone may beat the roof. Variants are interleaved, and figures are medians. Inputs rotate, so that they
+come from memory and not from L2. Each variant is replayed from a CUDA graph, which shows the kernels, and called
+eagerly. The roof follows from the operator's cost and the ceilings measured in the same run. The file is written after
+each case.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A reduction of a tensor; dim None reduces all dimensions. `direction`: whether forward, backward or both are
-    timed."""
+    """A reduction of a tensor. `dim` None reduces all dimensions. `direction` says whether forward, backward or both
+    are timed."""
 
     name: str
     shape: tuple[int, ...]
@@ -118,14 +119,14 @@ def measure_case(case: Case, ceilings: Ceilings) -> dict[str, Any]:
 
 
 def _times(variants: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
-    """us of each variant, where one sample has this many calls."""
+    """us per call of each variant. One sample times this many calls."""
     with torch.cuda.stream(STREAM):
         found = compare(variants, device="cuda", seconds=SECONDS, warm_up_seconds=WARM_UP_SECONDS)
     return {name: 1e3 * timing.median_ms / calls for name, timing in found.items()}
 
 
 def _calls(function: Function, sets: list[list[Tensor]], direction: str) -> dict[str, Callable[[], object]]:
-    """One eager call, and a replay of a graph that has a call for each set of inputs."""
+    """One eager call, and the replay of a graph that holds one call for each set of inputs."""
     if direction == "forward":
         plain = [[x.detach()] for (x,) in sets]
         return {"eager": rotated(function, plain), "replay": captured(lambda: [function(x) for (x,) in plain], STREAM)}
@@ -158,6 +159,6 @@ def _roof_us(case: Case, x: Tensor, ceilings: Ceilings) -> float:
 
 
 if __name__ == "__main__":
-    functorch_config.donated_buffer = False  # because a compiled backward is called many times
+    functorch_config.donated_buffer = False  # backward runs many times on the same tensors
     STREAM = torch.cuda.Stream() if torch.cuda.is_available() else None
     main()

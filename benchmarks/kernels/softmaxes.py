@@ -5,7 +5,7 @@
 Tensors have 2^28 elements in bfloat16, in rows of the listed sizes N and three random ones (`--seed` repeats them).
 Variants are interleaved, with two sets of inputs; figures are medians. Each direction is replayed from a CUDA graph,
 which shows the kernels, and called eagerly. The roof follows from the operator's own cost and the ceilings measured in
-the same run. Peers that are not installed, or cannot do a size, are left out with a message. No size is started after
+the same run. Peers that are not installed, or cannot run a size, are left out with a message. No size is started after
 `--seconds`; the file is written after each size.
 """
 
@@ -56,7 +56,7 @@ def main() -> None:
     sizes = tuple(dict.fromkeys((*options.sizes[:3], *drawn, *options.sizes[3:])))
     for name, columns in [(name, n) for name in options.operators for n in sizes]:
         if time.perf_counter() - began > options.seconds:
-            print(f"{options.seconds:.0f} s are over: {name} N={columns} and the following cases are left out")
+            print(f"{options.seconds:.0f} s have passed: {name} N={columns} and the following cases are left out")
             break
         found["rows"] += measure_size(name, columns, ceilings)
         if options.out:
@@ -85,7 +85,7 @@ def functions(name: str) -> dict[str, Function]:
 def measure_size(name: str, columns: int, ceilings: Ceilings) -> list[dict[str, Any]]:
     """A row for each direction: TB/s of each variant, replayed and eager."""
     rows = ELEMENTS // columns
-    sets = [_inputs(rows, columns) for _ in range(2)]  # 512 MiB a tensor: the second set evicts the first from L2
+    sets = [_inputs(rows, columns) for _ in range(2)]  # 512 MiB per tensor: the second set evicts the first from L2
     forward, backward = _variants(name, columns, sets)
     results = []
     for direction, variants, tensors in (("forward", forward, 2), ("backward", backward, 3)):
@@ -102,11 +102,11 @@ def measure_size(name: str, columns: int, ceilings: Ceilings) -> list[dict[str, 
 
 
 Inputs = tuple[Tensor, Tensor]  # x, dy
-Variants = dict[str, dict[str, Callable[[], object]]]  # name -> "eager" and "replay" (of all sets) -> call
+Variants = dict[str, dict[str, Callable[[], object]]]  # variant -> "eager" or "replay" (of all sets) -> call
 
 
 def _variants(name: str, columns: int, sets: list[Inputs]) -> tuple[Variants, Variants]:
-    """Forward and backward of each function that can do this size."""
+    """Forward and backward calls of each function that can run this size."""
     torch._dynamo.reset()
     forward: Variants = {}
     backward: Variants = {}

@@ -1,11 +1,12 @@
-"""Writes the tables of the pages in docs/ and docs/measurements/ from the figures under benchmarks/results/.
+"""Write the tables of the pages in docs/ and docs/measurements/ from the figures under benchmarks/results/.
 
     python benchmarks/kernels/tables.py [--check]
 
-The text between `<!-- figures: NAME.json -->` (of the H200; `cpu/NAME.json` of a CPU) and `<!-- end of figures -->` is
-generated from that file. Its tables have both directions side by side, Rooftop's column in bold, and the roof and the
-peers of the same run. `<!-- figures: overview -->` is one table of a few rows of many files, which `OVERVIEW` names.
-Text outside of the markers is written by hand. `--check` writes nothing and fails if a page is not up to date.
+The script generates the text between `<!-- figures: NAME.json -->` and `<!-- end of figures -->` from that file.
+`NAME.json` has the figures of the H200, `cpu/NAME.json` those of a CPU. The tables show both directions side by side,
+Rooftop's column in bold, and the roof and the peers of the same run. `<!-- figures: overview -->` is one table with a
+few rows from each of the files that `OVERVIEW` names. People write the text outside the markers. `--check` writes
+nothing and fails if a page is not up to date.
 
 `<!-- figures: NAME.json what=sizes name=a,b -->` shows only the rows that have one of the values under each key.
 """
@@ -26,7 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "h200"
 MARKED = re.compile(
     r"(<!-- figures: ((?:cpu/)?\w+\.json|overview)((?: \S+=\S+)*) -->\n).*?(<!-- end of figures -->)", re.DOTALL
 )
-COMMANDS = {  # scripts that write a file, if it is not the script of the same name under kernels/
+COMMANDS = {  # the commands that write a file, where it is not the script of the same name under kernels/
     "log_softmaxes.json": "kernels/softmaxes.py --operators log_softmax",
     "rms_norms.json": "kernels/norms.py --norm rms_norm",
     "add_layer_norms.json": "kernels/norms.py --norm add_layer_norm",
@@ -41,12 +42,12 @@ OURS = (
     *("rooftop", "cuda", "twin", "rooftop, compiled", "rooftop, replayed"),
     *("rooftop, bounded", "rooftop, bounded, replayed", "rooftop, autocast"),
 )
-FIGURES = ("graph", "rates", "eager")  # keys of a row's figures, the preferred one first
+FIGURES = ("graph", "rates", "eager")  # keys of a row's figures, in order of preference
 NOT_SHOWN = {*FIGURES, "unit", "roof", "op_roof", "direction", "plan", "chosen", "peak_mib"}
 NOT_SHOWN |= {"goal_ms", "spread", "apart", "absent"}
 WORDS = ("operator", "kind", "expression", "surface", "model", "work")  # keys whose values are not numbers
 UNKNOWN = "-"
-DIGITS = ((100, 0), (10, 1), (0.1, 2), (0, 4))  # digits after the point, for numbers from this value on
+DIGITS = ((100, 0), (10, 1), (0.1, 2), (0, 4))  # (smallest number, digits after the decimal point)
 
 Row = dict[str, Any]
 
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def with_figures(page: str, results: Path) -> str:
-    """The page with the text between its markers generated again."""
+    """The page, with the text between its markers regenerated."""
 
     def filled(found: re.Match[str]) -> str:
         folder = results.parent if found[2].startswith("cpu/") else results
@@ -77,7 +78,7 @@ def with_figures(page: str, results: Path) -> str:
 
 
 def section(path: Path, chosen: Sequence[str] = ()) -> str:
-    """The tables for the chosen rows of one file of figures; if the file does not exist, the command that creates
+    """The tables for the chosen rows of a file of figures, or, if the file does not exist, the command that creates
     it."""
     if not path.is_file():
         script = COMMANDS.get(path.name, f"kernels/{path.stem}.py")
@@ -107,7 +108,8 @@ def section(path: Path, chosen: Sequence[str] = ()) -> str:
 
 
 def rows_of(value: Any, chosen: Sequence[str]) -> Any:
-    """The chosen rows of a list: "key=a,b" chooses rows whose key is a or b. Other values stay as they are."""
+    """Choose rows of each list: "key=a,b" chooses rows whose key is a or b. Values that are not lists are returned
+    unchanged."""
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         return value
     wanted = [(key, values.split(",")) for key, values in (each.split("=") for each in chosen)]
@@ -122,7 +124,7 @@ class Line(NamedTuple):
         size: the size of its inputs.
         file: the file's name without its suffix.
         has: the required values of a row, by key; None: the row must not have that key.
-        direction: the direction of rows that do not state one.
+        direction: the direction to show for rows without the key "direction".
     """
 
     operator: str
@@ -193,7 +195,7 @@ def clusters(rows: list[Row]) -> str:
 
 
 def models(rows: list[Row]) -> str:
-    """One line for each case: ours called eagerly, in the engine's graphs and replayed, and the fastest peer."""
+    """One line for each case: Rooftop called eagerly, in the engine's graphs, and replayed, and the fastest peer."""
     replayed, in_graphs = ", replayed", "rooftop, graphs of the engine"
     heads = ["case", "roof", "rooftop without graphs", "in the engine's graphs", "replayed"]
     heads += ["fastest peer", "called", "replayed"]
@@ -216,8 +218,8 @@ DRAWING = ("instance_cull", "cull", "sort", "rasterize", "hzb")  # stages that f
 
 
 def scenes(rows: list[Row]) -> str:
-    """Frames compared with drawing all triangles one by one; the same view of finer meshes; several views at once; a
-    single mesh."""
+    """Frame times compared with drawing all triangles, of finer meshes in the same view, of several views at once, and
+    of a single mesh."""
     named = {what: [row for row in rows if row["what"] == what] for what in dict.fromkeys(row["what"] for row in rows)}
     tables = []
     for frame in named.get("frame", []):
@@ -245,8 +247,8 @@ def scenes(rows: list[Row]) -> str:
 
 
 def arrays(rows: list[Row]) -> str:
-    """Operations of Mats on a GPU, in TB/s of the bytes that must move. Masked copies are in ms, because a mask decides
-    how much moves."""
+    """Operations of Mats on a GPU, in TB/s of the bytes that must move. Masked copies are in ms, since the mask decides
+    how many bytes move."""
     lines = [["operation", "images of", "roof", "rooftop", "torch", "torch.compile"]]
     masked = [["operation", "images of", "rooftop", "torch", "torch.compile"]]
     for row in rows:
@@ -299,7 +301,7 @@ def in_a_table(says: str, lines: list[list[str]]) -> str:
     return "\n".join([says, "", *(f"| {' | '.join(line)} |" for line in ruled(lines))])
 
 
-READERS = (  # for each column: its head, and the variant
+READERS = (  # (column head, variant)
     ("NVDEC: rgb", "rooftop, NVDEC, rgb"),
     ("input", "rooftop, NVDEC, input"),
     ("CPU: rgb", "rooftop, CPU, rgb"),
@@ -347,7 +349,7 @@ def case_of(row: Row, key: str = "triangles") -> list[str]:
 
 
 def amount(count: int) -> str:
-    """10.0 G, 250 M, 64."""
+    """A count with a suffix, such as 10.0 G, 250 M or 64."""
     for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if count >= unit:
             return f"{count / unit:.{1 if count < 100 * unit else 0}f}{name}"
@@ -355,12 +357,13 @@ def amount(count: int) -> str:
 
 
 def ruled(lines: list[list[str]]) -> list[list[str]]:
-    """The lines with a rule below the heads."""
+    """The lines of a Markdown table, with a rule below the heads."""
     return [lines[0], ["---:"] * len(lines[0]), *lines[1:]]
 
 
 def groups(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Groups of rows with the same keys. Each group comes with its operator, or "" if its rows have several."""
+    """Group rows that have the same keys. Each group has its operator's name, or "" if its rows have several
+    operators."""
     kinds: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         kinds.setdefault(described_by(row), []).append(row)
@@ -414,7 +417,7 @@ def shown(row: Row, variants: list[str]) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """The number with about three digits."""
+    """The number, rounded to about three digits."""
     if value is None:
         return UNKNOWN
     digits = next(digits for least, digits in DIGITS if value >= least)

@@ -2,12 +2,11 @@
 
     python benchmarks/kernels/transformers.py [--out benchmarks/results/h200/transformers.json] [--only rope swiglu]
 
-Tensors are bfloat16, in the listed sizes and a random one for each of the first three operators (`--seed` repeats
-them). Bytes are those that must move by the operator's own cost. The roof follows from that cost and the ceilings
-measured in the same run. Variants are interleaved, with two sets of inputs; figures are medians. Each direction is
-replayed from a CUDA graph, which shows the kernels, and called eagerly. Peers that are not installed, or cannot do a
-size, are left out with a message; calls that cannot be captured are only timed eagerly. The file is written after each
-row.
+Tensors are bfloat16. Each operator runs in listed sizes, and the first three also in a random size (`--seed` repeats
+them). The operator's own cost says how many bytes must move. The roof follows from that cost and the ceilings measured
+in the same run. Variants are interleaved, with two sets of inputs; figures are medians. Each direction is replayed from
+a CUDA graph, which shows the kernels, and called eagerly. Peers that are not installed, or cannot run a size, are left
+out with a message. Calls that cannot be captured are only timed eagerly. The file is written after each row.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """One size: its name, its inputs (those that require a gradient get one), and the variants that take them."""
+    """One size: its name, its inputs, and the variants that take them. Inputs with `requires_grad` get a gradient."""
 
     operator: str
     size: dict[str, int | str]
@@ -73,7 +72,8 @@ def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def rope_cases(draw: random.Random) -> list[Case]:
-    """Queries (B, H, S, D) and keys of a fourth of the heads, views of (B, S, H, D) as projections give them."""
+    """Queries (B, H, S, D), and keys with a fourth as many heads. Both are views of (B, S, H, D), as projections return
+    them."""
 
     def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -112,7 +112,7 @@ def rope_cases(draw: random.Random) -> list[Case]:
 
 
 def swiglu_cases(draw: random.Random) -> list[Case]:
-    """Gate and up packed, as one matrix product gives both."""
+    """Gate and up packed in one tensor, as one matrix product returns them."""
 
     def plain(packed: Tensor) -> Tensor:
         gate, up = packed.chunk(2, -1)
@@ -134,7 +134,7 @@ def swiglu_cases(draw: random.Random) -> list[Case]:
 
 
 def embedding_cases(draw: random.Random) -> list[Case]:
-    """Tokens distributed as in text (few of them frequent), all equal, and uniformly random."""
+    """Tokens in three distributions: as in text (few are frequent), all equal, and uniformly random."""
     plain: Function = lambda weight, tokens: F.embedding(tokens, weight)  # noqa: E731
     ours: Function = lambda weight, tokens: embedding(tokens, weight)  # noqa: E731
     found = {"rooftop": ours, "torch": plain, "compile": compiled(plain)}
@@ -152,7 +152,7 @@ def embedding_cases(draw: random.Random) -> list[Case]:
 
 
 def merge_cases(draw: random.Random) -> list[Case]:
-    """Two results of attention."""
+    """Two partial results of attention to merge."""
 
     def plain(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
         lse = torch.logaddexp(lse_a, lse_b)
@@ -228,7 +228,7 @@ def counted(case: Case, inputs: list[Tensor]) -> dict[str, Cost]:
 
 
 def variant(function: Function, sets: list[list[Tensor]]) -> list[tuple[Call, Call | None]]:
-    """(eager, replayed or None) of forward and of backward."""
+    """Pairs of calls (eager, replayed or None), for forward and for backward."""
     plain = [[t.detach() for t in inputs] for inputs in sets]
     with torch.cuda.stream(STREAM):  # autograd runs a backward on the stream of its forward
         tapes = [taped(function, inputs) for inputs in sets]
@@ -238,7 +238,7 @@ def variant(function: Function, sets: list[list[Tensor]]) -> list[tuple[Call, Ca
 def both(fn: Callable[..., object], sets: list[Any]) -> tuple[Call, Call | None]:
     eager = rotated(fn, sets)
     with torch.cuda.stream(STREAM):
-        waits = waits_for_gpu(eager)  # torch's gradient of an embedding waits
+        waits = waits_for_gpu(eager)  # torch's embedding gradient waits for the GPU
     return eager, None if waits else captured(lambda: [fn(*each) for each in sets], STREAM)
 
 
@@ -254,7 +254,7 @@ def backward(outputs: list[Tensor], inputs: list[Tensor], gradients: list[Tensor
 
 
 def rates(variants: dict[str, Any], cost: Cost, sets: int) -> dict[str, float]:
-    """TB/s of each."""
+    """TB/s of each variant."""
     if not variants:
         return {}
     with torch.cuda.stream(STREAM):

@@ -1,4 +1,4 @@
-"""A user's own loop under accelerate, with gradients of two micro-batches and workers that load the data."""
+"""A hand-written loop under accelerate that accumulates gradients over two micro-batches and loads data by workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     clock = LoopClock(options.device)
-    for _ in range(options.epochs):  # a step includes the start of new workers
+    for _ in range(options.epochs):  # a step may include the start of new workers
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = F.cross_entropy(model(x), y)

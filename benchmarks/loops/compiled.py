@@ -1,4 +1,4 @@
-"""A network under torch.compile, trained."""
+"""Train a network under torch.compile."""
 
 from __future__ import annotations
 

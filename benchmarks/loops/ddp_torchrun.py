@@ -20,7 +20,7 @@ def train(device: str, steps: int, large: bool) -> LoopClock:
     model = DistributedDataParallel(net.to(device), device_ids=[device] if large else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch = 256 * (1 + (rank == last))
-    clock = LoopClock(device, watched=20)  # more steps are watched with several ranks
+    clock = LoopClock(device, watched=20)  # with several ranks, `rooftop analyze` watches more steps
     for _ in range(steps):
         loss = model(torch.randn(batch, width, device=device)).square().mean()
         optimizer.zero_grad()
@@ -43,7 +43,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if large else "gloo")
     steps = options.steps or (400 if large else 40)
-    clock = train(device, steps, large)  # the model must be deleted before the group, or gloo sometimes aborts
+    clock = train(device, steps, large)  # delete the model before the process group, or gloo sometimes aborts
     if dist.get_rank() == 0:
         clock.finish()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A GAN on synthetic images: in each step, the discriminator's and the generator's optimizer make a step."""
+"""A GAN on synthetic images: each step runs the discriminator's and the generator's optimizer."""
 
 from __future__ import annotations
 

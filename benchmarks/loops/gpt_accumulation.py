@@ -1,6 +1,6 @@
-"""A small GPT on the characters of the standard library: gradients of several micro-batches, autocast, GradScaler.
+"""Train a small GPT on the standard library's source text, with gradient accumulation, autocast and GradScaler.
 
-If it is active, the GradScaler begins with a scale that overflows, so that it skips steps.
+If GradScaler is enabled, its first scale overflows, so that it skips steps.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
         for _ in range(accumulated):
             with context:
                 loss = model(x, y) / accumulated
-            x, y = get_batch()  # while the forward pass runs
+            x, y = get_batch()  # loads the next batch while the GPU runs the forward pass
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

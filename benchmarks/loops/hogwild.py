@@ -27,7 +27,7 @@ def train(rank: int, model: nn.Module, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cpu")  # other devices would need processes that share a GPU
+    parser.add_argument("--device", default="cpu")  # on a GPU, processes would have to share one device
     parser.add_argument("--start", default="spawn", choices=("spawn", "fork"))
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
-"""Training of a ResNet as in reference scripts of image classification: a learning rate with warm-up and decay, weight
-decay for some weights only, label smoothing, mixup, averaged weights, and an evaluation and a checkpoint after each
-epoch."""
+"""Train a ResNet as reference scripts of image classification do. The learning rate warms up and decays, and only some
+parameters have weight decay. The script uses label smoothing, mixup and averaged weights, and it evaluates and saves a
+checkpoint after each epoch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def network(channels: int, blocks: int) -> nn.Sequential:
 
 
 def groups(model: nn.Module) -> list[dict]:
-    """Two parameter groups: norms and biases have no weight decay."""
+    """Two parameter groups, so that norms and biases have no weight decay."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 1e-4},

@@ -1,4 +1,4 @@
-"""Inference over a few batches, each read by a function of the loop, with accuracies added up on the host."""
+"""Inference over a few batches. A function of the script reads each batch, and the host adds up accuracies."""
 
 from __future__ import annotations
 

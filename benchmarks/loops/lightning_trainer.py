@@ -1,4 +1,4 @@
-"""Lightning's Trainer, which hands forward and backward to the optimizer as a closure; with validation."""
+"""Train with validation by Lightning's Trainer, which passes forward and backward to the optimizer as a closure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock and the losses of a loop, recorded by the loop itself, independently of Rooftop.
+"""A clock with which a loop records its own step times and losses, independently of Rooftop.
 
     clock = LoopClock(device)
     for batch in loader:
@@ -6,9 +6,9 @@
         clock.step(loss)
     clock.finish()
 
-The clock starts at the end of the second step and waits for the device there, at pauses (an evaluation) and at the end,
-as loops that print their speed do. `finish` prints one line of JSON. Its `late_ms` is the mean of the steps after the
-first 12 (`watched`), when `rooftop analyze` no longer watches the loop.
+The clock starts at the end of the second step. It waits for the device there, at pauses (for an evaluation) and at the
+end, as loops that print their speed do. `finish` prints one line of JSON. Its `late_ms` is the mean time of the steps
+after the first 12 (`watched`), which `rooftop analyze` no longer watches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LoopClock:
         self._marks: list[Any] = []  # the ends of steps; None: a pause
 
     def step(self, loss: Any = None) -> None:
-        """One step has ended. The loss may stay on the device until the end."""
+        """Record the end of a step. The loss may stay on the device until the end."""
         self.steps += 1
         self._timed += self._since is not None
         if loss is not None:
@@ -46,7 +46,7 @@ class LoopClock:
             self.go_on()
 
     def pause(self) -> None:
-        """The time until the next step does not count, because it is an evaluation."""
+        """Stop the clock until the next step, for example during an evaluation."""
         self._marks.append(None)
         if self._since is not None:
             self._wait()
@@ -75,7 +75,7 @@ class LoopClock:
         return sum(durations) / len(durations) if durations else None
 
     def _mark(self) -> Any:
-        """The present time in the order of the device's work, without waiting for it."""
+        """Record the present time on the device's stream, without waiting for the device."""
         if not self.device.startswith("cuda"):
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

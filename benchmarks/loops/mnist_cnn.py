@@ -1,4 +1,4 @@
-"""A CNN on images of digits: epochs of a DataLoader, a test loop after each, a learning rate that falls."""
+"""Train a CNN on images of digits, with a DataLoader, a test loop after each epoch, and a falling learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer on a small GPT-2 with random weights and random tokens."""
+"""Train a small GPT-2 with random weights on random tokens by transformers' Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train two matrices by hand, without an optimizer and a module. The script ends with a particular exit status."""
+"""Train two matrices by hand, without an optimizer or a module. The script exits with a particular status."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Run all tuners one after another, within a total time.
+"""Run all tuners one after another within a time limit.
 
     python benchmarks/tuning/all.py --out DIRECTORY [--seconds 600] [--only softmaxes losses ...] [--quick]
 
 The script writes FAMILY.json and FAMILY.log for each tuner, even if others fail. A tuner gets a share of the remaining
-time that depends on its number of candidates. Later tuners share the time that it does not use.
+time, by its number of candidates. Later tuners share the time that it leaves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SHARES = {  # suitable seconds for each, in the order in which they run
+SHARES = {  # tuner: seconds that suit it; tuners run in this order
     "rotary": 20,
     "attentions": 60,
     "matmuls": 80,
@@ -38,7 +38,7 @@ SHARES = {  # suitable seconds for each, in the order in which they run
     "sparse_pools": 60,
     "randoms": 20,
 }
-GRACE = 30.0  # seconds after its share at which a tuner is stopped, since the last task may take long
+GRACE = 30.0  # a tuner is stopped this many seconds after its share, since its last task may take long
 
 
 def main() -> None:

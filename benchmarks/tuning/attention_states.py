@@ -1,4 +1,4 @@
-"""Tables of merged attention states: MERGE_FORWARD and MERGE_BACKWARD of `attentions/tables.py`.
+"""Tune the merging of attention states: tables MERGE_FORWARD and MERGE_BACKWARD of `attentions/tables.py`.
 
 python benchmarks/tuning/attention_states.py [--out attention_states.json] [--seconds 10] [--quick]
 """
@@ -60,7 +60,7 @@ def check_backward(width: int) -> None:
 
 
 def configs(table: str, *found: tuple[int, int]) -> dict[str, Settings]:
-    """Candidates, by elements of a tile and warps."""
+    """Candidates: elements per tile, warps."""
     return {f"{n} {w}w": {(attention_states, table): ElementsConfig(n, w)} for n, w in found}
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/tuning/attentions.py [--out attentions.json] [--seconds 60] [--quick]
 
-Each candidate is a rule that names one back end. It is checked on few positions with half the heads of keys, forward,
-and backward with and without a gradient of the log-sum-exp. TFLOP/s count only visible pairs. On the CPU there is one
-back end, whatever the rules.
+Each candidate is a rule that names one back end. Candidates are checked on few positions, with half as many key heads
+as query heads: forward, and backward with and without a gradient of the log-sum-exp. TFLOP/s count only visible pairs.
+A CPU has only one back end, which ignores the rules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rooftop.kernels.attentions.plans import Direction, Rule
 
 BACKENDS = ("cudnn", "flash", "efficient")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-TOKENS, FEATURES = 16384, 2048  # tokens of a batch; features of all heads
+TOKENS, FEATURES = 16384, 2048  # tokens in the batch; features over all heads
 
 
 def inputs(batch: int, heads: int, key_heads: int, positions: int, width: int) -> list[Tensor]:
@@ -32,8 +32,8 @@ def inputs(batch: int, heads: int, key_heads: int, positions: int, width: int) -
 
 
 def call(direction: Direction, shape: tuple[int, ...], causal: bool) -> Call:
-    """A call by the back end that RULES name when the call is created. For backward, the forward uses it too, but runs
-    only once."""
+    """A call by the back end that RULES name when the call is created. For backward, forward runs once by the same back
+    end."""
     query, key, value, dout = inputs(*shape)
     scale = query.shape[-1] ** -0.5
     if direction == "forward":
@@ -74,7 +74,7 @@ def check(backend: str, direction: Direction, positions: int, width: int, causal
 
 
 def rules(backend: str, direction: Direction) -> Settings:
-    """Rules with one back end for this direction, and PyTorch's order for the other."""
+    """Rules that name one back end for this direction, and leave the other direction to PyTorch's order."""
     others = [rule for rule in attention_plans.RULES if rule.direction != direction]
     return {(attention_plans, "RULES"): (Rule(direction, (backend,)), *others)}
 

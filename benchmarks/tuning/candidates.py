@@ -1,8 +1,8 @@
-"""Try launch parameters: check each candidate on a small problem, then time all of them interleaved.
+"""Tune launch parameters: check each candidate on a small problem, then time all candidates interleaved.
 
-A tuner lists tasks, the most promising first, and calls `main`. Candidates are checked in separate processes, which
-share Triton's cache, so that they compile in parallel. Then each task is timed in this process, with its candidates and
-peers interleaved, from CUDA graphs. Figures are written after each task, and no task is started after `--seconds`.
+A tuner lists tasks, with the most promising first, and calls `main`. Separate processes check the candidates and share
+Triton's cache, so that candidates compile in parallel. Then this process times each task, with candidates and peers
+interleaved and replayed from CUDA graphs. Figures are written after each task. No task starts after `--seconds`.
 `--quick` tests a tuner on the CPU, through Triton's interpreter, at tiny sizes.
 """
 
@@ -26,13 +26,13 @@ import torch
 
 QUICK = "--quick" in sys.argv
 if QUICK:
-    os.environ["TRITON_INTERPRET"] = "1"  # rooftop, which reads it, is imported after this module
+    os.environ["TRITON_INTERPRET"] = "1"  # set before rooftop, which reads it, is imported
 DEVICE = "cpu" if QUICK else "cuda"
-CACHE_BYTES = 50 << 20  # the L2 of an H200; not queried, because CUDA must not start before the processes do
+CACHE_BYTES = 50 << 20  # size of an H200's L2; a query would initialize CUDA before the processes start
 
 Call = Callable[[], object]
-Settings = dict[tuple[ModuleType, str], Any]  # tables to set, by module and name
-Job = tuple[int, str]  # a candidate, by the number of its task and its name
+Settings = dict[tuple[ModuleType, str], Any]  # the tables to set: (module, name) -> value
+Job = tuple[int, str]  # a candidate: (number of its task, its name)
 
 
 @dataclass
@@ -40,17 +40,17 @@ class Task:
     """One size of one kernel.
 
     Attributes:
-        name: name for the output.
+        name: name of the task in the output.
         moved_bytes: bytes that the operator must read and write.
-        candidates: by name.
+        candidates: the tables to set for each candidate, by its name.
         call: function that creates the tensors, and returns the call to time.
-        check: the same call on a small problem, with the correct result. It is small because many run at once.
-        peers: calls to time with the candidates.
-        goal: the goal of the table, in words.
-        repeats: how many times `call` does the work, with other tensors each time, so that they do not come from L2.
-        graph: whether calls are replayed from a CUDA graph; impossible if the host waits for the GPU.
+        check: compares the call with the correct result on a problem that is small, since many checks run at once.
+        peers: functions that create calls to time next to the candidates.
+        goal: what the table should reach, in words.
+        repeats: how many times a call does the work, each time on other tensors, so that they do not come from L2.
+        graph: whether calls are replayed from a CUDA graph; False if the host waits for the GPU.
         changed: called after tables have been set, to clear caches that depend on them.
-        flops: for operators that flops bound: figures are then TFLOP/s instead of TB/s.
+        flops: for compute-bound operators: figures are TFLOP/s instead of TB/s.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Task:
     flops: int = 0
 
     def cleared(self) -> None:
-        """Clear caches that depend on other tables."""
+        """Clear the caches that depend on the tables."""
         from rooftop.launch import known_calls
 
         self.changed()
@@ -74,7 +74,7 @@ class Task:
 
     @contextmanager
     def settled(self, candidate: str) -> Iterator[None]:
-        """Set the tables of a candidate while the block runs."""
+        """Set a candidate's tables while the block runs."""
         settings = self.candidates[candidate]
         before = {(module, name): getattr(module, name) for module, name in settings}
         for (module, name), value in settings.items():
@@ -89,7 +89,7 @@ class Task:
 
 
 def copies_past_cache(tensor_bytes: int) -> int:
-    """The number of problems of this size that together are at least twice as large as the L2 cache."""
+    """How many problems of this size together are at least twice as large as the L2 cache."""
     return 1 if QUICK else max(1, -(-2 * CACHE_BYTES // tensor_bytes))
 
 
@@ -98,27 +98,27 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def main(tasks: Sequence[Task], description: str | None) -> None:
-    """Check and time the tasks; all tuners have these options."""
+    """Check and time the tasks. All tuners have the options that this function parses."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--seconds", type=float, default=50, help="seconds after which no further task is started")
     parser.add_argument(
-        "--processes", type=int, default=min(15, os.cpu_count() or 1), help="number of processes that prove candidates"
+        "--processes", type=int, default=min(15, os.cpu_count() or 1), help="number of processes that check candidates"
     )
     parser.add_argument("--quick", action="store_true", help="a tiny run on the CPU, to test the script")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these tasks, by name", default=[])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run only these tasks", default=[])
     options = parser.parse_args()
     unknown = set(options.only) - {task.name for task in tasks}
     if unknown:
-        parser.error(f"no task {', '.join(sorted(unknown))}; there are: {', '.join(task.name for task in tasks)}")
+        parser.error(f"no task {', '.join(sorted(unknown))}; the tasks are: {', '.join(task.name for task in tasks)}")
     _run([task for task in tasks if not options.only or task.name in options.only], options)
 
 
-_tasks: list[Task] = []  # global, so that the processes find them
+_tasks: list[Task] = []  # global, so that the forked processes have them
 
 
 def _prove(job: Job) -> str | None:
-    """The error of a candidate; None if it is correct."""
+    """Check a candidate. Return its error, or None if it is correct."""
     task = _tasks[job[0]]
     try:
         with task.settled(job[1]):
@@ -131,10 +131,10 @@ def _prove(job: Job) -> str | None:
 def _proofs(jobs: list[Job], processes: int, until: float) -> dict[Job, str | None]:
     if QUICK:
         return {job: _prove(job) for job in jobs}
-    assert not torch.cuda.is_initialized()  # otherwise the processes could not use the GPU
+    assert not torch.cuda.is_initialized()  # after CUDA's initialization, forked processes cannot use the GPU
     found = _proven_by(jobs, processes, until)
-    # A kernel that goes out of bounds makes later candidates in its process fail too, so all candidates with CUDA
-    # errors are checked again, one by one.
+    # An out-of-bounds access also makes later candidates in the same process fail. So all candidates with CUDA errors
+    # are checked again, each in its own process.
     broken = [job for job, why in found.items() if why and ("CUDA error" in why or "[CUDA]" in why)]
     return found | _proven_by(broken, processes, until, tasks_per_process=1)
 
@@ -162,13 +162,13 @@ def _run(tasks: list[Task], options: argparse.Namespace) -> None:
     jobs = [(i, name) for i, task in enumerate(tasks) for name in task.candidates]
     print(f"{len(jobs)} candidates of {len(tasks)} tasks", flush=True)
     proofs = _proofs(jobs, options.processes, began + 0.55 * options.seconds)
-    if not QUICK and not torch.cuda.is_available():  # not asked earlier, because that would start CUDA
+    if not QUICK and not torch.cuda.is_available():  # not queried earlier, because the query initializes CUDA
         sys.exit("there is no GPU: --quick tests the script without one")
     failed = {f"{tasks[i].name}: {name}": why for (i, name), why in proofs.items() if why}
     for name, why in failed.items():
         print(f"FAILED {name}: {why}", flush=True)
     right = {job for job, why in proofs.items() if why is None}
-    print(f"{len(right)} right after {time.perf_counter() - began:.1f} s", flush=True)
+    print(f"{len(right)} candidates are correct, after {time.perf_counter() - began:.1f} s", flush=True)
     device = "CPU" if QUICK else torch.cuda.get_device_name()
     found: dict[str, Any] = {"device": device, "torch": torch.__version__, "rows": [], "failed": failed}
     for i, task in enumerate(tasks):
@@ -196,14 +196,14 @@ def _timed(task: Task, candidates: Sequence[str], failed: dict[str, str]) -> dic
     from rooftop.hardware import compare
 
     torch.manual_seed(0)
-    stream = None if QUICK else torch.cuda.Stream()  # backward runs on the stream of its forward: see `captured`
+    stream = None if QUICK else torch.cuda.Stream()  # backward runs on its forward's stream: see `captured`
     calls: dict[str, Call] = {}
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         call = task.call()
         for name in (*candidates, *task.peers):
             try:
                 calls[name] = _prepared(task, name, call, stream)
-            except Exception as error:  # a candidate that cannot be launched at this size, or a peer that cannot run
+            except Exception as error:  # this candidate cannot be launched at this size, or this peer cannot run
                 failed[f"{task.name}: {name}"] = why = f"{type(error).__name__}: {str(error)[:300]}"
                 print(f"FAILED {task.name}: {name}: {why}", flush=True)
         if stream is not None:
@@ -221,7 +221,7 @@ def _timed(task: Task, candidates: Sequence[str], failed: dict[str, str]) -> dic
 
 
 def _prepared(task: Task, name: str, call: Call, stream: torch.cuda.Stream | None) -> Call:
-    """The call to time: for a candidate `call` with its tables set, for a peer its own call."""
+    """The call to time: `call` with the candidate's tables, or a peer's own call."""
     from rooftop.hardware.graphs import captured
 
     graph = task.graph and stream is not None

@@ -1,11 +1,11 @@
-"""Tables of softmax and cross entropy by clusters: CLUSTER_* of `softmaxes/tables.py`, compared with Triton's kernels.
+"""Tune softmax and cross entropy by clusters (CLUSTER_* of `softmaxes/tables.py`), and compare with Triton's kernels.
 
     python benchmarks/tuning/clusters.py [--out clusters.json] [--seconds 45] [--quick]
 
-A candidate is named by the blocks of a cluster, the threads of a block, the groups that a thread holds in registers,
-and the rows in flight at a time. An entry of a table applies to the sizes between those at which it was fastest: set
-`above_bytes` and `row_bytes` by hand. For odd rows the shapes are those that `fullest` prefers. With --quick there are
-no clusters, and Triton's kernels run.
+A candidate's name has the blocks of a cluster, the threads of a block, the groups that a thread holds in registers, and
+the rows in flight. A table's entry applies to the sizes at which it was fastest and all sizes between them: set
+`above_bytes` and `row_bytes` by hand. For odd rows, the candidates are the shapes that `fullest` prefers. With --quick,
+Triton's kernels run, since a CPU has no clusters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Shape = tuple[int, int, int, int]  # blocks, threads, held, stages
 
 
 def by_cluster(table: str, check: Callable[[int], None], columns: int) -> None:
-    """The check, which also asserts that clusters ran if the table has an entry."""
+    """Run the check, and assert that a cluster's kernel ran if the table has an entry."""
     with count_launches() as launches:
         check(columns)
     assert QUICK or bool(getattr(tables, table)) == any("_cluster<" in name for name in launches), launches
@@ -92,11 +92,11 @@ ODD_ROWS = (
     189881,
 )
 ODD_BACKWARD = (1603, 2601, 3114, 3996, 5001, 7996, 10007, 12004, 20012, 20815, 50257, 65598, 100003, 126706)
-SHARED_BYTES = 232_448  # the largest shared memory of a block on an H200
+SHARED_BYTES = 232_448  # maximum shared memory of a block on an H200
 
 
 def fullest(columns: int, tensors: int, stages: int = 2) -> tuple[Shape, ...]:
-    """The five shapes that `cuda_softmaxes.fullest` prefers for half precision, the one in use first."""
+    """The five shapes that `cuda_softmaxes.fullest` prefers for half precision. The first one is in use."""
     found = cuda_softmaxes.fullest(-(-(columns + 7) // 8), tensors, stages, SHARED_BYTES)[:5]
     return tuple((c.blocks, c.threads, c.held, c.stages) for c in found)
 

@@ -1,16 +1,16 @@
-"""Time kernels of conv_act and cuDNN for every convolution of ResNet-50, and print lines for
+"""Time conv_act's kernels and cuDNN on every convolution of ResNet-50, and print lines for
 `kernels/convolutions/tables.py`.
 
     python benchmarks/tuning/conv_acts.py --out conv_acts.json [--batch 256 32 1] [--only 3x3] [--seconds 240]
     python benchmarks/tuning/conv_acts.py --quick
 
-Figures are microseconds. `--only` selects jobs whose name contains it, such as "3x3 128-128 28". `--quick` runs tiny
-sizes on the CPU, through the interpreter.
+Figures are microseconds. `--only` selects jobs whose names contain the text, such as "3x3 128-128 28". `--quick` runs
+tiny sizes on the CPU, through the interpreter.
 
-Processes that share Triton's cache compile the candidates (each launches them once). Then the candidates are checked
-against torch and timed. All candidates of a shape are interleaved, in CUDA graphs whose operands do not stay in L2.
-Candidates that do not compile or do not fit are recorded under "errors" and left out. The last rows add up the best of
-each convolution, and cuDNN's, over the network.
+Several processes compile the candidates by launching each once; they share Triton's cache. Then the candidates are
+checked against torch and timed. All candidates of a shape are interleaved, in CUDA graphs whose operands do not stay in
+L2. Candidates that do not compile or do not fit are recorded under "errors" and left out. The last rows add up the
+network's convolutions, with the best candidate for each and with cuDNN.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from rooftop.kernels.convolutions.tables import ConvPlan, ConvTile, Geometry, Pr
 from rooftop.kernels.operands.activations import activated
 
 PEERS = ("torch", "library", "cudnn", "cudnn, benchmarked", "product")
-L2_BYTES = 120_000_000  # operands of this many bytes do not stay in any GPU's L2
+L2_BYTES = 120_000_000  # no GPU's L2 holds operands of this many bytes
 
 
 @dataclass(frozen=True)
 class Job:
-    """A convolution of ResNet-50, and how often it occurs."""
+    """A convolution of ResNet-50, and how often the network has it."""
 
     channels: int
     size: int
@@ -69,7 +69,7 @@ class Job:
 
 
 def stage(width: int, size: int, blocks: int) -> list[Job]:
-    """The convolutions of the second to fourth stages; `size` is that of the result."""
+    """The convolutions of a later stage (second to fourth). `size` is the side of the result."""
     return [
         Job(2 * width, 2 * size, width, 1, 1, False, "relu", 1),
         Job(width, 2 * size, width, 3, 2, False, "relu", 1),
@@ -106,7 +106,7 @@ def g(rows: int, columns: int, depth: int, warps: int, stages: int, split: int =
     return ConvTile("gathered", rows, columns, depth, warps, stages, split=split, early=early)
 
 
-# According to ptxas (Triton 3.6 and 3.7), the inspected ones do not spill. Shared memory is at most 227 KiB per
+# In ptxas's output (Triton 3.6 and 3.7), no inspected candidate spills registers. Shared memory is at most 227 KiB per
 # multiprocessor.
 MANY = [
     p(128, 128, 64, 4, 3, 2, 2),
@@ -156,7 +156,7 @@ TRIED = [p(16, 32, 16, 4, 2), s(16, 32, 16, 4, 2, 2), g(16, 32, 16, 4, 2, 2)]
 
 
 def candidates(job: Job, batch: int, device: str) -> list[ConvTile]:
-    """The suitable candidates, each adapted as the tables would do, without duplicates."""
+    """The suitable candidates without duplicates, each adapted as `tables.py` adapts its entries."""
     if device == "cpu":
         tiles = TRIED
     elif job.channels < 8:
@@ -216,13 +216,13 @@ def compile_one(task: Task) -> tuple[str, str]:
         return name_of(task), ""
     except Exception as error:
         if _broken:
-            return name_of(task), ""  # an earlier kernel broke this process: the parent tries this one itself
+            return name_of(task), ""  # an earlier kernel broke this process, so the parent tries this candidate
         _broken = "CUDA error" in str(error)
         return name_of(task), f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def by_torch(job: Job, x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None) -> Tensor:
-    """torch's calls in a network with folded norms, in place."""
+    """The in-place torch calls that a network with folded norms makes."""
     y = functional.conv2d(x, weight, bias, job.stride, job.kernel // 2)
     y = y if added is None else y.add_(added)
     return y.relu_() if job.activation == "relu" else y
@@ -284,7 +284,7 @@ def measure(job: Job, batch: int, tiles: list[ConvTile], device: str, seconds: f
 
 
 def line(job: Job, batch: int, best: str, us: dict[str, float], tiles: list[ConvTile]) -> str:
-    """The line of the table for the best candidate of a job."""
+    """The table's line for the best candidate of a job."""
     tile = next((tile for tile in tiles if label(tile) == best), None)
     geometry = job.geometry(batch)
     shape = (geometry.rows, job.out_channels, job.channels, geometry.taps, job.stride, job.residual)
@@ -299,8 +299,8 @@ def line(job: Job, batch: int, best: str, us: dict[str, float], tiles: list[Conv
 
 
 def totals(rows: list[dict[str, Any]], batch: int) -> dict[str, Any] | None:
-    """Totals over the network's convolutions at a batch size: of the best candidates, and of torch and cuDNN if
-    measured."""
+    """Total times of the network's convolutions at a batch size, by the best candidates and, if measured, by torch and
+    cuDNN."""
     measured = [row for row in rows if row["batch"] == batch]
     if len(measured) < len(JOBS):
         return None
@@ -321,10 +321,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--batch", type=int, nargs="+", default=[256, 1, 32])
-    parser.add_argument("--only", default="", help="jobs whose name contains this")
+    parser.add_argument("--only", default="", help="run only jobs whose names contain this")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--processes", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="on the CPU, to test the script")
+    parser.add_argument("--quick", action="store_true", help="run tiny sizes on the CPU, to test the script")
     options = parser.parse_args()
     began = time.perf_counter()
     device, jobs, batches = ("cpu", TINY, [2]) if options.quick else ("cuda", JOBS, options.batch)
@@ -345,7 +345,7 @@ def main() -> None:
     waiting: dict[Task, Any] = {}
     pool: Any = None
     if device == "cuda":
-        assert not torch.cuda.is_initialized()  # otherwise the processes could not use the GPU
+        assert not torch.cuda.is_initialized()  # after CUDA's initialization, forked processes cannot use the GPU
         pool = multiprocessing.get_context("fork").Pool(options.processes)
         for job, batch in work:
             for tile in candidates(job, batch, device):
@@ -363,14 +363,16 @@ def main() -> None:
             print("left out:", name, errors[name][:120], flush=True)
             return False
 
-    # All candidates are compiled before anything is timed, because launches of other processes would disturb the
-    # timing.
+    # All candidates are compiled before the first timing, which launches of other processes would disturb.
     for result in waiting.values():
         result.wait(max(0.0, 0.6 * options.seconds - (time.perf_counter() - began)))
     late = [task for task, result in waiting.items() if not result.ready()]
     errors |= {name_of(task): "not compiled in time" for task in late}
     if pool is not None:
-        print(f"{len(waiting)} compiled but {len(late)} after {time.perf_counter() - began:.1f} s", flush=True)
+        print(
+            f"{len(waiting)} candidates, {len(late)} of them not compiled after {time.perf_counter() - began:.1f} s",
+            flush=True,
+        )
         pool.terminate()
     for job, batch in work:
         if time.perf_counter() - began > 0.95 * options.seconds and not options.quick:
@@ -387,13 +389,13 @@ def main() -> None:
         ranked = sorted((name for name in us if name not in PEERS), key=us.__getitem__)
         peers = "  ".join(f"{name} {us[name]:.1f}" for name in PEERS if name in us)
         ours = "  ".join(f"[{name}] {us[name]:.1f}" for name in ranked[:4])
-        print(f"{job}, batch {batch}: {peers} | {ours} | taken now: {row['taken']}", flush=True)
+        print(f"{job}, batch {batch}: {peers} | {ours} | chosen by the tables: {row['taken']}", flush=True)
         for name, error in row["failed"].items():
             print("  failed:", name, error)
     print("\n".join(row["line"] for row in rows))
     for batch in batches:
         if found := totals(rows, batch):
-            print(f"batch {batch}: {found['us']} us, {found['images_per_second']} images/s of convolutions alone")
+            print(f"batch {batch}: {found['us']} us, {found['images_per_second']} images/s for the convolutions alone")
     print(f"{time.perf_counter() - began:.1f} s")
 
 

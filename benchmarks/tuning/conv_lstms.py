@@ -1,12 +1,12 @@
-"""Tables of the gates of a ConvLSTM: FORWARD and BACKWARD of `recurrent/tables.py`.
+"""Tune the gates of a ConvLSTM: tables FORWARD and BACKWARD of `recurrent/tables.py`.
 
     python benchmarks/tuning/conv_lstms.py [--out conv_lstms.json] [--seconds 100] [--quick]
 
-The first tasks are the gates of one step of Keras's example, (8, 64, 64, 64 filters), channels last, as in a layer:
-forward keeps the convolutions' sums, and backward has both gradients of the hidden state. The others are a whole layer
-of three steps for each kernel size of the example, in TFLOP/s of its convolutions. Their peers are the same
+The first tasks are the gates of one step of Keras's example, (8, 64, 64, 64 filters), channels last. They run as in a
+layer: forward keeps the convolutions' sums, and backward gets both gradients of the hidden state. The other tasks are a
+whole layer of three steps, for each kernel size of the example, in TFLOP/s of its convolutions. Their peers are the
 convolutions without the gates, and the layer with algorithms that cuDNN chooses by trial
-(`torch.backends.cudnn.benchmark`). TF32 is on, as in the example's benchmark.
+(`torch.backends.cudnn.benchmark`). TF32 is on, as in the benchmark of this example.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rooftop.kernels.recurrent import conv_lstm_sequences, conv_lstms, tables
 
 BATCH, FILTERS, SIDE = (1, 8, 3) if QUICK else (8, 64, 64)
 STEPS = 2 if QUICK else 3
-ACTIVATIONS = ("relu", "sigmoid")  # activations of the example's layers
+ACTIVATIONS = ("relu", "sigmoid")  # the activations of the layers in Keras's example
 CELLS = BATCH * FILTERS * SIDE * SIDE
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -34,13 +34,13 @@ def maps(channels: int, dtype: torch.dtype, batch: int = BATCH) -> Tensor:
 
 # ---- the gates of a step ---------------------------------------------------------------------------------------
 
-# The channels of each tensor of a step.
-FORWARD = (FILTERS, FILTERS, 4 * FILTERS, FILTERS, 4 * FILTERS, 4 * FILTERS)  # hidden, cell; gates, cell, added; sums
-BACKWARD = (4 * FILTERS, *4 * (FILTERS,), 4 * FILTERS, FILTERS)  # of gates, cell; two of hidden, cell; sums, cell
+# Channels of each tensor in a step. "d" marks gradients.
+FORWARD = (FILTERS, FILTERS, 4 * FILTERS, FILTERS, 4 * FILTERS, 4 * FILTERS)  # hidden, cell, gates, cell, added, sums
+BACKWARD = (4 * FILTERS, *4 * (FILTERS,), 4 * FILTERS, FILTERS)  # dgates, dcell, dhidden twice, dcell, sums, cell
 
 
 def repeats(dtype: torch.dtype) -> int:
-    """The number of problems to time one after another, so that they do not come from L2."""
+    """How many problems to time in turn, so that they do not come from L2."""
     return copies_past_cache(19 * CELLS * dtype.itemsize)
 
 
@@ -72,7 +72,7 @@ def backward(dtype: torch.dtype, count: int | None = None) -> Call:
 
 
 def check_gates(made: object, dtype: torch.dtype) -> None:
-    """The result for a random problem, and that of the reference."""
+    """The kernel's result for a random problem, and the reference's result."""
     torch.manual_seed(1)
     found = made(dtype, 1)()  # type: ignore[operator]
     torch.manual_seed(1)
@@ -89,7 +89,7 @@ def check_gates(made: object, dtype: torch.dtype) -> None:
 
 
 def configs(table: str, *found: tuple[int, int]) -> dict[str, Settings]:
-    """Candidates, by elements of a program and warps."""
+    """Candidates: elements per program, warps."""
     return {f"{e} elements {w}w": {(tables, table): ElementsConfig(e, w)} for e, w in found}
 
 
@@ -101,7 +101,7 @@ def gate_tasks(dtype: torch.dtype) -> tuple[Task, Task]:
     return (
         Task(
             f"gates forward {kind}",
-            16 * moved,  # gates, added, cell; hidden, cell, sums
+            16 * moved,  # reads gates, added and cell; writes hidden, cell and sums
             forwards,
             partial(forward, dtype),
             partial(check_gates, forward, dtype),
@@ -110,7 +110,7 @@ def gate_tasks(dtype: torch.dtype) -> tuple[Task, Task]:
         ),
         Task(
             f"gates backward {kind}",
-            13 * moved,  # three gradients, sums, cell; gradients of gates and cell
+            13 * moved,  # reads three gradients, sums and cell; writes the gradients of gates and cell
             backwards,
             partial(backward, dtype),
             partial(check_gates, backward, dtype),
@@ -124,7 +124,7 @@ def gate_tasks(dtype: torch.dtype) -> tuple[Task, Task]:
 
 
 def layer(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(gates of all steps, kernel)."""
+    """(gates of all steps, convolution kernel)."""
     gates = maps(4 * FILTERS, dtype, STEPS * BATCH).unflatten(0, (STEPS, BATCH))
     kernel = randn(4 * FILTERS, FILTERS, size, size, dtype=dtype) / (FILTERS * size * size) ** 0.5
     return gates, kernel.contiguous(memory_format=torch.channels_last)
@@ -159,7 +159,7 @@ def convolutions(size: int, dtype: torch.dtype, of_backward: bool) -> Call:
 
 
 def by_trial(made: object, size: int, dtype: torch.dtype) -> Call:
-    """Let cuDNN choose algorithms by trial, once for each shape."""
+    """Let cuDNN choose its algorithm for each shape by trial."""
     call = made(size, dtype)  # type: ignore[operator]
 
     def with_trial() -> object:
@@ -184,7 +184,7 @@ def check_layer(made: object, size: int, dtype: torch.dtype) -> None:
         douts = randn(STEPS, BATCH, SIDE, SIDE, FILTERS, dtype=dtype).permute(0, 1, 4, 2, 3)
         expected = torch.autograd.grad(outputs, (gates, kernel), douts.double())
     for mine, exact in zip(found[:2], expected, strict=True):
-        # A few elements may differ: at the bend of an activation, rounding can change a gradient.
+        # A few elements may differ, since rounding changes the gradient at an activation's kink.
         apart, largest = (mine.double() - exact.detach()).abs(), float(exact.detach().abs().max())
         share = float((apart > 0.03 * largest).double().mean())
         assert share < 1e-4, f"{share:.2g} of the elements differ by more than 3% of the largest"

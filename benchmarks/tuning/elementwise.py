@@ -1,4 +1,4 @@
-"""Tables of fused elementwise expressions: FLAT, TILES, SQUARE and those of sums, of `elementwise/tables.py`.
+"""Tune fused elementwise expressions: FLAT, TILES, SQUARE and the tables of sums in `elementwise/tables.py`.
 
 python benchmarks/tuning/elementwise.py [--out elementwise.json] [--seconds 30] [--quick]
 """
@@ -20,10 +20,10 @@ from rooftop.kernels.elementwise import tables
 from rooftop.kernels.elementwise.tables import FlatConfig, TileConfig
 
 SINGLE, HALF = torch.float32, torch.bfloat16
-ELEMENTS, SMALL = (1 << 12, 1 << 11) if QUICK else (1 << 27, 1 << 20)  # elements to time, and to check
+ELEMENTS, SMALL = (1 << 12, 1 << 11) if QUICK else (1 << 27, 1 << 20)  # number of elements in a timing, and in a check
 WIDE, TALL = (64, 64) if QUICK else (4096, 8192)
 Function = Callable[..., Any]
-Shapes = Callable[[int], list[tuple[int, ...]]]  # function of the number of elements that returns shapes
+Shapes = Callable[[int], list[tuple[int, ...]]]  # takes the number of elements, and returns the shapes of the inputs
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def with_channels(elements: int) -> list[tuple[int, ...]]:
 
 
 def inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype, transposed: bool) -> list[Tensor]:
-    """Inputs; with `transposed`, the last one is contiguous along the first dimension."""
+    """The inputs. With `transposed`, the last input is contiguous along its first dimension."""
     tensors = [randn(*shape, dtype=dtype) for shape in shapes]
     if transposed:
         tensors[-1] = tensors[-1].t().contiguous().t()
@@ -111,7 +111,7 @@ def task(
 
 
 def gradients(function: Function, tensors: list[Tensor]) -> Call:
-    """The gradients of all tensors, from the gradient of the result."""
+    """The gradients of all inputs, from the gradient of the result."""
     tensors = [t.requires_grad_() for t in tensors]
     y = function(*tensors)
     torch.manual_seed(1)
@@ -120,8 +120,8 @@ def gradients(function: Function, tensors: list[Tensor]) -> Call:
 
 
 def backward(table: str, function: Function, shapes: Shapes, full: int, candidates: dict[str, Settings]) -> Task:
-    """Tasks of backward in bfloat16; `full`: the number of full-shape tensors that are read and written, including
-    gradients."""
+    """Tasks of backward in bfloat16. `full` is the number of full-shape tensors that backward reads or writes,
+    including gradients."""
 
     def call() -> Call:
         return gradients(fused(function), inputs(shapes(ELEMENTS), HALF, False))
@@ -131,7 +131,7 @@ def backward(table: str, function: Function, shapes: Shapes, full: int, candidat
         return gradients(torch.compile(function, dynamic=False), inputs(shapes(ELEMENTS), HALF, False))
 
     def check() -> None:
-        """The result, and that in float32 for the same inputs."""
+        """The result, and the float32 result for the same inputs."""
         tensors = inputs(shapes(SMALL), HALF, False)
         exact = gradients(function, [t.float() for t in tensors])()
         for ours, theirs in zip(gradients(fused(function), tensors)(), exact, strict=True):  # type: ignore[call-overload]
@@ -144,17 +144,17 @@ def backward(table: str, function: Function, shapes: Shapes, full: int, candidat
 
 
 def flat(*found: tuple[int, int]) -> dict[str, Settings]:
-    """Candidates, by elements and warps."""
+    """Candidates: elements per program, warps."""
     return {f"{n} {w}w": {(tables, "FLAT"): (FlatConfig(1 << 30, n, w),)} for n, w in found}
 
 
 def tiles(table: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
-    """Candidates, by elements, columns and warps."""
+    """Candidates: elements per tile, columns, warps."""
     return {f"{n} of {c} {w}w": {(tables, table): TileConfig(n, c, w)} for n, c, w in found}
 
 
 def sums(*found: tuple[int, int, int, int]) -> dict[str, Settings]:
-    """Candidates, by elements, columns, warps and programs per SM."""
+    """Candidates: elements per tile, columns, warps, programs per SM."""
     return {
         f"{n} of {c} {w}w {p}p": {
             (tables, "LONG_SUMS"): TileConfig(n, c, w),

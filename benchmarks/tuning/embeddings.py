@@ -1,9 +1,9 @@
-"""The table of the gradient of embeddings: RUNS of `lookups/tables.py`.
+"""Tune the gradient of embeddings: table RUNS of `lookups/tables.py`.
 
     python benchmarks/tuning/embeddings.py [--out embeddings.json] [--seconds 15] [--quick]
 
 Tokens are distributed like words ("zipf"), over the whole table ("uniform"), or all equal ("one"). Candidates are
-checked with a small vocabulary, because the gradient of a large one takes gigabytes in each process.
+checked with a small vocabulary, because a large vocabulary's gradient takes gigabytes in each process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rooftop.kernels.lookups import embeddings, launches, tables
 from rooftop.kernels.lookups.tables import RunsConfig
 
 ROWS, WIDTH, COUNT = (7, 5, 40) if QUICK else (128256, 4096, 65536)  # vocabulary, features, tokens
-SMALL_ROWS, SMALL_COUNT = (7, 40) if QUICK else (1024, 4096)  # sizes of a check
+SMALL_ROWS, SMALL_COUNT = (7, 40) if QUICK else (1024, 4096)  # vocabulary and tokens in a check
 
 
 def inputs(kind: str, rows: int, count: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def check(kind: str) -> None:
 
 
 def runs(*found: tuple[int, int, int, int]) -> dict[str, Settings]:
-    """Candidates, by items of a chunk, rows loaded at once, columns and warps."""
+    """Candidates: items per chunk, rows loaded at once, columns, warps."""
     return {
         f"chunk {chunk} ahead {ahead} {columns} columns {warps}w": {
             (tables, "RUNS"): RunsConfig(chunk, ahead, columns, warps)
@@ -62,7 +62,7 @@ def task(kind: str) -> Task:
     moved = 2 * WIDTH * (COUNT + ROWS)
     candidates = runs((32, 8, 512, 2), (64, 8, 512, 2), (64, 8, 1024, 4), (128, 8, 512, 2), (32, 16, 256, 1))
     timed, checked, peers = partial(call, kind), partial(check, kind), {"torch": partial(by_torch, kind)}
-    # PyTorch's call waits for the GPU, which a graph cannot contain.
+    # PyTorch's call waits for the GPU, so a graph cannot capture it.
     return Task(f"embedding backward {kind}", moved, candidates, timed, checked, peers, "torch", graph=False)
 
 

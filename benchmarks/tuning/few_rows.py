@@ -1,10 +1,11 @@
-"""Tiles of linear_act for few rows, those of Swin-T and DETR at batch 1: entries for the tables of `matmuls/tables.py`.
+"""Tune linear_act's tiles for few rows, as in Swin-T and DETR at batch 1: entries for the tables of
+`matmuls/tables.py`.
 
     python benchmarks/tuning/few_rows.py [--out few_rows.json] [--seconds 45] [--quick]
 
-The library is a candidate, too; if cuBLAS lacks the epilogue (gelu), it takes two kernels. "tables" has the fastest
-plan of each task, whose tile goes into an `Entry`. If nothing or relu follows, `choose` uses no table, and those tasks
-show the cost of that. Weights come from memory, as in a network whose weights do not fit into L2.
+cuBLAS is a candidate, too. It needs two kernels if it lacks the epilogue (gelu). In the output, "tables" has each
+task's fastest plan, whose tile belongs into an `Entry`. For products with relu or no activation, `choose` uses no
+table. Their tasks show what this costs. Weights come from memory, as in a network whose weights do not fit into L2.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rooftop.kernels.matmuls.tables import LinearPlan, Tile
 
 Shape = tuple[int, int, int]  # M, N, K
 SHAPES: dict[str, tuple[Shape, ...]] = {
-    "gelu": ((196, 1536, 384), (49, 3072, 768), (784, 768, 192), (3136, 384, 96)),  # first layers of Swin-T's blocks
+    "gelu": ((196, 1536, 384), (49, 3072, 768), (784, 768, 192), (3136, 384, 96)),  # the first layers of Swin-T's MLPs
     "none": ((196, 384, 1536), (49, 768, 3072), (950, 256, 256), (100, 256, 2048)),
     "relu": ((950, 2048, 256), (100, 2048, 256)),  # DETR's layers
 }
@@ -62,13 +63,13 @@ def call(shape: Shape, activation: str, copies: int) -> Call:
 
 
 def by_torch(shape: Shape, copies: int) -> Call:
-    """The product alone."""
+    """The product without activation."""
     sets = [operands(shape) for _ in range(copies)]
     return lambda: [functional.linear(*each) for each in sets]
 
 
 def check(shape: Shape, activation: str) -> None:
-    """Check at the timed size, so that divisibility, which the compiler uses, is the same."""
+    """Check at the timed size, since the compiler specializes kernels on divisibility."""
     x, weight, bias = operands(shape)
     found, _ = forward(PLAN, x, weight, bias, activation, None, False)
     exact, _ = linear_act_reference(x.double(), weight.double(), bias.double(), activation, None)

@@ -1,4 +1,4 @@
-"""Tables of SwiGLU: FORWARD and BACKWARD of `gated/tables.py`.
+"""Tune SwiGLU: tables FORWARD and BACKWARD of `gated/tables.py`.
 
 python benchmarks/tuning/gated.py [--out gated.json] [--seconds 10] [--quick]
 """
@@ -17,7 +17,7 @@ from rooftop.kernels.gated.gated import SwigluBackward
 from rooftop.kernels.gated.tables import GatedConfig
 
 COLUMNS = 33 if QUICK else 14336
-ROWS, SMALL = (3, 3) if QUICK else ((1 << 28) // COLUMNS, 68)  # rows to time, and to check; with the same divisibility
+ROWS, SMALL = (3, 3) if QUICK else ((1 << 28) // COLUMNS, 68)  # timed and checked rows, with the same divisibility
 
 
 def inputs(rows: int, packed: bool) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def check_backward(packed: bool) -> None:
 
 
 def configs(table: str, *found: tuple[int, int]) -> dict[str, Settings]:
-    """Candidates, by bytes of a tile and warps."""
+    """Candidates: bytes per tile, warps."""
     return {f"{b}B {w}w": {(tables, table): GatedConfig(b, w)} for b, w in found}
 
 

@@ -1,4 +1,4 @@
-"""Tables of trilinear interpolation: CORNERS_* of `lookups/tables.py`, compared with the kernel in CUDA C++.
+"""Tune trilinear interpolation (CORNERS_* of `lookups/tables.py`), and compare with the CUDA C++ kernel.
 
 python benchmarks/tuning/interpolations.py [--out interpolations.json] [--seconds 15] [--quick]
 """
@@ -23,7 +23,7 @@ def points_of(channels: int) -> int:
     return 50 if QUICK else (1 << 26) // (8 * channels) // 16 * 16
 
 
-SMALL = 50 if QUICK else 4096  # number of points of a check
+SMALL = 50 if QUICK else 4096  # number of points in a check
 
 
 def inputs(count: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +57,7 @@ def check_backward(channels: int) -> None:
 
 
 def blocks(direction: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
-    """Candidates, by bytes of a corner for all points of a program, bytes of a corner of one point, and warps."""
+    """Candidates: bytes that a program loads per corner for all its points, bytes per corner of one point, warps."""
     return {f"{b}B {c}B {w}w": {(tables, direction): (CornersConfig(ANY_BYTES, b, c, w),)} for b, c, w in found}
 
 

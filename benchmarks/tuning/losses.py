@@ -1,8 +1,8 @@
-"""Tables of cross entropy: LOSS(_LONG), FUSED(_LONG) and GRADIENT_* of `losses/tables.py`.
+"""Tune cross entropy: tables LOSS(_LONG), FUSED(_LONG) and GRADIENT_* of `losses/tables.py`.
 
     python benchmarks/tuning/losses.py [--out losses.json] [--seconds 45] [--quick]
 
-"fused" is loss and gradient in one kernel; "loss" and "gradient" are the two kernels of the separate form.
+"fused" computes loss and gradient in one kernel. "loss" and "gradient" are two separate kernels.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 
 TERMS = Terms(None, -100, 0.0, 0.0)
-ROWS, SMALL = (4, 3) if QUICK else (8192, 512)  # rows to time, and to check
+ROWS, SMALL = (4, 3) if QUICK else (8192, 512)  # rows in a timing, and in a check
 MANY = 33_000 if QUICK else 128256  # classes
 
 
 def inputs(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """(logits, targets), one of which is ignored."""
+    """(logits, targets). One target is `ignore_index`."""
     target = torch.randint(columns, (rows,), device=DEVICE)
     target[1] = TERMS.ignore_index
     return randn(rows, columns), target
 
 
 def plain(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(losses, gradient of their mean) in float32 by PyTorch."""
+    """(losses, gradient of their mean), computed in float32 by PyTorch."""
     wide = x.float().requires_grad_()
     (gradient,) = torch.autograd.grad(functional.cross_entropy(wide, target), wide)
     return functional.cross_entropy(wide.detach(), target, reduction="none"), gradient
@@ -100,7 +100,7 @@ def torch_loss(columns: int) -> Call:
 
 
 def long(table: str, *found: tuple[int, int, int, int] | tuple[int, int, int, int, str]) -> dict[str, Settings]:
-    """Candidates for rows longer than a tile, by block bytes, warps, programs per SM and stages."""
+    """Candidates for rows longer than a tile: block bytes, warps, programs per SM, stages."""
     configs = [LongConfig(ANY_BYTES, *each) for each in found]
     return {
         f"long {c.block_bytes // 1024}K {c.warps}w {c.programs_per_sm}p {c.stages}s{'' if c.again else ' plain'}": {
@@ -112,7 +112,7 @@ def long(table: str, *found: tuple[int, int, int, int] | tuple[int, int, int, in
 
 
 def tiles(table: str, *found: tuple[int, int, int]) -> dict[str, Settings]:
-    """Candidates, by rows, block bytes and warps."""
+    """Candidates: rows, block bytes, warps."""
     configs = [TileConfig(ANY_BYTES, *each) for each in found]
     return {f"tile {c.rows}r {c.block_bytes}B {c.warps}w": {(tables, table): (c,)} for c in configs}
 

@@ -1,11 +1,11 @@
-"""Tiles of linear_act compared with cuBLAS and torch.compile, for `kernels/matmuls/tables.py`.
+"""Tune linear_act's tiles for `kernels/matmuls/tables.py`, and compare with cuBLAS and torch.compile.
 
     python benchmarks/tuning/matmuls.py --out matmuls.json [--seconds 60] [--processes 15]
     python benchmarks/tuning/matmuls.py --quick
 
 Figures are TFLOP/s. `--quick` runs tiny sizes on the CPU, through the interpreter.
 
-Processes that share Triton's cache compile the candidates (each launches them once on small operands). Then the
+Several processes compile the candidates by launching each once on small operands; they share Triton's cache. Then the
 candidates are checked against torch and timed. All candidates of a shape are interleaved, in CUDA graphs whose operands
 do not stay in L2.
 """
@@ -44,7 +44,7 @@ TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "sigmoid": torch.sigmoid,
 }
-ALL = 1 << 20  # programs per SM, enough for each tile to have its own program
+ALL = 1 << 20  # so many programs per SM that each tile has its own program
 
 
 def d(rows: int, columns: int, depth: int, warps: int, stages: int, **more: int) -> Tile:
@@ -59,9 +59,9 @@ def p(rows: int, columns: int, depth: int, warps: int, stages: int, **more: int)
     return Tile("pointers", rows, columns, depth, warps, stages, **more)  # type: ignore[arg-type]
 
 
-# The most promising first. According to ptxas none spills; shared memory is at most 227 KiB per multiprocessor. `lag`
-# is in clock cycles per element of K. At the tensor cores' peak a tile of 128 x 128 takes 8 cycles, one of 64 x 128
-# takes 4; the lag should be half of that.
+# The most promising come first. In ptxas's output, none spills registers. Shared memory is at most 227 KiB per
+# multiprocessor. `lag` is in clock cycles per element of K. At the tensor cores' peak, a tile of 128 x 128 takes 8
+# cycles, and a tile of 64 x 128 takes 4. The lag should be half of these cycles.
 LARGE = [
     d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2, group=16, lag=5),
     d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2, group=16),
@@ -75,7 +75,7 @@ LARGE = [
     d(256, 128, 64, 8, 4, parts=2),
     s(256, 128, 64, 8, 4, parts=2),
 ]
-# One tile for each multiprocessor, or two small ones.
+# One tile for each multiprocessor, or two small tiles.
 SMALL = [
     s(128, 128, 64, 4, 6, parts=2),
     s(128, 128, 64, 8, 6, parts=2),
@@ -90,7 +90,7 @@ SMALL = [
     s(128, 128, 64, 4, 6, parts=2, early=True),
     s(128, 128, 64, 8, 6, parts=2, early=True),
 ]
-# 4096 x 768 is 128 tiles of 128 x 192: one for each multiprocessor.
+# A result of 4096 x 768 has 128 tiles of 128 x 192, about one per multiprocessor.
 NARROW = [
     s(128, 128, 64, 8, 4, parts=2, more=64),
     s(128, 128, 64, 8, 5, parts=2, more=64),
@@ -108,7 +108,7 @@ FEW = [
     p(64, 64, 128, 4, 3, split=4),
     d(64, 64, 128, 4, 4, split=2),
 ]
-# Descriptors of padded copies, or loads of two bytes.
+# For odd K or N: `d` loads padded copies by descriptors, `p` loads two bytes at a time.
 ODD = [
     d(128, 256, 64, 8, 3, parts=2),
     d(128, 128, 64, 4, 3, parts=2, programs_per_sm=2),
@@ -116,7 +116,7 @@ ODD = [
     p(128, 128, 64, 8, 3),
 ]
 
-# (M, N, K, activation, kept, residual, list of candidates, how many of the fastest ones so far to try (0: all))
+# (M, N, K, activation, kept, residual, candidates, how many of the candidates fastest so far to try (0: all))
 Job = tuple[int, int, int, str, bool, bool, list[Tile], int]
 JOBS: list[Job] = [
     (4096, 4096, 4096, "sigmoid", False, False, LARGE, 0),
@@ -135,7 +135,7 @@ JOBS: list[Job] = [
     (4096, 4096, 4095, "silu", False, False, ODD, 0),
     (4096, 4096, 4096, "none", False, False, LARGE, 2),
 ]  # fmt: skip
-LATER = 8  # jobs from this one on only extend the tables
+LATER = 8  # jobs from this index on only extend the tables
 TINY: list[Job] = [
     (40, 64, 48, "sigmoid", False, False, [d(32, 32, 16, 4, 2), d(32, 32, 16, 4, 2, parts=2, split=2)], 0),
     (40, 64, 48, "gelu", True, False, [p(32, 32, 16, 4, 2)], 1),
@@ -160,8 +160,7 @@ def operands(m: int, n: int, k: int, residual: bool, device: str) -> tuple[Tenso
 
 
 def compile_one(task: tuple[Tile, str, bool, bool, int]) -> tuple[str, str]:
-    """Launch a candidate once, in a separate process, on small operands that the compiler treats like the large
-    ones."""
+    """Launch a candidate once in a separate process, on small operands for which the compiler makes the same kernel."""
     global _broken
     tile, activation, keep, residual, odd = task
     name = f"{label(tile)}|{activation}|{keep}|{residual}|{odd}"
@@ -173,7 +172,7 @@ def compile_one(task: tuple[Tile, str, bool, bool, int]) -> tuple[str, str]:
         return name, ""
     except Exception as error:
         if _broken:
-            return name, ""  # an earlier kernel broke this process: the parent tries this one itself
+            return name, ""  # an earlier kernel broke this process, so the parent tries this candidate
         _broken = "CUDA error" in str(error)
         return name, f"{type(error).__name__}: {str(error)[:200]}"
 
@@ -182,7 +181,8 @@ _broken = False
 
 
 def check(tile: Tile, job: Job, device: str) -> None:
-    """Check against torch in float32, on operands of the job's size (at most 1008 rows, not a multiple of the tile)."""
+    """Check against torch in float32, on operands of the job's size with at most 1008 rows, which tiles do not
+    divide."""
     m, n, k, activation, keep, residual, *_ = job
     x, weight, bias, added = operands(min(m, 1008), n, k, residual, device)
     y, before = forward(LinearPlan(tile.kernel, tile, ""), x, weight, bias, activation, added, keep)
@@ -208,7 +208,7 @@ def variants(job: Job, tiles: list[Tile], device: str) -> dict[str, Callable[...
         "torch": eager,
         "library": ours(LIB),
     }
-    if device == "cuda" and job in JOBS[:2]:  # only for two jobs, because compiling takes seconds
+    if device == "cuda" and job in JOBS[:2]:  # only for two jobs, since torch.compile takes seconds
         torch._dynamo.reset()
         found["compile"] = torch.compile(eager, dynamic=False)
     return found | {label(tile): ours(LinearPlan(tile.kernel, tile, "")) for tile in tiles}
@@ -235,7 +235,8 @@ def measure(job: Job, tiles: list[Tile], device: str, seconds: float) -> dict[st
 
 
 def pointwise(device: str, seconds: float) -> list[dict[str, Any]]:
-    """Times of the kernel that finishes a library's product, and of its gradient's kernel, in ms at 4096 x 4096."""
+    """Times of the kernel that adds the epilogue to a library's product, and of its gradient's kernel, in ms at 4096 x
+    4096."""
     size = 4096 if device == "cuda" else 64
     z, dy = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     y = torch.empty_like(z)
@@ -287,7 +288,7 @@ def pointwise(device: str, seconds: float) -> list[dict[str, Any]]:
 
 
 def chosen(job: Job, best: dict[int, list[Tile]]) -> list[Tile]:
-    """The candidates of a job: its list, or the best of that list as measured at its first shape."""
+    """The candidates of a job: its whole list, or the list's best candidates, as measured at the list's first shape."""
     tiles, most = job[6], job[7]
     return best.get(id(tiles), tiles)[:most] if most else tiles
 
@@ -297,7 +298,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--processes", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="on the CPU, to test the script")
+    parser.add_argument("--quick", action="store_true", help="run tiny sizes on the CPU, to test the script")
     options = parser.parse_args()
     began = time.perf_counter()
     device, jobs = ("cpu", TINY) if options.quick else ("cuda", JOBS)
@@ -312,7 +313,7 @@ def main() -> None:
 
     pool: Any = None
     if device == "cuda":
-        assert not torch.cuda.is_initialized()  # otherwise the processes could not use the GPU
+        assert not torch.cuda.is_initialized()  # after CUDA's initialization, forked processes cannot use the GPU
         pool = multiprocessing.get_context("fork").Pool(options.processes)
 
     def precompile(jobs: list[Job], best: dict[int, list[Tile]], until: float) -> None:
@@ -330,7 +331,7 @@ def main() -> None:
                 errors[name] = error
                 print("left out:", name, error[:120], flush=True)
         if any(error == "not compiled in time" for error in errors.values()):
-            # a kernel may hang: its process is ended, and remaining candidates compile when they are needed
+            # a kernel may hang, so the processes are ended, and remaining candidates compile when they are timed
             pool.terminate()
             pool = None
         print(f"{len(tasks)} compiled after {time.perf_counter() - began:.1f} s", flush=True)

@@ -1,5 +1,5 @@
-"""The table MAX_POOL of `convolutions/tables.py`, for pools after the stems of a DETR and of a ResNet: 3 x 3, stride 2,
-64 channels.
+"""Tune max pooling after the stems of DETR and ResNet (3 x 3, stride 2, 64 channels): table MAX_POOL of
+`convolutions/tables.py`.
 
 python benchmarks/tuning/max_pools.py [--out max_pools.json] [--seconds 15] [--quick]
 """
@@ -16,7 +16,7 @@ from torch.nn import functional
 from rooftop.kernels.convolutions import max_pools, tables
 from rooftop.kernels.convolutions.tables import PoolConfig, choose_pool
 
-WINDOW = (3, 2, 1)  # size, stride and padding
+WINDOW = (3, 2, 1)  # kernel size, stride and padding
 SIZES = ((1, 8, 9),) if QUICK else ((1, 400, 608), (8, 400, 608), (1, 112, 112), (256, 112, 112))  # B, H, W
 CONFIGS = (
     *(PoolConfig(2, 16, 64, 4), PoolConfig(1, 16, 64, 4), PoolConfig(1, 32, 64, 4), PoolConfig(2, 8, 64, 4)),

@@ -1,10 +1,10 @@
-"""Tables of norms: short rows, rows at odd addresses and long rows, by Triton and by the kernels of clusters.
+"""Tune norms of short rows, rows at odd addresses and long rows, by Triton's kernels and by cluster kernels.
 
     python benchmarks/tuning/norms.py [--out norms.json] [--seconds 60] [--quick]
 
 The tables are CLUSTER_* ("staged": blocks of a cluster, warps, blocks on an SM, stages), FORWARD, FORWARD_SHIFTED,
 BACKWARD_SHIFTED, FORWARD_LONG, FORWARD_LONG_ODD and BACKWARD_LONG of `norms/tables.py`. "plain" loads rows at odd
-addresses one element at a time. "table" is the present entry of the tables.
+addresses one element at a time. "table" is the entry that the tables have now.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Both = tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]  # ours and
 
 
 def both(direction: str, rows: int, columns: int) -> Both:
-    """Ours and PyTorch's calls. `direction`: forward or backward, with the prefix "rms " or "add " for other norms than
+    """Our call and PyTorch's. `direction` is forward or backward, with a prefix "rms " or "add " for norms other than
     layer norm."""
     torch.manual_seed(0)
     rms, adds = direction.startswith("rms"), direction.startswith("add")
@@ -74,7 +74,7 @@ def _backward(dy: Tensor, residual: Tensor | None, x: Tensor, weight: Tensor, bi
 
 
 def check(direction: str, columns: int) -> None:
-    """Check on fewer rows, with the same divisibility by 16 as the timed ones."""
+    """Check on fewer rows. Their number has the same divisibility by 16 as in the timing."""
     rows = 9 if QUICK else 64 + ELEMENTS // columns % 16
     ours, plain = both(direction, rows, columns)
     with count_launches() as counted:
@@ -83,7 +83,9 @@ def check(direction: str, columns: int) -> None:
         tables.CLUSTER_BACKWARD if "backward" in direction else tables.CLUSTER_FORWARD, columns
     )
     if staged is not None and not QUICK and not any("staged" in name for name in counted):
-        raise ValueError(f"{staged} does not take {columns} columns")  # otherwise Triton's kernel would be timed
+        raise ValueError(
+            f"the cluster kernel {staged} did not run for {columns} columns"
+        )  # Triton's kernel ran instead
     for mine, theirs in zip(found, plain(), strict=True):
         limit = 3e-2 * max(1.0, theirs.float().abs().max().item())
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=limit)
@@ -98,7 +100,7 @@ def plain(direction: str, rows: int, columns: int) -> Call:
 
 
 def task(direction: str, columns: int, candidates: dict[str, Settings]) -> Task:
-    if QUICK:  # short rows, but the same kernels
+    if QUICK:  # short rows that use the same kernels
         columns = 131 if columns % 2 else 136
     rows = 16 if QUICK else ELEMENTS // columns
     tensors = (3 if "backward" in direction else 2) + (2 if direction == "add forward" else "add" in direction)
@@ -112,7 +114,7 @@ PLAIN: dict[str, Settings] = {"plain": {(tables, "SHIFTED_FROM"): 1 << 30}}
 
 
 def tabled(name: str, config: Callable[..., object], *values: tuple[int, ...], one: bool = True) -> dict[str, Settings]:
-    """Settings with these fields, as a table of one entry or as a plain value."""
+    """A candidate's settings: its fields, as a table with one entry or as a plain value."""
     return {f"{v}": {(tables, name): (config(*v),) if one else config(*v)} for v in values}
 
 
@@ -129,17 +131,18 @@ def long_odd(*values: tuple[int, ...]) -> dict[str, Settings]:
 
 
 def staged(direction: str, *values: tuple[int, ...]) -> dict[str, Settings]:
-    """values: blocks of a cluster, warps of a block, blocks on an SM, stages."""
+    """values: blocks per cluster, warps per block, blocks per SM, stages."""
     return {f"staged {v}": {(tables, f"CLUSTER_{direction}"): (ClusterConfig(1, 1 << 30, *v),)} for v in values}
 
 
 def forward(*values: tuple[int, ...]) -> dict[str, Settings]:
-    """values: rows of a tile, elements of a block, warps."""
+    """values: rows per tile, elements per block, warps."""
     return TABLE | tabled("FORWARD", partial(ForwardConfig, 1 << 30), *values)
 
 
 def of_fours(columns: int) -> dict[str, Settings]:
-    """Triton's kernels and those of clusters, for rows that begin at multiples of 8 bytes (30005: of 2)."""
+    """Triton's kernels and the cluster kernels, for rows that begin at multiples of 8 bytes (with 30005 columns: of
+    2)."""
     none: Settings = {(tables, name): () for name in ("FORWARD_FOURS", "FORWARD_FOURS_RMS")}
     tiles = ((4096, 8), (8192, 8), (8192, 16), (4096, 16), (2048, 8), (16384, 16), (8192, 32))
     by_triton: dict[str, Settings] = {}

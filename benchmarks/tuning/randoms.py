@@ -1,4 +1,4 @@
-"""Tables of random numbers: FILL and DROPOUT of `randoms/tables.py`.
+"""Tune random numbers: tables FILL and DROPOUT of `randoms/tables.py`.
 
 python benchmarks/tuning/randoms.py [--out randoms.json] [--seconds 15] [--quick]
 """
@@ -19,7 +19,7 @@ KEY = 1234567
 
 
 def part_of(shape: tuple[int, int]) -> Box:
-    """Half of the columns, so that rows are not contiguous. With an odd number, elements do not form whole groups of
+    """Half of the columns, so that rows are not contiguous. If the number of columns is odd, rows cut groups of
     four."""
     return Box((shape[0], 2 * shape[1]), (0, shape[1]), shape)
 
@@ -57,7 +57,7 @@ def check_dropout(name: str) -> None:
 
 
 def whole_mask(shape: tuple[int, int]) -> torch.Tensor:
-    """The mask by the float64 implementation."""
+    """The dropout mask, computed by the float64 implementation."""
     scale = randoms._kept_scale(0.1, torch.float32)
     whole = counter_dropout(torch.ones(shape[0], 2 * shape[1], dtype=torch.float64), 0.1, KEY)
     return torch.where(whole > 0, scale, 0.0).float()

@@ -1,8 +1,8 @@
-"""Tables of reductions: ALL, ROWS, FAR_ROWS, PLACES, COLUMNS, SPLIT and SHARE_* of `reductions/tables.py`.
+"""Tune reductions: tables ALL, ROWS, FAR_ROWS, PLACES, COLUMNS, SPLIT and SHARE_* of `reductions/tables.py`.
 
     python benchmarks/tuning/reductions.py [--out reductions.json] [--seconds 40] [--quick]
 
-Small inputs are read from many copies in turn, so that they do not come from L2; figures are for one copy.
+Kernels read small inputs from many copies in turn, so that they do not come from L2. Figures are for one copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Dims = int | tuple[int, ...] | None
 
 
 def everything(*found: tuple[int, int, int, bool, int], early: bool = False) -> dict[str, Settings]:
-    """Candidates, by block bytes, warps, programs per SM, whether the last program combines, and stages."""
+    """Candidates: block bytes, warps, programs per SM, whether the last program combines partial results, stages."""
     return {
         f"{b}B {w}w {p}p{' last' if last else ''} {s}s{' early' if early else ''}": {
             (tables, "ALL"): (AllConfig(ANY_BYTES, b, w, SplitConfig(p, last), s, early),)
@@ -36,7 +36,7 @@ def everything(*found: tuple[int, int, int, bool, int], early: bool = False) -> 
 
 
 def rows(table: str, *found: tuple[int, int, int] | tuple[int, int, int, int]) -> dict[str, Settings]:
-    """Candidates, by rows, block bytes per row, warps and stages."""
+    """Candidates: rows, block bytes per row, warps, stages."""
     configs = [RowConfig(ANY_BYTES, *each) for each in found]
     return {
         f"{c.rows}r {c.block_bytes}B {c.warps}w{f' {c.stages}s' if c.stages > 1 else ''}": {(tables, table): (c,)}
@@ -45,7 +45,7 @@ def rows(table: str, *found: tuple[int, int, int] | tuple[int, int, int, int]) -
 
 
 def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
-    """Candidates, by bytes of a row and of the tile, warps, programs per SM and stages."""
+    """Candidates: bytes per row of a tile, bytes per tile, warps, programs per SM, stages."""
     return {
         f"{width}B of {tile}B {w}w {p}p {s}s": {
             (tables, "COLUMNS"): ColumnConfig(width, tile, w, s, SplitConfig(p, True))
@@ -55,7 +55,7 @@ def columns(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
 
 
 def far_rows(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
-    """Candidates, by rows, block bytes per row, warps, programs per SM and stages."""
+    """Candidates: rows, block bytes per row, warps, programs per SM, stages."""
     return {
         f"{r}r {b}B {w}w {p}p {s}s": {
             (tables, "FAR_ROWS"): (RowConfig(ANY_BYTES, r, b, w, s),),
@@ -66,7 +66,7 @@ def far_rows(*found: tuple[int, int, int, int, int]) -> dict[str, Settings]:
 
 
 def gradients(*found: tuple[int, int]) -> dict[str, Settings]:
-    """Candidates, by bytes of the tile and warps, and one that counts ties in a separate kernel."""
+    """Candidates: bytes per tile, warps. One more candidate counts ties in a separate kernel."""
     candidates: dict[str, Settings] = {
         f"{b}B {w}w": {(tables, "SHARE_BLOCK_BYTES"): b, (tables, "SHARE_WARPS"): w} for b, w in found
     }
@@ -98,7 +98,7 @@ def check(kind: str, shape: Shape, dtype: torch.dtype, dim: Dims) -> None:
     if kind in ("argmax", "amax"):
         assert torch.equal(found, by_torch(kind, x, dim))
         return
-    size = (x.numel() / max(1, found.numel())) ** 0.5  # tolerance of a sum of this many
+    size = (x.numel() / max(1, found.numel())) ** 0.5  # a sum's error grows with the root of its number of terms
     tolerance = 1e-4 if dtype == SINGLE else 1e-2
     torch.testing.assert_close(found.double(), x.double().sum(dim), rtol=tolerance, atol=tolerance * size)
 
@@ -125,7 +125,7 @@ def check_backward(shape: Shape) -> None:
 
 
 def small(shape: Shape) -> Shape:
-    """The shape for a check: with the same divisibility and columns, but fewer rows."""
+    """The shape for a check. It has fewer rows, with the same divisibility, and the same columns."""
     if QUICK:
         return tuple(min(size, 600 if len(shape) == 1 else 40) for size in shape)
     return (min(shape[0], 1 << 24 if len(shape) == 1 else 1024), *shape[1:])

@@ -1,4 +1,4 @@
-"""The table of rotary position embeddings: ROTARY of `attentions/tables.py`.
+"""Tune rotary position embeddings: table ROTARY of `attentions/tables.py`.
 
 python benchmarks/tuning/rotary.py [--out rotary.json] [--seconds 20] [--quick]
 """
@@ -22,12 +22,14 @@ def measured(width: int) -> Shape:
 
 
 def small(width: int) -> Shape:
-    """Sizes for a check, with the same divisibility as the timed ones, so that kernels are compiled once."""
+    """Sizes for a check. They have the divisibility of the timed sizes, so that check and timing share compiled
+    kernels."""
     return (1, 2, 3, width) if QUICK else (1, 32, 112, width)
 
 
 def inputs(shape: Shape, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(queries, keys of a quarter of the heads, cos, sin); "bshd": as views of (B, S, H, D)."""
+    """(queries, keys with a quarter of the heads, cos, sin). With "bshd", queries and keys are views of (B, S, H,
+    D)."""
     batch, heads, positions, width = shape
 
     def one(count: int) -> Tensor:
@@ -54,7 +56,7 @@ def check(shape: Shape, layout: str, interleaved: bool) -> None:
 
 
 def by_torch(shape: Shape, layout: str) -> Call:
-    """The rotation as models write it in PyTorch."""
+    """The rotation, written as models write it in PyTorch."""
     query, key, cos, sin = inputs(shape, layout)
     wide_cos, wide_sin = (torch.cat((t, t), -1).to(query.dtype) for t in (cos, sin))
 
@@ -66,7 +68,7 @@ def by_torch(shape: Shape, layout: str) -> Call:
 
 
 def configs(*found: tuple[int, int, int]) -> dict[str, Settings]:
-    """Candidates, by positions, heads and warps."""
+    """Candidates: positions, heads, warps."""
     return {
         f"{p} positions {h} heads {w}w": {(rotary, "ROTARY"): (RotaryConfig(rotary.MOST_PAIRS, p, h, w),)}
         for p, h, w in found

@@ -1,4 +1,4 @@
-"""Tables of softmax: FORWARD, FORWARD_LONG, BACKWARD and BACKWARD_LONG of `softmaxes/tables.py`.
+"""Tune softmax: tables FORWARD, FORWARD_LONG, BACKWARD and BACKWARD_LONG of `softmaxes/tables.py`.
 
 python benchmarks/tuning/softmaxes.py [--out softmaxes.json] [--seconds 45] [--quick]
 """
@@ -24,7 +24,7 @@ def rows_of(columns: int) -> int:
     return 3 if QUICK else min(8192 if columns > 20000 else 1 << 30, (1 << 28) // columns // 16 * 16)
 
 
-SMALL = 3 if QUICK else 512  # number of rows of a check
+SMALL = 3 if QUICK else 512  # number of rows in a check
 
 
 def gradients(rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def torch_backward(columns: int) -> Call:
 
 
 def long(direction: str, *found: tuple[int, int, int, int] | tuple[int, int, int, int, str]) -> dict[str, Settings]:
-    """Candidates for rows longer than a tile, by block bytes, warps, programs per SM and stages."""
+    """Candidates for rows longer than a tile: block bytes, warps, programs per SM, stages."""
     configs = [LongConfig(ANY_BYTES, *each) for each in found]
     return {
         f"long {c.block_bytes // 1024}K {c.warps}w {c.programs_per_sm}p {c.stages}s{'' if c.again else ' plain'}": {
@@ -116,7 +116,7 @@ def long(direction: str, *found: tuple[int, int, int, int] | tuple[int, int, int
 
 
 def tiles(direction: str, *found: tuple[int, int, int] | tuple[int, int, int, bool]) -> dict[str, Settings]:
-    """Candidates, by rows, block bytes, warps and whether exponentials are kept in registers."""
+    """Candidates: rows, block bytes, warps, whether registers keep exponentials."""
     configs = [TileConfig(ANY_BYTES, *each) for each in found]
     return {
         f"tile {c.rows}r {c.block_bytes}B {c.warps}w{' hold' if c.hold else ''}": {(tables, direction): (c,)}

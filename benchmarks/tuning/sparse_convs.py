@@ -1,15 +1,16 @@
-"""Tables of sparse convolution in `sites/tables.py`, and the numbers of rows from which orders and lists pay off.
+"""Tune sparse convolution: the tables of `sites/tables.py`, and the numbers of rows from which sorting and pair lists
+pay off.
 
     python benchmarks/tuning/sparse_convs.py [--out sparse_convs.json] [--seconds 100] [--quick]
 
-The work is a submanifold convolution of 3 x 3 x 3 over a wavy surface one or two sites thick, with rows in random
-order, in float16. Orders and lists of pairs are computed before, as a rulebook keeps them. "row order" and "list pairs"
-time their computation; "sorting at" and "lists at" time it together with a convolution, to find the number of rows from
+The work is a submanifold convolution of 3 x 3 x 3 in float16, over a wavy surface one or two sites thick, with rows in
+random order. Row orders and pair lists are computed in advance, and kept as in a rulebook. "row order" and "list pairs"
+time computing them. "sorting at" and "lists at" time this together with a convolution, to find the number of rows from
 which they pay off for a single convolution. The gradient of the features is the forward kernel with a transposed
-weight, and has the same candidates. Other orders of the rows are timed for comparison: the original order, the order by
-masks as numbers, the order without its table, and a surface whose sites were sorted before. The goal states the work of
-a convolution: flops of its pairs, and of everything that tiles of 128 rows multiply, and the bytes of features and
-weight that these tiles take from L2. Candidates are checked on a surface of few sites.
+weight, so it has the same candidates. Other row orders are timed for comparison: the original order, rows sorted by
+their masks as numbers, the order without its sorted table, and a surface whose sites are sorted from the start. The
+goal states the work of a convolution. It has the flops of its pairs, the flops that tiles of 128 rows multiply, and the
+bytes of features and weight that these tiles load from L2. Candidates are checked on a surface with few sites.
 """
 
 from __future__ import annotations
@@ -39,19 +40,18 @@ SIZES = [(60, 8)] if QUICK else SIZES  # sites and channels
 TABLES = (60,) if QUICK else (100_000, 400_000, 1_000_000)
 FEW = (60,) if QUICK else (4_000, 16_000, 64_000)
 PROVEN_SITES = 50 if QUICK else 3000
-TILE = 128  # rows, for the goal
+TILE = 128  # rows of a tile, to compute the goal
 TAPS = 27
 
 
 @cache
 def surface(count: int, in_order: bool = False) -> Tensor:
-    """The neighbours (N, 27) int32 of at least `count` sites, found in sorted keys. Sites are in random order, or
-    sorted."""
+    """The neighbour table (N, 27) int32 of at least `count` sites, which are in random order or sorted."""
     torch.manual_seed(count)
     side = int((count / 1.9) ** 0.5) + 1
     x, y = torch.meshgrid(*(torch.arange(side, device=DEVICE),) * 2, indexing="ij")
     z = (8 * (torch.sin(x / 9.0) + torch.cos(y / 13.0)) + 20).round().long()
-    # A second layer, where the surface is steep, keeps it connected like a scanned one.
+    # A second layer of sites keeps steep parts connected, as in a scanned surface.
     site = torch.stack((x, y, z), -1).reshape(-1, 3)
     above = site[torch.rand(len(site), device=DEVICE) < 0.9] + torch.tensor([0, 0, 1], device=DEVICE)
     site = torch.cat((site, above))
@@ -82,7 +82,7 @@ def lists_of(count: int) -> tuple[Tensor, Tensor]:
     return pairs_of(surface(count), len(surface(count)))
 
 
-Work = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # sites of the surface, features, gradient, weight
+Work = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (sites of the surface, features, gradient, weight)
 
 
 def forward(count: int, features: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def repeats(count: int, channels: int) -> int:
 
 def timed(work: Work, count: int, channels: int) -> Call:
     sets = [operands(count, channels) for _ in range(repeats(count, channels))]
-    work(count, *sets[0])  # computes tables, as a rulebook keeps them
+    work(count, *sets[0])  # computes the tables that a rulebook keeps
     return lambda: [work(count, *each) for each in sets]
 
 
@@ -187,7 +187,7 @@ def proven(work: Work, channels: int) -> None:
 
 
 def tables_checked() -> None:
-    """Check masks, the sorted table and pairs against the table."""
+    """Check masks, the sorted table and pair lists against the neighbour table."""
     table = surface(PROVEN_SITES)
     masks = neighbour_masks(table)
     assert all(torch.equal((masks[:, 0] >> tap) & 1, (table[:, tap] >= 0).int()) for tap in range(TAPS)), "wrong masks"
@@ -206,8 +206,7 @@ def tables_checked() -> None:
 
 
 def rows(channels: int) -> dict[str, Settings]:
-    """Candidates, by rows, columns, channels at a time, warps and stages. Stages count in steps of two here: 3 and 4
-    are the same."""
+    """Candidates: rows, columns, channels at a time, warps, stages. Here 3 and 4 stages are the same."""
     found = [(64, 64, 64, 4, 5), (128, 64, 64, 4, 5), (128, 64, 64, 4, 7), (256, 64, 64, 8, 5)]
     found += [(256, 64, 32, 8, 5), (256, 64, 32, 4, 5)]
     if channels <= 32:
@@ -227,7 +226,7 @@ def rows(channels: int) -> dict[str, Settings]:
 
 
 def weights(channels: int) -> dict[str, Settings]:
-    """Candidates, by channels of the result and of the features, pairs at a time, warps, stages, and programs per
+    """Candidates: channels of the result, channels of the features, pairs at a time, warps, stages, programs per
     multiprocessor."""
     found = [(64, 64, 32, 4, 5, 7), (64, 64, 32, 4, 5, 14), (64, 64, 32, 4, 7, 7), (64, 64, 64, 4, 5, 4)]
     found += [(64, 64, 64, 4, 3, 7)]
@@ -268,11 +267,11 @@ def moved_bytes(count: int, channels: int) -> int:
 
 
 def measured_by(work: Work, count: int, channels: int) -> str:
-    """The work of the convolution on an existing surface."""
+    """The goal's text: the work of the convolution on this surface."""
     table, masks = surface(count), order_of(count)[1]
     pairs = int((table >= 0).sum())
     tiles = torch.nn.functional.pad(masks, (0, -len(masks) % TILE)).view(-1, TILE)
-    # taps that tiles multiply, over all tiles
+    # number of taps that tiles multiply, summed over all tiles
     taps = sum(int(((tiles >> tap) & 1).any(1).sum()) for tap in range(TAPS))
     product_flops, gathered = 2 * channels**2, 2 * channels * pairs
     if work is for_weight:
@@ -285,7 +284,7 @@ def measured_by(work: Work, count: int, channels: int) -> str:
 
 
 def with_goal(task: Task, work: Work, count: int, channels: int) -> Task:
-    """The task, which computes its goal once its surface exists."""
+    """A task that computes its goal once its surface exists."""
     make = task.call
 
     def call() -> Call:

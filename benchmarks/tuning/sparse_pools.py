@@ -1,10 +1,10 @@
-"""Tables of pooling over sites: POOL_FORWARD, POOL_BACKWARD and GLOBAL of `sites/tables.py`.
+"""Tune pooling over sites: tables POOL_FORWARD, POOL_BACKWARD and GLOBAL of `sites/tables.py`.
 
     python benchmarks/tuning/sparse_pools.py [--out sparse_pools.json] [--seconds 60] [--quick]
 
-The input is a wavy surface with rows in random order, in float16. It is halved by windows of 2 x 2 x 2 and by
-overlapping windows of 3 x 3 x 3. Global pools reduce its four parts, sorted by batch element. Tables are computed
-before, as a rulebook keeps them. Candidates are checked on a surface of few sites.
+The input is a wavy surface in float16, with rows in random order. Windows of 2 x 2 x 2 and overlapping windows of 3 x 3
+x 3 halve its resolution. Global pools reduce four batch elements, with rows sorted by batch element. Tables are
+computed in advance, and kept as in a rulebook. Candidates are checked on a surface with few sites.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def forward(book: Rulebook, features: Tensor, average: bool) -> Tensor:
 
 
 def backward(book: Rulebook, dy: Tensor, y: Tensor, features: Tensor) -> Tensor:
-    """Backward of a maximum, which reads more than that of a mean."""
+    """Backward of max pooling, which reads more than backward of mean pooling."""
     counts = torch.empty(0, dtype=torch.int32, device=DEVICE)
     arguments = (dy, y, features, counts, book.neighbours, book.reverse, len(features))
     return sparse_pools.SparsePoolBackward(*arguments).computed()
@@ -89,7 +89,7 @@ def timed_whole(count: int, channels: int) -> Call:
 
 
 def by_torch(count: int, channels: int) -> Call:
-    """torch's global pools of the rows of each batch element, whose ends must be known."""
+    """Global pooling by torch, one call per batch element. The host must know where each element's rows end."""
     sets = [rows(count, channels).chunk(ELEMENTS) for _ in range(repeats(count, channels))]
     return lambda: [torch.stack([part.mean(0) for part in parts]) for parts in sets]
 
@@ -126,13 +126,12 @@ def repeats(count: int, channels: int) -> int:
 
 
 def pools(table: str, *found: tuple[int, int, int, int]) -> dict[str, Settings]:
-    """Candidates, by bytes of a tile, maximum columns, taps in flight, and warps."""
+    """Candidates: bytes per tile, maximum columns, taps in flight, warps."""
     return {f"{b}B {c}c {a}a {w}w": {(tables, table): PoolConfig(b, c, a, w)} for b, c, a, w in found}
 
 
 def wholes() -> dict[str, Settings]:
-    """Candidates, by bytes of a tile, maximum columns, minimum rows of a program, programs per multiprocessor, and
-    warps."""
+    """Candidates: bytes per tile, maximum columns, minimum rows per program, programs per multiprocessor, warps."""
     found = [(4096, 64, 256, 8, 4), (2048, 64, 256, 8, 4), (8192, 64, 256, 4, 4), (4096, 128, 256, 8, 4)]
     found += [(8192, 128, 256, 8, 8), (4096, 64, 512, 4, 4), (4096, 64, 128, 16, 4)]
     return {f"{b}B {c}c {s}r x{p} {w}w": {(tables, "GLOBAL"): GlobalConfig(b, c, s, p, w)} for b, c, s, p, w in found}
@@ -151,7 +150,7 @@ BACKWARDS = pools(
 def tasks() -> Iterator[Task]:
     for count, channels, window in product(SITES, CHANNELS, WINDOWS):
         taps = WINDOWS[window][0] ** 3
-        results = count // 3  # about as many as a surface has
+        results = count // 3  # about as many taps per site as a surface has neighbours
         moved = 2 * channels * (count + results) + 4 * taps * results
         yield Task(
             f"forward {window} {count} sites {channels} channels",

@@ -1,10 +1,10 @@
-"""Tables of attention in windows: WINDOW_* of `attentions/tables.py`.
+"""Tune window attention: tables WINDOW_* of `attentions/tables.py`.
 
     python benchmarks/tuning/window_attentions.py [--out window_attentions.json] [--seconds 110] [--quick]
 
-The tasks are the four stages of swin_t, with 7 x 7 windows shifted by 3 and heads of 32 features, in bfloat16, for 256
-images and for one. Candidates are checked on one image (two in the last stage), because their kernels then have the
-same constants.
+The tasks are the four stages of swin_t in bfloat16, with 7 x 7 windows shifted by 3 and heads of 32 features, for 256
+images and for one image. Candidates are checked on one image (two in the last stage), where kernels have the same
+constants as in the timing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Shape = tuple[int, int, int]  # images, side, heads
 
 
 def sizes_of(shape: Shape) -> Sizes:
-    """The sizes of attention; a single window that covers the map is not shifted."""
+    """The sizes of attention. If one window covers the whole map, it is not shifted."""
     _, side, heads = shape
     return Sizes(heads, WINDOW, SHIFT if side > WINDOW[0] else (0, 0), FEATURES**-0.5)
 
@@ -58,7 +58,7 @@ def backward(shape: Shape) -> Call:
 
 
 def in_torch(shape: Shape) -> Call:
-    """Attention as written for torch.compile, but eager: shift, cut, attend, join, shift back."""
+    """Eager torch attention in windows: shift the map, cut it into windows, attend, join the windows, shift back."""
     problems, sizes = [inputs(shape) for _ in range(repeats(shape))], sizes_of(shape)
     masks = [window_attentions._shift_mask(x, sizes.window, sizes.shift) for x, _, _ in problems]
 
@@ -89,7 +89,7 @@ def check_backward(shape: Shape) -> None:
 
 
 def forwards() -> dict[str, Settings]:
-    """Candidates, by queries of a program and warps. With fewer queries, several programs read a window's keys and
+    """Candidates: queries per program, warps. With fewer queries per program, several programs read the same keys and
     values."""
     found = ((64, 4), (64, 2), (64, 8), (32, 4), (32, 2), (16, 2), (16, 1), (32, 1))
     return {
@@ -99,7 +99,7 @@ def forwards() -> dict[str, Settings]:
 
 
 def backwards() -> dict[str, Settings]:
-    """Candidates, by warps, stages and programs per SM."""
+    """Candidates: warps, stages, programs per SM."""
     found = ((8, 1, 4), (4, 1, 4), (4, 1, 8), (4, 2, 4), (4, 2, 8), (8, 2, 2), (8, 1, 2), (4, 1, 16), (8, 2, 4))
     return {
         f"{w}w {s} stages {p} programs": {

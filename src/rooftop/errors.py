@@ -1,4 +1,4 @@
-"""Rooftop's own errors; all others are `ValueError` or `TypeError`.
+"""Rooftop's own errors. All other errors that it raises are `ValueError` or `TypeError`.
 
 Each message says what was given, what was expected and how to fix it.
 The command line prints it as one line: exit status 2 for a wrong call, 1 for a failure.
@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 FAILURE = "rooftop_failure"
-"""Attribute of an exception that ended a world of ranks: which rank failed first and why, in one wording on all
-ranks."""
+"""Name of an attribute of exceptions that end all ranks. It says which rank failed first and why, with the same text on
+all ranks."""
 
 
 class RooftopError(Exception):
-    """Base of the errors below."""
+    """Base class of Rooftop's errors."""
 
 
 class TargetError(RooftopError, ValueError):
@@ -31,7 +31,7 @@ class ModelRunError(RooftopError, RuntimeError):
 
 
 class CeilingsFileError(RooftopError, ValueError):
-    """Unusable ceilings: a corrupt file, another format version, or another kind of device."""
+    """Ceilings that cannot be used: a corrupt file, another format version, or another kind of device."""
 
 
 class MeasurementError(RooftopError, RuntimeError):
@@ -43,11 +43,11 @@ class WeightsError(RooftopError, RuntimeError):
 
 
 class MissingExtraError(RooftopError, ImportError):
-    """An optional dependency is not installed; the message carries the command that installs it."""
+    """An optional dependency is not installed. The message contains the command that installs it."""
 
 
 class CompilationError(RooftopError, RuntimeError):
-    """A CUDA C++ source does not compile; the message has the kernel's name, the first wrong line and the log."""
+    """A CUDA C++ source does not compile. The message has the kernel's name, the first wrong line and the log."""
 
 
 class LaunchError(RooftopError, RuntimeError):
@@ -55,7 +55,8 @@ class LaunchError(RooftopError, RuntimeError):
 
 
 class SchedulerError(RooftopError, RuntimeError):
-    """No scheduler answers at the address, or it disappeared and did not come back; finished results are kept."""
+    """No Dask scheduler answers at the address, or the scheduler disappeared and did not come back. Finished results
+    are kept."""
 
 
 class BuildError(RooftopError, RuntimeError):
@@ -63,7 +64,7 @@ class BuildError(RooftopError, RuntimeError):
 
 
 class LoadingError(RooftopError, RuntimeError):
-    """A process that loads samples was killed, or ended; the message says how and at which batch."""
+    """A process that loads samples ended or was killed. The message says how, and at which batch."""
 
 
 class GeometryFileError(RooftopError, ValueError):
@@ -71,7 +72,7 @@ class GeometryFileError(RooftopError, ValueError):
 
     Attributes:
         path: path of the file.
-        offset: place of the error, in bytes from the beginning of the file.
+        offset: position of the error, in bytes from the beginning of the file.
     """
 
     def __init__(self, path: object, what: str, offset: int) -> None:
@@ -82,7 +83,7 @@ class GeometryFileError(RooftopError, ValueError):
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 MOST_MEANT = 3
-"""Largest number of names shown that begin with the given word."""
+"""Largest number of names that are suggested because they begin with the given word."""
 
 
 def did_you_mean(given: object, names: Iterable[str]) -> str:
@@ -92,10 +93,11 @@ def did_you_mean(given: object, names: Iterable[str]) -> str:
 
 
 def nearest(given: object, names: Iterable[str]) -> list[str]:
-    """Find the name with the fewest typing errors from the given word; none if all are far.
+    """Find the names with the fewest typing errors relative to the given word; none if all names have too many.
 
-    Case, hyphens and underscores are not errors. Two of five characters may be wrong. Among equally near names, the one
-    with more characters in common wins. A word that begins several names gives the first three of these names.
+    Case, hyphens and underscores are not errors. Two of five characters may be wrong. Among equally near names, the
+    name with more characters in common wins. If the word is the beginning of several names, the first three of them are
+    returned.
     """
     word = _plain(str(given))
     known = list(dict.fromkeys(names))

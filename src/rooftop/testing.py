@@ -1,8 +1,8 @@
 """The numerics gate that every operator passes.
 
-Against a float64 reference, the error must be at most twice that of PyTorch in the same dtype, plus one rounding of the
-output. This limit applies to the worst element and to the root mean square, so neither one bad element nor a small bias
-over all elements passes. The file also has other tools for tests of GPU code.
+Against a float64 reference, an operator's error may be at most twice PyTorch's error in the same dtype, plus one
+rounding of the output. The limit applies to the worst element and to the root mean square. So neither one bad element
+nor a small bias over all elements passes. The file also has other tools for tests of GPU code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
         actual: the result to test.
         eager: PyTorch's result in the same dtype (TF32 and reduced-precision reductions off).
         exact: the exact result, in float64.
-        what: name for the message.
+        what: name of the result in the message.
 
     Raises:
-        AssertionError: other shape or dtype, NaN or infinity where `exact` has none (or the other way round), or an
-            error above the allowance; the message has the worst element and both errors.
+        AssertionError: the shape or dtype differs, NaN or infinity appears where `exact` has none (or the reverse), or
+            the error is above the limit. The message has the worst element and both errors.
     """
     if actual.shape != eager.shape or actual.dtype != eager.dtype or exact.shape != eager.shape:
         raise AssertionError(
@@ -37,7 +37,7 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
         raise AssertionError(f"{what}: the reference must be float64, got {exact.dtype}")
     if actual.numel() == 0:
         return
-    device = actual.device if actual.is_cuda else torch.device("cpu")  # others have no float64
+    device = actual.device if actual.is_cuda else torch.device("cpu")  # some other devices have no float64
     got, plain, truth = (t.detach().to(device).double() for t in (actual, eager, exact))
     _assert_same_specials(got, truth, what)
     finite = truth.isfinite() & plain.isfinite()
@@ -60,7 +60,8 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
 
 
 def _assert_same_specials(got: Tensor, truth: Tensor, what: str) -> None:
-    """Assert NaN exactly where the truth is NaN, and infinities with the same sign (overflow may round to them)."""
+    """Assert that NaN is exactly where the exact result has NaN, and that infinities have the same sign. (A large
+    finite value may overflow to infinity.)"""
     if not torch.equal(got.isnan(), truth.isnan()):
         raise AssertionError(
             f"{what}: {int((got.isnan() & ~truth.isnan()).sum())} elements are NaN but should not be, "
@@ -77,9 +78,9 @@ def _rms(values: Tensor) -> float:
 
 @contextmanager
 def no_waiting_for_gpu() -> Iterator[None]:
-    """Any GPU synchronization that PyTorch detects inside this block raises RuntimeError.
+    """Let any GPU synchronization that PyTorch detects inside this block raise RuntimeError.
 
-    This setting holds for the whole process, not for one thread.
+    The setting applies to the whole process, not to one thread.
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

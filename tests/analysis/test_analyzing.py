@@ -279,7 +279,7 @@ def test_modules_in_threads_of_their_own_are_told(ceilings: Ceilings) -> None:
                 return self.inside(x) + pool.submit(self.outside, x).result()
 
     report = rooftop.analyze(Threaded(), torch.randn(4, 3), ceilings=ceilings)
-    assert any("other threads" in note for note in report.notes)
+    assert any("ran in threads other than the step" in note for note in report.notes)
     assert report.modules.find("inside").calls == 1
     assert [child.name for child in report.modules.children if child.calls] == ["inside"]
 

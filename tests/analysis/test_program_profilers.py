@@ -101,7 +101,7 @@ def test_compiled_code_beside_a_profiler_is_refused_with_the_reason(
     with found(ceilings) as recorded, profile():
         recorded.compiles()
         train(NEEDED + 10)
-    with pytest.raises(rooftop.errors.InputError, match="run the program without its profiler"):
+    with pytest.raises(rooftop.errors.InputError, match="run the program without its own profiler"):
         _ = recorded.report
 
 

@@ -489,7 +489,7 @@ def test_wrong_use(ceilings: Ceilings) -> None:
         _ = recorded.report
     with pytest.raises(RuntimeError, match="belongs inside the block"):
         recorded.step()
-    with pytest.raises(RuntimeError, match="serves one block"), recorded:
+    with pytest.raises(RuntimeError, match="records only one block"), recorded:
         pass
     for device in ("mps", "tpu", f"cuda:{torch.cuda.device_count()}"):
         with pytest.raises(ValueError, match=rf"recording\(device='{device}'\)"):
@@ -520,7 +520,7 @@ def test_recordings_end_in_the_opposite_order_of_their_beginning(ceilings: Ceili
     patched = torch.inference_mode.__exit__
     with rooftop.recording(ceilings=ceilings, find_steps=True) as outer:
         with rooftop.recording(ceilings=ceilings) as inner:
-            with pytest.raises(RuntimeError, match="another recording is open inside this one"):
+            with pytest.raises(RuntimeError, match="another recording is open inside it"):
                 outer.step()
             train(NEEDED, inner)
         train(NEEDED)

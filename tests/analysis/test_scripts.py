@@ -503,7 +503,7 @@ def test_optimizers_that_are_unlike_others_step_as_ever(optimizer: str, tmp_path
     report = run(tmp_path, WRAPPED.replace("OPTIMIZER", optimizer), ceilings)
     assert report.mode == "14 recorded steps"
     name = optimizer.partition("(")[0]
-    assert any(f"What {name} read and return could not be counted" in note for note in report.notes)
+    assert any(f"The inputs and outputs of {name} could not be counted" in note for note in report.notes)
 
 
 AT_HOME = """

@@ -80,7 +80,7 @@ def test_a_peer_that_does_something_else_is_no_peer(run: Run, monkeypatch: pytes
     monkeypatch.setattr(models.NextFrameNetwork, "forward", lambda network, x: network.logits(x).sigmoid() + 1)
     status, found = run("--only", "conv_lstm-forward", "--peers", "fast")
     assert status == 1
-    assert "expected results within" in found["failed"]["conv_lstm-forward"]
+    assert "results within a relative distance" in found["failed"]["conv_lstm-forward"]
 
 
 def test_a_peer_that_is_not_installed_is_said_to_be_absent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,8 @@ def test_what_agrees_misses_nothing(trust: Any) -> None:
         ({"wall_ms": 10.4}, "wall is +4.0% off"),
         ({"latency_ms": 11.0}, "latency is -8.3% off"),
         ({"launch_gap_ms": 2.5}, "launch gap is +0.50 ms off"),
-        ({"percent_of_roof": 31.0}, "percent of roof is 3.3% apart"),
-        ({"above": [{"percent": 103.0}]}, "a row stands at 103% of its roof"),
+        ({"percent_of_roof": 31.0}, "percent of roof differs by 3.3% between processes"),
+        ({"above": [{"percent": 103.0}]}, "a row has 103% of its roof"),
     ],
 )
 def test_what_is_off_is_named(changes: dict[str, Any], miss: str, trust: Any) -> None:
@@ -73,7 +73,7 @@ def test_a_host_that_varied_judges_no_time_but_must_be_said(trust: Any) -> None:
     assert misses(trust, **varied, wall_ms=13.0) == []
     assert misses(trust, **varied, wall_ms=18.0, disturbed=True) == []
     (miss,) = misses(trust, **varied, wall_ms=18.0)
-    assert "the host varied from 10.00 to 14.00 ms, and 18.00 ms has no mark" in miss
+    assert "the host's times varied from 10.00 to 14.00 ms, and the report of 18.00 ms is not marked" in miss
 
 
 def test_between_the_phases_of_an_analysis_a_host_can_vary_as_well(trust: Any) -> None:

@@ -143,8 +143,12 @@ def test_pictures_of_one_name_do_not_overwrite_each_other() -> None:
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (("one",), 2, "expected --weights FILE, or --random-weights SEED"),
-        (("one", "--random-weights", "0", "--weights", "x"), 2, "expected --weights FILE, or --random-weights SEED"),
+        (("one",), 2, "expected --weights FILE (trained weights), or --random-weights SEED"),
+        (
+            ("one", "--random-weights", "0", "--weights", "x"),
+            2,
+            "expected --weights FILE (trained weights), or --random-weights SEED",
+        ),
         (("none.jpg", "--random-weights", "0"), 2, "none.jpg does not exist"),
         (("one", "--weights", "no.pth"), 2, "'no.pth'"),
         (("one", "--weights", "empty.pth"), 1, "empty.pth"),

@@ -199,7 +199,7 @@ def test_up_to_the_last_position_of_the_model(run: Run, folder: Path) -> None:
         ),
         (["--weights", "nowhere"], "'nowhere' does not exist"),
         (["--weights", "{folder}"], "tokenizer.json is missing:"),
-        (["--weights", "{folder}", "--bytes", "--top-k", "3"], "expected --temperature as well, such as 1"),
+        (["--weights", "{folder}", "--bytes", "--top-k", "3"], "also give a --temperature above 0, such as 1"),
         (["--weights", "{folder}", "--bytes", "--top-p", "0"], "0.0 is not in the range"),
         (
             ["--weights", "{folder}", "--bytes", "--prompt", "x" * 64],

@@ -40,7 +40,7 @@ def test_every_option_of_every_command_is_given_once(
         assert main([*words, *once, *again]) == 2
         err = capsys.readouterr().err
         assert f"{option.opts[-1]}" in err
-        assert "given 2 times, expected once" in err
+        assert "was given 2 times, expected once" in err
 
 
 def test_flags_and_lists_may_be_given_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,5 +56,5 @@ def test_flags_and_lists_may_be_given_again(capsys: pytest.CaptureFixture[str]) 
         refuse_repeated_options(say)
     say.main(["--flag", "--flag", "--each", "a", "--each", "b", "-vv", "--one", "1"], standalone_mode=False)
     assert capsys.readouterr().out == "True ('a', 'b') 2 1\n"
-    with pytest.raises(click.UsageError, match="--uno: given 2 times"):
+    with pytest.raises(click.UsageError, match="--uno was given 2 times"):
         say.main(["--one", "1", "--uno=2"], standalone_mode=False)

@@ -89,7 +89,7 @@ def test_rows_that_are_damaged(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b\n1,2\n3\n4,5,6\n7,8\n")
     contents = [item.content for item in listed(tmp_path / "a.csv", "row")]
     assert contents[::3] == [{"a": "1", "b": "2"}, {"a": "7", "b": "8"}]
-    assert [each.why for each in contents[1:3]] == [f"{n} cells, expected 2 as in the header" for n in (1, 3)]
+    assert [each.why for each in contents[1:3]] == [f"{n} cells, expected as many as the header has: 2" for n in (1, 3)]
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": \n[1]\n\n{"a": 2}\n')
     items = listed(tmp_path / "a.jsonl", "row")
     assert [item.place for item in items] == [0, 1, 2, 4]
@@ -124,7 +124,7 @@ def test_photographs_and_clouds_become_tensors(tmp_path: Path) -> None:
 def test_clouds_that_are_none(tmp_path: Path) -> None:
     np.zeros(5, np.float32).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "a.npy", np.zeros(3))
-    for name, said in (("a.bin", "cannot be divided into points of 4"), ("a.npy", r"expected points \(N, C\)")):
+    for name, said in (("a.bin", "not a multiple of 4 per point"), ("a.npy", r"expected numbers of shape \(N, C\)")):
         (item,) = listed(tmp_path / name, "cloud")
         with pytest.raises(InputError, match=said):
             decoder(Decoding("cloud"))(item)

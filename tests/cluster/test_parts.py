@@ -66,13 +66,13 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
     with opened(out, kind="image", top=5) as parts:
         parts.settle(schema())
-    with pytest.raises(InputError, match=r"top was 5 and is 1\. To start again, remove the folder"):
+    with pytest.raises(InputError, match=r"top was 5 and is 1\. To start over, remove the folder"):
         opened(out, kind="image", top=1)
     with pytest.raises(InputError, match=r"of my\.py:fn, not of resnet50"):
         Parts(out, "resnet50", {"kind": "image", "top": 5})
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").touch()
-    with pytest.raises(InputError, match=r"holds a\.jpg, which rooftop map did not write"):
+    with pytest.raises(InputError, match=r"contains a\.jpg, which rooftop map did not write"):
         opened(tmp_path / "photos")
     with pytest.raises(InputError, match="is a file"):
         opened(tmp_path / "photos" / "a.jpg")

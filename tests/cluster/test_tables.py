@@ -109,7 +109,7 @@ def test_a_column_that_never_had_a_type() -> None:
 def test_first_results_that_no_table_can_have() -> None:
     for result, said in (
         ({"error": 1}, "'error', which every row already has"),
-        ({}, "no columns"),
+        ({}, "empty dict"),
         ({"a": object()}, "a object"),
     ):
         with pytest.raises(InputError, match=said):

@@ -286,7 +286,7 @@ def test_trouble_with_the_explanation_does_not_hide_the_error(monkeypatch: pytes
         explained_memory(),
     ):
         raise torch.OutOfMemoryError(MESSAGE)
-    assert raised.value.__notes__ == ["rooftop could not explain it: KeyError: 'device_traces'"]
+    assert raised.value.__notes__ == ["rooftop could not explain the error: KeyError: 'device_traces'"]
     assert calls == ["all", None]
 
 

@@ -290,7 +290,7 @@ def test_no_gpu_and_no_driver_is_no_fault(
     driver(monkeypatch, error=NOT_FOUND)
     machine(monkeypatch, tmp_path, ("0x8086", "0x030000"))
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert look("NVIDIA driver") == Finding("NVIDIA driver", "absent", "not found, nor a GPU")
+    assert look("NVIDIA driver") == Finding("NVIDIA driver", "absent", "neither a driver nor a GPU found")
     assert nothing("CUDA")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     finding = look("NVIDIA driver")

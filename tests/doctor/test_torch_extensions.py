@@ -126,7 +126,7 @@ def test_a_hanging_import_is_given_up(site: Path, monkeypatch: pytest.MonkeyPatc
     install(site, "hanging", "import time; time.sleep(60)")
     monkeypatch.setattr(torch_extensions, "PATIENCE_S", 1)
     (finding,) = diagnose([LINE])
-    assert finding.problem == "hanging is not imported within 1 s"
+    assert finding.problem == "hanging was not imported within 1 s"
 
 
 def test_triton_that_ends_its_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

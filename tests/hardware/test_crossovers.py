@@ -193,7 +193,7 @@ def test_default_sizes_rise() -> None:
 def test_what_cannot_be_measured_is_said() -> None:
     with pytest.raises(ValueError, match="no operation 'softmax': expected one of add, matmul, linear, layer_norm"):
         measure_crossover("softmax", device="cpu")
-    with pytest.raises(ValueError, match="takes float32, bfloat16, float16, float64, got int64"):
+    with pytest.raises(ValueError, match="takes the dtypes float32, bfloat16, float16, float64, got int64"):
         measure_crossover("add", dtype=torch.int64, device="cpu")
     for sizes in ([], [0], [16, -1], [1.5]):
         with pytest.raises(ValueError, match="positive integers"):

@@ -85,7 +85,7 @@ def test_only_work_of_the_device_counts() -> None:
     ],
 )
 def test_lost_records_are_an_error_and_never_a_figure(names: tuple[str, ...]) -> None:
-    with pytest.raises(MeasurementError, match=r"the profiler saw \d of 2 calls.*rooftop doctor"):
+    with pytest.raises(MeasurementError, match=r"the profiler recorded \d of 2 calls.*rooftop doctor"):
         joined(stream(*names), [1, 1])
 
 

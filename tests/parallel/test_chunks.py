@@ -54,7 +54,7 @@ def test_a_zigzag_sees_equally_many_pairs_and_is_one_box(count: int) -> None:
 
 
 def test_wrong_chunks_are_refused() -> None:
-    with pytest.raises(ValueError, match="a size of 3 does not divide the 8 positions"):
+    with pytest.raises(ValueError, match="got a size of 3, expected a divisor of the length 8"):
         Chunks(8, 3, (0,))
     for places in [(1, 0), (0, 0), (4,), (-1,)]:
         with pytest.raises(ValueError, match="expected increasing places from 0 to 3"):

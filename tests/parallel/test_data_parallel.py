@@ -302,7 +302,7 @@ def test_arguments_of_all_kinds() -> None:
     assert torch.equal(out["x"], 2 * x * mask)
     assert (out["by"], out["names"], out["share"]) == (2.0, ["a", "b"], 2)
     assert torch.equal(parallel(x=x, by=3.0)["x"], 3 * x)
-    with pytest.raises(ValueError, match="replicas gave different values, 3, 2: return them as tensors"):
+    with pytest.raises(ValueError, match="replicas returned different values, 3, 2: return them as tensors"):
         parallel(torch.ones(5, 1))
 
 
@@ -596,7 +596,7 @@ def test_scatter_refuses_what_cannot_be_one_batch() -> None:
         ValueError, match=r"have the same size there, got the shapes \(4, 2\), \(1, 2\): expand .*, or make them"
     ):
         scatter({"x": torch.ones(4, 2), "mask": torch.ones(1, 2)}, TWO)
-    with pytest.raises(ValueError, match=r"along dim 1, which a tensor of shape \(4,\) lacks"):
+    with pytest.raises(ValueError, match=r"along dim 1, but a tensor of shape \(4,\) has no such"):
         scatter(torch.ones(4), TWO, dim=1)
     with pytest.raises(ValueError, match="devices is empty"):
         scatter(torch.ones(4), [])
@@ -620,10 +620,14 @@ def test_gather_makes_vectors_of_scalars_and_keeps_their_gradients() -> None:
             ValueError,
             r"\(2, 3\) torch.float32, \(2, 4\).*along dim 0|along dim 0",
         ),
-        ([torch.ones(2), torch.ones(2).double()], ValueError, "torch.float64; they must agree in dtype"),
+        ([torch.ones(2), torch.ones(2).double()], ValueError, "torch.float64; they must have the same dtype"),
         ([torch.ones(2), torch.ones(())], ValueError, r"\(2,\) torch.float32, \(\) torch.float32"),
-        ([{"a": 1}, {"b": 1}], ValueError, r"replica 1 gave a dict with the keys \['b'\], replica 0 one with \['a'\]"),
-        ([[1], [1, 2]], ValueError, "replica 1 gave a list of 2, replica 0 one of 1"),
+        (
+            [{"a": 1}, {"b": 1}],
+            ValueError,
+            r"replica 1 returned a dict with the keys \['b'\], replica 0 one with \['a'\]",
+        ),
+        ([[1], [1, 2]], ValueError, "replica 1 returned a list of 2 values, replica 0 of 1"),
         ([[1], (1,)], TypeError, "replica 1 returned a tuple where replica 0 returned a list"),
         ([None, torch.ones(1)], TypeError, "replica 1 returned a Tensor where replica 0 returned a NoneType"),
         (["a", "b"], ValueError, "different values, 'a', 'b'"),

@@ -105,7 +105,7 @@ def test_what_cannot_be_split_is_refused_on_every_rank(on_ranks: Run) -> None:
     for said in on_ranks(2, refused, limit_s=150.0):
         assert said == 3 * [
             "dimension 1 of (2, 7, 3) cannot be split among 2 ranks: its length must be a multiple of the "
-            "ranks (with sequence_parallel, pad the sequence or leave sequence_parallel out)"
+            "number of ranks (with sequence_parallel, pad the sequence or leave out sequence_parallel)"
         ]
 
 

@@ -258,7 +258,7 @@ def refused() -> list[str]:
 
 def test_without_data_ranks_there_is_nothing_to_share(on_ranks: Run) -> None:
     for said in on_ranks(2, refused):
-        assert "there are no data parallel ranks" in said[0]
+        assert "there are no other data parallel ranks" in said[0]
         assert "has pp ranks, but this function splits a model along dp, tp and cp" in said[1]
 
 

@@ -232,7 +232,7 @@ def test_alone_the_norm_is_torch_s() -> None:
 def test_a_norm_that_would_turn_gradients_around_is_refused(most: float) -> None:
     model = model_with_gradients(0)
     before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match="largest norm must be more than 0"):
+    with pytest.raises(ValueError, match="maximum norm must be above 0"):
         ModelGradients(model).clip_(most)
     for parameter, gradient in zip(model.parameters(), before, strict=True):
         assert parameter.grad is gradient is None or torch.equal(parameter.grad, gradient)

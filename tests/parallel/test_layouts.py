@@ -135,7 +135,7 @@ def test_ranks_coordinates_and_names_that_are_not_there() -> None:
     for rank in (-1, 4, True, 1.0):
         with pytest.raises(ValueError, match="ranks 0 to 3"):
             layout.coordinates(rank)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"tp=2: in the layout .* from 0 to 1"):
+    with pytest.raises(ValueError, match=r"tp=2: the layout .* has indices 0 to 1 on this axis"):
         layout.rank(tp=2)
     with pytest.raises(ValueError, match="axes among tp, cp, dp, pp"):
         layout.rank(stage=0)
@@ -175,7 +175,7 @@ def test_the_nearest_layouts_have_pipelines_and_context_ranks_where_the_given_on
         (Layout(tp=4), {"feed_forward": 11006}, "feed_forward=11006 is not divisible by tp=4"),
         (Layout(tp=4), {"vocabulary": 3}, "vocabulary=3 is less than tp=4"),
         (Layout(pp=4), {"layers": 3}, "layers=3 is less than pp=4"),
-        (Layout(cp=4), {"sequence": 4}, r"sequence=4 is not divisible by 8 \(two chunks for each of cp=4\)"),
+        (Layout(cp=4), {"sequence": 4}, r"sequence=4 is not divisible by 8 \(two chunks for each of the cp=4 ranks\)"),
         (
             Layout(tp=3, cp=2, sequence_parallel=True),
             {"sequence": 8},

@@ -467,8 +467,8 @@ def test_a_stage_that_gives_another_shape_ends_all_ranks(on_ranks: Run, ranks_fa
     with pytest.raises(ranks_failed) as caught:
         on_ranks(2, of_another_shape)
     errors = caught.value.errors
-    assert "stage 0 gave (3,) torch.float32, expected (2,) torch.float32" in errors[0]
-    assert errors[1].startswith("RankError: rank 0 of 2 failed: RuntimeError: Pipeline: stage 0 gave")
+    assert "stage 0 returned (3,) torch.float32, expected (2,) torch.float32" in errors[0]
+    assert errors[1].startswith("RankError: rank 0 of 2 failed: RuntimeError: Pipeline: stage 0 returned")
 
 
 # ---- on GPUs -----------------------------------------------------------------------------------------------------

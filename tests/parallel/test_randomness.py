@@ -196,13 +196,13 @@ def test_a_tensor_with_any_strides_is_filled() -> None:
 
 def test_wrong_arguments() -> None:
     stream, whole = Stream(0), Box.whole((4, 4))
-    with pytest.raises(ValueError, match=r"w: the tensor has shape \(3,\), its boxes sizes \[\(4, 4\)\]"):
+    with pytest.raises(ValueError, match=r"w: the tensor has shape \(3,\), its boxes have sizes \[\(4, 4\)\]"):
         stream.normal_(torch.empty(3), "w", whole)
     with pytest.raises(ValueError, match="whole rows of the first dimension"):
         stream.normal_(torch.empty(2, 16), "w", [Box.whole((8,)), Box.whole((24,))])
     with pytest.raises(ValueError, match="d: the tensor has shape"):
         stream.dropout(torch.ones(3), "d", 0.5, 0, [whole, whole])
-    with pytest.raises(ValueError, match=r"no rule matches embedding.weight: add one; the rules are \*.bias"):
+    with pytest.raises(ValueError, match=r"no rule matches embedding.weight: add a rule; the patterns are \*.bias"):
         init_on_meta(Model, RULES[:1], seed=0)
     with pytest.raises(ValueError, match=r"got boxes for layers.9.bias, but the module has no such tensors on meta"):
         init_on_meta(Model, RULES, seed=0, boxes={"layers.9.bias": whole})

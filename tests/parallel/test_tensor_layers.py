@@ -230,7 +230,7 @@ def test_errors_say_what_would_fit(on_ranks: Run) -> None:
     first, second = on_ranks(2, refusals, limit_s=150.0)
     assert first == second
     expected = [
-        "ColumnParallelLinear: key=9 cannot be split among 2 ranks: 9 is not divisible by it; use 1, 3, 9 ranks",
+        "ColumnParallelLinear: key=9 cannot be split among 2 ranks: 9 is not divisible by this number; use 1, 3, 9",
         "only one layer can be padded, got gate, up",
         "RowParallelLinear: in_features=9 cannot be split among 2 ranks",
         "heads=9 and kv_heads=9 cannot be split among 2 ranks: use 1, 3, 9 ranks",

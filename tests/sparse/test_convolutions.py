@@ -449,14 +449,14 @@ def test_a_key_that_has_another_rulebook() -> None:
         (spconv.SparseInverseConv3d(3, 3, 3, "a"), "rulebook of a submanifold convolution, which keeps its sites"),
         (
             spconv.SparseInverseConv3d(3, 3, 3, "b"),
-            r"no layer left a rulebook under indice_key 'b' \(stored keys: 'a'\)",
+            r"no layer has stored a rulebook under indice_key 'b' \(stored keys: 'a'\)",
         ),
     ]
     for conv, message in wrong:
         with pytest.raises(ValueError, match=message):
             conv.double()(x)
     other = SparseConvTensor(x.features[1:], x.indices[1:], GRID, 2, indice_dict=x.indice_dict)
-    with pytest.raises(ValueError, match=r"'a' has a rulebook of other sites, 60 rows.*has 59.*replace_feature"):
+    with pytest.raises(ValueError, match=r"'a' has a rulebook of other sites, with 60 rows.*has 59.*replace_feature"):
         spconv.SubMConv3d(3, 3, 3, indice_key="a").double()(other)
 
 
@@ -466,7 +466,7 @@ def test_a_key_whose_indices_were_changed_in_place() -> None:
     for same in (y, copy.copy(y), y.replace_feature(y.features.detach())):
         conv(same)
     x.indices.copy_(random_sites(60, 2, GRID, seed=1))
-    with pytest.raises(ValueError, match="'a' has a rulebook of indices that were later changed in place: create"):
+    with pytest.raises(ValueError, match="'a' has a rulebook whose indices were later changed in place: create"):
         conv(y)
     assert torch.equal(conv(x).indices, x.indices)
     with torch.no_grad():
@@ -496,7 +496,11 @@ def test_wrong_arguments() -> None:
     wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: spconv.SubMConv3d(3, 4, 2), ValueError, r"kernel_size must be odd, got \(2, 2, 2\)"),
         (lambda: spconv.SubMConv3d(3, 4, 3, 2), ValueError, r"stride must be 1, got \(2, 2, 2\)"),
-        (lambda: spconv.SparseConv3d(3, 4, (3, 3)), ValueError, r"kernel_size.*at least 1, or 3 of them, got \(3, 3\)"),
+        (
+            lambda: spconv.SparseConv3d(3, 4, (3, 3)),
+            ValueError,
+            r"kernel_size.*at least 1, or 3 such integers, got \(3, 3\)",
+        ),
         (lambda: spconv.SparseConv3d(3, 4, 3, padding=-1), ValueError, "padding must be an integer of at least 0"),
         (lambda: spconv.SparseConv3d(3, 4, 2.5), TypeError, r"kernel_size must be an integer .*, got 2\.5"),
         (lambda: spconv.SparseConv3d(3, 4, (3, 2.5, 3)), TypeError, r"kernel_size must be an integer .*, got 2\.5"),
@@ -521,7 +525,7 @@ def test_wrong_arguments() -> None:
         (
             lambda: spconv.SparseInverseConv3d(3, 4, 3, 2),
             TypeError,
-            "indice_key must be that of the layer to invert, got 2",
+            "indice_key must be the key of the layer to invert, got 2",
         ),
         (lambda: spconv.SubMConv3d(3, 4, 3)(torch.zeros(3, 3)), TypeError, "takes a rooftop.sparse.SparseConvTensor"),
         (

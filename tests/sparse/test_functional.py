@@ -69,7 +69,7 @@ def gradients(y: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
 def test_features_of_other_rows_than_the_rulebook() -> None:
     indices = torch.tensor([[0, 0], [0, 2]], dtype=torch.int32)
     for rows in (1, 3):
-        with pytest.raises(ValueError, match=rf"a row for each of the 2 inputs of the rulebook, got \({rows}, 1\)"):
+        with pytest.raises(ValueError, match=rf"one row for each of the rulebook's 2 inputs, got \({rows}, 1\)"):
             functional.subm_conv(torch.ones(rows, 1), indices, torch.ones(1, 3, 1), spatial_shape=[3], batch_size=1)
 
 

@@ -183,8 +183,8 @@ def test_what_is_no_such_tensor(pool: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"kernel_size": 0}, ValueError, "kernel_size must be an integer of at least 1, or 3 of them, got 0"),
-        ({"kernel_size": [2, 2]}, ValueError, "kernel_size must be an integer of at least 1, or 3 of them"),
+        ({"kernel_size": 0}, ValueError, "kernel_size must be an integer of at least 1, or 3 such integers, got 0"),
+        ({"kernel_size": [2, 2]}, ValueError, "kernel_size must be an integer of at least 1, or 3 such integers"),
         ({"kernel_size": 2, "stride": 0}, ValueError, "stride must be"),
         ({"kernel_size": 2, "padding": -1}, ValueError, "padding must be"),
         ({"kernel_size": 2, "dilation": 0}, ValueError, "dilation must be"),

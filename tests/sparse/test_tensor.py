@@ -158,7 +158,7 @@ def test_it_pickles_with_its_rulebooks() -> None:
 
 def test_sites_out_of_range() -> None:
     for wrong in ([0, 3, 0], [0, 0, -1], [3, 0, 0]):
-        with pytest.raises(ValueError, match=r"row 1 of indices is .*from 0 to below \(3, 3, 4\)"):
+        with pytest.raises(ValueError, match=r"row 1 of indices is .*at least 0 and below \(3, 3, 4\)"):
             a_tensor(indices=torch.tensor([[0, 0, 0], wrong]))
 
 

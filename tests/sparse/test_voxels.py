@@ -323,7 +323,7 @@ def test_what_are_no_sizes() -> None:
         (torch.zeros(3), ValueError, r"begin with 3 coordinates, got \(3,\)"),
         (torch.zeros(3, 2), ValueError, r"begin with 3 coordinates, got \(3, 2\)"),
         (torch.zeros(3, 5), ValueError, r"expected 4 features, got pc \(3, 5\)"),
-        (torch.zeros(3, 4, device="meta"), ValueError, "made for points on cpu, got them on meta"),
+        (torch.zeros(3, 4, device="meta"), ValueError, "expected points on cpu, got points on meta"),
     ],
 )
 def test_what_are_no_points(points: Any, error: type[Exception], message: str) -> None:

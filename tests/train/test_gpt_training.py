@@ -555,7 +555,7 @@ def test_a_loss_that_is_not_finite_ends_it() -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "Tried to allocate 2.00"),
         (MemoryError("Unable to allocate 9 TiB for an array"), "Unable to allocate 9 TiB"),
-        (None, "the CPU has no memory for 4194304.00 GiB more"),
+        (None, "the CPU cannot allocate 4194304.00 GiB more"),
     ],
 )
 def test_out_of_memory_is_one_line_that_says_what_helps(

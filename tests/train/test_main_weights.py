@@ -180,7 +180,7 @@ def test_a_loop_of_ones_own_steps_from_what_was_loaded(
 def test_replaced_parameters_are_refused_where_it_is_too_late(
     optimizer: Callable[..., Any], door: Callable[[nn.Module, Weights], None]
 ) -> None:
-    with pytest.raises(RuntimeError, match=r"another tensor in the place of the parameter weight.* assign=True"):
+    with pytest.raises(RuntimeError, match=r"another tensor in place of the parameter weight.* assign=True"):
         loop(optimizer, door)
 
 
@@ -191,7 +191,7 @@ def test_gradients_of_a_replaced_model_are_refused(dtype: torch.dtype) -> None:
     gradients = ModelGradients(model)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     model(torch.ones(1, 2, dtype=dtype)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"ModelGradients\.sum_: .* another tensor in the place of .*weight"):
+    with pytest.raises(RuntimeError, match=r"ModelGradients\.sum_: .* another tensor in place of .*weight"):
         gradients.sum_()
     del model.bias
     with pytest.raises(RuntimeError, match="ModelGradients"):

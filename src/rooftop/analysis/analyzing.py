@@ -37,10 +37,10 @@ def analyze(
 ) -> Report:
     """Measure how far one step of a model is from the limits of this machine, and why.
 
-    The model runs on its parameters' device, with the arguments unchanged. Its weights, buffers, gradients and train
-    flags, the arguments and the random state are the same afterwards (with `optimizer`, its steps do change the
-    weights). If the step changes one of its arguments (a cache of keys and values), each run begins with the original
-    object.
+    The model runs on its parameters' device, with the arguments unchanged. Afterwards its weights, buffers, gradients
+    and train flags, the arguments and the random state are as before. With `optimizer`, the steps of the optimizer do
+    change the weights. If the step changes an argument (a cache of keys and values), each run begins with the original
+    argument.
 
     Args:
         target: an `nn.Module`, which runs in eval mode without gradients, or with `train=True` forward and backward in
@@ -53,7 +53,7 @@ def analyze(
         compile: compile the target with `torch.compile` first: True, or one of its modes ("reduce-overhead").
         trace: also write the profiler's trace of one step to this file, for Perfetto or chrome://tracing.
         ceilings: ceilings to compare with. None measures the ceilings that the step needs on this machine (cached,
-            under 30 s the first time) and raises those that an operator has surpassed.
+            under 30 s the first time) and raises any ceiling that an operator has surpassed.
         name: the target's name in the report.
         progress: called with (the current activity, fraction done).
 
@@ -94,7 +94,7 @@ def analyze(
 
     if not isinstance(program, SharedProgram):
         return report()
-    # rank 0 measures, and the other ranks run each of its steps with it; all get its report
+    # rank 0 measures while the other ranks run the same steps; every rank gets rank 0's report
     of_first = program.lead(report)
     ranks = measure_ranks(program, program.device)
     assert ranks is not None
@@ -102,7 +102,7 @@ def analyze(
 
 
 def _require_data(program: Program) -> None:
-    """Refuse fake tensors, which have shapes and no data, so that nothing can be measured on them.
+    """Refuse fake tensors: they have shapes but no data, so nothing can be measured on them.
 
     Raises:
         ValueError: the program has fake tensors.

@@ -1,8 +1,8 @@
 """Run a program on fake CPU tensors, but with the operators that PyTorch would choose on a GPU.
 
 `rooftop.predict` counts a step on fake CPU tensors, because a PyTorch without CUDA cannot differentiate fake GPU
-tensors. Nearly all operators are the same on both. Some composite operators check the device and call other operators;
-`rooftop.analysis.gpu_operators.CHOSEN_BY_DEVICE` has the GPU's version of each.
+tensors. Nearly all operators are the same on CPU and GPU. Some composite operators call different operators on each
+device; `rooftop.analysis.gpu_operators.CHOSEN_BY_DEVICE` has the GPU's version of each.
 
 The table takes effect at these places, so that no caller is missed:
 
@@ -37,14 +37,14 @@ from rooftop.analysis.gpu_operators import CHOSEN_BY_DEVICE
 from rooftop.analysis.gpu_recurrent import RECURRENT_SHAPES
 
 _THREAD = threading.local()
-_LOCK = threading.Lock()  # for the two below: kernels and lists of types belong to the process
+_LOCK = threading.Lock()  # guards the two below: kernels and lists of types belong to the process
 _users = 0
 _registered = ExitStack()
 
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Within the block, composite operators on CPU tensors of this thread call the operators that they would call on an
+    """Let composite operators on this thread's CPU tensors call, in a `with` block, the operators that they call on an
     NVIDIA GPU.
 
     Enter this after every other dispatch mode that must see the operators.
@@ -73,7 +73,7 @@ class _WholeComposites(TorchDispatchMode):
         instead = CHOSEN_BY_DEVICE.get(func)
         if instead is None:
             return func(*args, **(kwargs or {}))
-        with self:  # an operator may call another one, as attention does with dropout
+        with self:  # an operator may call another operator, as attention calls dropout
             return instead(func, *args, **(kwargs or {}))
 
 
@@ -119,7 +119,7 @@ def _for_this_thread(func: Any, instead: Callable[..., Any]) -> Callable[..., An
 
 
 def _let_lists_be_taken(stack: ExitStack) -> None:
-    """Let PyTorch handle a whole list of tensors at once, which it does if their device and type are known to support
+    """Let PyTorch process a list of tensors in one operator, as it does for devices and tensor types that support
     it."""
     devices = _foreach_utils._get_foreach_kernels_supported_devices
 
@@ -135,7 +135,7 @@ def _let_lists_be_taken(stack: ExitStack) -> None:
 
 
 class _Types(list[type]):
-    """Types of tensors that operators on lists accept; fake ones count as real ones."""
+    """Types of tensors that operators on lists accept. A fake tensor counts as a real tensor."""
 
     def __contains__(self, kind: object) -> bool:
         return super().__contains__(kind) or (kind in (FakeTensor, nn.Parameter) and _is_active())

@@ -2,9 +2,9 @@
 
 Forward: hooks on every module report which modules are running (see `running_calls`).
 Backward: the running node gives the module that created it (see `node_makers`); a node that accumulates a gradient
-gives its parameter, and thereby the parameter's owner.
-Optimizer: hooks around `Optimizer.step`. Work in a closure that is passed to it (as by LBFGS and Lightning) still
-counts as forward and backward, outside the optimizer's phase.
+gives its parameter, whose owner is the module.
+Optimizer: hooks around `Optimizer.step`. Work in a closure that is passed to `step` (LBFGS, Lightning) counts as
+forward and backward, not as optimizer.
 
 The same hooks add up each module's inputs and outputs, which its fused roof counts.
 
@@ -42,7 +42,7 @@ from rooftop.hardware.module_paths import ModulePaths, inner_modules, own_parame
 from rooftop.hardware.running_calls import RunningCalls, caller_of_hook
 
 LOSS, AUTOGRAD, OPTIMIZER = "(loss)", "(autograd)", "(optimizer)"
-"""Scopes of operators outside any module: in forward, in backward, and in the optimizer."""
+"""Scopes of operators outside any module: in the forward pass, in the backward pass, and in the optimizer."""
 
 
 @dataclass
@@ -52,7 +52,8 @@ class ModuleTraffic:
     Attributes:
         type: class name.
         calls: forward calls.
-        input_bytes: distinct bytes of the input tensors; `grad_input_bytes`: of those that require a gradient.
+        input_bytes: distinct bytes of the input tensors; `grad_input_bytes`: distinct bytes of the inputs that require
+            a gradient.
         output_bytes: distinct bytes of the returned tensors.
         parameter_bytes: bytes of parameters and buffers, counted once; `trainable_bytes`: bytes of the parameters that
             receive a gradient.
@@ -71,7 +72,7 @@ class ModuleTraffic:
 
 @dataclass(frozen=True)
 class OptimizerTraffic:
-    """The least bytes that the optimizers of one step read and write, and whether an optimizer refuses CUDA graph
+    """The minimum bytes that one step's optimizers read and write, and whether an optimizer refuses CUDA graph
     capture."""
 
     read: int = 0
@@ -102,9 +103,9 @@ class ModuleTracker:
         self.uncounted: dict[str, str] = {}
         self._thread = threading.get_ident()
         self._optimizers = WeakIdKeyDictionary()  # optimizers whose `step` ran -> number of steps
-        self._optimizer_traffic: OptimizerTraffic | None = None  # set for a snapshot
+        self._optimizer_traffic: OptimizerTraffic | None = None  # only a snapshot has it
         self._paths = ModulePaths()
-        self._running = RunningCalls()  # each call with the backward node that made it, or None
+        self._running = RunningCalls()  # each call of a module, with the backward node that called it, or None
         self._makers = NodeMakers()
         self._optimizing = 0
         self._is_following = False
@@ -128,7 +129,7 @@ class ModuleTracker:
     def following(self) -> Iterator[None]:
         """Follow modules as they run inside the block, unless `inside` is True already.
 
-        Code that is compiled meanwhile would contain the hooks, or not compile at all.
+        Code that is compiled inside the block would contain the hooks, or not compile at all.
         """
         self._thread = threading.get_ident()
         self._makers.clear()
@@ -137,7 +138,7 @@ class ModuleTracker:
             leaving = register_module_forward_hook(self._leaving, with_kwargs=True, always_call=True)
             hooks.callback(entering.remove)
             hooks.callback(leaving.remove)
-            # `remove` does not remove this hook, and while it exists torch takes the slow path through each module
+            # `remove` leaves this hook, which makes torch take the slow path through each module
             hooks.callback(_global_forward_hooks_with_kwargs.pop, leaving.id, None)
             hooks.enter_context(_unwarned())
             self._is_following = True
@@ -198,7 +199,7 @@ class ModuleTracker:
 
     def locate(self) -> tuple[str, str]:
         """(scope, phase) of the operator that is being dispatched now."""
-        if self._running.settle(sys._getframe(1)):  # the program caught an interruption: no nodes since
+        if self._running.settle(sys._getframe(1)):  # the program caught an exception: no nodes have been created since
             self._makers.operator(self._outside())
         running = self._running.innermost
         node = torch._C._current_autograd_node()
@@ -213,11 +214,11 @@ class ModuleTracker:
         return (LOSS if running is None else running), "forward"
 
     def _running_in(self, node: Any) -> tuple[str, bool]:
-        """The scope of a backward node's work, and whether it is a module that is being recomputed.
+        """The scope of a backward node's work, and whether that work recomputes a module.
 
         If the node itself called the running module, the module is being recomputed (activation checkpointing), and the
-        work is the module's. If the module was running before, it has requested gradients (`torch.autograd.grad`,
-        `torch.func.grad`), and the work belongs to the module that created the node.
+        work is the module's. If the module was already running, the module has requested gradients
+        (`torch.autograd.grad`, `torch.func.grad`), and the work belongs to the module that created the node.
         """
         running = self._running.innermost
         if running is not None and self._running.within is node:
@@ -225,12 +226,13 @@ class ModuleTracker:
         return self._maker_of(node), False
 
     def _maker_of(self, node: Any) -> str:
-        variable = getattr(node, "variable", None)  # only an AccumulateGrad node has it
+        variable = getattr(node, "variable", None)  # only an AccumulateGrad node has this attribute
         maker = self._paths.owner(variable) if isinstance(variable, Tensor) else self._makers.of(node)
         return AUTOGRAD if maker is None else maker
 
     def _is_elsewhere(self) -> bool:
-        """Whether this is neither the step's thread nor one of autograd's threads, which recompute modules."""
+        """Whether this thread is neither the step's thread nor an autograd thread (autograd threads recompute
+        modules)."""
         return threading.get_ident() != self._thread and torch._C._current_autograd_node() is None
 
     def _entering(self, module: nn.Module, args: Any) -> None:
@@ -249,10 +251,10 @@ class ModuleTracker:
         self._makers.runs(scope)
 
     def _leaving(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
-        # After an exception (also the one that ends a recomputation early) torch passes the output alone.
+        # After an exception, torch passes only the output. (Such an exception also ends a recomputation early.)
         *kwargs, output = kwargs_and_output
         scope = None if self._is_elsewhere() else self._running.leave(sys._getframe(1))
-        if scope is None:  # the call began before the tracker was active, or in another thread
+        if scope is None:  # the module's call began before the tracker was active, or in another thread
             return
         self._makers.runs(self._outside())
         if type(module).__name__ in self.uncounted:
@@ -267,7 +269,7 @@ class ModuleTracker:
             self.uncounted[type(module).__name__] = f"{type(error).__name__}: {error}"
 
     def _outside(self) -> str:
-        """Set the maker of the nodes that are created after the module that has just ended."""
+        """The scope of the backward nodes that are created after a module has ended."""
         node = torch._C._current_autograd_node()
         if node is not None:
             return self._running_in(node)[0]
@@ -298,7 +300,7 @@ class ModuleTracker:
         self._optimizing += 1
         try:
             self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
-        except Exception as error:  # an object without weak references
+        except Exception as error:  # this optimizer's class allows no weak references
             pass_on(error)
             self.uncounted[type(optimizer).__name__] = f"{type(error).__name__}: {error}"
         return self._closure_outside(args, kwargs) if self._is_following else None
@@ -308,12 +310,12 @@ class ModuleTracker:
             self._optimizing -= 1
 
     def _optimizer_ended(self, raised: bool) -> None:
-        if raised:  # the hook above did not run
+        if raised:  # after an exception, PyTorch has skipped the hook above
             self._optimizing = max(0, self._optimizing - 1)
 
     def _closure_outside(self, args: Any, kwargs: Any) -> Any:
-        """The arguments of `Optimizer.step`, the optimizer first. Their closure is replaced by one that marks its work
-        as outside the optimizer.
+        """The arguments of `Optimizer.step`, the optimizer first. A closure among them is replaced by a closure that
+        marks its work as outside the optimizer.
 
         None, which means no change, if there is no closure.
         """
@@ -335,7 +337,7 @@ class ModuleTracker:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """Suppress the warning that a compiled module runs under hooks, since these hooks are ours. The program's other
+    """Suppress the warning that a compiled module runs under hooks, since the hooks are Rooftop's. The program's other
     filters stay.
 
     `warnings.filterwarnings` would make Python forget which warnings it has shown, and show them again.

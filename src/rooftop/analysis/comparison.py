@@ -1,7 +1,7 @@
 """Differences between two reports: the step's figures, its operators, its modules.
 
-Operators are compared by phase and name, over all their shapes and dtypes. So the effect of a change of dtype, layout
-or batch is visible, since it makes no new operator. Modules are compared by path.
+Operators are compared by phase and name, over all their shapes and dtypes. So a change of dtype, layout or batch size
+makes no new operator, and its effect on each operator is visible. Modules are compared by path.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rooftop.hardware.figures import in_words
 from rooftop.hardware.histories import figures_of
 
 SAME_CEILING = 0.01  # relative
-LEAST_NOISE = 0.01  # relative difference of the wall times of two runs of one program on a quiet machine
+LEAST_NOISE = 0.01  # relative difference between the wall times of two runs of the same program on an idle machine
 
 
 @dataclass(frozen=True)
 class Change:
-    """One quantity before and after; None if it did not exist. Times in ms.
+    """One quantity before and after; None where it did not exist. Times are in ms.
 
     Attributes:
         name: the name of a figure, an operator as "aten::add (backward)", or a module's path.
@@ -108,7 +108,7 @@ def _operators(report: Report) -> Totals:
 
 
 def _leaves(node: ModuleNode, path: str = "") -> Totals:
-    """Modules without children, by path: their times do not overlap."""
+    """Modules without children, by path. Their times do not overlap."""
     if not node.children:
         return {path or "(model)": (node.measured_ms, node.calls)}
     found: dict[str, tuple[float, int]] = {}
@@ -150,4 +150,4 @@ def _ceilings_changed(before: Report, after: Report) -> Iterator[str]:
     if changed:
         largest = ", ".join(f"{in_words(name)} {changes[name]:+.1%}" for name in changed[:3])
         others = f" and {len(changed) - 3} others" if len(changed) > 3 else ""
-        yield f"ceilings: {largest}{others}; roofs, percents and gaps differ by that, too"
+        yield f"ceilings: {largest}{others}; so roofs, percents and gaps differ, too"

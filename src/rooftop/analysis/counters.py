@@ -1,16 +1,15 @@
 """Hardware counters of every kernel of one step, from Nsight Compute (`ncu`).
 
-Rooftop computes the bytes and flops that a step needs. The chip's own counters measure the bytes that its kernels
-moved, and how busy they kept it:
+Rooftop computes the bytes and flops that a step needs. The chip's own counters measure the bytes that the kernels
+moved, and how busy the kernels kept the chip:
 
     [sys.executable, "-m", "rooftop", "analyze", "resnet50", "--counted-step"]     a program that calls `counted_step`
       -> ncu runs it and counts between cudaProfilerStart and cudaProfilerStop     `hardware_counters`
       -> one `KernelCounters` for each launch, one `KernelRow` for each kernel     `parse_counters`, `kernel_rows`
 
 ncu runs the kernels one at a time and empties the caches before each. So a kernel finds its inputs in DRAM, although in
-the real step they may still be in L2. The last results of a kernel may still be in L2 when the counters are read.
-Therefore, fewer bytes than required are not an error. Far more bytes than required are traffic that a better kernel
-would avoid.
+the real step they may still be in L2. A kernel's last results may still be in L2 when ncu reads the counters. So a
+kernel may move fewer bytes than required. If it moves far more, a better kernel would avoid that traffic.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from rooftop.errors import MeasurementError
 TIMEOUT_S = 900.0
 
 # Field of `KernelCounters` -> metric. All exist from Turing to Blackwell, but GeForce Blackwell counts no DRAM bytes.
-# An H200 counts them in one pass. sm__throughput, the usual measure of the multiprocessors, needs nine passes, and
-# before each ncu restores all memory that the kernel may have written.
+# An H200 counts all of them in one pass. sm__throughput, the usual measure of the multiprocessors, needs nine passes.
+# Before each pass, ncu restores all memory that the kernel may have written.
 METRICS = {
     "ms": "gpu__time_duration.sum",
     "dram_read_bytes": "dram__bytes_read.sum",
@@ -55,11 +54,11 @@ SCALES = {"ms": 1e-6}  # ncu's base units are ns and bytes
 
 OPTIONS = (
     *("--csv", "--page", "raw", "--print-units", "base"),
-    *("--print-kernel-base", "mangled"),  # demangled here as in PyTorch's profiler, since names must be the same
+    *("--print-kernel-base", "mangled"),  # Rooftop demangles the names, as PyTorch's profiler does
     *("--profile-from-start", "off"),
-    *("--target-processes", "application-only"),  # excludes the compiler's workers
-    *("--graph-profiling", "node"),  # kernels inside CUDA graphs one by one
-    *("--clock-control", "none"),  # keeps the clocks of the other measurements
+    *("--target-processes", "application-only"),  # profile only the program, without the compiler's workers
+    *("--graph-profiling", "node"),  # profile the kernels of a CUDA graph one by one
+    *("--clock-control", "none"),  # keep the clocks as in the other measurements
     *("--cache-control", "all"),
 )
 
@@ -176,10 +175,10 @@ def hardware_counters(arguments: Sequence[str], timeout_s: float = TIMEOUT_S) ->
     Args:
         arguments: a command line that calls `counted_step` once, e.g. [sys.executable, "-m", "rooftop", "analyze",
             "resnet50", "--counted-step"].
-        timeout_s: the command is ended after this time; a step of thousands of kernels takes ncu minutes.
+        timeout_s: time limit of the command. For a step of thousands of kernels, ncu takes minutes.
 
     Raises:
-        MeasurementError: there is no GPU, no ncu or no permission to read the counters; or the command failed, ran no
+        MeasurementError: there is no GPU, no ncu or no permission to read the counters. Or the command failed, ran no
             kernel or did not finish in time. The message says what to do.
     """
     if not torch.cuda.is_available():
@@ -204,7 +203,7 @@ def hardware_counters(arguments: Sequence[str], timeout_s: float = TIMEOUT_S) ->
 
 
 def find_ncu() -> str:
-    """Path of ncu: on PATH, in the CUDA toolkit, or the newest of a separate installation.
+    """Path of ncu: on PATH, in the CUDA toolkit, or the newest separate installation.
 
     Raises:
         MeasurementError: ncu is not installed.
@@ -224,8 +223,8 @@ def _version(path: Path) -> list[int]:
 
 
 def _run(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
-    """(exit status, stdout and stderr) of a command. The command and its child processes are ended at the time limit or
-    by an exception."""
+    """(exit status, stdout and stderr) of a command. At the time limit or after an exception, the command and its child
+    processes are killed."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -240,9 +239,8 @@ def _run(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise MeasurementError(
-                f"hardware counters: not done after {timeout_s:g} s, because ncu takes long for each kernel: try a "
-                "model "
-                "with fewer layers"
+                f"hardware counters: ncu did not finish within {timeout_s:g} s, since it takes long for each kernel: "
+                "try a model with fewer layers"
             ) from None
         finally:
             if process.poll() is None:
@@ -307,7 +305,7 @@ def profiler_name(symbol: str) -> str:
 
 
 def kernel_rows(launches: Iterable[KernelCounters]) -> list[KernelRow]:
-    """Rows of kernels, one for all launches with the same name; the longest time first."""
+    """One row for all launches of kernels with the same name, the longest time first."""
     groups: dict[str, list[KernelCounters]] = defaultdict(list)
     for launch in launches:
         groups[launch.name].append(launch)

@@ -17,7 +17,7 @@ from rooftop.analysis.report import Report
 from rooftop.analysis.report_contents import OperatorRow
 
 REREADING = 1.3
-"""Ratio of moved to counted bytes from which a kernel is reported to move data more than once."""
+"""From this ratio of moved to counted bytes on, the report says that a kernel moves data more than once."""
 LEAST_BYTES = 1 << 18
 """Kernels with fewer bytes than this get no ratio. On an H200, a kernel that needs 4 bytes reads 5 kB: its own code and
 constants."""
@@ -28,9 +28,9 @@ class Counted:
     """Bytes that the operators of a kernel must move, as Rooftop counts them.
 
     Attributes:
-        bytes: None if no operator names the kernel, or an operator of it has no cost formula.
-        shared: whether some of these operators also run other kernels. Their bytes are divided among the kernels in
-            proportion to the moved bytes, so the ratio is that of the operators.
+        bytes: None if no operator launches the kernel, or if an operator that launches it has no cost formula. shared:
+        whether some of these operators also launch other kernels. Their bytes are divided among the kernels in
+        proportion to the moved bytes, so the ratio is that of the operators.
     """
 
     bytes: float | None
@@ -40,8 +40,8 @@ class Counted:
 def counted_bytes(rows: Sequence[KernelRow], operators: Sequence[OperatorRow]) -> dict[str, Counted]:
     """For each kernel name, the bytes that must be moved by the operators that launched the kernel.
 
-    The driver's copies and fills are not kernels, and ncu does not count them. All bytes of an operator then belong to
-    its kernels.
+    ncu does not count the driver's copies and fills, which are not kernels. So all bytes of an operator count for its
+    kernels.
     """
     by_name = {row.name: row for row in rows}
     counted: dict[str, Counted] = {}
@@ -59,7 +59,7 @@ def counted_bytes(rows: Sequence[KernelRow], operators: Sequence[OperatorRow]) -
 
 
 def counters_table(rows: Sequence[KernelRow], report: Report, limit: int = 12) -> RenderableType:
-    """The kernels, at most `limit`, the longest first, with the operators of the report that launched them."""
+    """A table of at most `limit` kernels, the longest first, with the operators of the report that launched them."""
     title = f"\nhardware counters ({min(limit, len(rows))} of {len(rows)} kernels, each started with empty caches)"
     table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
     table.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=30)
@@ -97,7 +97,7 @@ def _notes(rows: Sequence[KernelRow], counted: dict[str, Counted]) -> list[str]:
     if any(must >= LEAST_BYTES and moved > REREADING * must for moved, must in both):
         notes.append(f"ratio above {REREADING} (!): data goes through DRAM more than once, or in parts of sectors")
     if any(must.shared for must in counted.values()):
-        notes.append("~: the operator runs several kernels, and the ratio is that of all together")
+        notes.append("~: the operator runs several kernels, and the ratio is for all of them together")
     return [f"note: {note}" for note in notes]
 
 

@@ -1,8 +1,8 @@
-"""Remove fake tensors that a predicted program has stored, because they have no values and the program could not use
-them.
+"""Remove fake tensors that a predicted program has stored: they have no values, so the program cannot use them later.
 
 Programs store results for later: masks in a `functools.lru_cache`, tables in a global or in an attribute of a class.
-Known places get their earlier contents back. If fake tensors are still stored elsewhere, an error names the place.
+Rooftop restores the earlier contents of the places that it knows. If fake tensors are still stored elsewhere, an error
+names the place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rooftop.errors import InputError
 
 _CACHE = type(functools.lru_cache(lambda: None))
 _LIBRARIES = {"torch", "builtins", *sys.stdlib_module_names}
-"""Packages whose classes and modules are not entered."""
+"""Packages whose classes and modules the search does not enter."""
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _MADE_BY_CODE = 1 << 9
 """Flag of classes that are created at run time (Py_TPFLAGS_HEAPTYPE)."""
@@ -43,10 +43,10 @@ MOST_STEPS = 30
 
 @contextmanager
 def fakes_taken_out(roots: Iterable[Any], mode: FakeTensorMode) -> Iterator[list[Any]]:
-    """After the block, restore every container reachable from the roots that holds fake tensors of the mode.
+    """After the block, restore every container that is reachable from the roots and holds fake tensors of the mode.
 
-    Other changes stay: a library that has initialized itself must not do so again. The context yields a list, to which
-    the owners of the restored containers are added.
+    Other changes stay: a library that has initialized itself must not be initialized again. The context yields a list,
+    to which the owners of the restored containers are added.
     """
     containers = _Reached(roots).containers
     owners: list[Any] = []
@@ -67,7 +67,7 @@ def _holds_fakes(values: list[Any], mode: FakeTensorMode) -> bool:
 class _Reached(Held):
     """A search that also follows classes and their methods, caches of functions, and attributes of tensors.
 
-    It ignores installed packages that do not use PyTorch, which have much code but no tensors.
+    It skips installed packages that do not use PyTorch: they have much code but no tensors.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -103,7 +103,7 @@ class _Reached(Held):
 
 
 def _packages_without_torch() -> set[str]:
-    """Installed packages that are loaded and have no module with PyTorch among its globals."""
+    """Installed packages that are loaded, and in which no module has PyTorch among its globals."""
     used = {id(each) for each in (torch, nn, nn.functional, Tensor, nn.Module)}
     found: dict[str, bool] = {}
     for name, module in list(sys.modules.items()):
@@ -146,7 +146,7 @@ def _of_class(kind: type) -> Iterator[Container]:
             functions.append(value.__func__)
         elif isinstance(value, property):
             functions += [each for each in (value.fget, value.fset, value.fdel) if each is not None]
-        elif isinstance(value, types.FunctionType):  # including those with names such as __call__
+        elif isinstance(value, types.FunctionType):  # also dunder methods, such as __call__
             functions.append(value)
     yield Container(kind, lambda: functions)
 
@@ -161,7 +161,8 @@ def _of_named_modules(function: types.FunctionType) -> Iterator[Container]:
 
 
 def _of_cache(function: Any) -> Iterator[Container]:
-    """The stored results of an `lru_cache`. If it is bounded, only keys can be removed; it then computes them again."""
+    """The stored results of an `lru_cache`. In a bounded cache, only keys can be removed; the cache then computes the
+    results again."""
     parts = gc.get_referents(function)
     places = [place for place, part in enumerate(parts) if part is getattr(function, "__wrapped__", None)]
     kept = parts[places[-1] - 1] if places and places[-1] else None
@@ -188,9 +189,9 @@ def require_no_fakes(mode: FakeTensorMode, name: str, emptied: list[Any]) -> Non
         emptied: caches that may still hold fake tensors, but can no longer return them.
 
     Raises:
-        InputError: the program stores one. The message names the place.
+        InputError: the program stores a fake tensor. The message names the place.
     """
-    for generation in (1, 2):  # most of them are young garbage that is not yet collected
+    for generation in (1, 2):  # most remaining fake tensors are young garbage that is not yet collected
         if not _fakes_of(mode):
             return
         gc.collect(generation)
@@ -209,9 +210,10 @@ def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
 def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
     """The first place in the program that keeps one of these tensors.
 
-    The place is the name of a global, a class attribute or a cache, else the class of an object that holds the tensor.
+    The place is the name of a global, a class attribute or a cache. If there is none, it is the class of an object that
+    holds the tensor.
 
-    None if they are reached only from PyTorch, from variables of running functions, or from emptied places.
+    None if only PyTorch, variables of running functions or emptied places refer to these tensors.
     """
     frontier: list[Any] = [*fakes]
     seen = {id(each) for each in (*fakes, fakes, frontier, emptied, *emptied)}
@@ -234,7 +236,7 @@ def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
         seen |= {id(each) for each in frontier}
         if not frontier:
             break
-    # Objects frozen by `gc.freeze` are not listed; they may lead to emptied places.
+    # `gc` does not list objects frozen by `gc.freeze`, and one of them may lead to an emptied place.
     return None if leads_to_emptied or gc.get_freeze_count() else by_class
 
 

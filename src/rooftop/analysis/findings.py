@@ -25,17 +25,17 @@ class Findings:
         rows: the operators, grouped.
         summary, gaps: the step as a whole.
         ceilings: ceilings to compare with.
-        plain: the run under the profiler alone, None where nothing was run.
-        host_ms: host time of the step, None if unknown.
-        best_ms: wall time of the fastest steps, None where nothing was run.
-        optimizers: the optimizers that made a step and still exist.
+        plain: the run under the profiler alone; None if the step was not run.
+        host_ms: host time of the step; None if unknown.
+        best_ms: wall time of the fastest steps; None if the step was not run. optimizers: the optimizers that stepped
+        and still exist.
         refuses_capture: whether an optimizer, with its settings, refuses to run inside a CUDA graph.
-        traced_more_ms: additional busy time of the device if the program is told that it is compiled or captured; None
-            if it then fails.
-        host_work: bytes and flops of a GPU's step that the CPU computed.
+        traced_more_ms: additional busy time of the device if the program takes its code path for compilation or
+            capture; None if the program then fails.
+        host_work: bytes and flops that the CPU processed in a GPU's step.
         faults: page faults of a step; none on a GPU.
-        batched: whether more samples need no more launches. (A detector's list of images does need more.)
-        timed: measurements of one rule, by name, for other rules that need them, too.
+        batched: whether more samples need no additional launches. (A detector's list of images does need more.)
+        timed: measurements that several rules share, by name.
     """
 
     operators: Sequence[MeasuredOperator]
@@ -64,8 +64,7 @@ class Findings:
 
     @property
     def quiet_wall_ms(self) -> float:
-        """Wall time with the host at its fastest. The GPU then either goes from kernel to kernel or waits for the
-        host.
+        """Wall time with the host at its fastest. The GPU then either runs kernels back to back or waits for the host.
 
         The GPU's time between two kernels of a stream is about the same as inside a graph.
         """
@@ -77,8 +76,8 @@ class Findings:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold the step: it has kernels, does not refuse capture, and the host neither waits
-        for a value nor computes one."""
+        """Whether a CUDA graph can capture the step: it has kernels, does not refuse capture, and the host neither
+        waits for a value nor computes one."""
         if self.traced_more_ms is None or self.host_works or not self.summary.busy_ms:
             return False
         waiting = self.plain is not None and self.plain.waiting_ms > 0
@@ -91,7 +90,7 @@ class Findings:
 
     @property
     def said_of_tracing(self) -> str:
-        """An addition to the evidence for compiling or capturing, "" if there is none."""
+        """Text to add to the evidence for compiling or capturing; "" if there is none."""
         if not self.traced_more_ms:
             return ""
         return (
@@ -105,7 +104,7 @@ class Findings:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the step's operators can be timed again here: it ran, and on this machine."""
+        """Whether the step's operators can be timed again here: the step ran, and it ran on this machine."""
         return self.plain is not None
 
     @property
@@ -129,11 +128,11 @@ class Findings:
         return min(1.0, self.summary.busy_ms / labelled_ms) if labelled_ms else 1.0
 
     def saved_ms(self, labelled_ms: float, more_host_ms: float = 0.0) -> float:
-        """The time that a step gains if operators take this much less. Once the host is slower than the device, there
-        is no further gain.
+        """The time by which a step becomes shorter if its operators take `labelled_ms` less. Once the host is slower
+        than the device, there is no further gain.
 
-        The step and the host are compared at their fastest, because other work of the host delays the step with and
-        without the change alike.
+        The step and the host are compared at their fastest, because other work of the host delays the step equally with
+        and without the change.
 
         Args:
             labelled_ms: time of the operators.
@@ -156,10 +155,10 @@ class Findings:
         return (self.host_ms or 0.0) * operators / max(1, len(self.operators))
 
     def saved_by_ms(self, after_ms: Sequence[float], more_host_ms: float = 0.0) -> float:
-        """Like `saved_ms`, if the time after the change is known for each operator (labelled, in order of execution).
+        """Like `saved_ms`, but from each operator's time after the change (labelled, in order of execution).
 
-        The GPU may wait for the host in one part of the step while the host is far ahead in another. So gains of small
-        operators are lost if the host launches no faster, and large operators at the end run after all launches.
+        In one part of the step the GPU may wait for the host, while in another part the host is far ahead. So gains of
+        small operators are lost if the host launches no faster, and large operators at the end run after all launches.
         """
         now_ms = [op.measured_ms for op in self.operators]
         most_ms = self.saved_ms(sum(now_ms) - sum(after_ms), more_host_ms)
@@ -168,7 +167,7 @@ class Findings:
         return min(most_ms, self._done_ms(now_ms, self.host_ms) - self._done_ms(after_ms, self.host_ms + more_host_ms))
 
     def _done_ms(self, labelled_ms: Sequence[float], host_ms: float) -> float:
-        """The time at which the GPU finishes operators with these times, if the host launches them at the step's
+        """The time at which the GPU finishes operators with the given times, if the host launches them at the step's
         pace.
         """
         kernels = [max(1, len(op.kernels)) for op in self.operators]
@@ -187,8 +186,7 @@ class Findings:
 
 
 def waits_for_device(op: MeasuredOperator) -> bool:
-    """Whether the host waits for an operator. The host only waits for copies that go to the host or come from pageable
-    memory."""
+    """Whether the host waits for an operator: only for copies to the host or from pageable memory."""
     if not op.record.place:
         return False
     is_copy = op.record.name in ("aten::copy_", "aten::_to_copy")

@@ -3,9 +3,9 @@
     op roof     sum of the roofs of its operators
     fused roof  its inputs, parameters and outputs moved once, all its flops, in one kernel
 
-In training a module moves these once in each direction: the backward pass reads the output's gradient, the inputs and
-the parameters, and writes gradients of inputs and parameters. A fused roof is never above the op roof. If the sum over
-operators is less (all data in L2, or a table with few used rows), that sum is the better bound.
+In training the backward pass also moves each tensor once: it reads the output's gradient, the inputs and the
+parameters, and writes gradients of inputs and parameters. A fused roof is never above the op roof. If the sum over
+operators is smaller (all data in L2, or a table with few used rows), the fused roof is that sum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rooftop.hardware.ceilings import Ceilings
 
 
 def comparable(record: Record, ceilings: Ceilings) -> Record:
-    """The record. It is marked as uncovered if it has flops in a precision for which the machine's rate is unknown."""
+    """The record, marked as uncovered if it has flops in a precision for which the machine's rate is unknown."""
     unknown = [precision for precision in (record.cost or FREE).flops if precision not in ceilings.flops]
     if not unknown:
         return record
@@ -64,7 +64,7 @@ def _row(group: list[MeasuredOperator], ceilings: Ceilings) -> OperatorRow:
 
 @dataclass
 class _Node:
-    """A module while the tree is built."""
+    """A module during the construction of the tree."""
 
     name: str
     own: list[MeasuredOperator] = field(default_factory=list)
@@ -79,7 +79,8 @@ class _Node:
 def module_tree(
     operators: Sequence[MeasuredOperator], tracker: ModuleTracker, ceilings: Ceilings, root_type: str
 ) -> ModuleNode:
-    """The step as a tree of modules; work outside all modules (loss, optimizer) is in brackets under the root."""
+    """The step as a tree of modules. Work outside all modules (loss, optimizer) has nodes in brackets under the
+    root."""
     root = _Node("")
     for scope in tracker.traffic:
         _descend(root, scope)
@@ -97,7 +98,8 @@ def _descend(root: _Node, scope: str) -> _Node:
 
 @dataclass(frozen=True)
 class _Finished:
-    """A node of the report. `fused`: the cost of its work as one kernel. `parameters`: elements by parameter's id."""
+    """A node of the report. `fused`: the cost of its work as one kernel. `parameters`: number of elements by the
+    parameter's id."""
 
     node: ModuleNode
     fused: Cost
@@ -145,7 +147,7 @@ def _finish(node: _Node, scope: str, tracker: ModuleTracker, ceilings: Ceilings,
 
 
 def _module_traffic(traffic: ModuleTraffic, backward: bool) -> tuple[int, int]:
-    """(read, written) bytes of a module as one kernel."""
+    """(read, written) bytes of a module if it ran as one kernel."""
     read = traffic.input_bytes + traffic.parameter_bytes
     written = traffic.output_bytes
     if backward:

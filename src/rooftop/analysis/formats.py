@@ -13,7 +13,7 @@ def time_text(value: float) -> str:
 
 
 def percent_text(value: float) -> str:
-    """ "61%"; below 10% one more digit, so that 0.3% is not 0%."""
+    """ "61%". Percents below 10 get one more digit, so that 0.3% does not become 0%."""
     return f"{value:.0f}%" if value >= 9.95 or value == 0 else f"{value:.1f}%" if value >= 0.05 else "<0.1%"
 
 
@@ -24,7 +24,7 @@ def percent_interval_text(value: float, low: float, high: float) -> str:
 
 
 def quantity_text(value: float) -> str:
-    """ "65.7 G": with a decimal prefix, ready for a unit."""
+    """ "65.7 G": a quantity with a decimal prefix, to be followed by a unit."""
     for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g} {prefix}"
@@ -42,7 +42,7 @@ def shapes_text(shapes: tuple[tuple[int, ...], ...]) -> str:
 
 
 def shortened(text: str, width: int, tail: int = 0) -> str:
-    """The text in at most this many columns, including its last `tail` ones: "fused_native_ba…mean_silu"."""
+    """The text cut to at most this many columns; its last `tail` characters stay: "fused_native_ba…mean_silu"."""
     return text if len(text) <= width else f"{text[: width - tail - 1]}…{text[len(text) - tail :]}"
 
 

@@ -1,10 +1,10 @@
 """Restore the arguments of a step: caches of keys and values, states, lists, tensors.
 
-A step is run many times. If it changes an object (a cache that grows by a token, a counter), each run would be a
-different problem, and the object would be changed for the caller. So containers and attributes that the first runs
-change are restored before each further run, and all objects at the end. Small tensors that are written in place
-(positions, lengths) are restored before each run. Other tensors are only restored at the end, because they do not
-affect sizes.
+A step is run many times. If the step changes an object (a cache that grows by a token, a counter), each run would solve
+a different problem, and the caller would get the object changed. So Rooftop restores containers and attributes that the
+first runs change before each further run, and all objects at the end. It also restores small tensors that a run writes
+in place (positions, lengths) before each run. It restores other tensors only at the end, because they do not affect
+sizes.
 
 The same applies to the target's own state: attributes of its modules, closures and globals of its functions. Objects
 that the first run creates for later runs (a mask) stay until the end. Logs are never restored: lists of numbers, and
@@ -23,14 +23,14 @@ from rooftop.analysis import held_objects
 from rooftop.analysis.held_objects import Container, Held
 
 SMALL_BYTES = 4096  # maximum size of a tensor that is restored before each run
-LOOKS = 2  # runs whose changes are checked; the first one may also create objects for later ones
+LOOKS = 2  # runs whose changes are checked; the first run may also create objects for later runs
 
 
 class GivenObjects:
     """The initial state of a step's arguments and of its target.
 
     Args:
-        target: the target; None: its own state is ignored.
+        target: the target; None ignores the target's own state.
 
     Attributes:
         changed: class names of the objects that the first runs changed.
@@ -41,7 +41,7 @@ class GivenObjects:
         self.changed: list[str] = []
         self._complete = held.complete
         self._containers = held.containers
-        # fake tensors have no values
+        # a prediction uses fake tensors, which have no values
         predicted = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         tensors = [] if predicted else held.tensors
         self._state = _State(target, {id(container.owner) for container in held.containers})
@@ -57,7 +57,7 @@ class GivenObjects:
         self._moved: list[_Value] = []
 
     def put_back(self) -> None:
-        """Undo earlier runs' changes of containers, attributes and small tensors; called before a run."""
+        """Undo the changes that earlier runs made to containers, attributes and small tensors. Called before a run."""
         for container in (*self._changing, *self._state.changing):
             container.put_back()
         if self._small or self._moved:
@@ -71,13 +71,13 @@ class GivenObjects:
         """Whether the tensor has its original shape again."""
         try:
             value.lay_out()
-        except RuntimeError as error:  # a view that has become part of a graph
+        except RuntimeError as error:  # the tensor is a view that has become part of a graph
             self._lost.append(_first_line(error))
             return False
         return True
 
     def look(self) -> None:
-        """Find what a run changed; called after the run. Only the first runs are inspected."""
+        """Find what a run changed. Called after each run; only the first runs are inspected."""
         if self._looks == LOOKS:
             return
         self._looks += 1
@@ -97,7 +97,7 @@ class GivenObjects:
         self.changed = list(dict.fromkeys([name for name in owners if name not in _PLAIN] or owners))
 
     def put_all_back(self) -> None:
-        """Restore all objects; called at the end."""
+        """Restore all objects at the end of the measurement."""
         for container in (*self._containers, *self._state.changed()):
             if container.is_changed():
                 container.put_back()
@@ -105,7 +105,7 @@ class GivenObjects:
         for value in self._values:
             try:
                 value.put_back()
-            except RuntimeError as error:  # freed storage, or read-only storage
+            except RuntimeError as error:  # the tensor's storage is freed or read-only
                 self._lost.append(_first_line(error))
         for tensor, version in self._not_kept:
             if _version_of(tensor) != version:
@@ -144,12 +144,11 @@ class _State:
 
     Args:
         target: a module or another callable; None keeps nothing.
-        others: ids of objects that are arguments, and so handled already.
+        others: ids of the arguments, which `GivenObjects` restores itself.
 
     Attributes:
-        containers: their initial contents.
-        changing: containers that later runs change, too.
-        trains: whether a target that is not a module changes weights. The state then keeps the changes of the runs.
+        containers: containers with their initial contents. changing: containers that later runs change, too. trains:
+        whether a target that is not a module changes weights. The state then keeps the changes of the runs.
     """
 
     def __init__(self, target: Any, others: set[int]) -> None:
@@ -170,7 +169,8 @@ class _State:
         return [container for container in held.containers if id(container.owner) not in self._others]
 
     def small_tensors(self, besides: list[Tensor]) -> list[Tensor]:
-        """Tensors that may determine the start of a run (positions, lengths), except those of PyTorch's modules."""
+        """Small tensors that may determine how a run starts (positions, lengths), except tensors of PyTorch's
+        modules."""
         modules = self._target.modules() if isinstance(self._target, nn.Module) else ()
         kept = {id(b) for m in modules for b in m._buffers.values() if b is not None and _is_figure(m, b)}
         kept |= {id(tensor) for tensor in besides}
@@ -178,7 +178,7 @@ class _State:
         return [t for t in dense if id(t) not in kept and t.nbytes <= SMALL_BYTES]
 
     def look(self) -> None:
-        """Called after each run. The first run may create what later runs use."""
+        """Find what a run changed. Called after each run. The first run may create objects that later runs use."""
         if any(weight._version != version for weight, version in self._weights):
             self.trains = True
             self.containers, self.changing, self._weights = [], [], []
@@ -192,7 +192,7 @@ class _State:
         self.changing = self.changed() if growing else []
         if all(
             id(container.owner) in known for container in growing
-        ):  # otherwise it would begin before the first run's additions
+        ):  # without this, a restored run would begin without the first run's additions
             owners = {id(container.owner) for container in growing}
             self.changing = [each for each in self.changing if id(each.owner) in owners]
 
@@ -202,12 +202,13 @@ class _State:
 
 
 def _is_figure(module: nn.Module, buffer: Tensor) -> bool:
-    """Whether a buffer is not a position: a statistic, or a counter of PyTorch's own modules."""
+    """Whether a buffer is a statistic, or a counter of PyTorch's own modules, and so not a position."""
     return buffer.is_floating_point() or type(module).__module__.startswith("torch.")
 
 
 class _Value:
-    """A tensor with its value before the first run, in host memory, because the step may need all device memory."""
+    """A tensor and a copy of its value before the first run. The copy is in host memory, because the step may need all
+    device memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -231,7 +232,7 @@ class _Value:
         return not same or self.tensor.requires_grad
 
     def lay_out(self) -> None:
-        """Undo these changes, without gradients."""
+        """Restore the tensor's shape, memory and place outside the graph, without gradients."""
         if not self.is_moved():
             return
         if self.tensor.grad_fn is not None:
@@ -258,7 +259,7 @@ def _is_left(tensor: Tensor) -> bool:
 
 
 def _version_of(tensor: Tensor) -> int | None:
-    """The number of times that the tensor was written to; None if that is not counted (tensors made under
+    """The number of writes to the tensor; None if PyTorch does not count them (tensors made under
     `torch.inference_mode`)."""
     with torch._C.DisableTorchFunctionSubclass():
         return None if tensor.is_inference() else tensor._version
@@ -277,5 +278,5 @@ def _value_of(tensor: Tensor) -> _Value | None:
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             return None
         return _Value(tensor)
-    except (RuntimeError, NotImplementedError, AttributeError):  # a subclass that refuses to be copied
+    except (RuntimeError, NotImplementedError, AttributeError):  # a tensor subclass that refuses to be copied
         return None

@@ -1,7 +1,7 @@
-"""Scaled dot-product attention as PyTorch computes it on an NVIDIA GPU: in one kernel if one supports the call, else
-product by product.
+"""Scaled dot-product attention as PyTorch computes it on an NVIDIA GPU: in one kernel if a kernel supports the call,
+and product by product if none does.
 
-It follows PyTorch's ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp, for GPUs from Ampere on.
+This file follows PyTorch's ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp, for Ampere and later GPUs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention in one kernel if a GPU has one for these shapes, types and masks, else product by product."""
+    """Compute attention in one kernel if a GPU has a kernel for these shapes, dtypes and masks, and product by product
+    if not."""
     if query.dim() == 3 and all(t.dim() == 3 for t in (key, value)) and torch.__version__ >= TorchVersion("2.14"):
-        # from this release on, (H, S, D) counts as a batch of one
+        # this release and later ones treat (H, S, D) as a batch of one
         mask = attn_mask.unsqueeze(0) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         query, key, value = (t.unsqueeze(0) for t in (query, key, value))
         output = attention(func, query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -64,7 +65,7 @@ def attention(
 
 
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, grouped: bool) -> str:
-    """The kernel of an NVIDIA GPU from Ampere on for this attention; "math" if it has none."""
+    """The kernel that an NVIDIA GPU (Ampere or later) runs for this attention; "math" if none supports the call."""
     tensors = (query, key, value)
     if any(t.dim() != 4 or t.dtype != query.dtype or t.numel() == 0 for t in tensors) or query.is_nested:
         return "math"

@@ -1,8 +1,8 @@
 """The operators that composite operators call on an NVIDIA GPU, if they differ from the CPU's.
 
-Each entry of `CHOSEN_BY_DEVICE` is called with the operator and its arguments, and follows the CUDA branch in PyTorch's
-C++ source. `benchmarks/operators_by_device.py` runs all operators of PyTorch's own test suite on fake tensors of both
-devices and lists those that differ.
+Each function in `CHOSEN_BY_DEVICE` takes the operator and its arguments, and follows the CUDA branch in PyTorch's C++
+source. `benchmarks/operators_by_device.py` runs all operators of PyTorch's own test suite on fake tensors of both
+devices and lists the operators that differ.
 
 | operator | CPU | CUDA |
 |---|---|---|
@@ -73,7 +73,7 @@ def _dropout(func: Any, input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _composed(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute an operator by other operators, as on the CPU."""
+    """Compute an operator from other operators, as PyTorch does on the CPU."""
     return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
@@ -83,4 +83,4 @@ CHOSEN_BY_DEVICE: dict[Any, Callable[..., Any]] = {
     aten.rms_norm.default: _rms_norm,
     aten.dropout.default: _dropout,
 }
-"""The GPU's version of each operator, called with the operator before its arguments."""
+"""The GPU's version of each operator. It takes the operator, then the operator's arguments."""

@@ -1,8 +1,8 @@
 """Recurrent layers and cells as on an NVIDIA GPU: one cuDNN call for all layers and steps, and cells with fused
 gates.
 
-It follows PyTorch's ATen/native/RNN.cpp and ATen/native/cudnn/RNN.cpp. The functions here are called with the operator
-before its arguments.
+This file follows PyTorch's ATen/native/RNN.cpp and ATen/native/cudnn/RNN.cpp. Its functions take the operator, then its
+arguments.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
-    """All layers and time steps in one call of cuDNN."""
+    """Compute all layers and time steps in one cuDNN call."""
     settings = (params, has_biases, num_layers, dropout, train, bidirectional)
     if not _cudnn_takes(input):
         return _as_on_a_cpu(func, input, hx, *settings, batch_first)
@@ -57,7 +57,7 @@ def _packed_layers(
     train: bool,
     bidirectional: bool,
 ) -> Any:
-    """All layers and time steps in one call of cuDNN, for sequences of several lengths."""
+    """Compute all layers and time steps in one cuDNN call, for sequences of several lengths."""
     settings = (params, has_biases, num_layers, dropout, train, bidirectional)
     if not _cudnn_takes(data):
         return _as_on_a_cpu(func, data, batch_sizes, hx, *settings)
@@ -89,8 +89,8 @@ def _cudnn_layers(
     output, last, last_cell, *_ = aten._cudnn_rnn(
         input,
         params,
-        (4 if has_biases else 2) + (projected > 0),  # matrices and biases of a layer
-        params[0].new_empty(0),  # cuDNN's memory for all weights, one after the other
+        (4 if has_biases else 2) + (projected > 0),  # number of matrices and biases of a layer
+        params[0].new_empty(0),  # cuDNN's buffer, which holds all weights one after the other
         hidden,
         cell,
         mode,
@@ -134,7 +134,7 @@ def _pad(
     func: Any, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     sizes = _values(batch_sizes, func)
-    # This is the same on both devices, but PyTorch reads the batch sizes, which fake tensors do not have.
+    # Same as on the CPU, but PyTorch's version reads the values of the batch sizes, which fake tensors lack.
     padded = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), padding_value)
     for steps, size, rows in _runs(sizes):
         padded[steps, :size] = data[rows].unflatten(0, (-1, size))
@@ -229,4 +229,4 @@ RECURRENT_SHAPES: dict[Any, Callable[..., Any]] = {
     aten._thnn_fused_gru_cell.default: _thnn_fused_gru_cell,
     aten._thnn_fused_gru_cell_backward.default: _thnn_fused_gru_cell_backward,
 }
-"""Results of operators without a fake implementation in PyTorch."""
+"""Functions that compute fake results of operators without a fake implementation in PyTorch."""

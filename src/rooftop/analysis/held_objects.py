@@ -1,5 +1,5 @@
-"""Find all containers, attributes, variables and tensors that values, functions and modules refer to, and restore
-containers to their earlier contents.
+"""Find every container, attribute, variable and tensor that values, functions and modules refer to, and restore earlier
+contents of containers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _CLOSED = (
     *(str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.Generator),
     *(nn.Module, torch.UntypedStorage, torch.TypedStorage),
 )
-"""Objects of these classes have no parts to follow."""
+"""Classes whose objects have no parts to follow."""
 _ALIVE = (
     *("asyncio", "concurrent", "io", "_io", "logging", "multiprocessing", "queue", "selectors", "socket", "subprocess"),
     *("threading", "torch.cuda", "torch.distributed", "torch.profiler", "torch.utils.data"),
 )
-"""Packages whose objects are not followed either, because threads and processes use them."""
+"""Packages whose objects are not followed, because threads and processes use them."""
 _TRAINING = ("torch.amp", "torch.optim")
 """Packages whose objects hold the state of a training. These objects are followed only if nothing is computed."""
 _CODE = (types.FunctionType, types.MethodType, partial, _lru_cache_wrapper, staticmethod, classmethod, property, type)
@@ -46,7 +46,7 @@ class Held:
     Args:
         everything: follow functions (their closures and the globals that they name), classes, modules and hooks of
             tensors as well.
-        of_modules: also restore the attributes of every module (submodules, hooks, mode); otherwise these attributes
+        of_modules: also restore the attributes of every module (submodules, hooks, mode). If False, these attributes
             are only followed.
         training: follow optimizers, schedulers and gradient scalers as well.
         installed: follow globals that are functions or classes of installed packages as well.
@@ -54,7 +54,7 @@ class Held:
     Attributes:
         containers: each with its contents, in order.
         tensors: each once.
-        complete: False if there are more than `MOST_ENTRIES` entries; the others are unknown.
+        complete: False if there are more than `MOST_ENTRIES` entries. Entries beyond this limit are not visited.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Held:
 
 @contextmanager
 def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[None]:
-    """After a block in which nothing is computed, restore everything that the targets refer to: containers, attributes,
+    """After a block that computes nothing, restore everything that the targets refer to: containers, attributes,
     optimizers, gradients and `requires_grad`.
 
     Args:
@@ -138,7 +138,7 @@ class _Gradient:
 
 @cache
 def _is_closed(kind: type[Any], training: bool = False) -> bool:
-    """Whether objects of a class are not followed. Iterators, for example, are not followed, because they cannot be set
+    """Whether the search stops at objects of this class. For example, it stops at iterators, because they cannot be set
     back.
     """
     if issubclass(kind, Tensor):
@@ -153,7 +153,7 @@ def _is_closed(kind: type[Any], training: bool = False) -> bool:
 
 
 def _undecorated(value: Any) -> Any:
-    """The program's own function, without the wrappers of library decorators such as `torch.no_grad()`."""
+    """The program's own function, inside the wrappers of library decorators such as `torch.no_grad()`."""
     while isinstance(value, types.FunctionType) and _is_of_libraries(value) and "__wrapped__" in vars(value):
         value = vars(value)["__wrapped__"]
     return value
@@ -187,7 +187,7 @@ def hooks_of(tensor: Tensor) -> list[Any]:
 
 
 class Container:
-    """One container of an owner: its items when this was created, and how to restore them."""
+    """One container of an owner: its items at the creation of this object, and how to restore them."""
 
     def __init__(
         self, owner: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], object] = lambda items: None
@@ -203,7 +203,7 @@ class Container:
         self._write(self.items)
 
     def logs(self) -> bool:
-        """Whether this is a plain container or a variable that held and holds only numbers and text."""
+        """Whether this is a plain container or a variable that has held only numbers and text, then and now."""
         plain = type(self.owner) in (list, dict, set, deque, OrderedDict, defaultdict, types.CellType)
         return plain and all(map(_is_plain, chain(self.items, self.now())))
 
@@ -215,7 +215,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _passed(owner: Any, items: Iterable[Any]) -> Container:
-    """Items of an owner that are followed, but never restored."""
+    """A container of items that the search follows, but never restores."""
     kept = [*items]
     return Container(owner, lambda: kept)
 
@@ -241,7 +241,7 @@ def _containers_of(value: Any, of_modules: bool, installed: bool) -> Iterator[Co
     elif isinstance(value, (tuple, frozenset)):
         yield _passed(value, value)
     elif isinstance(value, _lru_cache_wrapper):
-        yield _passed(value, [value.__wrapped__])  # `fake_leftovers` removes fake tensors
+        yield _passed(value, [value.__wrapped__])  # `fake_leftovers` removes fake tensors from the cached results
     elif isinstance(value, (staticmethod, classmethod)):
         yield _passed(value, [value.__func__])
     elif isinstance(value, property):
@@ -260,7 +260,8 @@ def _containers_of(value: Any, of_modules: bool, installed: bool) -> Iterator[Co
 
 
 def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
-    """Keys and values, alternating; written with the methods of `dict`, even if a subclass overrides these."""
+    """A container of a mapping's keys and values, alternating. It writes with the methods of `dict`, even if a subclass
+    overrides them."""
     kind: type[MutableMapping[Any, Any]] = OrderedDict if isinstance(mapping, OrderedDict) else dict
 
     def write(items: list[Any]) -> None:
@@ -272,7 +273,8 @@ def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
 
 
 def _of_module(module: nn.Module) -> Iterator[Container]:
-    """Attributes of a module that not every module has. Submodules and hooks are only followed."""
+    """A module's own attributes, without the attributes that every module has. Submodules and hooks are only
+    followed."""
     state = vars(module)
     common = [part for name, part in state.items() if name in _OF_ANY_MODULE and isinstance(part, dict)]
     yield _passed(module, chain.from_iterable(part.values() for part in common))
@@ -291,7 +293,7 @@ def _of_module(module: nn.Module) -> Iterator[Container]:
 
 
 def _of_class(kind: type) -> Iterator[Container]:
-    """Attributes of a class. Its methods are only followed."""
+    """The attributes of a class. Its methods are only followed."""
     code = (*_CODE, types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
     named = {name: part for name, part in vars(kind).items() if not (name.startswith("__") and name.endswith("__"))}
     yield _passed(kind, [part for name, part in vars(kind).items() if isinstance(part, _CODE)])
@@ -324,7 +326,7 @@ def globals_by_name(function: types.FunctionType) -> list[tuple[str, Any]]:
 
 
 def code_names(code: types.CodeType) -> set[str]:
-    """All names of globals and attributes in a function's code, and in that of functions inside it."""
+    """All names of globals and attributes in a function's code and in the code of its inner functions."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return {*code.co_names}.union(*map(code_names, inner))
 
@@ -339,7 +341,7 @@ def global_of(names: dict[str, Any], name: str) -> Container:
 
 
 def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], take: Callable[[], object]) -> Container:
-    """A slot or a cell, which may be empty."""
+    """The container of a slot or a cell, which may be empty."""
 
     def read() -> list[Any]:
         try:
@@ -359,7 +361,7 @@ def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], ta
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object itself; None if it can have none."""
     if isinstance(value, threading.local):
-        return vars(value)  # the attributes in this thread
+        return vars(value)  # a `threading.local` gives the attributes of this thread
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -13,7 +13,7 @@ from rooftop.analysis.formats import quantity_text
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import FREE
 
-LEAST_WORK = 1_000_000  # bytes plus flops in a step; counters of an optimizer or a loader need less
+LEAST_WORK = 1_000_000  # bytes plus flops of a step. An optimizer's or a loader's counters take less work.
 MOST_NAMES = 3
 
 
@@ -21,7 +21,8 @@ def host_work(operators: Sequence[MeasuredOperator]) -> tuple[list[MeasuredOpera
     """Separate the work of the CPU from that of the GPU.
 
     Returns:
-        All operators, with a cost of zero for those that ran on the CPU; and for these, bytes plus flops by name.
+        All operators, where operators that ran on the CPU have a cost of zero; and the bytes plus flops of these
+        operators, by name.
     """
     work = Counter[str]()
     for op in filter(_on_host, operators):
@@ -32,7 +33,7 @@ def host_work(operators: Sequence[MeasuredOperator]) -> tuple[list[MeasuredOpera
 
 
 def said_of_host(work: Counter[str], gpu_works: bool) -> str:
-    """A note on the work of the CPU; "" if it was little."""
+    """A note on the CPU's work; "" if the CPU did less than `LEAST_WORK`."""
     names = [name for name, _ in work.most_common()]
     named = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
     if names and not gpu_works:
@@ -49,7 +50,8 @@ def said_of_host(work: Counter[str], gpu_works: bool) -> str:
 
 
 def _on_host(op: MeasuredOperator) -> bool:
-    """A copy to the GPU also reads a tensor on the CPU, but the profiler shows it as a kernel."""
+    """Whether an operator ran on the CPU. A copy to the GPU also reads a CPU tensor, but the profiler shows the copy as
+    a kernel."""
     return op.record.device == "cpu" and not op.kernels
 
 

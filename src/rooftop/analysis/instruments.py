@@ -4,8 +4,9 @@
     Labelled   every operator by name, module and time (the counting mode and, on a GPU, the profiler)
     Compiled   every operator of compiled code, from the profiler alone
 
-On a GPU an operator's time is that of its kernels, joined through the profiler's correlation ids (see `kernel_join`),
-as they run in steps without labels (see `kernel_times`). On a CPU it is the host's clock around the operator.
+On a GPU an operator's time is the time of its kernels in steps without labels (see `kernel_times`). The profiler's
+correlation ids join kernels and operators (see `kernel_join`). On a CPU an operator's time is measured with the host's
+clock around the operator.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Plain:
         busy_ms: time during which the device works: the union of its kernels; 0 on a CPU.
         kernels: work on the device.
         memory: (ms since the start of the step, bytes allocated) at each change.
-        waiting_ms: time for which the device was idle because the host had waited for it, and could only then launch
-            the next work.
+        waiting_ms: idle time of the device because the host had waited for the device, and launched the next work only
+            then.
         loading_ms: time for which the step waited for a `DataLoader`.
         compiled: whether compiled code ran.
         launched: the times at which the host launched each piece of work, as ascending fractions of its launch time.
@@ -74,7 +75,8 @@ class Labelled:
         records: the operators in order of execution.
         times: for each operator (ms, names of its kernels).
         unattributed_ms: time of kernels without an operator.
-        kernels: for each operator the kernels that it launched, and last those without an operator; empty on a CPU.
+        kernels: for each operator the kernels that it launched; the last entry has the kernels without an operator.
+        Empty on a CPU.
     """
 
     records: list[Record]
@@ -89,7 +91,7 @@ class Labelled:
         return cls(records, times, sum(k.ms for k in orphans), (*map(tuple, kernels), tuple(orphans)))
 
     def timed_by(self, undisturbed: KernelTimes) -> Labelled | None:
-        """The same result, but with kernel times from a run without labels; None if that run launched other kernels."""
+        """The same result with kernel times from a run without labels; None if that run launched other kernels."""
         launched = in_launch_order([kernel for group in self.kernels for kernel in group])
         times_ms = undisturbed.of(launched)
         if times_ms is None:
@@ -110,7 +112,7 @@ class MeasuredOperator:
 
 
 def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
-    """Check before any run that a trace can be written. The profiler itself would only print a message if it cannot.
+    """Check before any run that the trace file can be written. If it cannot, the profiler itself only prints a message.
 
     Raises:
         ValueError: the trace cannot be written.
@@ -118,7 +120,8 @@ def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
     if trace is None:
         return
     path = Path(trace)
-    special = path.exists() and not path.is_file()  # a folder; a device, which the profiler's file would replace
+    # a folder, or a device file, which the profiler would replace by its own file
+    special = path.exists() and not path.is_file()
     if special or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"trace={os.fspath(trace)!r}: expected a file in an existing folder that can be written to")
 
@@ -144,7 +147,7 @@ class PlainInstrument:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, tb)  # events of a failed step are not read
+        self._stack.__exit__(kind, error, tb)  # do not read the events of a failed step
         if error is not None:
             return
         events = self._profiled.events
@@ -173,7 +176,8 @@ def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
         if position == 0 or position == len(starts) or position in seen:
             continue
         seen.add(position)
-        # Idle since the previous kernel ended; kernels still running after the call returned are not a wait.
+        # The device is idle since the previous kernel ended. Kernels that still run after the call returned are not a
+        # wait.
         idle_ns += max(0, starts[position] - max(ends[position - 1], 0))
     return idle_ns / 1e6
 
@@ -227,11 +231,11 @@ class _HostClock:
 
 
 class LabelledInstrument:
-    """The instrument for `Labelled`. `tracker`, which must be active, knows modules and phases.
+    """The instrument for `Labelled`. `tracker` must be active; it gives the module and the phase of each operator.
 
     Attributes:
-        full_at: time (`time.perf_counter`) at which `limit` operators had been recorded, and the rest ran unrecorded;
-            else None.
+        full_at: time (`time.perf_counter`) at which `limit` operators had been recorded; later operators ran
+            unrecorded. None if the limit was not reached.
     """
 
     def __init__(self, device: torch.device, tracker: ModuleTracker, limit: int = sys.maxsize) -> None:
@@ -269,28 +273,28 @@ def _as_it_ran(record: Record) -> Record:
     return replace(record, cost=FREE) if record.device == "meta" and record.cost is not None else record
 
 
-RECORDED_OBJECTS = 200_000  # records of some 15,000 operators
+RECORDED_OBJECTS = 200_000  # the objects in the records of some 15,000 operators
 
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Within the block, Python collects garbage after 200,000 new objects instead of 700.
+    """Within the block, let Python collect garbage only after 200,000 new objects instead of 700.
 
-    Each collection visits all records made so far, which are not garbage, and takes longer than making them.
+    Each collection visits all records so far, which are not garbage. Visiting them takes longer than making them.
     """
     first, *others = gc.get_threshold()
     ours = (max(first, RECORDED_OBJECTS), *others)
-    if first:  # 0: the program disables collections
+    if first:  # a threshold of 0 means that the program has disabled collections
         gc.set_threshold(*ours)
     try:
         yield
     finally:
-        if first and gc.get_threshold() == ours:  # otherwise the program has changed it meanwhile
+        if first and gc.get_threshold() == ours:  # restore only if the program has not changed the threshold
             gc.set_threshold(first, *others)
 
 
 def collect_garbage() -> None:
-    """Collect garbage now, so that our records cause no collection in a timed step (up to 0.2 s)."""
+    """Collect garbage now, so that Rooftop's records cause no collection (up to 0.2 s) in a timed step."""
     if gc.isenabled():
         gc.collect()
 
@@ -300,7 +304,7 @@ def _label(index: int) -> AbstractContextManager[Any]:
 
 
 class CompiledInstrument:
-    """A `Labelled` of compiled code with known `graphs`."""
+    """The instrument that makes a `Labelled` for compiled code, whose `graphs` are known."""
 
     def __init__(self, device: torch.device, graphs: Mapping[str, CompiledGraph]) -> None:
         self._device, self._graphs = device, graphs
@@ -325,22 +329,22 @@ class CompiledInstrument:
 
 
 FASTER = 3
-"""One in this many labelled runs counts: the fastest ones."""
+"""Only the fastest runs count: one in this many labelled runs."""
 
 
 def medians(
     runs: Sequence[Labelled], notes: list[str], undisturbed: KernelTimes | None = None
 ) -> tuple[list[MeasuredOperator], float]:
-    """Each operator's median time over the fastest runs, if all runs had the same operators on the same sizes.
-    Otherwise, only the last run counts.
+    """Each operator's median time over the fastest runs. If the runs differ in operators or sizes, only the last run
+    counts.
 
     Other work on the host can only make a run longer. For the same reason, the wall time is the lower tenth of the
     steps. The result includes the median time of kernels without an operator. If runs differ, a note is added to
     `notes`.
 
     Args:
-        undisturbed: the time of each kernel without labels. If the labelled runs launched the same kernels, these are
-            the times.
+        undisturbed: the time of each kernel without labels. If the labelled runs launched the same kernels, these times
+            are used.
     """
     last = runs[-1]
     ran = [(record.name, record.shapes) for record in last.records]

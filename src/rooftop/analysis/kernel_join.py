@@ -1,9 +1,9 @@
 """Find the operator of each kernel: join the profiler's events through their correlation ids.
 
 The profiler gives one flat list: operators and labels with the thread and time at which they ran on the host, calls of
-the CUDA runtime, and kernels with the time at which they ran on the device. A kernel has the id of the innermost
-operator that was open at its launch (`linked_correlation_id`) and that of the runtime call that launched it
-(`correlation_id`). Either gives a host time, and the label that was open then gives the operator.
+the CUDA runtime, and kernels with the time at which they ran on the device. A kernel has two ids: the id of the
+innermost operator that was open at its launch (`linked_correlation_id`), and the id of the runtime call that launched
+it (`correlation_id`). Either id gives a host time, and the label that was open at that time gives the operator.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Kernel:
 
 
 def device_kernels(events: Iterable[Any]) -> list[Kernel]:
-    """The work on the device, in order of start; spans of labels are excluded."""
+    """The kernels, copies and fills on the device, in order of start. Spans of labels are excluded."""
     kernels = [
         Kernel(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.correlation_id(), e.linked_correlation_id())
         for e in events
@@ -41,13 +41,13 @@ def device_kernels(events: Iterable[Any]) -> list[Kernel]:
 
 
 def _is_work(event: Any) -> bool:
-    """Newer profilers give the kind of an event; waiting for an event or a stream is not work."""
+    """Whether a device event is work. Newer profilers name its kind; waiting for an event or a stream is not work."""
     kind = event.activity_type() if hasattr(event, "activity_type") else ""
     return not kind or kind in ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
 
 
 def busy_ms(kernels: Iterable[Kernel]) -> float:
-    """Length of the union of the kernels' intervals: work that overlaps on several streams counts once."""
+    """Time in ms during which at least one kernel ran: work that overlaps on several streams counts once."""
     total_ns, covered_until = 0, 0
     for kernel in sorted(kernels, key=lambda k: k.start_ns):
         total_ns += max(0, kernel.end_ns - max(kernel.start_ns, covered_until))
@@ -56,7 +56,8 @@ def busy_ms(kernels: Iterable[Kernel]) -> float:
 
 
 def kernels_by_label(events: Sequence[Any], prefix: str) -> tuple[dict[int, list[Kernel]], list[Kernel]]:
-    """Kernels by the number of the label `prefix + number` in which they were launched, and those without a label."""
+    """The kernels by the number of the label `prefix + number` in which they were launched, and the kernels launched
+    outside any label."""
     kernels = device_kernels(events)
     host = [e for e in events if e.device_type().name != "CUDA"]
     labels = _Labels((e for e in host if e.name().startswith(prefix)), prefix)
@@ -86,7 +87,7 @@ def _is_runtime_call(event: Any) -> bool:
 
 
 class _Labels:
-    """Finds the label that was open at a time; labels on one thread do not overlap."""
+    """Find the label that was open at a given time. Labels on one thread do not overlap."""
 
     def __init__(self, events: Iterable[Any], prefix: str) -> None:
         self._threads: dict[int | None, list[tuple[int, int, int]]] = defaultdict(list)  # (start, end, number)
@@ -98,7 +99,7 @@ class _Labels:
             spans.sort()
 
     def open_at(self, time_ns: int, thread: int | None) -> int | None:
-        """The number of the label that was open at this host time on this thread (None: on any thread)."""
+        """The number of the label that was open at this host time on this thread. A thread of None means any thread."""
         spans = self._threads.get(thread, [])
         position = bisect_right(spans, (time_ns, float("inf"), 0)) - 1
         if position >= 0 and time_ns <= spans[position][1]:

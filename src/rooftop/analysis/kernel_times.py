@@ -1,9 +1,9 @@
 """The time of each kernel of a step while only the profiler watches.
 
-Labels slow the host down: between two labelled kernels the GPU is idle, then runs the next one at other clocks, and
-finds other data in its cache. So labels only show which operator launched which kernel. The kernel's time comes from a
+Labels slow the host down. Between two labelled kernels the GPU is idle, so the next kernel runs at other clocks and
+finds other data in the cache. So labels only show which operator launched which kernel. The kernel's time comes from a
 sequence of steps without labels: a step launches the same kernels in the same order each time, so the n-th launch of a
-step with labels is the n-th launch of a step without.
+step with labels is the n-th launch of a step without labels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rooftop.hardware.sequences import synchronize
 from rooftop.hardware.traces import Trace
 
 WATCHED_S, MOST_WATCHED_STEPS = 0.3, 10
-MOST_WATCHED_KERNELS = 6_000  # kernels; the profiler needs some 0.2 ms for each of them
+MOST_WATCHED_KERNELS = 6_000  # the profiler needs some 0.2 ms for each kernel
 LEAD = 1  # steps of a watched sequence that are not counted
 
 
@@ -29,8 +29,7 @@ class KernelTimes:
     """The kernels of one step, in the order of their launch.
 
     Attributes:
-        names: name of each.
-        ms: median time of each over the steps.
+        names: name of each kernel. ms: median time of each kernel over the steps.
         busy_ms: median time of a step during which the device works: work that overlaps counts once.
         steps: number of watched steps.
     """
@@ -48,8 +47,8 @@ class KernelTimes:
 
 
 def in_launch_order(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Kernels in the order in which the host launched them; kernels of one CUDA graph, which is one launch, are in
-    order of their start.
+    """Kernels in the order in which the host launched them. A CUDA graph is one launch; its kernels are in order of
+    their start.
     """
     return sorted(kernels, key=lambda kernel: (kernel.correlation_id, kernel.start_ns))
 
@@ -59,7 +58,7 @@ def times_of_sequence(kernels: Sequence[Kernel], steps: int, lead: int) -> Kerne
 
     Args:
         kernels: kernels of all steps.
-        steps: number of steps, the first `lead` of which are not counted.
+        steps: number of steps. The first `lead` steps are not counted.
     """
     ordered = in_launch_order(kernels)
     period, rest = divmod(len(ordered), steps)
@@ -73,7 +72,8 @@ def times_of_sequence(kernels: Sequence[Kernel], steps: int, lead: int) -> Kerne
 
 
 def watch_kernels(step: Callable[[], object], device: torch.device, step_ms: float, kernels: int) -> KernelTimes | None:
-    """Run some steps in sequence under the profiler; None if they launch different kernels, or none.
+    """Time each kernel over some steps in sequence under the profiler; None if the steps launch different kernels, or
+    none.
 
     Args:
         step: runs one step.

@@ -1,4 +1,4 @@
-"""Get this machine's ceilings for a program, measuring only those that it needs.
+"""Get this machine's ceilings for a program. Only the ceilings that the program needs are measured.
 
 A program's needs are known after it has run: the precisions of its operators, and whether it copies between host and
 device. So `analyze` measures after the run. A recording measures the ceilings that most programs need before its
@@ -20,20 +20,20 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.defaults import usual_defaults
 
 LIKELY = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
-"""Precisions that a program probably needs. Other precisions take long to measure: float64 is slow, and so is float16
-on a CPU."""
+"""Precisions that a program probably needs. Other precisions take long to measure: float64 is slow, as is float16 on a
+CPU."""
 
 
 def likely_ceilings(device: torch.device) -> Ceilings:
-    """The ceilings that a program which has not run yet probably needs."""
+    """Measure, before a program runs, the ceilings that it will probably need."""
     return measure_ceilings(device, precisions=LIKELY[device.type], transfers=True, links=False)
 
 
 def machine_ceilings(profile: Profile, progress: Progress = lambda what, fraction: None) -> tuple[Ceilings, list[str]]:
     """The ceilings that a step needs, raised by its operators; with notes for the reader.
 
-    These are the rates of the operators' precisions and of bfloat16, which advice may propose, and the rates between
-    host and device if the step copies. Only missing ceilings are measured now.
+    A step needs the rates of its operators' precisions and of bfloat16, which advice may propose. A step that copies
+    also needs the rates between host and device. Only missing ceilings are measured now.
     """
     precisions = {"bf16"}.union(*(op.record.cost.flops for op in profile.operators if op.record.cost is not None))
     copies = any("HtoD" in kernel.name or "DtoH" in kernel.name for kernel in profile.plain.kernels)
@@ -42,10 +42,10 @@ def machine_ceilings(profile: Profile, progress: Progress = lambda what, fractio
 
 
 def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, list[str]]:
-    """The ceilings of a program that has run; the likely ones were measured before it.
+    """The ceilings of a program that has run. The likely ceilings were measured before the run.
 
-    The measurement must fit into the memory that the program left free. If it does not, the earlier ceilings are used,
-    and a note says so.
+    The measurement needs memory that the program left free. If it runs out of memory, the likely ceilings are used,
+    with a note.
     """
     try:
         with _torch_as_before(likely):
@@ -57,7 +57,8 @@ def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, li
 
 @contextmanager
 def _torch_as_before(likely: Ceilings) -> Iterator[None]:
-    """A context with as many threads as in these measurements. Afterwards the program's own setting is restored."""
+    """Within the block, use the number of threads with which the likely ceilings were measured. Afterwards restore the
+    program's setting."""
     threads = torch.get_num_threads()
     if likely.kind == "cpu":
         torch.set_num_threads(likely.threads)

@@ -5,9 +5,9 @@ with the next number, and a node belongs to the module that was running when its
 
 Nodes are also created during the backward pass: a reentrant checkpoint runs its modules again and differentiates their
 results, and `create_graph=True` records a graph of the backward pass itself. Such nodes belong to the module that runs
-again, or otherwise to the maker of the running node. Each thread has its own numbers, and on a GPU the backward pass
-has its own thread. If two threads assigned the same number, it belongs to the node that can still run, since a
-checkpoint's recomputed nodes run at once or never. If both nodes can still run, the maker is unknown.
+again. If no module runs again, they belong to the maker of the running node. Each thread has its own numbers, and on a
+GPU the backward pass has its own thread. If two threads assigned the same number, it means the node that can still run,
+since a checkpoint's recomputed nodes run at once or never. If both nodes can still run, the maker is unknown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Made:
     numbers: list[int] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)
     run_later: list[bool] = field(default_factory=list)  # whether a later backward pass may run these nodes
-    next: int = 0  # the next number when the thread was last checked
+    next: int = 0  # autograd's next number when this thread was last checked
 
     def change(self, scope: str, number: int, run_later: bool) -> None:
         if not self.scopes or self.scopes[-1] != scope or self.run_later[-1] != run_later:
@@ -45,14 +45,14 @@ class _Made:
         return self.scopes[position] if position >= 0 else None
 
     def may_run(self, number: int) -> bool:
-        """Whether this thread has created a node with that number, for a backward pass that was not started by a
-        node.
+        """Whether this thread has created a node with that number for an ordinary backward pass (a pass that no node
+        starts).
         """
         position = bisect_right(self.numbers, number) - 1
         return position >= 0 and number < self.next and self.run_later[position]
 
     def ran(self, number: int) -> None:
-        """Record that a backward pass started by a node has run that node: no later pass will run it, or the nodes
+        """Record that a nested backward pass has run the node with that number. No later pass will run it or the nodes
         created with it."""
         position = bisect_right(self.numbers, number) - 1
         if position >= 0:
@@ -63,15 +63,15 @@ class NodeMakers:
     """The makers of the nodes of one step, which runs in this thread."""
 
     def __init__(self) -> None:
-        self._made: dict[int, _Made] = {}  # by thread; the first is that of the step
+        self._made: dict[int, _Made] = {}  # the nodes by thread; the first thread is the step's
         self.clear()
 
     def clear(self) -> None:
-        """Forget all nodes, because the next step, in this thread, creates others."""
+        """Forget all nodes before the next step, which creates new nodes in this thread."""
         self._made = {threading.get_ident(): _Made(next=_next_number())}
 
     def runs(self, scope: str) -> None:
-        """Record that from here on, this scope creates the nodes of this thread."""
+        """Record that this scope creates this thread's nodes from now on."""
         made = self._of_this_thread()
         made.next = _next_number()
         made.change(scope, made.next, run_later=torch._C._current_autograd_node() is None)
@@ -81,8 +81,8 @@ class NodeMakers:
 
         Args:
             scope: in the backward pass, the operator's scope.
-            recomputed: whether its module is being recomputed. Nodes of a recomputed module run, if at all, in a pass
-                that another node started.
+            recomputed: whether its module is being recomputed. Nodes of a recomputed module run only in a pass that
+                another node started, if they run at all.
         """
         made = self._of_this_thread()
         since, made.next = made.next, _next_number()

@@ -1,7 +1,7 @@
 """Notice the end of an optimizer's step, even if the step raises.
 
-PyTorch puts a profiler label around each `Optimizer.step`. The hooks of an optimizer run inside that label, and the
-hooks for the end of the step do not run if it raises. But the label always ends.
+PyTorch puts a profiler label around each `Optimizer.step`. The hooks of an optimizer run inside that label. If the step
+raises, the hooks for its end do not run, but the label still ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ OPTIMIZER_LABEL = "Optimizer.step#"  # the beginning of the label's name
 
 @contextmanager
 def optimizer_ends(tell: Callable[[bool], None]) -> Iterator[None]:
-    """Within the block, call `tell` after each label of an optimizer, in any thread, with whether the step raised."""
+    """Within the block, call `tell(raised)` at the end of each optimizer's label, in any thread. `raised` is whether
+    the step raised."""
     original = record_function.__exit__
 
     @wraps(original)

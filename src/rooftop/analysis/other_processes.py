@@ -1,8 +1,9 @@
-"""Find a script's work in other processes and its time, because a report of the script does not include it.
+"""Find the work, and its CPU time, that a script does in other processes. The script's report does not include that
+work.
 
-Processes are noted when the script starts them: `multiprocessing` (hogwild, `mp.spawn`), the workers of a `DataLoader`,
-other programs. The CPU time of these processes is read from time to time while they live. Processes that ended between
-two readings are included in the operating system's count for all awaited processes.
+Rooftop notes each process when the script starts it: `multiprocessing` (hogwild, `mp.spawn`), the workers of a
+`DataLoader`, other programs. It reads the CPU time of these processes from time to time while they live. For processes
+that end between two readings, it uses the operating system's total over all child processes that were waited for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from unittest.mock import patch
 import psutil
 
 LOOK_EVERY_S = 0.5
-# share of the CPU time of all processes; one below this is not mentioned unless it used many seconds
+# share of all processes' CPU time. A smaller share is not mentioned unless it is many seconds.
 LEAST_SHARE = 0.02
 LEAST_S = 0.5
 WORKER, LOADER, PROGRAM, FORK = "multiprocessing", "DataLoader", "program", "fork"
@@ -32,7 +33,8 @@ WORKER, LOADER, PROGRAM, FORK = "multiprocessing", "DataLoader", "program", "for
 
 @dataclass
 class _Child:
-    """A process that the script started: its kind, its name ("fork", "gcc"), and its CPU seconds when last read."""
+    """A process that the script started: its kind, its name ("fork", "gcc"), and its CPU seconds at the last
+    reading."""
 
     kind: str
     name: str
@@ -40,11 +42,11 @@ class _Child:
 
 
 class OtherProcesses:
-    """While active (`with`), note the processes that this one starts. `said` and `cpu_s` are available afterwards.
+    """While active (`with`), note the processes that this process starts. `said` and `cpu_s` are available afterwards.
 
     Attributes:
         children: the started processes, by process id.
-        own_s, cpu_s: CPU seconds of this process, and of all that it started, inside the block.
+        own_s, cpu_s: CPU seconds inside the block, of this process and of all processes that it started.
     """
 
     def __init__(self) -> None:
@@ -100,13 +102,13 @@ class OtherProcesses:
         @wraps(original)
         def fork() -> int:
             pid: int = original()
-            self._note(pid, _Child(FORK, FORK))  # multiprocessing, which also forks, names the process later
+            self._note(pid, _Child(FORK, FORK))  # `multiprocessing` also forks; it names its process later
             return pid
 
         return fork
 
     def _note(self, pid: int | None, child: _Child) -> None:
-        if not pid or self._done.is_set() or os.getpid() != self._process:  # a forked process is not watched further
+        if not pid or self._done.is_set() or os.getpid() != self._process:  # do not watch in a forked process
             return
         self.children[pid] = child
         if self._watch is None:
@@ -121,14 +123,14 @@ class OtherProcesses:
         for pid, child in list(self.children.items()):
             try:
                 process = psutil.Process(pid)
-                if process.ppid() == os.getpid():  # otherwise the number now belongs to another process
+                if process.ppid() == os.getpid():  # a different parent means that the id now belongs to another process
                     child.cpu_s = max(child.cpu_s, sum(_cpu_s(each) for each in (process, *process.children(True))))
             except psutil.Error:
                 continue
 
     @property
     def said(self) -> str:
-        """A sentence about the work of other processes; "" if there was little."""
+        """A sentence about the work of other processes; "" if they did little work."""
         only_programs = all(child.kind == PROGRAM for child in self.children.values())
         if only_programs and self.cpu_s < max(LEAST_S, LEAST_SHARE * self.own_s):
             return ""
@@ -170,6 +172,6 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def _waited_for_s() -> float:
-    """CPU seconds of all processes that have ended and were waited for."""
+    """CPU seconds of all child processes that have ended and were waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -1,7 +1,7 @@
 """The report as one self-contained HTML page: no network, no other file.
 
-The template contains all text, so the page can be read without JavaScript. plotly draws the charts from data that is
-embedded as JSON; its script is embedded too.
+The template contains all text, so the page can be read without JavaScript. plotly draws the charts from JSON data in
+the page; plotly's script is in the page too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rooftop.errors import MissingExtraError
 PARTS = (
     ("roof", "fused_roof_ms", "inputs, parameters and outputs moved once, all flops: nothing could be faster here"),
     ("fusion headroom", "fusion_headroom_ms", "intermediates that go through memory between operators: fuse them"),
-    ("kernel gap", "kernel_gap_ms", "kernels slower than this machine allows: use faster ones"),
+    ("kernel gap", "kernel_gap_ms", "kernels slower than this machine allows: use faster kernels"),
     ("launch gap", "launch_gap_ms", "the device waits for the host: graphs, larger batches, fewer operators"),
 )
-PREDICTED_PARTS = (  # kernels at their roofs have no gap
+PREDICTED_PARTS = (  # in a prediction, kernels run at their roofs and have no gap
     PARTS[0],
     PARTS[1],
     ("launch gap", "launch_gap_ms", "launched eagerly, the device would wait for the host: graphs, larger batches"),
 )
 ON_CPU = {"launch_gap_ms": "time between operators, in Python, PyTorch and the system: larger batches, fewer operators"}
-"""Other wording for a CPU, which waits for no host."""
+"""Other wording for a CPU, since no host launches its work."""
 RANK_PARTS = (
     ("own", "what the rank needs by itself"),
     ("transfer", "exposed communication, without the time spent waiting: collectives while nothing else runs"),
@@ -96,7 +96,7 @@ COLUMNS = (  # columns of the operators: (heading, whether it holds numbers)
     *(("share", True), ("roof", True), ("% of roof", True), ("bound", False), ("gap", True)),
 )
 MEASURED_COLUMNS = ("measured", "% of roof", "gap")
-"""Columns that a prediction lacks: each of its operators takes its roof."""
+"""Columns that a prediction lacks, because each of its operators takes its roof time."""
 
 
 def _parts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -131,7 +131,7 @@ def _rank_bars(ranks: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _embedded(report: Mapping[str, Any]) -> str:
-    """JSON that cannot end its own script element."""
+    """JSON text that is safe inside a script element: it cannot contain the closing tag."""
     plain = {name: report[name] for name in ("ops", "modules", "ceilings", "memory", "predicted")}
     text = json.dumps(plain, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -143,12 +143,12 @@ def ms(value: float) -> str:
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """ "65.4 GB": with a decimal prefix and the unit."""
+    """ "65.4 GB": a quantity with a decimal prefix and its unit."""
     return quantity_text(value) + unit
 
 
 SHAPES_SHOWN = 8
-"""An optimizer's operator on lists has a tensor for each parameter."""
+"""Largest number of shapes shown. An optimizer's operator on lists has a tensor for each parameter."""
 
 
 def shapes_text(shapes: list[list[int]]) -> str:

@@ -1,11 +1,12 @@
 """`rooftop.predict`: the time of a step on another machine, without running it.
 
-The step is run on fake tensors, which have shapes and no data. So neither the other machine nor its memory is needed,
-and a laptop can count a model of 7 billion parameters. Each operator takes its roof on the other machine, so the report
-is a lower bound. The kernel gap is zero, and the launch gap is the cost of eager launches beyond the kernels.
+The step runs on fake tensors, which have shapes but no data. So neither the other machine nor its memory is needed, and
+a laptop can predict a model of 7 billion parameters. Each operator is assumed to take its roof time on the other
+machine, so the report is a lower bound. The kernel gap is zero. The launch gap is the time by which eager launches
+exceed the kernels.
 
-For ceilings of a GPU the step uses the operators that PyTorch chooses there (`rooftop.analysis.as_on_gpu`), and
-products use TF32 if PyTorch allows it.
+For ceilings of a GPU the step uses the operators that PyTorch chooses on a GPU (`rooftop.analysis.as_on_gpu`), and
+products use TF32 if PyTorch's settings allow it.
 """
 
 from __future__ import annotations
@@ -59,24 +60,25 @@ def predict(
     name: str | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Predict the least time of one step of a model on the machine with these ceilings.
+    """Predict the shortest possible time of one step of a model on the machine with these ceilings.
 
-    Nothing is computed, and the model does not change, even if a callable holds it. Results that it caches (in a
-    `functools.lru_cache`, a global, an attribute of a class) are removed.
+    Nothing is computed, and the model does not change, even if a callable holds it. Results that the program caches (in
+    a `functools.lru_cache`, a global, an attribute of a class) are removed.
 
     Args:
         target: a module or callable; its weights may be real, fake (see `fake_tensors`) or on the meta device.
         *args, **kwargs: arguments of the program; only shape, strides and dtype of tensors are used.
         ceilings: ceilings of the other machine (`rooftop.hardware.ceilings_of("h200")`, or `Ceilings.load(file)`).
-        train: also the backward pass.
+        train: also predict the backward pass.
         loss: as for `analyze`.
-        optimizer: also a step of the optimizer that this function creates from the parameters (`torch.optim.AdamW`).
+        optimizer: also predict a step of the optimizer that this function creates from the parameters
+            (`torch.optim.AdamW`).
         dtype: cast floating-point weights and arguments to this.
         name: the target's name in the report.
 
     Raises:
-        TypeError: `ceilings` is not Ceilings (a machine's name, for example), `optimizer` makes none, `dtype` is not
-            floating.
+        TypeError: `ceilings` is not Ceilings (a machine's name, for example), `optimizer` does not return an optimizer,
+            or `dtype` is not a floating-point dtype.
         InputError: the model does nothing or cannot be copied, reads values (`.item()`, `nonzero`), which fake tensors
             do not have, or has stored fake tensors in a place from which they cannot be removed.
         ModelRunError: the model raised.
@@ -148,7 +150,7 @@ def predict(
 
 @dataclass(frozen=True)
 class _CountedStep:
-    """The counts of a step on fake tensors, without any of these tensors.
+    """The counts of a step on fake tensors. It holds none of these tensors.
 
     Attributes:
         ended: the mode that made the fake tensors; None if the caller's mode is still active.
@@ -176,7 +178,7 @@ def _counted_step(
 ) -> _CountedStep:
     """Run a step on fake tensors as a kind of device ("cpu", "cuda") would run it.
 
-    The caller provides a copy of the context, so that changes of context variables are lost afterwards.
+    The caller runs this in a copy of the context, so that changes of context variables are lost afterwards.
     """
     on_gpu = kind == "cuda"
     is_inside = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -184,7 +186,7 @@ def _counted_step(
         fake_target, fake_args, fake_kwargs = _faked(target, args, kwargs, mode, dtype)
         stepper = None
         if optimizer is not None:
-            with _Untouched(mode):  # the optimizer reads a learning rate that is a tensor
+            with _Untouched(mode):  # the optimizer reads the value of a learning rate that is a tensor
                 stepper = optimizer(p for p in _parameters(fake_target) if p.requires_grad)
         program = Program(fake_target, fake_args, fake_kwargs, train=train, optimizer=stepper, loss=loss)
         tracker = ModuleTracker(program.module)
@@ -219,7 +221,8 @@ def _works(record: Record) -> bool:
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Within the block, tensors have no data: a model that is built here takes no memory, however large it is."""
+    """Within the block, make new tensors fake, without data. A model that is built here takes no memory, however large
+    it is."""
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with (
         answered_without_values(),
@@ -236,7 +239,7 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
         except Exception as error:
             cause = error.__cause__ or error
             looks = type(cause).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
-            # .numpy(), .tolist(); reads in C++
+            # raised by .numpy(), .tolist() and reads in C++
             looks = looks or "() is not supported for tensor subclasses" in str(cause)
             if looks or "its data is not allocated yet" in str(cause):
                 raise InputError(
@@ -248,7 +251,8 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
 
 
 class _DeviceCounting(CountingMode):
-    """Count the device's work. An optimizer's step counters belong to the host, and fake tensors know their numbers."""
+    """Count the device's work. An optimizer's step counters are host work: fake tensors hold their values as
+    constants."""
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._locate()[1] == "optimizer":
@@ -261,7 +265,7 @@ class _DeviceCounting(CountingMode):
 def _faked(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode, dtype: torch.dtype | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A model and its arguments with fake tensors. A callable that is not a module stays (see `_Untouched`)."""
+    """A model and its arguments with fake tensors. A callable that is not a module is not copied (see `_Untouched`)."""
     try:
         with _FakeCopies(mode, dtype) as copies:
             fake_target = copies.of(target) if isinstance(target, nn.Module) else target
@@ -273,13 +277,13 @@ def _faked(
     except Exception as error:  # copying an object runs its own code
         what = str(error).splitlines()[0] if str(error) else ""
         raise InputError(
-            "cannot be predicted: the model and its inputs are copied with fake tensors, and that failed "
+            "cannot be predicted: copying the model and its inputs with fake tensors failed "
             f"({type(error).__name__}: {what}); analyze it on a real machine instead"
         ) from error
 
 
 def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
-    """A fake tensor on the CPU in place of a real one."""
+    """A fake CPU tensor in place of a real tensor."""
     if isinstance(value, nn.Parameter):
         parameter = nn.Parameter(_fake(value.detach(), mode, dtype), requires_grad=value.requires_grad)
         if value.requires_grad:
@@ -310,9 +314,9 @@ class _FakeCopies(TorchFunctionMode):
         self._memo: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
-        """The copy of a model, or of an argument, which may be any object that holds tensors.
+        """The copy of a model or of an argument. An argument may be any object that holds tensors.
 
-        An object that holds no tensor and cannot be copied is used itself.
+        An object that holds no tensor and cannot be copied is returned itself.
         """
         held = Held([value], everything=True)
         objects = [value, *(each for container in held.containers for each in container.items)]
@@ -339,7 +343,7 @@ class _FakeCopies(TorchFunctionMode):
 
 
 def _shapes_in(value: Any) -> list[Tensor]:
-    """Tensors whose values are part of an object's shape: batch sizes, the blocks that a mask keeps."""
+    """Tensors whose values determine an object's shape: batch sizes, the blocks that a mask keeps."""
     if isinstance(value, PackedSequence):
         return [value.batch_sizes]
     flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
@@ -356,7 +360,7 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _DataStays(TorchFunctionMode):
-    """Refuse `tensor.data = ...` on a real tensor of a program, because its values could not be restored."""
+    """Refuse `tensor.data = ...` on a program's real tensor, because its values could not be restored."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and not isinstance(args[0], FakeTensor):
@@ -370,8 +374,8 @@ class _DataStays(TorchFunctionMode):
 class _Untouched(TorchDispatchMode):
     """Keep a callable's real tensors unchanged.
 
-    Each gets a fake twin for the operators: `FakeTensorMode` alone computes in-place operators on real tensors.
-    Gradients and the state of optimizers are restored at the end.
+    Operators get a fake twin of each real tensor: without twins, `FakeTensorMode` computes in-place operators on real
+    tensors. Gradients and the state of optimizers are restored at the end.
     """
 
     supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
@@ -379,10 +383,11 @@ class _Untouched(TorchDispatchMode):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self._mode = mode
-        self._twins: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}  # id -> real, fake, its gradient before
+        # id -> (real tensor, fake twin, the real tensor's gradient before)
+        self._twins: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._states: dict[torch.optim.Optimizer, dict[Any, Any]] = {}
         self._hooks = ExitStack()
-        self._scales = False  # whether an optimizer is stepping; the numbers that it reads only scale its steps
+        self._scales = False  # whether an optimizer is stepping that reads numbers only to scale its steps
 
     def __enter__(self) -> _Untouched:
         self._hooks.callback(register_optimizer_step_pre_hook(self._optimizer_entering).remove)
@@ -401,7 +406,7 @@ class _Untouched(TorchDispatchMode):
             optimizer.state.update(state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self._mode.lift_fns:  # torch.tensor(...): FakeTensorMode itself makes new tensors fake
+        if func not in self._mode.lift_fns:  # torch.tensor(...): `FakeTensorMode` itself makes the new tensor fake
             args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
         if func is torch.ops.aten._local_scalar_dense.default and self._scales and args[0].constant is None:
             return 1.0
@@ -431,6 +436,7 @@ class _Untouched(TorchDispatchMode):
 
 
 def _is_looked_at(tensor: Tensor) -> bool:
-    """Whether PyTorch itself reads the values: an optimizer's step counter, batch sizes of packed sequences."""
+    """Whether PyTorch itself reads the tensor's values: an optimizer's step counter, batch sizes of packed
+    sequences."""
     is_list_of_sizes = tensor.dim() == 1 and tensor.dtype == torch.int64
     return tensor.device.type == "cpu" and (tensor.numel() == 1 or is_list_of_sizes)

@@ -1,16 +1,16 @@
-"""The times of a step: wall, latency, device busy, each operator; and memory over time.
+"""Measure a step: wall time, latency, busy time of the device, time of each operator, memory over time.
 
 There are several kinds of runs, because each disturbs something (see `instruments`):
 
-1. steps in sequence give the wall time, single ones the latency (see `rooftop.hardware.sequences`);
+1. steps in sequence give the wall time, single steps the latency (see `rooftop.hardware.sequences`);
 2. a run under the profiler alone gives memory over time and the host's waits;
 3. on a GPU, steps in sequence under the profiler give the time of each kernel, and for how long the device is busy;
-4. labelled runs say which operator launched which kernel, and on a CPU give the operator's time. A compiled program
+4. labelled runs show which operator launched which kernel, and on a CPU give each operator's time. A compiled program
    cannot be labelled (PyTorch does not run compiled code under a mode): its operators come from the profiler and the
    compiler (see `compiled`).
 
-The first kind is repeated between the others. So all kinds see the same machine, and changes of the machine show in the
-interval of the wall time.
+The first kind is repeated between the others. So all kinds run on the machine in the same state, and changes of its
+speed widen the interval of the wall time.
 """
 
 from __future__ import annotations
@@ -56,21 +56,23 @@ Progress = Callable[[str, float], None]
 """Called with (the current activity, fraction done from 0 to 1)."""
 
 WARM_UP_STEPS = 2
-COMPILED_WARM_UP_STEPS = 5  # compile, warm up and capture CUDA graphs, forward and backward
-BLOCK_S = 0.25  # seconds of steps in sequence
+COMPILED_WARM_UP_STEPS = 5  # steps to compile, warm up and capture CUDA graphs, forward and backward
+BLOCK_S = 0.25  # seconds of one block of steps in sequence
 BLOCKS_S, LEAST_BLOCKS, MOST_BLOCKS = 3.0, 2, 10
-"""All blocks together take about this long, with these limits on their number."""
+"""All blocks together take about `BLOCKS_S` seconds. The other two limit the number of blocks."""
 AGREEMENT, QUIET_BLOCKS = 0.03, 4
-"""Later blocks are skipped if the interval of the wall time is at most this wide, relative to it."""
-ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20  # single steps, at each of two moments
-QUEUE_LENGTH = 1000  # about this many launches fit in a GPU's queue before the host must wait
-LABELLED_S = 1.5  # seconds of all labelled runs of a program together, but at least ...
-LEAST_LABELLED, MOST_LABELLED = 3, 9  # ... and at most this many. On a GPU one is enough where it launched the same
-# kernels as the steps without labels: their times are known.
-LONG_LABELLED_S = 4.0  # two are enough after this time
+"""After `QUIET_BLOCKS` blocks, further blocks are skipped if the interval of the wall time, divided by the wall time,
+is at most `AGREEMENT`."""
+ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20  # seconds and numbers of single steps, measured twice
+QUEUE_LENGTH = 1000  # a GPU's queue holds about this many launches; then the host must wait
+LABELLED_S = 1.5  # seconds of all labelled runs of a program together
+# Least and most labelled runs. On a GPU one run is enough if it launched the same kernels as the steps without labels,
+# because their times are known.
+LEAST_LABELLED, MOST_LABELLED = 3, 9
+LONG_LABELLED_S = 4.0  # after this time, two labelled runs are enough
 _measuring = threading.RLock()
-"""Analyses in several threads take turns. Otherwise they would disturb each other, and a second profiler at the same
-time ends the process with a segmentation fault (PyTorch 2.13)."""
+"""Makes analyses in several threads take turns. They would disturb each other, and a second simultaneous profiler
+crashes the process with a segmentation fault (PyTorch 2.13)."""
 UNEXPLAINED = 0.01  # share of the wall time; kernels that together exceed the wall time by more contradict it
 
 
@@ -82,24 +84,25 @@ class Profile:
         device: the device of the step.
         operators: the operators, in order of execution.
         wall: wall time of a step in sequence.
-        latency: time of one step alone; None on a CPU, where the two are the same, and if no single step was run.
+        latency: time of one step alone; None on a CPU, where it equals the wall time, and if no single step was run.
         host_ms: host time to launch a step; None if unknown (a CPU, or a step with so many kernels that the host must
             wait for a free slot in the queue).
         busy_ms: time during which the device works: union of its kernels (GPU), sum of the operators (CPU).
         kernel_launches: kernels, copies and fills on the device in one step (GPU), operators (CPU).
-        unattributed_ms: device time of kernels that no operator launched, already part of `busy_ms`.
-        traced_more_ms: additional device time when the program is told that it is compiled or captured (see
-            `traced_steps`); None if it then fails.
+        unattributed_ms: device time of kernels that no operator launched; `busy_ms` includes it.
+        traced_more_ms: additional device time of the code path that the program takes for compilation or capture (see
+            `traced_steps`); None if that path fails.
         plain: the run under the profiler alone.
         tracker: inputs and outputs of the modules and optimizers.
         runs: number of labelled runs.
-        host_work: bytes and flops of a GPU's step that the CPU computed.
-        compilation: the work of `torch.compile`, None if nothing is compiled.
+        host_work: bytes and flops that the CPU processed in a GPU's step. compilation: the work of `torch.compile`;
+        None if nothing is compiled.
         load: other programs' use of the CPU during the measurement.
         faults: page faults of a plain step.
         labelled_faults: page faults of a labelled step. Both are 0 on a GPU.
         pulse: the CPU's speed during the measurement; None on a GPU and for a recorded program.
-        otherwise: page faults and time of later plain steps, if their page faults differ from those of the first steps.
+        otherwise: page faults and time of later plain steps, if they have other numbers of page faults than the first
+            steps.
         notes: facts about this measurement that a reader should know.
     """
 
@@ -159,7 +162,7 @@ def profile_program(
         progress("profiling", 0.3)
         with PlainInstrument(device, _allocated_bytes(program), trace) as plain:
             program.step()
-        # the program has compiled parts other than the target itself, or that it may not compile
+        # the program has compiled parts, but the step did not run any
         if not plain.result.compiled:
             graphs = None
         if blocks > LEAST_BLOCKS:
@@ -175,7 +178,8 @@ def profile_program(
         while clock.blocks < blocks and (clock.wall.blocks < QUIET_BLOCKS or clock.wall.spread > AGREEMENT):
             clock.run_block(BLOCK_S)
         if times is not None and times.busy_ms > (1 + UNEXPLAINED) * clock.wall.ms:
-            times = _kernel_times(program, clock, plain.result)  # one of the two was disturbed
+            # the kernel times contradict the wall time: measure both again
+            times = _kernel_times(program, clock, plain.result)
             clock.run_block(BLOCK_S)
         more_ms: float | None = 0.0
         if times is not None and not (graphs or plain.result.compiled):
@@ -194,8 +198,8 @@ def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTim
 
 
 def _traced_more_ms(program: Program, clock: StepClock, plain: Plain, times: KernelTimes) -> float | None:
-    """See `Profile.traced_more_ms`. A program that fails here only fails because of these answers, so the error is
-    ignored.
+    """See `Profile.traced_more_ms`. A program that fails here fails only because it is told that it is compiled or
+    captured, so the error is ignored.
     """
     questions = TracingQuestions()
     with questions.noticed():
@@ -221,8 +225,8 @@ def _labelled_runs(
     times: KernelTimes | None,
     progress: Progress,
 ) -> tuple[list[Labelled], ModuleTracker, PageFaults]:
-    """Run as many labelled steps as fit into their time; return them with the tracker and the page faults of the last
-    one.
+    """Run as many labelled steps as fit into their time. Return them with the tracker and the page faults of the last
+    step.
 
     On a CPU, blocks of plain steps run between the first labelled runs. Plain and labelled runs are compared, so both
     must see the same machine.
@@ -278,9 +282,9 @@ def assembled(
     """The combined result of several runs of a step.
 
     Args:
-        times: times of the kernels in steps without labels; None if there are none, or each step launches different
-            ones.
-        load: other programs' use of the CPU meanwhile; None if not measured.
+        times: times of the kernels in steps without labels; None if there are no kernels, or each step launches
+            different kernels.
+        load: other programs' use of the CPU during the runs; None if not measured.
         traced_more_ms: see `Profile`.
     """
     notes: list[str] = []
@@ -294,8 +298,8 @@ def assembled(
         busy, launches = sum(op.measured_ms for op in operators), len(operators)
     if tracker.elsewhere:
         notes.append(
-            "Some modules ran in other threads than the step itself. Operators there are not seen, so these modules "
-            "are missing."
+            "Some modules ran in threads other than the step's. Operators in these threads are not watched, so these "
+            "modules are missing."
         )
     if device.type == "cuda" and cupti.stays_for:
         notes.append(
@@ -305,7 +309,7 @@ def assembled(
     if tracker.uncounted:
         (name, why), *others = tracker.uncounted.items()
         notes.append(
-            f"What {name}{f' and {len(others)} other classes' if others else ''} read and return could not be "
+            f"The inputs and outputs of {name}{f' and {len(others)} other classes' if others else ''} could not be "
             f"counted ({why}): their fused roof is the sum over their parts."
         )
     return Profile(
@@ -329,7 +333,7 @@ def assembled(
 
 
 def _allocated_bytes(program: Program) -> int:
-    """Bytes allocated before the step; on a CPU those of the program's parameters, buffers and inputs."""
+    """Bytes allocated before the step. On a CPU, the bytes of the program's parameters, buffers and inputs."""
     if program.device.type == "cuda":
         return torch.cuda.memory_allocated(program.device)
     module = program.module

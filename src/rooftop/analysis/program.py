@@ -1,9 +1,9 @@
 """One step of the user's program, in a form that can be run repeatedly.
 
-For a module the step is a forward pass without gradients, or (training) forward, backward and, if an optimizer is
-given, its step. Any other callable is called directly. All changes by the step are undone afterwards: in a module
-(buffers, gradients, train flags), in the arguments, in the target's own state (see `given_objects`), and in the random
-state.
+For a module the step is a forward pass without gradients. In training it is forward, backward and, if an optimizer is
+given, the optimizer's step. Any other callable is called directly. Afterwards all changes by the step are undone: in a
+module (buffers, gradients, train flags), in the arguments, in the target's own state (see `given_objects`), and in the
+random state.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Program:
         self.optimizer = optimizer
         self._loss = loss
         self._output_gradients: list[Tensor] | None = None
-        self._given: GivenObjects | None = None  # set while the program is preserved
+        self._given: GivenObjects | None = None  # set inside `preserved`
         self.notes: list[str] = []
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(
@@ -89,8 +89,8 @@ class Program:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter or tensor argument on an accelerator, else of the first one; CPU if there
-        is none."""
+        """The device of the first parameter or tensor argument on an accelerator. If none is on an accelerator, the
+        CPU."""
         tensors = [
             *(self.module.parameters() if self.module is not None else ()),
             *tensors_in([self.args, self.kwargs]),
@@ -102,9 +102,9 @@ class Program:
     def samples(self) -> int | None:
         """The number of samples of a step, from the first argument with tensors; None if unknown.
 
-        A tensor has the samples in its first dimension. In a list each tensor is one sample if they differ in their
-        first dimensions (sentences, point clouds) or are images (channels, height, width), as for detectors. Otherwise
-        they are parts of one batch (feature maps).
+        A tensor has the samples in its first dimension. In a list, each tensor is one sample if the tensors differ in
+        their first dimensions (sentences, point clouds) or are images (channels, height, width), as for detectors.
+        Other lists hold parts of one batch (feature maps).
         """
         listed = self._listed_samples
         if listed is not None:
@@ -113,7 +113,7 @@ class Program:
 
     @property
     def is_batched(self) -> bool:
-        """Whether the samples of a step are in one tensor, so that more samples need no more launches."""
+        """Whether the samples of a step are in one tensor, so that more samples need no additional launches."""
         return self._listed_samples is None
 
     @property
@@ -124,14 +124,14 @@ class Program:
         return tensors if tensors and (images or len({t.shape[:1] for t in tensors}) > 1) else None
 
     def step(self, observe: Callable[[Any], None] = lambda output: None) -> None:
-        """Run once. Inside `preserved` it begins with its original arguments.
+        """Run the step once. Inside `preserved`, each run begins with the original arguments.
 
         Args:
             observe: called with the output of the target.
 
         Raises:
-            ModelRunError: the user's code raised; the message names it, the inputs and the line.
-            InputError: there is no output to run backward from.
+            ModelRunError: the user's code raised; the message names the program, its inputs and the line.
+            InputError: no output can start a backward pass.
         """
         if self._given is not None:
             self._given.put_back()
@@ -141,7 +141,7 @@ class Program:
                 self._given.look()
         except RooftopError:
             raise
-        except (Exception, SystemExit) as error:  # a model must not end the program that analyzes it
+        except (Exception, SystemExit) as error:  # an analyzed model must not end the analysis, even by `sys.exit`
             raise ModelRunError(self._explanation(error)) from error
 
     def _step(self, observe: Callable[[Any], None]) -> None:
@@ -164,7 +164,7 @@ class Program:
             tensor.grad = None
 
     def _leaves(self) -> list[Tensor]:
-        """Arguments that accumulate gradients."""
+        """The arguments that accumulate gradients."""
         return [t for t in tensors_in([self.args, self.kwargs]) if t.is_leaf and t.requires_grad]
 
     def _backward(self, output: Any) -> None:
@@ -172,7 +172,7 @@ class Program:
         if not roots:
             raise InputError(
                 f"train=True, but no output of {self.name} requires a gradient: expected parameters or inputs that "
-                "require one, and no torch.no_grad() or torch.inference_mode() around the call"
+                "require a gradient, and no torch.no_grad() or torch.inference_mode() around the call"
             )
         if len(roots) == 1 and roots[0].numel() == 1:
             roots[0].backward()
@@ -189,8 +189,8 @@ class Program:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """A context for runs in the right train mode. At the end it restores flags, buffers, gradients, arguments and
-        random state."""
+        """Within the block, run the program in its train or eval mode. At the end, restore flags, buffers, gradients,
+        arguments and random state."""
         devices = [self.device] if self.device.type == "cuda" else []
         gradients = [(tensor, tensor.grad) for tensor in (*self._parameters(), *self._leaves())]
         for tensor, _ in gradients:
@@ -221,7 +221,7 @@ def _compile_mode(compile: bool | str) -> str | None:
 
 @contextmanager
 def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
-    """A context with the module in the right mode. Its present flags and buffers are restored at the end."""
+    """Within the block, set the module to train or eval mode. At the end, restore its flags and buffers."""
     children = list(module.modules()) if module is not None else []
     flags = [(child, child.training) for child in children]
     buffers = [(child, dict(child._buffers)) for child in children]
@@ -235,7 +235,7 @@ def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
         for child, flag in flags:
             child.training = flag
         for child, named in buffers:
-            for name, buffer in named.items():  # not `update`, which TorchScript's modules lack
+            for name, buffer in named.items():  # TorchScript's modules lack `update`
                 child._buffers[name] = buffer  # type: ignore[assignment]
         for value, before in values:
             with torch.inference_mode() if value.is_inference() else torch.no_grad():
@@ -246,9 +246,10 @@ def _preserved(module: nn.Module | None, train: bool) -> Iterator[None]:
 
 @contextmanager
 def _inner_optimizers_undone(known: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Steps of optimizers that a module itself runs (in hooks of its parameters, say) are undone at the end.
+    """Undo, at the end of the block, the steps of optimizers that a module itself runs (in hooks of its parameters,
+    say).
 
-    These steps were not requested, unlike those of the optimizer passed to the program.
+    The caller did not request these steps. Steps of the optimizer that the caller passed stay.
     """
     before: dict[torch.optim.Optimizer, tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]]] = {}
 
@@ -283,10 +284,10 @@ def _repeats_elements(buffer: Tensor) -> bool:
 
 
 def _checked(loss: Any) -> Tensor:
-    """The loss, if it is one number with a gradient."""
+    """Check that the loss is one number that requires a gradient, and return it."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise InputError(f"loss must give one number that requires a gradient, got {found}")
+        raise InputError(f"loss must return one number that requires a gradient, got {found}")
     return loss
 
 

@@ -1,9 +1,9 @@
-"""Handle the profiler labels of a watched program, when our profilers begin and end inside them.
+"""Handle a watched program's profiler labels that are open when Rooftop's profilers begin or end.
 
 A label (`torch.profiler.record_function`) that begins under one profiler and ends under the next writes to freed memory
-of the first (seen with PyTorch 2.11 to 2.14: segmentation faults). A program may have labels open at the end of a step:
-around a call of the model, around the step, around the whole loop. So they end before one of our profilers begins or
-ends, and begin again after it.
+of the first profiler (segmentation faults with PyTorch 2.11 to 2.14). A program may have labels open at the end of a
+step: around a call of the model, around the step, around the whole loop. So Rooftop ends these labels before one of its
+profilers begins or ends, and begins them again afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rooftop.hardware.traces import Trace
 
 
 class ProgramLabels:
-    """While active (`with`), know the open labels of this thread, which is the only thread that our profilers see."""
+    """While active (`with`), track the open labels of this thread, the only thread that Rooftop's profilers watch."""
 
     def __init__(self) -> None:
         self._thread = 0
@@ -31,7 +31,7 @@ class ProgramLabels:
 
     def __enter__(self) -> ProgramLabels:
         self._thread = threading.get_ident()
-        # another instance is active, and sees everything that this one would see
+        # another instance is active and tracks the same labels
         if Trace.switching is not nullcontext:
             return self
         self._enter, self._exit = record_function.__enter__, record_function.__exit__
@@ -65,9 +65,10 @@ class ProgramLabels:
 
     @contextmanager
     def _interrupted(self) -> Iterator[None]:
-        """All open labels end before the block and begin again after it."""
+        """End all open labels before the block and begin them again after it."""
         labels = list(self._open) if threading.get_ident() == self._thread else []
-        with _disable_current_modes():  # a label is two operators, which the program's modes must not see
+        # a label is two operators, which the program's dispatch modes must not intercept
+        with _disable_current_modes():
             for label in reversed(labels):
                 self._exit(label, None, None, None)
         try:

@@ -1,9 +1,8 @@
-"""Give way to a watched program's profiler: only one profiler can be active in PyTorch, and the program's own has
-priority.
+"""Give way to a watched program's profiler: PyTorch allows one active profiler, and the program's own has priority.
 
-A second profiler ends the first one, and the first one's records are lost. If the native result of a profiler is freed
-after another one has begun, the process may end (see `rooftop.hardware.traces`); and the program decides when to free
-its profiler's records. So from the program's first use of a profiler on, our code uses none.
+A second profiler ends the first, whose records are lost. If a profiler's native result is freed after another profiler
+has begun, the process may crash (see `rooftop.hardware.traces`), and the program decides when to free its profiler's
+records. So after the program's first use of a profiler, Rooftop uses none.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.autograd import profiler
 
 from rooftop.hardware.traces import Trace
 
-PROFILERS = (  # the methods with which each profiler begins
+PROFILERS = (  # the methods that start each profiler
     (profiler.profile, "_prepare_trace"),
     (profiler.profile, "_start_trace"),
     (profiler.emit_nvtx, "__enter__"),
@@ -27,7 +26,7 @@ PROFILERS = (  # the methods with which each profiler begins
 
 
 class ProgramProfilers:
-    """While active (`with`), notices when the program begins to use a profiler of its own.
+    """While active (`with`), notice when the program begins to use a profiler of its own.
 
     Args:
         begins: called before the program's first profiler begins.

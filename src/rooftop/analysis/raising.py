@@ -1,10 +1,9 @@
-"""Measure operators above their roof again, alone. If the second measurement confirms the first, the ceilings are
-raised.
+"""Measure operators above their roof again, alone, and raise the ceilings if the second measurement confirms the first.
 
 A ceiling is an upper bound. An operator above its roof shows that a ceiling was measured too low, or that its cost or
-its time is wrong. So it is run again alone, on freshly written tensors of its shapes, as in a program. If the operator
-is again faster than its roof, the figure that set the roof is raised, for this report and all later ones. Otherwise,
-the row keeps its flag.
+its time is wrong. So Rooftop runs the operator again alone, on freshly written tensors of its shapes, as in a program.
+If the operator is again faster than its roof, the ceiling that set the roof is raised, for this report and all later
+reports. If not, the row keeps its flag.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.figures import in_words
 from rooftop.hardware.measuring import keep
 
-ABOVE = 1.005  # times the roof; below that, the clock's resolution decides
-MOST_REPEATED = 24  # operators of one report that are measured again
+ABOVE = 1.005  # an operator above its roof exceeds it by more than this ratio; less is within the clock's resolution
+MOST_REPEATED = 24  # largest number of operators of one report that are measured again
 REPEATS = 8
 
 
 def raised_and_kept(
     ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: torch.device
 ) -> tuple[Ceilings, list[str]]:
-    """The ceilings of this machine, raised by operators and stored; with a note for the reader."""
+    """Raise this machine's ceilings by operators above their roof, and store them. Also returns a note for the
+    reader."""
     known = [op for op in operators if comparable(op.record, ceilings).cost is not None]
     higher, count = raised(ceilings, known, device)
     if not count:
@@ -47,8 +47,7 @@ def raised_and_kept(
 
 
 def raised(ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: torch.device) -> tuple[Ceilings, int]:
-    """The ceilings after operators above their roof were measured again; and the number of operators that raised a
-    figure.
+    """Measure operators above their roof again. Return the ceilings, and the number of operators that raised one.
 
     Args:
         operators: operators of a step, with costs in precisions that the ceilings include.
@@ -64,19 +63,19 @@ def raised(ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: to
         cost, ms = above[spec][0].record.cost, median(op.measured_ms for op in above[spec])
         assert cost is not None
         roof_ms = roof(cost, ceilings).ms
-        # not confirmed, or already raised by another operator
+        # not confirmed, or another operator has already raised the ceiling
         if alone is None or roof_ms < alone.best_ms or roof_ms < ABOVE * ms:
             continue
         try:
             ceilings = raise_ceilings(ceilings, cost, min(ms, alone.best_ms), _in_words(above[spec][0]))
-        except ValueError:  # so far above its roof that the cost must be wrong: the row is flagged
+        except ValueError:  # the operator is so far above its roof that its cost must be wrong: the row is flagged
             continue
         count += 1
     return ceilings, count
 
 
 def _excess(op: MeasuredOperator, ceilings: Ceilings) -> float:
-    """The roof divided by the time, 0 if either is 0."""
+    """The roof divided by the measured time; 0 if either is 0."""
     cost: Cost | None = op.record.cost
     return roof(cost, ceilings).ms / op.measured_ms if cost is not None and op.measured_ms > 0 else 0.0
 

@@ -1,6 +1,4 @@
-"""Make the report of a recording: from its steady steps if there are enough of them, otherwise from the best other
-data.
-"""
+"""Make the report of a recording from its steady steps, or from the best other data if there are too few."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.sequences import StepTime
 
-FIRST_STEPS = 3  # steps whose durations a note lists
+FIRST_STEPS = 3  # number of first steps whose durations a note lists
 
 
 @dataclass(frozen=True)
@@ -52,18 +50,17 @@ def recorded_report(
     """The report of a recording.
 
     Args:
-        recorded: the steps of each marker that was leading, the coarsest first.
-        measures: whether the ceilings are this machine's. If so, missing ceilings are measured, and operators above
-            them raise them.
+        recorded: the steps of each marker that was leading, the coarsest first. measures: whether the ceilings are this
+        machine's. If so, missing ceilings are measured, and operators above their roof raise the ceilings.
         start_up: the time before the first step, if known.
         needed: number of steps of a complete recording.
         traced: whether a trace was requested.
-        profiled: whether the program used PyTorch's profiler itself.
-        least: steps needed before a report is possible, if the profiler begins late; else 0.
+        profiled: whether the program used PyTorch's profiler itself. least: number of steps without which no report is
+        possible, if the profiler begins late; 0 if it does not.
         notes: notes at the beginning of the report.
 
     Raises:
-        InputError: no operator was seen.
+        InputError: no operator was recorded.
     """
     laps = _chosen(recorded, profiled, least)
     label_ms = _label_ms()
@@ -98,7 +95,7 @@ def recorded_report(
 
 
 def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
-    """The coarsest kind of step that occurred at least twice, otherwise any kind that was watched."""
+    """The coarsest kind of step that occurred at least twice. If none did, any kind of step that was watched."""
     for laps in recorded:
         if laps.is_complete or (laps.steps > 1 and _watched(laps)):
             return laps
@@ -107,8 +104,8 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
             return laps
     if profiled and any(laps.steps for laps in recorded):
         raise InputError(
-            "nothing to report: the program uses PyTorch's profiler itself, so Rooftop's could not run, and nothing "
-            "on a GPU or in compiled code is seen without it; run the program without its profiler"
+            "nothing to report: the program uses PyTorch's profiler itself, so Rooftop's profiler could not run, and "
+            "without it Rooftop sees no work on a GPU or in compiled code: run the program without its own profiler"
         )
     if least:
         raise InputError(
@@ -120,7 +117,7 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
 
 
 def _watched(laps: Laps) -> list[Watched]:
-    """The labelled stretches that contain an operator; later ones are better examples."""
+    """The labelled stretches of steps that contain an operator. Later stretches are better examples."""
     candidates = [laps.labelled, [laps.early] if laps.early else [], [laps.whole] if laps.whole else []]
     return next((found for found in candidates if found and found[-1].labelled.records), [])
 
@@ -128,8 +125,8 @@ def _watched(laps: Laps) -> list[Watched]:
 def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
     """The wall time of unwatched steps, and a note if it comes from the steps before the profiler.
 
-    The steps before the profiler are few, and count only if later steps, with CUPTI still attached, are slower by more
-    than the variation.
+    There are few steps before the profiler. Their time counts only if later steps, with CUPTI still attached, are
+    slower by more than the variation.
     """
     after = StepTime.of_loop(laps.steady_ms) if laps.steady_ms else None
     if not laps.steady_before_ms:
@@ -189,13 +186,13 @@ def _beginning(laps: Laps, start_up: StartUp | None, label_ms: float) -> list[st
 
 
 def _plain_of(labelled: Labelled) -> Plain:
-    """The result if there are only labelled runs; the operators' time counts as busy time."""
+    """A `Plain` made from labelled runs, if there are no other runs. The operators' time counts as busy time."""
     busy_ms = sum(ms for ms, _ in labelled.times) + labelled.unattributed_ms
     return Plain(busy_ms, [], [], 0.0, 0.0, compiled=False)
 
 
 def _label_ms() -> float:
-    """The host time of a label, measured on an operator that does nothing."""
+    """The host time that one label takes, measured on an operator that does nothing."""
     one, samples = torch.zeros(1, device="cpu"), 50
     tracker = ModuleTracker()
     began = time.perf_counter()

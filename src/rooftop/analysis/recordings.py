@@ -1,4 +1,4 @@
-"""`rooftop.recording`: the report of a program as it runs, a training loop or a whole script.
+"""`rooftop.recording`: make the report of a program as it runs, such as a training loop or a whole script.
 
     with rooftop.recording() as r:
         for batch in loader:
@@ -6,12 +6,12 @@
             r.step()
     r.report.to_html("report.html")
 
-With `step()` at the end of each iteration, or with found steps (`step_finding`), each step has a stage (`stages`). The
-first ones warm up, one runs under the profiler alone, a few are labelled, the next are timed undisturbed, and the rest
-run unwatched. A block without steps is one step. It is labelled as a whole, which slows the host down, so the cost of
-the labels is measured and subtracted from its wall time. The first of several steps is labelled too, in case too few
-follow. Nothing is compiled in labelled steps, because PyTorch would later not compile code that it has seen under
-labels.
+With `step()` at the end of each iteration, or with steps that Rooftop finds itself (`step_finding`), each step has a
+stage (`stages`). The first steps warm up, one step runs under the profiler alone, a few are labelled, the next are
+timed undisturbed, and the rest run unwatched. A block without steps counts as one step. It is labelled as a whole.
+Labels slow the host down, so their cost is measured and subtracted from the block's wall time. The first of several
+steps is labelled too, in case too few follow. Nothing is compiled in labelled steps, because PyTorch would not compile
+code later that it has run under labels.
 """
 
 from __future__ import annotations
@@ -73,25 +73,26 @@ from rooftop.hardware.sequences import synchronize
 
 __all__ = ["NEEDED", "Recording", "recording"]
 
-MOST_OPERATORS = 200_000  # operators of a block without steps: about 1 GB of records
-MOST_EARLIER = 4  # earlier kinds of steps whose laps are kept
-MOST_LAPS = 64  # steps whose host time is kept
+MOST_OPERATORS = 200_000  # largest number of operators recorded in a block without steps: about 1 GB of records
+MOST_EARLIER = 4  # number of earlier kinds of steps whose laps are kept
+MOST_LAPS = 64  # number of steps whose host time is kept
 
 
 class _GivenUp(Exception):
-    """The exception by which instruments learn that their stage will not be read."""
+    """The exception that tells instruments to discard their stage's data."""
 
 
 _open_recordings: list[Recording] = []
-"""Instruments whose effects must be undone in reverse order, so only the last one may continue for a step."""
+"""The open recordings, the innermost last. Their instruments must be undone in reverse order, so only the last
+recording may act."""
 
 
 class Recording:
-    """A recording of the `with` block; `report` afterwards. Made by `rooftop.recording`.
+    """A recording of the `with` block. Afterwards, `report` has the result. Made by `rooftop.recording`.
 
     Attributes:
-        steps: number of ended steps: calls of `step()`, or found steps.
-        rank_row: this rank's part of some steps, if it is one of several and had enough steps.
+        steps: number of ended steps: calls of `step()`, or steps that Rooftop found.
+        rank_row: this rank's part of some steps, if there are several ranks and this rank ran enough steps.
         notes: additional notes for the report.
     """
 
@@ -119,7 +120,7 @@ class Recording:
         self._thread = 0
         self._began = 0.0
         self._around = ExitStack()
-        self._now = ExitStack()  # instruments of the running stage
+        self._now = ExitStack()  # the instruments of the running stage
         self._instrument: Any = None
         self._clock: StepClock | None = None
         self._stage, self._left = Stage("off", 0), 0
@@ -138,7 +139,7 @@ class Recording:
 
     def __enter__(self) -> Recording:
         if self._open or self._served:
-            raise RuntimeError("a recording serves one block: call rooftop.recording() again for another")
+            raise RuntimeError("a recording records only one block: call rooftop.recording() again for another block")
         if self._ceilings is None and not (self._one_of_ranks and os.environ.get("RANK", "0") != "0"):
             self._ceilings, self._measures = likely_ceilings(self._device), True
         self._around.enter_context(modes_settled())
@@ -165,11 +166,10 @@ class Recording:
         return self._open
 
     def close(self) -> None:
-        """End the running stage, as the end of the block does. This is for programs that end their process inside the
-        block.
+        """End the running stage, as the end of the block does. For programs that end their process inside the block.
 
-        Called from another thread, this does not wait, because the program may hang. The call gives up the current
-        stage and keeps the steps that have been timed.
+        A call from another thread does not wait, because the program may hang. The call discards the current stage and
+        keeps the steps that have been timed.
         """
         if not self._open:
             return
@@ -184,13 +184,12 @@ class Recording:
             self._around.close()
 
     def _abandon(self) -> None:
-        """Called in a forked process, where the program continues without recording, because only the first process
-        reports."""
+        """Stop recording in a forked process, since only the first process reports. The program itself continues."""
         self._open, self._stage = False, Stage("off", 0)
         for undo in (self._now, self._around):
             try:
                 undo.close()
-            except Exception:  # the profiler's threads do not exist in this process; errors are ignored
+            except Exception:  # errors are ignored: the profiler's threads do not exist in this process
                 continue
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -203,18 +202,22 @@ class Recording:
         """Report that one step of the program has ended (call it last in the loop's body).
 
         Raises:
-            RuntimeError: outside the `with` block, in another thread than the block's, inside another recording, or if
-                the recording finds the steps by itself.
+            RuntimeError: the call is outside the `with` block, in a thread other than the block's, or inside another
+                recording; or the recording finds the steps by itself.
         """
         if not self._open:
             raise RuntimeError("step() belongs inside the block: with rooftop.recording() as r: ... r.step()")
         if self._thread != threading.get_ident():
-            raise RuntimeError("step() belongs to the thread that opened the recording: it sees no other")
+            raise RuntimeError(
+                "step() was called in another thread: call it in the thread that opened the recording, the only thread "
+                "that is recorded"
+            )
         if _open_recordings[-1] is not self:
-            raise RuntimeError("step() while another recording is open inside this one: end that one first")
+            raise RuntimeError("step() was called while another recording is open inside it: end the inner one first")
         if self._finder is not None:
             raise RuntimeError(
-                "step() in a recording with find_steps=True, which finds the steps: leave out one of them"
+                "step() was called in a recording with find_steps=True, which finds the steps itself: leave out step() "
+                "or find_steps"
             )
         self._step_ended((0, 0))
 
@@ -230,7 +233,8 @@ class Recording:
             self._stage, self._instrument = Stage("unwatched", 1), None
 
     def work_goes_on(self) -> None:
-        """See `step_finding.Watcher`. An apparent step that contains a long evaluation is not watched to its end."""
+        """See `step_finding.Watcher`. If an apparent step contains a long evaluation, the recording stops watching that
+        step."""
         if self._instrument is None or self._stage.name not in ("early", "plain", "labelled", "ranks"):
             return
         self._calls_in_stage += 1
@@ -258,7 +262,8 @@ class Recording:
         """See `step_finding.Watcher`. Code must not be labelled before it is compiled, so nothing is labelled until
         compilation is done.
 
-        A program that only calls compiled functions has no steps to find: the profiler watches the rest of the program.
+        If a program only calls compiled functions, no steps can be found, and the profiler watches the rest of the
+        program.
         """
         if self._compiles or not self.in_charge:
             return
@@ -273,15 +278,13 @@ class Recording:
                 self._begin()
 
     def _program_profiles(self) -> None:
-        """Called when the program uses PyTorch's profiler itself. The recording then stops using the profiler for
-        good.
-        """
+        """Stop using the profiler for good, because the program uses PyTorch's profiler itself."""
         if self._profiles(self._stage.name) and self._thread == threading.get_ident():
             self._now.close()
             self._stage, self._left, self._instrument = Stage("unwatched", 1), 1, None
 
     def _profiles(self, name: str) -> bool:
-        """Whether a stage with that name uses PyTorch's profiler."""
+        """Whether the stage with this name uses PyTorch's profiler."""
         labelled = name in ("whole", "early", "labelled")
         return name in ("plain", "ranks", "compiling") or (
             labelled and (self._device.type == "cuda" or (name != "whole" and self._runs_compiled))
@@ -314,7 +317,7 @@ class Recording:
         self._step_began = time.perf_counter()
 
     def _count_step(self, calls: Calls) -> None:
-        """Continue the stage, or begin the next one. An untypical step is watched again."""
+        """Continue the stage, or begin the next stage. If a step is not typical, the stage is repeated."""
         laps, name = self._laps, self._stage.name
         by_step = name in ("early", "plain", "labelled")
         if self._given_up and (name == "ranks" or laps.repeats >= MOST_REPEATS):
@@ -324,7 +327,7 @@ class Recording:
         unusual |= self._given_up
         laps.repeats += unusual
         self._left -= not unusual
-        if name == "warm" and not self._left and self._graphs.graphs:  # the program compiled in these steps
+        if name == "warm" and not self._left and self._graphs.graphs:  # the program compiled code in these steps
             self._left = max(0, COMPILED_WARM_UP - laps.steps)
         if name == "ranks" and self._left:
             self._instrument.step_ended()
@@ -333,12 +336,12 @@ class Recording:
             self._begin() if self._left else self._next_stage()
 
     def _is_undecided(self) -> bool:
-        """Whether the real marker of steps may be coarser than that of this first step."""
+        """Whether a coarser marker than that of this first step may be the real marker of steps."""
         coarsest = self._finder is None or self._finder.level == Level.OPTIMIZER
         return not coarsest and self._laps.steps < 2
 
     def _began_step(self) -> float:
-        # too many for gradient accumulation, so this is another phase
+        # more finer steps than gradient accumulation takes are another phase of the program
         finer = sum(laps.steps for laps in self._earlier)
         is_first = self._laps.steps == 1 and finer <= MOST_INNER_STEPS
         began_at = self._finder.began_at if self._finder is not None and is_first else None
@@ -360,8 +363,7 @@ class Recording:
 
     @property
     def _profiler_stays(self) -> bool:
-        """Whether CUPTI probably stays attached once a profiler has begun: with NCCL, through which ranks
-        communicate."""
+        """Whether CUPTI probably stays attached once a profiler has begun. With NCCL, which ranks use, it does."""
         return self._one_of_ranks and self._device.type == "cuda"
 
     def _next_stage(self) -> None:
@@ -464,7 +466,8 @@ class Recording:
 
     @property
     def report_so_far(self) -> Report | None:
-        """The report of a block that ended with an exception, if enough steps had been recorded before."""
+        """The report of a block that ended with an exception, if enough steps had been recorded before the
+        exception."""
         return self._made_report() if any(laps.is_complete for laps in self._recorded) else None
 
     @property
@@ -493,14 +496,15 @@ class Recording:
 
     @property
     def _needed(self) -> int:
-        """Number of steps for a complete recording. Without an optimizer the first two steps are watched as one."""
+        """Number of steps for a complete recording. Without an optimizer, the first two steps are watched as one
+        step."""
         planned = self._planned_where(self._runs_compiled)
         undecided = planned[0].name == "whole" and self._finder is not None and self._finder.level != Level.OPTIMIZER
         return steps_needed(planned) + undecided
 
     @property
     def _least(self) -> int:
-        """Steps needed before a report is possible, if the profiler begins late; else 0."""
+        """Number of steps without which no report is possible, if the profiler begins late; 0 if it does not."""
         if not self._profiler_stays:
             return 0
         names = [stage.name for stage in self._planned() for _ in range(stage.steps)]
@@ -508,14 +512,14 @@ class Recording:
 
     @property
     def why_no_row(self) -> str:
-        """Why `rank_row` is None, after "its script"."""
+        """Why `rank_row` is None, as the rest of a sentence that begins with "its script"."""
         if self._profilers.used:
             return "has its own profiler, and only one profiler can run"
         return f"ended after {self.steps} steps, too few to measure communication"
 
     @property
     def said_of_threads(self) -> str:
-        """A sentence about modules in other threads; "" if there were none."""
+        """A sentence about modules that ran in other threads; "" if none did."""
         threads = self._finder.threads if self._finder is not None else {}
         if not threads:
             return ""
@@ -527,7 +531,7 @@ class Recording:
         )
 
     def _start_up(self) -> StartUp | None:
-        """The start-up; None if no step began that can be separated from the work before it."""
+        """The start-up; None if no step can be separated from the work before it."""
         began_at = self._finder.began_at if self._finder is not None else None
         if began_at is None:
             return None
@@ -556,12 +560,12 @@ def recording(
     """Record the work inside a `with` block, for a report.
 
     Args:
-        module: the model whose modules are named without a prefix; None: the first module that is called.
-        device: the device of the work; None is the GPU if there is one.
-        ceilings: ceilings to compare with. None measures this machine before the block begins, afterwards the other
-            ceilings that the program needs (cached), and raises those that an operator has surpassed.
+        module: the model whose modules are named without a prefix; None: the first module that is called. device: the
+        device of the work; None is the GPU if there is one. ceilings: ceilings to compare with. None measures this
+        machine before the block begins. After the block it measures further ceilings that the program needs (cached),
+        and raises any ceiling that an operator has surpassed.
         name: the program's name in the report.
-        trace: also write the profiler's trace of one step to this file, for Perfetto (if there are enough steps).
+        trace: also write the profiler's trace of one step to this file, for Perfetto, if the block runs enough steps.
         find_steps: find the steps (see `step_finding`), for a block that does not call `step()`.
         one_of_ranks: whether the block runs in each of several processes. If so, some steps are watched for
             communication.
@@ -586,10 +590,12 @@ def recording(
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"recording(device={device!r}): expected a cpu or cuda device")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"recording(device={device!r}): there are {torch.cuda.device_count()} GPUs here")
+        raise ValueError(
+            f"recording(device={device!r}): this machine has {torch.cuda.device_count()} GPUs, from cuda:0"
+        )
     if ceilings is not None:
         require_ceilings(ceilings, "recording").require_kind(where.type)
     if module is not None and not isinstance(module, nn.Module):
-        raise TypeError(f"recording(module={module!r}): expected a module, or None for the first one called")
+        raise TypeError(f"recording(module={module!r}): expected a module, or None for the first module that is called")
     require_folder_of(trace)
     return Recording(module, where, ceilings, name, trace, find_steps, one_of_ranks)

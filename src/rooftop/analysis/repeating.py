@@ -1,9 +1,9 @@
 """Repeat recorded calls alone, on other data, unchanged or in another dtype, layout or size.
 
-On a GPU the profiler times the operators' kernels; all calls share one session of it. Before each run the tensors are
-created again, so a call finds freshly written inputs, as in a program. On a CPU the host's clock is used, and a call
-may take a thousand times as long as before (bfloat16 on a processor without instructions for it). So a slow call runs
-only once, and no call begins after `MOST_SECONDS`.
+On a GPU the profiler times the operators' kernels; all calls share one profiler session. The tensors are created again
+before each run, so a call finds freshly written inputs, as in a program. On a CPU the host's clock times the calls.
+There a call may take a thousand times as long as the original (bfloat16 on a processor without bfloat16 instructions).
+So a slow call runs only once, and no call begins after `MOST_SECONDS`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rooftop.hardware.defaults import usual_defaults
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
-MOST_BYTES = 0.4  # share of the free memory, for one call
+MOST_BYTES = 0.4  # largest share of the free memory for one call
 MOST_SECONDS = 1.0  # on a CPU, seconds for all calls of one measurement together
-SLOW_MS = 100.0  # on a CPU, the first run of a longer call is warm enough
+SLOW_MS = 100.0  # on a CPU, a call that takes longer is timed on its first run
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Form:
     """The form in which a call is repeated.
 
     Attributes:
-        dtype: replaces its floating-point dtypes; None: unchanged.
-        channels_last: images and convolution weights are channels last; else their layout is unchanged. An image of one
+        dtype: replaces the call's floating-point dtypes; None: unchanged. channels_last: whether to make images and
+        convolution weights channels last. If False, their layout is unchanged. An image of one
             pixel counts as channels first, because PyTorch treats maps that are averaged to one pixel this way.
         multiple: sides of matrices and lengths of vectors are rounded up to a multiple of this number.
     """
@@ -60,7 +60,7 @@ class Times:
 def times_again(
     calls: Sequence[tuple[CallSpec, Form]], device: torch.device, repeats: int = REPEATS
 ) -> list[Times | None]:
-    """The time of each call; None if PyTorch refuses it (no such operator for that dtype, no room), or if no time is
+    """The times of each call; None if PyTorch refuses it (dtype not supported, not enough memory), or if no time is
     left for it on a CPU.
 
     Raises:
@@ -97,7 +97,7 @@ def _times_of(runs: Sequence[float]) -> Times:
 
 
 class _Repeated:
-    """A repeatable call: `prepare`, then `run`."""
+    """A call to repeat: call `prepare`, then `run`."""
 
     def __init__(self, spec: CallSpec, form: Form, device: torch.device) -> None:
         self._spec, self._form, self._device = spec, form, device
@@ -105,7 +105,7 @@ class _Repeated:
         self.ms = 0.0  # ms of the last run, by the host's clock
 
     def prepare(self) -> None:
-        """Create the tensors; for a backward operator also run its forward pass."""
+        """Create the tensors. For a backward operator, also run its forward pass."""
         family = next((part for part in _PUBLIC if part in self._spec.name), None)
         if family is None:
             args, kwargs = tree_map_only(TensorSpec, self._made, (self._spec.args, dict(self._spec.kwargs)))
@@ -123,7 +123,7 @@ class _Repeated:
         self._ready = lambda: torch.autograd.grad(output, inputs, gradient)
 
     def run(self) -> None:
-        """Make the call, and release its tensors."""
+        """Run the call, and release its tensors."""
         assert self._ready is not None
         began = perf_counter()
         try:
@@ -140,7 +140,7 @@ class _Repeated:
         return self.ms
 
     def accepted(self) -> bool:
-        """Whether PyTorch accepts the call, and there is room for it. It makes the call once, so that libraries choose
+        """Whether PyTorch accepts the call and its memory suffices. This runs the call once, so that libraries choose
         their kernels.
         """
         if _bytes(self._spec) > MOST_BYTES * _free_bytes(self._device):
@@ -166,8 +166,8 @@ def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
     """A tensor with the same shape and layout, except for the form's changes: zeros for integers, random floating-point
     numbers.
 
-    On a CPU, all numbers are equal: calls are as fast with them, and drawing random numbers would take longer than most
-    calls.
+    On a CPU, all numbers are equal. Calls take the same time with them, and drawing random numbers would take longer
+    than most calls.
     """
     kind = form.dtype if form.dtype is not None and spec.dtype.is_floating_point else spec.dtype
     sides = len(spec.shape) - 2 if len(spec.shape) > 1 else 0
@@ -214,7 +214,7 @@ Make = Callable[[TensorSpec], Tensor]
 
 
 def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Weights and running statistics are present if the recorded call had them, in the dtypes of that call."""
+    """Create weights and running statistics if the recorded call had them, in the dtypes of that call."""
     x = make(spec["input"])
 
     def given(name: str) -> Tensor | None:
@@ -225,9 +225,9 @@ def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[
     mean, variance = given("running_mean"), given("running_var")
     weight = given("weight")
     bias = weight if backward else given("bias")
-    if backward and bias is not None:  # the operator does not take the parameter, but returns its gradient
+    if backward and bias is not None:  # the operator returns the gradient of a parameter that it does not take
         bias = torch.ones_like(bias)
-    # always present in cuDNN's operator
+    # cuDNN's operator always has this argument
     training = next((spec[name] for name in ("training", "train") if name in spec), True)
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
     return lambda: batch_norm(x, mean, variance, weight, bias, training), inputs
@@ -235,7 +235,8 @@ def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[
 
 def _attention(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[Tensor]]:
     tensors = [item for item in spec.args if isinstance(item, TensorSpec)]
-    first = 1 if spec.name.endswith("_backward") else 0  # this argument comes after the gradient
+    # in a backward operator, this argument comes after the gradient
+    first = 1 if spec.name.endswith("_backward") else 0
     query, key, value = (make(item) for item in tensors[first : first + 3])
     options = {"is_causal": spec["is_causal"], "dropout_p": spec["dropout_p"]}
     return lambda: scaled_dot_product_attention(query, key, value, **options), [query, key, value]
@@ -253,6 +254,6 @@ _PUBLIC: dict[str, Callable[[CallSpec, Make], tuple[Callable[[], Tensor], list[T
     "attention": _attention,
     "max_pool2d": _max_pool,
 }
-"""Operators that are repeated by the public function, forward and backward, because dtype and layout decide which of
-them runs, and backward needs results of the same operator's forward.
+"""Operators that are repeated through PyTorch's public function, forward and backward. Dtype and layout decide which
+operator runs, and backward needs results of the same operator's forward.
 """

@@ -1,4 +1,4 @@
-"""A finished analysis as a table, JSON and HTML."""
+"""Show a finished analysis as a table, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class Report(ReportContents):
             ValueError: the data are not a report, or have another format version.
         """
         if "levels" in plain and "flops" in plain:
-            raise ValueError("it holds ceilings of a machine; reports are what `rooftop analyze --json FILE` writes")
+            raise ValueError(
+                "it holds the ceilings of a machine, expected a report: `rooftop analyze --json FILE` writes one"
+            )
         if plain.get("format") != FORMAT:
             raise ValueError(f"expected a rooftop report of format {FORMAT}, got format {plain.get('format')!r}")
         try:
@@ -128,7 +130,7 @@ class Report(ReportContents):
         return f"<Report of {self.target} {self.mode}: {time_text(self.summary.wall_ms)}, {share}>"
 
     def _repr_html_(self) -> str:
-        """The report inside a notebook: the page in a separate frame; the table if plotly is not installed.
+        """The report in a notebook: the HTML page in a separate frame, or the table if plotly is not installed.
 
         The frame is sandboxed: its scripts run but cannot reach the notebook, whatever a report contains.
         """
@@ -139,7 +141,7 @@ class Report(ReportContents):
         except MissingExtraError:
             return f"<pre>{html.escape(self.table())}</pre>"
         style = "width: 100%; height: 48rem; border: 1px solid #8884"
-        # escaping enough for an attribute; html.escape would add 1 MB
+        # an attribute needs only these escapes; html.escape would add 1 MB
         source = page.replace("&", "&amp;").replace('"', "&quot;")
         return f'<iframe title="Rooftop report" sandbox="allow-scripts" srcdoc="{source}" style="{style}"></iframe>'
 
@@ -181,7 +183,7 @@ def _compilation(plain: Mapping[str, Any] | None) -> Compilation | None:
 
 
 def _from(kind: Any, plain: Mapping[str, Any]) -> Any:
-    """A dataclass from a dict that may also hold its derived properties, and lack fields that have a default.
+    """A dataclass from a dict. The dict may also hold derived properties, and may lack fields that have a default.
 
     Raises:
         KeyError, TypeError: a field is missing, or a value is not a number.

@@ -13,7 +13,7 @@ from rooftop.analysis.formats import time_text
 from rooftop.analysis.ranks.merging import Ranks
 
 FLAGGED_PERCENT = 102.0
-"""A result above this percentage of its roof is an error of the cost model or of the measurement, and is marked."""
+"""A result above this percentage of its roof is marked, because the cost model or the measurement must be wrong."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,11 @@ class OperatorRow:
         name: e.g. "aten::convolution".
         phase: "forward", "backward" or "optimizer".
         shapes: shapes of its input tensors.
-        dtype: dtype of the first floating-point one.
-        calls: executions; the figures below are totals over them.
+        dtype: dtype of the first floating-point input. calls: number of executions. The figures below are totals over
+        all executions.
         bound: the limit that sets the roof: "memory", "compute", "launch", "none" (a view) or "uncovered".
-        modules: paths of the modules that called the operator.
-        kernels: names of its work on the device.
-        uncovered: why there is no cost formula, "" if there is one.
+        modules: paths of the modules that called the operator. kernels: names of its kernels, copies and fills on the
+        device. uncovered: why the operator has no cost formula; "" if it has one.
     """
 
     name: str
@@ -118,9 +117,9 @@ class Advice:
     """A change that would make the step faster, with its gain and the evidence.
 
     Attributes:
-        gain_ms: gain of a step in sequence.
-        low_ms, high_ms: interval of the gain from the noise of the wall time, None if nothing was measured.
-        command: a command to type or code to write, None if no single line does it.
+        gain_ms: time by which a step in sequence becomes shorter. low_ms, high_ms: interval of the gain, from the noise
+        of the wall time; None if nothing was measured. command: a command to type or code to write; None if it takes
+        more than one line.
     """
 
     title: str
@@ -133,8 +132,8 @@ class Advice:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A place where `torch.compile` had to leave its graph: "file:line", the reason, and the seconds to compile the
-    code after it."""
+    """A place where `torch.compile` broke a graph: "file:line", the reason, and the seconds that compiling the code
+    after it took."""
 
     line: str
     reason: str
@@ -143,7 +142,8 @@ class GraphBreak:
 
 @dataclass(frozen=True)
 class Recompilation:
-    """A function that was compiled again: "file:line" of its definition, its name, the guard that failed, seconds."""
+    """A function that was recompiled: "file:line" of its definition, its name, the guard that failed, and the seconds
+    of compilation."""
 
     line: str
     function: str
@@ -176,9 +176,10 @@ class Summary:
         samples: samples of one step, from its first input (see `Program.samples`).
         repeats: number of times that each operator was timed.
         wall_low_ms, wall_high_ms: interval of the wall time: the fastest steps, and the median.
-        latency_ms: time of one step alone, from an idle device to the end of its work: the waiting time of one request.
+        latency_ms: time of one step alone, from an idle device to the end of the step's work. One request waits this
+            long.
         latency_low_ms, latency_high_ms: interval of the latency.
-        disturbed: whether other programs used resources that this one needed, or its times were not reproduced (a note
+        disturbed: whether other programs used resources that this program needed, or repeated timings disagreed (a note
             says which).
 
     Fields that older reports lack are None.
@@ -220,7 +221,7 @@ class Summary:
 
 
 DEVICE_BOUND = 0.9
-"""A device sets the pace if it works for at least this part of the wall time."""
+"""A device sets the pace if it works for at least this share of the wall time."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -232,13 +233,11 @@ class ReportContents:
         device, versions, ceilings: the machine, as plain dicts like those in the JSON.
         summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that has
             a real cost formula.
-        ops: operators, the longest time first.
-        modules: the tree's root.
-        advice: the largest gain first.
-        memory: (ms since the step began, allocated bytes) and `peak_bytes`.
-        compilation: the work of `torch.compile`, None if nothing is compiled.
-        ranks: ranks of a distributed step, None in a single process; all other data are then those of rank 0.
-        predicted: whether nothing was measured, and each operator takes its roof (see `rooftop.predict`).
+        ops: operators, the longest time first. modules: the root of the module tree. advice: the largest gain first.
+        memory: (ms since the step began, allocated bytes) and `peak_bytes`. compilation: the work of `torch.compile`;
+        None if nothing is compiled. ranks: ranks of a distributed step; None in a single process. All other data are
+        those of rank 0. predicted: whether this is a prediction, in which each operator takes its roof time (see
+        `rooftop.predict`).
         notes: facts about the measurement that a reader should know.
     """
 

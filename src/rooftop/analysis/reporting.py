@@ -26,9 +26,9 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.page_faults import KEEP_MEMORY
 
 MEMORY_POINTS = 2000
-"""The most points of the memory curve in a report."""
+"""Largest number of points of the memory curve in a report."""
 NOISY = 0.05
-"""A note is added if the interval of the wall time, relative to it, is wider than this."""
+"""A note is added if the interval of the wall time, divided by the wall time, is wider than this."""
 HOST_THREADS = 2
 """CPU threads that a step on a GPU needs: one for the program and one for its backward pass."""
 
@@ -54,7 +54,7 @@ def report_of(
         samples: number of samples of a step, if known.
         batched: see `Findings`.
         root_type: the class of the outermost module.
-        notes: notes in addition to the profile's own.
+        notes: notes for the report, in addition to the profile's notes.
     """
     operators = [replace(op, record=comparable(op.record, ceilings)) for op in profile.operators]
     rows = operator_rows(operators, ceilings)
@@ -152,9 +152,7 @@ def _crowded(profile: Profile) -> bool:
 
 
 def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
-    """The part of the CPU's pulse that fell most, and the remaining share of its best; None if the CPU was as fast as
-    ever.
-    """
+    """The part of the CPU's pulse whose rate fell most, and that rate as a share of its best; None if no rate fell."""
     if profile.pulse is None or torch.get_num_threads() != ceilings.threads:
         return None
     found = profile.pulse.share_of(ceilings.pulse)
@@ -162,8 +160,8 @@ def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
 
 
 def _drifted(profile: Profile) -> list[str]:
-    """Differences between the moments of the measurement, in words, on a CPU. If the machine's speed varies over a few
-    seconds, another process would measure another time.
+    """Sentences about how much the CPU's speed varied during the measurement. If it varies within a few seconds,
+    another run of the program would measure another time.
     """
     if profile.pulse is None:
         return []
@@ -177,7 +175,7 @@ def _drifted(profile: Profile) -> list[str]:
 
 
 def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
-    """Notes about the limits of the report if the times of a step were not reproduced."""
+    """A note on the limits of the report, if repeated timings of a step disagreed."""
     wall, slowed, drifted = profile.wall, _slowed(profile, ceilings), _drifted(profile)
     faults_ms = profile.faults.step_ms(torch.get_num_threads())
     if not (_crowded(profile) or slowed or drifted or faults_ms > NOISY * wall.ms) and wall.spread <= NOISY:
@@ -200,7 +198,7 @@ def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
         seen.append(f"most of {wall.steps} steps took {fastest} to {half}, {time_text(wall.ms)} on average")
     else:
         moments = f"{wall.blocks} moments" if wall.blocks > 1 else "one moment"
-        seen.append(f"half of {wall.steps} steps at {moments} took more than {half}, the fastest {fastest}")
+        seen.append(f"half of {wall.steps} steps at {moments} took more than {half}, the fastest took {fastest}")
     return [
         f"Disturbed: {'; '.join(seen)}. Ignore differences and gains below {time_text(unsure_ms)}; on a quiet "
         "machine the step may be faster."
@@ -213,30 +211,30 @@ def _pages(count: float) -> str:
 
 
 def _two_states(profile: Profile) -> list[str]:
-    """A note if operators were timed in steps with fewer page faults than the first steps, so with another state of the
-    heap.
+    """A note, if operators were timed in steps with fewer page faults than the first steps. The heap was then in
+    another state.
     """
     faults, labelled, later = profile.faults, profile.labelled_faults, profile.otherwise
     if later is None and (labelled.count >= faults.count or faults.is_like(labelled)):
         return []
     others = later.faults if later is not None else labelled
     if later is not None:
-        part_ms, lasted = profile.wall.ms - later.wall.ms, f", when it lasted {time_text(later.wall.ms)}"
+        part_ms, lasted = profile.wall.ms - later.wall.ms, f" (it then lasted {time_text(later.wall.ms)})"
     else:
         threads = torch.get_num_threads()
         part_ms, lasted = faults.step_ms(threads) - labelled.step_ms(threads), ""
     part_ms = min(part_ms, profile.wall.ms - profile.busy_ms)
-    gap = f"; operators were timed later, which makes some {time_text(part_ms)} of launch gap" if part_ms > 0 else ""
+    gap = f"; operators were timed later: this makes some {time_text(part_ms)} of launch gap" if part_ms > 0 else ""
     return [
-        f"A step took {_pages(faults.count)} of memory from the system at first, and {_pages(others.count)} later, "
-        f"beside the records of this analysis{lasted}: malloc keeps or returns freed memory, depending on what else "
-        f"it holds. The wall time is from the first steps{gap}. To make a program always keep its memory, start it "
-        f"with: {KEEP_MEMORY}"
+        f"A step took {_pages(faults.count)} of memory from the system at first, and {_pages(others.count)} later"
+        f"{lasted}. The records of this analysis changed the heap, and malloc keeps or returns freed memory depending "
+        f"on what else the heap holds. The wall time is from the first steps{gap}. To make a program always keep its "
+        f"memory, start it with: {KEEP_MEMORY}"
     ]
 
 
 def _coverage(rows: Sequence[OperatorRow], profile: Profile) -> float:
-    """Fraction of the operators' time that has a cost formula; time of kernels outside any operator has none."""
+    """Fraction of the measured time whose operators have a cost formula. Kernels outside any operator have none."""
     total_ms = sum(row.measured_ms for row in rows) + profile.unattributed_ms
     covered_ms = sum(row.measured_ms for row in rows if row.bound != "uncovered")
     return covered_ms / total_ms if total_ms > 0 else 1.0
@@ -266,7 +264,7 @@ def _versions(ceilings: Ceilings) -> dict[str, str]:
 
 
 def _disturbances(ceilings: Ceilings, profile: Profile) -> list[str]:
-    """Disturbances of the figures that this step is compared with, in one line."""
+    """Disturbances during the measurement of the ceilings that this step is compared with, in one line."""
     used = {"memory", "launches"}.union(
         *(op.record.cost.flops for op in profile.operators if op.record.cost is not None),
         {"transfers"} if any("HtoD" in k.name or "DtoH" in k.name for k in profile.plain.kernels) else (),

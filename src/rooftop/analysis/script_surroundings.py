@@ -1,7 +1,7 @@
 """Set up a script's environment while it runs: arguments, module path, current folder, output, stack size.
 
-The report is created when the script's last line has run, in the earlier folder and with the earlier output. Then the
-script's environment is restored, since its threads and exit functions may still run.
+After the script's last line, Rooftop makes the report in the folder and with the output from before the script. Then it
+restores the script's environment, since the script's threads and exit functions may still run.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class _State:
 
 
 class Surroundings:
-    """Within the `with` block, the script's environment; after it, the earlier one; after `again`, the environment that
-    the script left.
+    """Within the `with` block, set the script's environment; after the block, the earlier environment; after `again`,
+    the environment that the script left.
 
-    If the earlier output is closed after the block, the script's output is used, or else stderr.
+    If the earlier output is closed after the block, the script's output is used. If that is closed too, stderr is used.
     """
 
     def __init__(self, script: Path, arguments: Sequence[str]) -> None:
@@ -81,7 +81,7 @@ def _started_by_rooftop() -> bool:
 
 
 def _is_open(stream: Any) -> bool:
-    """Whether a stream can still be written to: the script may have closed it, detached it, or closed its file."""
+    """Whether a stream is still writable: the script may have closed it, detached it, or closed its file."""
     try:
         stream.flush()
         return not stream.closed and os.fstat(stream.fileno()) is not None
@@ -93,7 +93,8 @@ def _is_open(stream: Any) -> bool:
 
 @contextmanager
 def room_below() -> Iterator[None]:
-    """Give the script as many stack frames as it would have without Rooftop."""
+    """Raise the recursion limit by the stack frames that Rooftop uses, so that the script has as many as without
+    Rooftop."""
     limit, depth = sys.getrecursionlimit(), len(inspect.stack(0))
     sys.setrecursionlimit(limit + depth)
     try:
@@ -104,7 +105,7 @@ def room_below() -> Iterator[None]:
 
 
 def end_of_child(main: ModuleType, status: int) -> NoReturn:
-    """End the process in the same way as Python: threads end, exit functions run, open files are written."""
+    """End the process as Python does: wait for threads, run exit functions, flush open files."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

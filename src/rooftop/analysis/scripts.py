@@ -1,6 +1,6 @@
 """Run a Python script unchanged and record it: `rooftop analyze train.py -- --epochs 1`.
 
-The script must not notice: its output, its random numbers, its exit status and its end do not change. A report is
+The recording must not change the script's output, random numbers, exit status or way of ending. A report is
 created if enough steps were recorded, even if the script ends by `os._exit` or Ctrl-C.
 """
 
@@ -36,9 +36,9 @@ class ScriptRun:
     """The end of a script, and its recording.
 
     Attributes:
-        report: None if too little ran, and on all ranks except the first.
+        report: None if the script ran too little, and on all ranks except the first.
         status: exit status of the script.
-        problem: one line with the reason why the script failed or has no report; "" if neither applies.
+        problem: one line that says why the script failed or has no report; "" if neither applies.
         error: the exception that it raised; KeyboardInterrupt means Ctrl-C.
         traceback: Python's output for the error; "" if the script's own `sys.excepthook` has printed it.
         resume: restores the script's final environment (`sys.argv`, `sys.path`, `sys.stdout`, the current folder,
@@ -62,16 +62,17 @@ def run_script(
     trace: str | os.PathLike[str] | None = None,
     before_exit: Callable[[ScriptRun], None] = lambda run: None,
 ) -> ScriptRun:
-    """Run a script as `python SCRIPT ARGUMENTS` would, and report on it; its exception is part of the result.
+    """Run a script as `python SCRIPT ARGUMENTS` would, and report on it. An exception of the script becomes part of the
+    result.
 
-    Its steps are found (see `step_finding`): by its optimizer, by its backward passes, or by the calls of its outermost
-    module; a script with none of these is one step, recorded as a whole.
+    Rooftop finds the script's steps by its optimizer, its backward passes or the calls of its outermost module (see
+    `step_finding`). A script with none of these is recorded as one step.
 
     Args:
         path: the script.
         arguments: its `sys.argv[1:]`.
         device, ceilings, trace: as for `rooftop.recording`.
-        before_exit: called with the result if the script ends the process itself, with `os._exit`.
+        before_exit: called with the result if the script ends the process by `os._exit`.
 
     Raises:
         InputError: there is no such file.
@@ -93,7 +94,7 @@ def run_script(
     end_process = os._exit
 
     def exit_now(status: int) -> NoReturn:
-        """Report, then end like `os._exit`, which runs neither `finally` nor `atexit`."""
+        """Report, then end the process by `os._exit`, which runs neither `finally` blocks nor `atexit` functions."""
         if os.getpid() == process and recorded.is_open:
             try:
                 recorded.close()
@@ -117,7 +118,7 @@ def run_script(
             (status, problem), error, told = _status(end, script), end, True
         except KeyboardInterrupt as interrupted:
             status, problem, error = 130, "interrupted", interrupted
-        except BaseException as raised:  # includes asyncio.CancelledError and others that are not an Exception
+        except BaseException as raised:  # also asyncio.CancelledError and others that do not derive from Exception
             status, error = 1, raised
             problem = f"{script} raised {type(raised).__name__}: {_said(raised)}{_line(raised, script)}"
         if error is not None and not told and sys.excepthook is not hook:
@@ -136,7 +137,8 @@ def _said(error: BaseException) -> str:
 
 
 def _hooked(hook: Callable[..., Any], failure: BaseException, trace: TracebackType | None) -> int:
-    """The exit status after the script's own `sys.excepthook`; an exception in it is handled as Python handles it."""
+    """Call the script's own `sys.excepthook` and return the exit status. An exception in the hook is handled as in
+    Python."""
     try:
         hook(type(failure), failure, trace)
     except SystemExit as end:
@@ -156,7 +158,7 @@ def _status(end: SystemExit, script: Path) -> tuple[int, str]:
         return status, f"{script} ended with exit status {status}" if status else ""
     try:
         said = str(end.code)
-    except Exception as error:  # Python prints nothing in that case
+    except Exception as error:  # the exit value has no text: Python prints nothing for it
         said = f"its exit value cannot be printed ({type(error).__name__})"
     return 1, f"{script} ended with exit status 1: {said}"
 
@@ -169,7 +171,8 @@ def _reported(
     problem: str = "",
     error: BaseException | None = None,
 ) -> ScriptRun:
-    """The report of a script that has ended, with the work of other processes, and on the first rank with all ranks."""
+    """The report of a script that has ended. It covers the work of other processes and, on the first rank, all
+    ranks."""
     recorded.notes += [said for said in (others.said, recorded.said_of_threads) if said]
     ranks, missing = None, list[str]()
     if several:
@@ -189,7 +192,8 @@ def _reported(
 
 
 def _device_of_rank(device: torch.device | str | None) -> torch.device | str | None:
-    """The GPU of this rank, chosen as by programs under `torchrun`. A GPU that was named by its number stays."""
+    """The GPU of this rank, chosen as programs under `torchrun` do. If the caller named a GPU by its number, that
+    GPU."""
     if str(device) == "cpu" or not torch.cuda.is_available() or torch.device(device or "cuda").index is not None:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -200,12 +204,12 @@ def _run(script: Path, one_of_ranks: bool) -> None:
     """Run the script. A process that the script forked ends here, because only the first process reports.
 
     Args:
-        one_of_ranks: whether the script is one of several ranks. Its variables are then deleted at its end, because
-            users of a process group must end before the group (see `process_groups_kept`).
+        one_of_ranks: whether the script is one of several ranks. If so, its variables are deleted at its end, because
+            users of a process group must be gone before the group (see `process_groups_kept`).
     """
     process = os.getpid()
     status = 1
-    path = os.path.abspath(script)  # as Python sets `__file__`, and names the script in tracebacks
+    path = os.path.abspath(script)  # `__file__` and the script's name in tracebacks are as under Python
     main = ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
     main.__dict__.update(__file__=path, __builtins__=builtins, __cached__=None, __loader__=loader, __annotations__={})
@@ -248,7 +252,7 @@ def _traceback(error: BaseException, script: Path) -> str:
 
 
 def _from_script_on(error: BaseException, script: Path) -> TracebackType | None:
-    """The traceback from the script's first frame on."""
+    """The traceback without the frames above the script's first frame."""
     trace = error.__traceback__
     while trace is not None and os.path.basename(trace.tb_frame.f_code.co_filename) != script.name:
         trace = trace.tb_next

@@ -1,7 +1,8 @@
-"""Let contexts of the program begin in one stage of a recording and end in another.
+"""Let a program's dispatch modes begin in one stage of a recording and end in another stage.
 
 A recording enters a dispatch mode for a labelled step and removes it afterwards, possibly from below the program's own
-contexts. PyTorch expects contexts to exit in reverse order of their entry. Two of them would fail:
+contexts. PyTorch expects contexts to exit in reverse order of their entry. In another order, two kinds of contexts
+fail:
 
     torch.inference_mode   restores the set of queried modes from its beginning
     TorchDispatchMode      removes the last mode, whichever that is, and restores earlier flags
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextmanager
 def modes_settled() -> Iterator[None]:
-    """Let inference mode and dispatch modes, ours and the program's, end in any order inside the block."""
+    """Within the block, let inference mode and dispatch modes (Rooftop's and the program's) end in any order."""
     inference_exit, mode_exit = torch.inference_mode.__exit__, TorchDispatchMode.__exit__
 
     def inference_settled(self: torch.inference_mode, *error: Any) -> None:
@@ -49,14 +50,15 @@ def modes_settled() -> Iterator[None]:
 
 
 def _modes_above(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
-    """Modes that began after this one and have not ended, the earliest first; PyTorch orders its own modes."""
+    """Active modes that began after this mode, the earliest first. PyTorch's own modes are left out: PyTorch orders
+    them."""
     count = torch._C._len_torch_dispatch_stack()
     stack = [torch._C._get_dispatch_stack_at(index) for index in range(count)]
     places = [place for place, other in enumerate(stack) if other is mode]
     return stack[places[-1] + 1 :] if places and getattr(mode, "_mode_key", None) is None else []
 
 
-_FLAGS = (  # (object, its attribute, the value that a mode sets); each mode saves the earlier values
+_FLAGS = (  # (object, its attribute, the value that a mode sets). Each mode saves the earlier values.
     ("old_dispatch_mode_flags", "_is_in_torch_dispatch_mode", lambda mode: True),
     (
         "old_non_infra_dispatch_mode_flags",
@@ -72,8 +74,8 @@ _FLAGS = (  # (object, its attribute, the value that a mode sets); each mode sav
 
 
 def _flags_without(ended: TorchDispatchMode, above: list[TorchDispatchMode]) -> None:
-    """PyTorch's saved values of active modes, as if the ended mode had never been below the others."""
-    known = [flag for flag in _FLAGS if hasattr(_python_dispatch, flag[1])]  # the third exists since PyTorch 2.13
+    """Set the flags that active modes saved, as if the ended mode had never been below these modes."""
+    known = [flag for flag in _FLAGS if hasattr(_python_dispatch, flag[1])]  # the third flag exists since PyTorch 2.13
     for kept, name, turns_on in known:
         flag = getattr(ended, kept).pop()
         for mode in above:

@@ -1,15 +1,15 @@
-"""The stages of a recording: its work in each step, and the data that it keeps for each kind of step.
+"""The stages of a recording: what it measures in each step, and the data that it keeps for each kind of step.
 
     step of a script        1      2      3     4      5-7       8         9 and on
                             whole  early  warm  plain  labelled  settling  timed
 
-`whole` and `early` are labelled: the report is based on them if no more steps follow. `warm` lets caches settle,
-`plain` runs under the profiler alone, `labelled` steps give each operator's time, `settling` lets the host run ahead
-again, and `timed` steps are undisturbed. If the program compiles, its first steps are not watched. If the program is
-one of several ranks, a few more steps run under the profiler (`ranks`). Ranks on GPUs use NCCL, and then CUPTI stays
-attached after the profiler (see `hardware.cupti`) and slows later steps. So some steps are timed `before` the profiler
-begins. A step that does more than the others, such as the last one before an evaluation, is not typical. It is not
-timed, and a watched stage that includes it is repeated.
+The steps `whole` and `early` are labelled: the report is based on them if too few steps follow. `warm` lets caches
+settle, `plain` runs under the profiler alone, `labelled` steps give each operator's time, `settling` lets the host run
+ahead again, and `timed` steps are undisturbed. If the program compiles code, its first steps are not watched. If the
+program is one of several ranks, a few more steps run under the profiler (`ranks`). Ranks on GPUs use NCCL, and then
+CUPTI stays attached after the profiler (see `hardware.cupti`) and slows later steps. So some steps are timed `before`
+the profiler begins. A step that does more than most steps, such as the last step before an evaluation, is not typical.
+It is not timed, and a watched stage that includes it is repeated.
 """
 
 from __future__ import annotations
@@ -30,32 +30,34 @@ from rooftop.analysis.profiling import COMPILED_WARM_UP_STEPS
 from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 
 LABELLED = 3
-LONG_LABELLED_MS = 2000.0  # if a labelled step takes longer, there is only one labelled step
-WARM_UP = 3  # steps before the first counted one: allocators, autotuners
-COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # if something is compiled in them
-# undisturbed steps: the least number, and limits that end the stage
+LONG_LABELLED_MS = 2000.0  # if the `early` step took longer than this, only one more step is labelled
+WARM_UP = 3  # steps that are not counted, while allocators and autotuners warm up
+COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # uncounted steps of a program that compiles code in them
+# undisturbed steps: the smallest number, and the steps and seconds that end the stage
 LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 1000, 10.0
 NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
 """Number of steps of a complete recording (more if the program compiles, or is one of several ranks)."""
-RANK_STEPS = 6  # steps of a rank under the profiler
-BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0  # undisturbed steps before a profiler that stays: limits that end the stage
-MOST_REPEATS = 5  # repetitions of watched steps that differed from the others
+RANK_STEPS = 6  # number of steps of a rank under the profiler
+# undisturbed steps before a profiler that stays attached: the steps and seconds that end the stage
+BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0
+MOST_REPEATS = 5  # largest number of repetitions of watched steps that differ from most steps
 
-# calls from outside any module in one watched stage; the profiler keeps 50 kB for a small call
+# most module calls (from outside any module) in one watched stage; the profiler keeps 50 kB even for a small call
 MOST_MODULE_CALLS = 3_000
-# a watched stage that exceeds both limits is not a step; the second counts usual steps
+# a watched stage is not a step if it exceeds both limits: seconds, and usual durations of a step
 LONG_STAGE_S, LONG_STAGE_LAPS = 10.0, 20
 
 UNDISTURBED = ("warm", "before", "settling", "timed")
 Calls = tuple[int, int]
-"""Calls of modules and of backward in a step, which distinguish a step with an evaluation from one without."""
+"""Numbers of calls of modules and of backward in a step. They distinguish a step with an evaluation from a step
+without."""
 NO_STEP: Calls = (-1, -1)
-"""Marks a stretch between two steps that contains other work, such as the work between two trainings."""
+"""Marks a stretch of other work between two steps, such as the work between two trainings."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage: its name, and the number of its steps (0: until enough were timed)."""
+    """A stage: its name and its number of steps (0: as many as the limits allow)."""
 
     name: str
     steps: int
@@ -65,9 +67,9 @@ def stages(*, found: bool, compiled: bool, ranks: bool, stays: bool = False) -> 
     """The stages of the steps, from the first one on.
 
     Args:
-        found: whether the steps were found instead of reported by the program. Only for found steps is it known at the
-            first step whether the program compiles.
-        compiled: whether something is compiled.
+        found: whether the steps were found instead of reported by the program. If they were found, the first step
+            already shows whether the program compiles code.
+        compiled: whether the program compiles code.
         ranks: whether this is one of several ranks.
         stays: whether CUPTI stays attached once a profiler has begun. If so, the profiler begins late.
     """
@@ -93,7 +95,7 @@ def steps_needed(planned: Sequence[Stage]) -> int:
 
 @dataclass(frozen=True)
 class Lap:
-    """A step by the host's clock: its number from 1, the stage, ms, its calls."""
+    """A step by the host's clock: its number (from 1), its stage, its time in ms, its calls of modules."""
 
     number: int
     stage: str
@@ -103,8 +105,8 @@ class Lap:
 
 @dataclass(frozen=True)
 class Watched:
-    """A labelled stretch: the inputs and outputs of its modules, its time, its number of steps (0: a block without
-    steps), and whether records ran out before its end."""
+    """A labelled stretch of steps: the inputs and outputs of its modules, its time, its number of steps (0: a block
+    without steps), and whether the limit of records was reached before its end."""
 
     labelled: Labelled
     seen: ModuleTracker
@@ -121,7 +123,7 @@ class Laps:
         steps: number of ended steps.
         laps: the first steps, timed by the host's clock.
         whole, early: labelled steps for a program that ends soon.
-        plain, labelled: the step under the profiler, and the labelled ones.
+        plain, labelled: the step under the profiler alone, and the labelled steps.
         timed_ms, timed_calls: durations of undisturbed steps, and the calls in each.
         before_ms, before_calls: the same for steps before a profiler that stays attached.
         faults: page faults of a timed step; 0 on a GPU.
@@ -142,7 +144,7 @@ class Laps:
 
     @property
     def usual_calls(self) -> Calls | None:
-        """The calls of most steps; None until two steps have made the same calls."""
+        """The most frequent number of calls in a step; None until two steps have made the same calls."""
         counts = Counter([*(lap.calls for lap in self.laps if lap.number > 1), *self.timed_calls])
         calls, times = counts.most_common(1)[0] if counts else ((0, 0), 0)
         return calls if times > 1 else None
@@ -153,17 +155,17 @@ class Laps:
 
     @property
     def median_ms(self) -> float:
-        """Median of the steps so far, watched or not; 0 before the first has ended."""
+        """Median time of the steps so far, watched or not; 0 before the first step has ended."""
         return median(lap.ms for lap in self.laps) if self.laps else 0.0
 
     @property
     def steady_ms(self) -> list[float]:
-        """The timed steps that are like most other steps."""
+        """The times of the timed steps that make the usual calls."""
         return self._usual(self.timed_ms, self.timed_calls)
 
     @property
     def steady_before_ms(self) -> list[float]:
-        """The typical timed steps before a profiler that stays attached."""
+        """The times of steps with the usual calls that were timed before a profiler that stays attached."""
         return self._usual(self.before_ms, self.before_calls)
 
     def _usual(self, durations_ms: list[float], called: list[Calls]) -> list[float]:
@@ -176,17 +178,17 @@ class Laps:
 
     @property
     def undisturbed_ms(self) -> list[float]:
-        """Unwatched steps, from the third one on, or if there are none, from the second one on."""
+        """The times of unwatched steps from the third step on. If there are none, from the second step on."""
         usual = self.usual_calls
         laps = [lap for lap in self.laps if lap.stage in UNDISTURBED and (usual is None or lap.calls == usual)]
         return [lap.ms for lap in laps if lap.number > 2] or [lap.ms for lap in laps if lap.number > 1]
 
 
 class StepClock:
-    """Time steps from mark to mark. This never waits for the device: on a GPU the marks are events in its stream.
+    """Time steps from mark to mark. The clock never waits for the device: on a GPU the marks are events in a stream.
 
-    A host that runs ahead of its GPU passes some marks early and is held up at others. The GPU passes each mark after
-    the work before it.
+    A host that runs ahead of its GPU passes some marks early and is held up at others. The GPU reaches each mark after
+    the work before the mark.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -10,11 +10,11 @@ step:
     BARE_CALL   the call of a module without parameters
 
 A marker of a higher level takes the lead when it first occurs. So if a program evaluates before it trains, the training
-determines its steps. The first of several optimizers leads, unless another one steps once for several steps of the
-first (a critic that trains five times as often as a generator).
+determines its steps. The first of several optimizers leads, unless another optimizer steps once for several steps of
+the first (a critic that trains five times as often as a generator).
 
-Module calls are seen through `nn.Module.__call__`, not through hooks: global hooks would be compiled into the program's
-code. The replacement function costs about 0.2 us a call and compiles to nothing.
+The finder replaces `nn.Module.__call__` to see module calls. It does not use hooks, because global hooks would be
+compiled into the program's code. The replacement function costs about 0.2 us a call and compiles to nothing.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.hardware.module_paths import inner_modules, own_parameters
 
-MOST_INNER_STEPS = 16  # steps of the leading marker in one step of a coarser marker; more would be an epoch
-MOST_THREADS = 16  # threads kept by name; a program may start new threads at each step
-# if another optimizer has this many steps and the leading one none, the program has continued without the leading one
+MOST_INNER_STEPS = 16  # most steps of the leading marker in one step of a coarser marker; more are an epoch, not a step
+MOST_THREADS = 16  # largest number of threads kept by name: a program may start new threads at each step
+# if another optimizer has made this many steps since the leading optimizer's last step, the program no longer uses the
+# leading optimizer
 FORGOTTEN_AFTER = 24
 
 
 class Level(IntEnum):
-    """Events that end a step, the finest first."""
+    """Kinds of events that end a step, the finest kind first."""
 
     BARE_CALL = 1
     CALL = 2
@@ -55,11 +56,12 @@ class Level(IntEnum):
 
 
 class Watcher(Protocol):
-    """The receiver of a `StepFinder`'s reports. All calls come from the thread in which the finder was opened."""
+    """The interface to which a `StepFinder` reports. It calls these methods in the thread in which the finder was
+    opened."""
 
     @property
     def in_charge(self) -> bool:
-        """Whether the watcher accepts reports now; otherwise events are forgotten."""
+        """Whether the watcher accepts reports now. If it does not, events are ignored."""
 
     def work_begins(self, compiled: bool) -> None:
         """The first call of a module begins. `compiled`: whether `torch.compile` compiles the module."""
@@ -71,8 +73,8 @@ class Watcher(Protocol):
         """A coarser marker has occurred, so the steps so far were only parts of a step. `step_ends` follows."""
 
     def step_ends(self, calls: tuple[int, int], whole: bool) -> None:
-        """A step ends. `calls`: calls of modules with parameters and of backward since the last step. `whole`: whether
-        the step began where a step of the same kind ended.
+        """A step ends. `calls`: number of calls of modules with parameters, and of backward, since the last step.
+        `whole`: whether the step began at the end of another step of the same kind.
         """
 
     def compiles(self) -> None:
@@ -83,11 +85,10 @@ class StepFinder:
     """While active (`with`), reports the ends of steps to the watcher.
 
     Attributes:
-        level: level of the leading marker; None until one has occurred.
-        began_at: the time (`time.perf_counter`) at which the first step of the leading kind began: its first call of a
-            module, with gradients if they are computed. None if no module was called.
-        threads: CPU seconds of each other thread in calls of modules, by the thread's name; for `MOST_THREADS`, and for
-            all others together under the name "".
+        level: level of the leading marker; None until a marker has occurred. began_at: the time (`time.perf_counter`)
+        at which the first step of the leading kind began: its first call of a module, with gradients if the program
+        computes gradients. None if no module was called. threads: CPU seconds of each other thread in calls of modules,
+        by the thread's name. After `MOST_THREADS` threads, all further threads count together under the name "".
     """
 
     def __init__(self, watcher: Watcher) -> None:
@@ -95,7 +96,7 @@ class StepFinder:
         self.threads: defaultdict[str, float] = defaultdict(float)
         self._watcher = watcher
         self._thread = 0
-        self._inside: set[int] = set()  # threads that run a module now
+        self._inside: set[int] = set()  # ids of the threads that are running a module now
         self._leading: weakref.ref[Any] | None = None
         self._calls = [0, 0]
         self._first_call_at: float | None = None
@@ -103,11 +104,14 @@ class StepFinder:
         self._parameters = WeakIdKeyDictionary()  # module -> whether it has parameters
         self._optimizing = 0
         self._optimizer_steps = 0
-        self._stepped: torch.optim.Optimizer | None = None  # the optimizer has stepped, and its label has not ended yet
-        self._led = 0  # steps of the leading marker
+        # the optimizer whose step has ended, but whose label has not
+        self._stepped: torch.optim.Optimizer | None = None
+        self._led = 0  # number of steps of the leading marker
         self._others = (
             WeakIdKeyDictionary()
-        )  # each marker except the leading one -> its _Other; the finder stands for markers without object
+            # marker other than the leading marker -> its `_Other`; the finder itself is the key of markers without an
+            # object
+        )
         self._is_over = False
         self._around = ExitStack()
         self._calls_patched = ExitStack()
@@ -153,8 +157,8 @@ class StepFinder:
         return wraps(original)(__call__)
 
     def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Handle a call from outside any module. For other threads, and for recomputation in backward, only the time
-        counts.
+        """Handle a call of a module from outside any module. In other threads, and for recomputation in backward, only
+        the time is kept.
         """
         thread = threading.get_ident()
         if torch._C._current_autograd_node() is not None:
@@ -171,7 +175,8 @@ class StepFinder:
                 name = threading.current_thread().name
                 is_known = name in self.threads or len(self.threads) < MOST_THREADS
                 self.threads[name if is_known else ""] += time.thread_time() - cpu_s
-        if level is not None and not self._optimizing:  # inside a closure, backward is part of the optimizer's step
+        # backward inside an optimizer's closure is part of the optimizer's step
+        if level is not None and not self._optimizing:
             self._marked(level, module)
         return output
 
@@ -206,7 +211,7 @@ class StepFinder:
         return differentiating
 
     def _scaled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """GradScaler.step, which does not step the optimizer if a gradient has become infinite."""
+        """Handle GradScaler.step, which skips the optimizer's step if a gradient is infinite."""
 
         @wraps(original)
         def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +226,7 @@ class StepFinder:
 
     def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of `torch.compile`. A module that imports the function by name (`from torch import compile`)
-        keeps the replacement longer than we need it.
+        keeps the replacement even after the recording.
         """
         known = weakref.ref(self)
 
@@ -246,10 +251,11 @@ class StepFinder:
         self._stepped = optimizer
 
     def _optimizer_ended(self, raised: bool) -> None:
-        """The step of the program ends here. An optimizer that steps another one has stepped when it is done itself."""
+        """Handle the end of an optimizer's step, which ends the program's step. An optimizer that wraps another one has
+        stepped once its own step ends."""
         if self._is_elsewhere():
             return
-        if raised:  # its last hook did not run
+        if raised:  # the step raised, so its last hook did not run
             self._optimizing = max(0, self._optimizing - 1)
             self._stepped = None
         elif self._stepped is not None and not self._optimizing:
@@ -257,7 +263,7 @@ class StepFinder:
             self._marked(Level.OPTIMIZER, optimizer)
 
     def _is_elsewhere(self) -> bool:
-        """Whether this is another thread, or inside a backward pass."""
+        """Whether the call is in another thread, or inside a backward pass."""
         return threading.get_ident() != self._thread or torch._C._current_autograd_node() is not None
 
     # ---- the event that ends a step --------------------------------------------------------------------------------
@@ -293,15 +299,16 @@ class StepFinder:
         self._others.clear()
 
     def _is_coarser(self, what: Any) -> bool:
-        """Whether this marker occurred twice after the same number (more than one) of the leading marker's steps."""
+        """Whether this marker has occurred twice, each time after the same number (more than one) of the leading
+        marker's steps."""
         other = self._others.setdefault(self if what is None else what, _Other())
         since, before = self._led - other.led, other.since
         other.led, other.since = self._led, since
         return 1 < since <= MOST_INNER_STEPS and since == before
 
     def _is_forgotten(self, what: Any) -> bool:
-        """Whether the leading marker has ended, or has not occurred for a long time, and this marker continues in its
-        place.
+        """Whether this marker replaces the leading marker, whose object is gone or which has not occurred for a long
+        time.
         """
         other = self._others[self if what is None else what]
         other.alone = other.alone + 1 if other.alone_since == self._led else 1
@@ -310,8 +317,8 @@ class StepFinder:
 
 
 class _Other:
-    """A marker other than the leading one: the number of leading steps before its last occurrence and between its last
-    two; how often it has occurred since without a leading step."""
+    """A marker other than the leading marker: how many leading steps came before its last occurrence, how many came
+    between its last two occurrences, and how often it has occurred since without a leading step."""
 
     def __init__(self) -> None:
         self.led, self.since = 0, 0

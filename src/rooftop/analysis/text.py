@@ -22,7 +22,7 @@ from rooftop.analysis.ranks.merging import Ranks
 from rooftop.analysis.report_contents import Advice, Compilation, OperatorRow, ReportContents
 
 WIDTH = 110
-PARTS = (  # parts of the wall time, in their order in the bar, with their colours
+PARTS = (  # parts of the wall time, in the order of the bar, with their colours
     ("roof", "fused_roof_ms", "green", "inputs, parameters, outputs moved once; all flops"),
     ("fusion headroom", "fusion_headroom_ms", "cyan", "intermediates that go through memory"),
     ("kernel gap", "kernel_gap_ms", "yellow", "kernels slower than this machine allows"),
@@ -96,7 +96,7 @@ def _gaps(report: ReportContents) -> Table:
         if on_cpu and name == "launch_gap_ms":
             meaning = GAP_OF_A_CPU
         if report.predicted and name == "kernel_gap_ms":
-            continue  # each kernel takes its roof
+            continue  # in a prediction each kernel takes its roof time: there is no kernel gap
         share = max(0.0, values[name] / wall_ms)
         bar = Text("█" * round(24 * min(1.0, share)), style=colour)
         table.add_row(
@@ -119,7 +119,7 @@ def _advice(report: ReportContents) -> Table:
 
 
 def _gain(item: Advice) -> str:
-    """The gain, with its interval if its two ends are shown differently."""
+    """The gain, with its interval if the rounded ends of the interval differ."""
     gain, low, high = (time_text(ms) if ms is not None else "" for ms in (item.gain_ms, item.low_ms, item.high_ms))
     return gain if not low or not high or low == high else f"{gain}\n{low} to\n{high}"
 
@@ -185,7 +185,8 @@ def _operators(report: ReportContents, rows: int) -> Table:
 
 
 def _operator(row: OperatorRow, width: int) -> str:
-    """The operator and its phase. Names of fused kernels differ at their ends, so long ones are cut in the middle."""
+    """The operator and its phase. Long names of fused kernels are cut in the middle, because they differ at their
+    ends."""
     name = row.name.removeprefix("aten::").removeprefix("inductor::")
     phase = {"backward": " (bwd)", "optimizer": " (opt)"}.get(row.phase, "")
     return shortened(name, width - len(phase), tail=(width - len(phase)) // 2) + phase

@@ -1,12 +1,12 @@
 """Find out whether a program runs other operators while it is compiled or captured into a CUDA graph.
 
 A program may ask PyTorch whether it is being compiled or captured, and then run other operators. For example,
-transformers omits an attention mask that masks nothing, but not if reading the mask would break the capture; and
-attention with a mask is slower. Advice to compile or to capture must take this into account. So this module detects
-whether a program asks. If a program asks, some steps run with "yes" as the answer.
+transformers omits an attention mask that masks nothing, but keeps it if reading the mask would break the capture.
+Attention with a mask is slower. Advice to compile or to capture must count such operators. So this module detects
+whether a program asks. If it does, some steps run with "yes" as the answer.
 
 PyTorch itself asks as well (its optimizers refuse to be captured unprepared), and gets the true answer. A program with
-compiled parts is not watched: the replaced functions would be compiled into them, in a separate graph.
+compiled parts is not watched, because the replaced functions would be compiled into these parts, in a separate graph.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class TracingQuestions:
 
 @contextmanager
 def _answered(answer: Callable[..., bool]) -> Iterator[None]:
-    """Put `answer` (of the original and its arguments) in the place of the originals, except for callers that get the
-    true answer.
+    """Replace PyTorch's functions by `answer(original, *arguments)`, except for callers that always get the true
+    answer.
 
-    A module that is first imported in the block keeps the replacement, which answers like the original afterwards.
+    A module that is first imported in the block keeps the replacement. After the block, the replacement answers like
+    the original.
     """
     is_over = False
 

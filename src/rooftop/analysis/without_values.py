@@ -1,14 +1,14 @@
-"""Replacements for library functions that read values, with answers for fake tensors, which have no values.
+"""Replacements for library functions that read values. They answer for fake tensors, which have no values.
 
 | function | why it looks | for fake tensors |
 |---|---|---|
 | `torch.nn.init.trunc_normal_` | draws until all values fit | draws nothing, as for meta tensors |
 | transformers' `find_packed_sequence_indices` | several sequences in a row need a separate mask | one |
-| `_ctc_loss`, and backward | the longest target has as many states in its table | padded targets, or their mean |
-| `coalesce` of sparse tensors | equal indices become one | all are different, as costs count indices |
-| `to_sparse` of dense ones, sparse times sparse | what is not 0 is stored | refused, like `nonzero` |
+| `_ctc_loss`, and backward | the longest target sets the number of states in its table | padded targets, or their mean
+| | `coalesce` of sparse tensors | equal indices become one | all are different, as costs count indices | | `to_sparse`
+of dense ones, sparse times sparse | what is not 0 is stored | refused, like `nonzero` |
 
-Otherwise transformers would build a mask for every fake tensor, and a decoder would be counted without its causal
+Without them, transformers would build a mask for every fake tensor, and a decoder would be counted without its causal
 kernel.
 """
 
@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 @contextmanager
 def answered_without_values() -> Iterator[None]:
-    """Within the block, these functions answer for fake tensors without their values; real tensors are not affected."""
+    """Within the block, let these functions answer for fake tensors without reading values. Real tensors are not
+    affected."""
     with ExitStack() as stack:
         for module, name, answered in ANSWERED:
             loaded = sys.modules.get(module)
@@ -45,7 +46,8 @@ def _draw_none(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _find_one_sequence(find: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     def find_real(positions: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        found = find(positions, *args, **kwargs)  # its inner calls are counted
+        # runs although its result is dropped, because its inner operators are counted
+        found = find(positions, *args, **kwargs)
         return None if isinstance(found, FakeTensor) else found
 
     return find_real
@@ -80,7 +82,7 @@ def _thnn_fused_lstm_cell(input_gates: Tensor, hidden_gates: Tensor, cx: Tensor,
 
 
 def _clone(source: Tensor, **memory_format: Any) -> Tensor:
-    """Clone a sparse fake tensor. PyTorch's own function stores nothing in the clone."""
+    """Clone a sparse fake tensor. PyTorch's own function leaves the clone empty."""
     if source.layout == torch.sparse_coo:
         return _of_the_same_entries(source, source.is_coalesced())
     made: Tensor = torch.ops.aten.clone.default(source, **memory_format)

@@ -1,1 +1,1 @@
-"""The `rooftop` command: one file per verb, each a thin layer over the library."""
+"""The `rooftop` command: one file per verb. Each file is a thin layer over the library."""

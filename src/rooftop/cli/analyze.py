@@ -65,7 +65,7 @@ def run(
 ) -> int | None:
     """Run the command that `rooftop.cli.commands.analyze:command` describes."""
     html_path = None if no_html else output or Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', target)}.html")
-    if not first_rank():  # only one rank writes
+    if not first_rank():  # only the first rank writes and prints
         json_path = html_path = trace = None
     check_outputs([path for path in (json_path, html_path, trace) if path is not None and path != STANDARD_OUTPUT])
     if trace is not None and trace.exists() and not trace.is_file():
@@ -99,7 +99,7 @@ def run(
         try:
             show(run)
         finally:
-            if words.ends_process:  # the script itself decides how it ends
+            if words.ends_process:  # restore the environment for threads and exit functions of the script
                 run.resume()
         return run.status
     launches = _counted(words) if counters else []
@@ -147,12 +147,12 @@ def _show(
     if counted is not None:
         console.print(counters_table(counted, report, rows))
     for what, path in (("report", json_path), ("report", html_path), ("trace", trace)):
-        if path is not None and path.exists():  # a recording of few steps has no trace; a note says so
+        if path is not None and path.exists():  # a recording of few steps has no trace, as a note says
             click.echo(f"{what}: {path}")
 
 
 def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None, trace: Path | None, rows: int) -> None:
-    """Show the report of a script. If the script failed, first print the traceback as Python would.
+    """Show the report of a script. If the script failed, first print the traceback as Python does.
 
     Raises:
         InputError: the script succeeded, but it has nothing to report.
@@ -177,19 +177,20 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
 
 
 def _on_each_rank(work: Callable[[], Target]) -> Target:
-    """Do the work and return its result. With several ranks, the work must succeed on all of them."""
+    """Run a function and return its result. With several ranks, it must succeed on every rank."""
     if not several_ranks():
         return work()
     here: list[Target] = []
-    on_all_ranks(lambda: here.append(work()))  # no rank sends its target, which may be large or not picklable
+    on_all_ranks(lambda: here.append(work()))  # ranks exchange only the outcome: a target may be large or not picklable
     return here[0]
 
 
 @contextmanager
 def _told_once() -> Iterator[None]:
-    """Report a failure of one rank once: that rank prints it, and the other ranks end silently.
+    """Report a failure of one rank once: the failed rank prints it, and the other ranks end silently.
 
-    It prints before its process group ends, because ending may wait, and torchrun kills all ranks once one has ended.
+    The failed rank prints before it ends its process group: ending the group may wait, and torchrun kills all ranks
+    once one rank has ended.
     """
     try:
         yield
@@ -247,8 +248,8 @@ def _check_prediction(options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise click.UsageError(
-            f"{', '.join(given)} cannot be combined with --predict: --predict runs nothing, names the machine "
-            "itself, and has no roofs for layouts; leave out one of them"
+            f"{', '.join(given)} cannot be combined with --predict: --predict runs nothing, names the machine itself, "
+            "and has no roofs for layouts: leave out one of them"
         )
 
 
@@ -292,7 +293,7 @@ def _predicted(target: str, inputs: Sequence[str], train: bool, dtype: torch.dty
 
 
 def _keywords(found: Target, function: Callable[..., Report]) -> Mapping[str, Any]:
-    """Return the keywords of a model, for a function with arguments of its own.
+    """Return the model's keyword arguments, after checking that the library function has no argument of the same name.
 
     Raises:
         TargetError: a keyword has the name of one of the function's own arguments.
@@ -311,7 +312,7 @@ LEARNING_RATE, MOMENTUM = 1e-4, 0.9
 
 
 def _training(found: Target) -> dict[str, Any]:
-    """Arguments of `analyze` for a training step with SGD and momentum; it changes the model."""
+    """Arguments of `analyze` for a training step with SGD and momentum. The step changes the model."""
     parameters = [p for p in found.model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
     arguments: dict[str, Any] = {
         "train": True,
@@ -335,7 +336,7 @@ class _ClassLoss:
 
 
 def _check_plotly() -> None:
-    """Check before the work that plotly, which draws the charts, is installed."""
+    """Check, before any work starts, that plotly is installed. It draws the charts."""
     from rooftop.analysis.page import require_plotly
 
     require_plotly()

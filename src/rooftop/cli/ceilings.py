@@ -113,7 +113,7 @@ def _rates(ceilings: Ceilings) -> Table:
 
 
 def _figure(name: str, value: float) -> str:
-    """A figure with its unit."""
+    """A figure of the ceilings, with its unit."""
     if name.endswith("_ms"):
         return f"{1e3 * value:.2f} us"
     if name.startswith(("flops", "sustained")):

@@ -13,7 +13,7 @@ VERBS = {
     ),
     "convert": Verb(
         "rooftop.cli.commands.checkpoint_files:convert_command",
-        "Convert a checkpoint: into one file, into files for other ranks, or from an older format.",
+        "Convert a checkpoint into one file, into files for another number of ranks, or from an older format.",
     ),
     "export-hf": Verb(
         "rooftop.cli.commands.checkpoint_files:export_command",
@@ -26,6 +26,6 @@ VERBS = {
 def command() -> None:
     """Inspect, convert and export the checkpoints of a training.
 
-    FOLDER is the folder of `rooftop train gpt --save`, which means its last step, or the folder of one step. Training
+    FOLDER is the folder of `rooftop train gpt --save` (its last step is taken), or the folder of one step. Training
     resumes from any checkpoint in any layout of ranks, without conversion.
     """

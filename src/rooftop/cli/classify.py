@@ -1,4 +1,4 @@
-"""`rooftop classify`: classes of photographs and videos."""
+"""`rooftop classify`: show the classes of photographs and videos."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(
     if json_path is not None and not to_stdout:
         check_writable(json_path, [*found, *videos, *([] if weights is None else [Path(weights)])])
     if not skip_unreadable:
-        check_images(found)  # before any download begins
+        check_images(found)  # check the files before any download begins
     for video in videos:
         VideoReader(video).close()
     trained = None if weights is None else trained_file(weights)
@@ -101,7 +101,7 @@ def run(
                 )
                 for frame in shown:
                     clips[-1].frames.append(frame)
-            except DamagedVideoError as error:  # reported after the results
+            except DamagedVideoError as error:  # report the damage after the results
                 clips[-1].damage = error
     if json_path is not None:
         plain = {"photographs": [_plain(photo) for photo in photographs], "videos": [clip.plain() for clip in clips]}
@@ -122,8 +122,8 @@ def run(
 
 
 def _told_apart(paths: Sequence[str]) -> tuple[list[Path], list[Path]]:
-    """Separate photographs (and folders of them) from videos by suffix, in order; try files with other suffixes as
-    both.
+    """Separate photographs (and folders of photographs) from videos by suffix, in order. Files with other suffixes are
+    tried as both.
 
     Raises:
         InputError: a file is neither.
@@ -144,7 +144,7 @@ def _is_video(path: Path) -> bool:
         try:
             VideoReader(path).close()
         except (InputError, MissingExtraError):
-            return False  # such an error is reported as for a photograph
+            return False  # not a video: its error is reported as for a photograph
         return True
     return False
 
@@ -173,7 +173,7 @@ class _Clip:
 
 
 class _ByEngine(nn.Module):
-    """A network that an engine runs, as a module: (B, 3, crop, crop) -> logits (B, classes)."""
+    """A module that runs an engine's network: (B, 3, crop, crop) -> logits (B, classes)."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`rooftop crossover`: the size from which the GPU beats the CPU."""
+"""`rooftop crossover`: find the size above which the GPU beats the CPU."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def _pick_gpu(text: str) -> torch.device:
         MeasurementError: this machine has no GPU.
     """
     if text == "cpu":
-        raise click.BadParameter("the GPU is compared with the CPU: expected cuda or cuda:N", param_hint="--device")
+        raise click.BadParameter(
+            "the GPU is compared with the CPU: expected a GPU, cuda or cuda:N", param_hint="--device"
+        )
     if text.split(":")[0] == "cuda" and not torch.cuda.is_available():
         raise MeasurementError(NEEDS_GPU)
     return pick_device(text)

@@ -1,4 +1,4 @@
-"""`rooftop data bench`: samples per second of each stage between disk and model."""
+"""`rooftop data bench`: measure the samples per second of each stage between disk and model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _samples(data: str, transform: ImageTransform) -> ImageFolder | TarShards:
 def training_step(
     name: str, batch: int, size: int, recipe: Recipe, device: torch.device
 ) -> Callable[[tuple[Pixels, Tensor]], None]:
-    """Normalization, forward, loss, backward and SGD of a model that classifies.
+    """One training step of an image classifier: normalization, forward, loss, backward and SGD.
 
     Raises:
         TargetError: the model's output is not (N, classes).

@@ -1,4 +1,4 @@
-"""`rooftop detect`: objects on photographs."""
+"""`rooftop detect`: detect objects on photographs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def run(
 ) -> None:
     """Run the command that `rooftop.cli.commands.detect:command` describes."""
     if (weights is None) == (seed is None):
-        raise click.UsageError("expected --weights FILE, or --random-weights SEED to try the command")
+        raise click.UsageError(
+            "expected --weights FILE (trained weights), or --random-weights SEED (an untrained model, to try the "
+            "command)"
+        )
     to_stdout = json_path == STANDARD_OUTPUT
     if json_path is not None and not to_stdout:
         check_writable(json_path, [*find_images(paths), *([] if weights is None else [Path(weights)])])
@@ -73,7 +76,7 @@ def run(
     detector.auxiliary = False  # the predictions of earlier layers are only for training
     by_engine = _ByEngine(engine_of(detector, model, where, dtype))
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # before the long work
+        folder.mkdir(parents=True, exist_ok=True)  # now, so that an error appears before the long work
     except OSError as error:
         raise InputError(f"{folder} cannot be created ({error.strerror}): name another with --output") from error
     sides = trained.sides if trained and trained.sides and size is None else None
@@ -112,13 +115,14 @@ def run(
 
 
 class _ByEngine(Detr):
-    """A DETR that an engine runs. Batches are padded first, so the input shape depends only on the batch size."""
+    """A DETR that an engine runs. Photographs are padded to one size, so the input shape depends only on the batch
+    size."""
 
     def __init__(self, engine: Engine) -> None:
         nn.Module.__init__(self)
         head = engine.model.get_submodule("class_embed")
         assert isinstance(head, nn.Linear)
-        self.class_embed = head  # gives the number of classes, and the device and dtype of images
+        self.class_embed = head  # callers read the number of classes, and the device and dtype of images, from it
         self._engine = engine
 
     def forward(self, images: Tensor | Sequence[Tensor], padding: Tensor | None = None) -> Predictions:
@@ -129,7 +133,7 @@ class _ByEngine(Detr):
 
 
 def _pictures(found: Sequence[Path], folder: Path) -> list[Path]:
-    """The output path of each photograph; a number separates equal names."""
+    """The output path of each photograph. Equal names get a number."""
     names: dict[str, None] = {}
     for path in found:
         numbered = (f"{path.stem}-{number}" for number in itertools.count(2))

@@ -67,7 +67,7 @@ def _value(name: str, value: Any) -> str:
 
 
 def _links(links: list[dict[str, Any]]) -> str:
-    """Links of the same kind as one phrase: "18 x NVLink 4.0 to a switch, 26.6 GB/s each way"."""
+    """Describe links of the same kind in one phrase: "18 x NVLink 4.0 to a switch, 26.6 GB/s each way"."""
     kinds = Counter((link["version"], link["remote"], link["rate"]) for link in links)
     return "; ".join(
         f"{count} x NVLink{f' {version}' if version else ''}"

@@ -1,4 +1,4 @@
-"""The device that --device names."""
+"""Find the device that --device names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def pick_device(text: str | None) -> torch.device:
-    """Return the device that --device names; without a name the GPU if there is one, else the CPU.
+    """Return the device that --device names; without a name, the GPU if there is one, or the CPU.
 
     Raises:
         click.BadParameter: this machine has no such device.

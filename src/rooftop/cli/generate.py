@@ -53,10 +53,10 @@ def run(
             "expected exactly one of --weights DIR|FILE and --random-weights SEED (an untrained model)"
         )
     if temperature == 0 and (top_k is not None or top_p < 1):
-        raise click.UsageError("--top-k and --top-p need sampling: expected --temperature as well, such as 1")
+        raise click.UsageError("--top-k and --top-p need sampling: also give a --temperature above 0, such as 1")
     try:
         sampling = Sampling(temperature, top_k, top_p, draws)
-    except ValueError as error:  # NaN and infinity, which ranges of options do not exclude
+    except ValueError as error:  # NaN and infinity pass the options' range checks
         raise click.UsageError(str(error)) from error
     rank = _rank(tensor_parallel_size, where)
     prompts = tuple(_unicode(number, prompt) for number, prompt in enumerate(prompts, 1))
@@ -76,7 +76,7 @@ def run(
     config = said if weights is None or training is not None else config_of_files(said, weights)
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
     chosen_count = context.get_parameter_source("max_new_tokens") is not ParameterSource.DEFAULT
-    _check(config, tokens, max_new_tokens if chosen_count else 0)  # before weights are read
+    _check(config, tokens, max_new_tokens if chosen_count else 0)  # check before the weights are read
     layout = _layout(config, tensor_parallel_size)
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
     settings = {
@@ -117,7 +117,7 @@ def run(
             return
         write_whole(json_path, text)
     if config.tied != said.tied:
-        click.echo("the weights have a separate head, although the config ties it to the embedding", err=True)
+        click.echo("the weights have a separate head, although the config ties the head to the embedding", err=True)
     for line in _lines(figures):
         click.echo(line, err=True)
     if seed is not None:
@@ -136,7 +136,7 @@ def _config(model: str | None, weights: Path | None) -> GptConfig:
     folder = weights if weights is None or weights.is_dir() else weights.parent
     if folder is None or not (folder / CONFIG).is_file():
         raise click.UsageError(
-            f"expected --model NAME, one of {', '.join(PRESETS)}, or weights with a {CONFIG} beside them"
+            f"expected --model NAME, one of {', '.join(PRESETS)}, or weights with a {CONFIG} in the same folder"
         )
     return read_gpt_config(folder)
 
@@ -228,9 +228,8 @@ def _layout(config: GptConfig, tensor: int) -> Layout:
         try:
             Layout(tp=ranks).check(ranks, **sizes, axes=("tp",))
         except ValueError as error:
-            return str(error).partition(". ")[
-                0
-            ]  # without the suggested layouts, since there are none for this number of ranks
+            # leave out the error's suggested layouts: none exists for this number of ranks
+            return str(error).partition(". ")[0]
         return ""
 
     if wrong := misfit(tensor):
@@ -244,7 +243,7 @@ def _layout(config: GptConfig, tensor: int) -> Layout:
 
 @contextmanager
 def _ranks(layout: Layout, where: torch.device, settings: Mapping[str, object]) -> Iterator[tuple[Group, torch.device]]:
-    """The group of the ranks and the device of this rank; for a single rank (None, where)."""
+    """The group of the ranks and the device of this rank. A single rank gets (None, where)."""
     if layout.tp == 1:
         yield None, where
         return
@@ -253,14 +252,14 @@ def _ranks(layout: Layout, where: torch.device, settings: Mapping[str, object]) 
 
 
 def _silent(text: str) -> None:
-    """Ignore progress."""
+    """A progress callback that shows nothing."""
 
 
 # ---- the text ------------------------------------------------------------------------------------------------------
 
 
 def _unicode(number: int, prompt: str) -> str:
-    """Decode a prompt as UTF-8. Bytes outside the locale arrive as surrogates."""
+    """Decode a prompt as UTF-8. Python passes bytes that the locale cannot decode as surrogates."""
     try:
         return prompt.encode(errors="surrogateescape").decode()
     except UnicodeError as error:
@@ -271,7 +270,7 @@ def _echo(text: str) -> None:
     """Write to standard output; "?" replaces characters outside its encoding."""
     try:
         click.echo(text, nl=False)
-    except UnicodeEncodeError as error:  # nothing has been written
+    except UnicodeEncodeError as error:  # Python has written nothing yet
         click.echo(text.encode(error.encoding, "replace").decode(error.encoding), nl=False)
 
 
@@ -284,13 +283,13 @@ def _told(
 ) -> list[list[int]]:
     """Collect the new tokens of each prompt, and print the text of the first unfinished prompt as its tokens arrive."""
     new: list[list[int]] = [[] for _ in prompts]
-    held = ["" for _ in prompts]  # text of each prompt that waits until the texts before it are complete
+    held = ["" for _ in prompts]  # the text of each prompt, held back until the texts of earlier prompts are complete
     decoders = [Decoder(tokenizer, before) for before in tokens]
     current = 0
     echo(prompts[0])
 
     def go_on() -> int:
-        """Print what is ready; return the first unfinished prompt."""
+        """Print the text that is ready. Return the number of the first unfinished prompt."""
         place = current
         while place < len(prompts):
             echo(held[place])
@@ -327,8 +326,8 @@ def _text(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> 
 
 
 def _figures(generation: Generation, with_roof: bool) -> dict[str, Any]:
-    """Figures for JSON: times in ms, rates in tokens a second. An unknown roof is null; its reason is given. With
-    several ranks, cache and roof are those of one rank."""
+    """Figures for JSON: times in ms, rates in tokens a second. If the roof is unknown, it is null, and a field gives
+    the reason. With several ranks, cache and roof are for one rank."""
     decoded, seconds = sum(rows for rows, _ in generation.steps), generation.decode_s
     figures: dict[str, Any] = {
         "device": str(generation.device),

@@ -1,4 +1,4 @@
-"""`rooftop ladder`: the rungs of one piece of work, measured against the roof."""
+"""`rooftop ladder`: measure the rungs (versions) of one piece of work against the roof."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _write(figures: dict[str, Any], out: Path | None, chart: Path | None, drawn:
 
 
 def _measured_here(name: str, size: int | None, where: torch.device, out: Path | None, chart: Path | None) -> int:
-    """Run a ladder that is also measured on a CPU."""
+    """Run a ladder that can also be measured on a CPU."""
     if name == "memory":
         return _memory(size, where, out, chart)
     from rooftop.ladder import python_shown as shown

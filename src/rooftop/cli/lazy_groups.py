@@ -17,7 +17,7 @@ class Verb(NamedTuple):
 
     Attributes:
         place: "module:name" of the command.
-        line: its line in the help of the group, which is also the first line of its own help.
+        line: the command's line in the help of the group, and the first line of the command's own help.
     """
 
     place: str
@@ -51,7 +51,7 @@ class LazyGroup(click.Group):
         """Find the command for a name, as click does.
 
         Raises:
-            click.UsageError: no command has that name; the message suggests the nearest one.
+            click.UsageError: no command has that name; the message suggests the nearest command.
         """
         if args and args[0] not in self.verbs and not args[0].startswith("-"):
             near = did_you_mean(args[0], self.verbs)

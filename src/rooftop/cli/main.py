@@ -1,4 +1,4 @@
-"""The `rooftop` command: finds the verb, runs it, and prints every error as one line.
+"""The `rooftop` command: find the verb, run it, and print every error as one line.
 
 Exit status: 0 done, 1 failed, 2 wrong call, 130 interrupted. `--debug` also prints the traceback.
 """
@@ -25,7 +25,7 @@ VERBS = {
     "checkpoint": "Inspect, convert and export the checkpoints of a training.",
     "classify": "Classify photographs and videos with an image model.",
     "compare": "Compare two reports of `rooftop analyze`.",
-    "crossover": "Find the size from which the GPU beats the CPU, with and without transfers.",
+    "crossover": "Find the size above which the GPU beats the CPU, with and without transfers.",
     "data": "Measure how fast training data can be read, and what bounds a training.",
     "detect": "Detect objects on photographs with a DETR.",
     "device": "Describe the GPUs and the CPU of this machine.",
@@ -34,11 +34,11 @@ VERBS = {
     "ladder": "Measure one piece of work in faster and faster versions, from a first kernel to the roof.",
     "map": "Call a model or your own function for every file, on all GPUs or a cluster.",
     "media": "Inspect, decode, transcode and benchmark video files; check and build FFmpeg.",
-    "optimize": "Make a model faster: prove and time each change, and keep or refuse it with the reason.",
-    "predict-video": "Predict the next frames of a clip, and show them beside the real ones.",
+    "optimize": "Make a model faster: check and time changes one by one, and keep those that gain time.",
+    "predict-video": "Predict the next frames of a clip, and show them beside the real frames.",
     "report": "Turn a JSON report into HTML.",
     "scene": "Build, inspect, render and view virtual geometry: meshes with levels of detail.",
-    "train": "Train a model, on one process or, under torchrun, on many, and report percent of roof.",
+    "train": "Train a model in one process or, under torchrun, in many, and report percent of roof.",
 }
 
 GROUPS = ("checkpoint", "data", "media", "scene")
@@ -63,8 +63,8 @@ WRONG_CALL = (click.UsageError, TargetError, InputError)
 def command(debug: bool) -> None:
     """How far is your PyTorch model from the limits of this machine?
 
-    Rooftop measures the machine, counts the bytes and flops of each operator of the model, and shows the distance per
-    operator and per module, and how to close it.
+    Rooftop measures the machine and counts the bytes and flops of each operator of the model. It shows how far each
+    operator and module is from its limit, and how to close the gap.
     """
 
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after `rooftop`. None: the arguments of this process, which ends after the call.
     """
     typed = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in typed  # accepted before and after the verb
+    debug = "--debug" in typed  # --debug may stand before or after the verb
     words = Words((word for word in typed if word != "--debug"), ends_process=arguments is None)
     try:
         result = command.main(words, prog_name="rooftop", standalone_mode=False, obj=words)
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except click.ClickException as error:
         return _fail(_message(error) + _hint(error, words), 2 if isinstance(error, WRONG_CALL) else 1, debug)
-    except BrokenPipeError:  # the reader of our output (head, less) has gone
+    except BrokenPipeError:  # the program that reads the output (head, less) has ended
         sys.stderr.close()
         return 1
     except (RooftopError, OSError) as error:
@@ -128,7 +128,7 @@ def _fail(message: str, status: int, debug: bool, error: BaseException | None = 
 
 
 def _failure_behind(error: BaseException | None) -> str | None:
-    """The first failure among the ranks, if this error ended all ranks. The text is the same on all ranks."""
+    """The first failure of any rank, if this error ended all ranks. The text is the same on all ranks."""
     while error is not None:
         failure = getattr(error, FAILURE, None)
         if isinstance(failure, str):
@@ -138,7 +138,8 @@ def _failure_behind(error: BaseException | None) -> str | None:
 
 
 def _first_to_say(failure: str) -> bool:
-    """Whether no other rank has printed this failure yet. All ranks report the same wrong option or failure."""
+    """Whether this rank prints the failure, because no other rank has. All ranks report the same wrong option or
+    failure."""
     from rooftop.analysis.ranks.lockstep import first_to_say
 
     return first_to_say(failure)

@@ -1,4 +1,4 @@
-"""`rooftop map`: call a model or a function of the user for many files."""
+"""`rooftop map`: call a model or a user's function for many files."""
 
 from __future__ import annotations
 
@@ -41,10 +41,12 @@ def run(
     load_arrow()
     for option, given in (("--workers", workers), ("--decoders", decoders)):
         if scheduler is not None and given is not None:
-            raise click.UsageError(f"expected one of {option} and --scheduler: a scheduler has its own workers")
+            raise click.UsageError(
+                f"{option} and --scheduler exclude each other, because a scheduler has its own workers: give only one"
+            )
     if json_path is not None and json_path != STANDARD_OUTPUT:
         check_writable(json_path, [Path(each) for each in inputs if Path(each).exists()])
-    find_inputs(inputs, kind)  # before weights are loaded
+    find_inputs(inputs, kind)  # check the inputs before weights are loaded
     report = None
     with progress_bar() as progress:
         report = map_items(

@@ -1,4 +1,4 @@
-"""`rooftop media bench`: frames a second of a video, by device and number of streams."""
+"""`rooftop media bench`: measure the decoded frames per second of a video, by device and number of streams."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _table(rates: list[Rate]) -> Table:
 
 
 def _why_auto(chosen: str, why: str | None) -> str:
-    return why or f"NVDEC of {chosen} decodes this video, and it is large enough to pay"
+    return why or f"NVDEC of {chosen} decodes this video, and the video is large enough to gain from it"
 
 
 def _told(file: Path, size: tuple[int, int], rates: list[Rate], chosen: str, why: str | None) -> dict[str, object]:

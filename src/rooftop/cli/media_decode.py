@@ -1,4 +1,4 @@
-"""`rooftop media decode`: the frames of a video as pictures, or as one array."""
+"""`rooftop media decode`: decode the frames of a video into pictures, or into one array."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run_decode(
             count = _decode(reader, frames, first, every, end, show)
     if not count:
         raise InputError(
-            f"no frame of {file} begins from {start or 0} s to {end} s: the video runs from "
+            f"no frame of {file} begins between {start or 0} s and {end} s: the video runs from "
             f"{float(reader.times[0]):.3f} to {end_of(reader):.3f} s"
         )
     size = f"{reader.width} x {reader.height}"
@@ -90,7 +90,7 @@ def _why(reader: VideoReader) -> str:
 
 
 class _Folder:
-    """Frames as separate files. Written files stay after an error, and a message says so."""
+    """Write frames as separate files. After an error the files stay, and a message says so."""
 
     def __init__(self, path: Path, suffix: str) -> None:
         if path.exists() and not path.is_dir():
@@ -98,7 +98,7 @@ class _Folder:
         self.path, self.suffix, self.count = path, suffix, 0
 
     def add(self, number: int, pixels: Tensor) -> None:
-        """(3, H, W) uint8."""
+        """Write a frame, (3, H, W) uint8."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -129,7 +129,7 @@ class _Folder:
 
 
 class _Array:
-    """Frames as one .npy file, (T, 3, H, W) uint8, under a temporary name until it is complete."""
+    """Write frames into one .npy file, (T, 3, H, W) uint8. The file has a temporary name until it is complete."""
 
     def __init__(self, path: Path) -> None:
         if path.is_dir():
@@ -141,7 +141,7 @@ class _Array:
         self._shape: tuple[int, ...] = ()
 
     def add(self, number: int, pixels: Tensor) -> None:
-        """(3, H, W) uint8."""
+        """Write a frame, (3, H, W) uint8."""
         if not self.count:
             self._shape = tuple(pixels.shape)
             self._write_header(most=True)
@@ -149,8 +149,8 @@ class _Array:
         self.count += 1
 
     def _write_header(self, most: bool) -> None:
-        """Write the header at the beginning of the file. Its length does not depend on the number of frames, known only
-        at the end."""
+        """Write the header at the beginning of the file. The header's length does not depend on the number of frames,
+        which is known only at the end."""
         count = 10**9 if most else self.count
         header = {"descr": "|u1", "fortran_order": False, "shape": (count, *self._shape)}
         self._file.seek(0)

@@ -1,4 +1,4 @@
-"""Times in a video, for the options of `rooftop media`."""
+"""Check and convert the times that options of `rooftop media` name."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ CLOCK_SLACK_S = 0.0005  # as in `VideoReader.frames_at`
 
 
 def check_times(start: float | None, end: float | None) -> None:
-    """
+    """Check that --start and --end are numbers, and that the end is after the start.
+
     Raises:
-        click.UsageError: an end that is not after the start.
+        click.UsageError: a time is NaN, or the end is not after the start.
     """
     if any(time is not None and math.isnan(time) for time in (start, end)):
         raise click.UsageError("--start and --end are seconds, got nan")

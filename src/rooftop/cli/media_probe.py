@@ -1,4 +1,4 @@
-"""`rooftop media probe`: what is in a video."""
+"""`rooftop media probe`: show what is in a video."""
 
 from __future__ import annotations
 

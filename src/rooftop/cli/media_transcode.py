@@ -1,4 +1,4 @@
-"""`rooftop media transcode`: a video in another codec, size or rate, with its sound unchanged."""
+"""`rooftop media transcode`: convert a video to another codec, size or rate, and leave its sound unchanged."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def run_transcode(
     first = first_position(reader, start)
     if start and first == len(reader):
         raise InputError(f"no frame of {source} begins at {start} s or later: it ends at {end_of(reader):.3f} s")
-    begin = float(reader.times[first]) if start else 0.0  # this time becomes 0, for the sound too
+    begin = float(reader.times[first]) if start else 0.0  # this time becomes 0 in the output, for the sound too
     rate, last_s = reader.constant_rate, float(reader.durations[-1])
-    held = rate is not None and abs(last_s - 1 / rate) > HELD_S  # the last frame may be shown for longer than others
+    held = rate is not None and abs(last_s - 1 / rate) > HELD_S  # the last frame may last longer than the others
     if rate is None and out.suffix.lower() == ".avi":
-        # AVI has only the times of a grid, some of which stay empty
+        # AVI times are ticks of a grid, and some ticks have no frame
         rate, held = reader.index.grid(reader.time_base), True
     writer = VideoWriter(
         out,
@@ -97,18 +97,18 @@ def _frames(
         if fps is None:
             yield pixels, max(0.0, time - begin), min(time + duration, until) - begin
             continue
-        # Write the frame once for each output tick during which it is shown. The first frame also fills earlier ticks,
-        # so that the video begins at 0.
+        # Write the frame once for each output tick at which it is shown. The first frame also fills earlier ticks, so
+        # that the video begins at 0.
         while begin + given / fps < min(time + duration, until) - CLOCK_SLACK_S:
             yield pixels, given / fps, (given + 1) / fps
             given += 1
 
 
 def _pixel_format(info: VideoInfo, codec: str) -> str | None:
-    """The encoder's pixel format that is closest to the source; None: the encoder's default."""
+    """The encoder's pixel format that is closest to the source; None stands for the encoder's default."""
     av: Any = load_av()
     if codec == "auto" or codec not in av.codecs_available:
-        return None  # the writer's error names the codec
+        return None  # the writer raises, with an error that names the codec
     has = [each.name for each in av.Codec(codec, "w").video_formats or []]
     chroma = info.pixel_format.removesuffix("le").removesuffix("10").removesuffix("12").replace("yuvj", "yuv")
     chroma = chroma if chroma in CHROMA else "yuv420p"
@@ -135,7 +135,8 @@ def _tell(info: VideoInfo, reader: VideoReader, writer: VideoWriter, no_sound: b
             click.echo(f"note: {reason}", err=True)
     if info.bits > 8 and "10" not in writer.pixel_format:
         click.echo(
-            f"note: {info.bits} bits became 8, because {writer.encoder} supports no more for this video", err=True
+            f"note: {info.bits} bits per channel became 8, because {writer.encoder} supports no more for this video",
+            err=True,
         )
     if info.hdr:
         click.echo(

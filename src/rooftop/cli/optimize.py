@@ -1,4 +1,4 @@
-"""`rooftop optimize`: make a model faster; prove and measure each change."""
+"""`rooftop optimize`: make a model faster, and check and measure each change."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(
                 progress=progress,
                 **found.kwargs,
             )
-        except InputError:  # the plan is at fault
+        except InputError:  # the error is about the plan
             raise
         except (TypeError, ValueError, torch.OutOfMemoryError) as error:
             raise ModelRunError(str(error)) from error
@@ -122,7 +122,7 @@ def _show(found: Optimized, target: str) -> None:
 
 
 def _why_nothing(found: Optimized) -> str:
-    """The reason why no change was kept."""
+    """Say why no change was kept."""
     if not found.changes:
         return "the plan has no changes"
     waiting = sum(change.verdict == "not tried" for change in found.changes)

@@ -1,4 +1,4 @@
-"""Check the output files of the verbs before the work begins; write JSON."""
+"""Check the verbs' output files before the work begins, and write JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STANDARD_OUTPUT = Path("-")
 
 
 def check_writable(path: Path, inputs: Sequence[Path] = ()) -> None:
-    """Check before the work that a file can be written.
+    """Check, before the work begins, that a file can be written.
 
     Args:
-        inputs: files that are read, and folders of such files; none of them may be overwritten.
+        inputs: files that the verb reads, and folders of such files. None of these files may be overwritten.
 
     Raises:
-        click.BadParameter: its folder is missing or not writable, or the path is a folder, "-", or an input.
+        click.BadParameter: the file's folder is missing or not writable, or the path is a folder, "-", or an input.
     """
     folder = path.parent
     if path == Path("-"):
@@ -55,15 +55,15 @@ def check_outputs(paths: Sequence[Path]) -> None:
 
 
 def _is_in(path: Path, source: Path) -> bool:
-    """Whether a file is this source, or is in this folder."""
+    """Whether a file is the source, or is in the source if that is a folder."""
     if source.is_dir():
         return path.resolve().is_relative_to(source.resolve())
     return source.exists() and path.samefile(source)
 
 
 def json_option(what: str) -> Any:
-    """The option --json [FILE] of a verb that finds `what`. Its value `json_path` is None, a file that can be written,
-    or STANDARD_OUTPUT.
+    """Make the option --json [FILE] of a verb that finds `what`. The value `json_path` is None, a writable file, or
+    STANDARD_OUTPUT.
     """
     return click.option(
         "--json",
@@ -100,7 +100,7 @@ def write_json(path: Path | None, value: Any) -> bool:
     """Write a value as JSON to the path of --json, if there is one.
 
     Returns:
-        Whether the value went to standard output; it then replaces the verb's other output.
+        Whether the value was written to standard output, where it replaces the verb's other output.
     """
     if path is None:
         return False

@@ -1,4 +1,4 @@
-"""`rooftop predict-video`: predicted frames of a clip next to the real ones."""
+"""`rooftop predict-video`: show predicted frames of a clip next to the real frames."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_fra
 from rooftop.models.conv_lstm.network import States
 from rooftop.models.conv_lstm.video import Continuation, continue_clip, load_next_frame_network
 
-MAX_SIDE = 16384  # pixels: limit of libx264
-SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 s is frame 2, even if the file says 0.067 s
+MAX_SIDE = 16384  # libx264's limit in pixels
+SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 s selects frame 2, even if the file gives it the time 0.067 s
 
 Size = tuple[int, int]
 Progress = Callable[[str, float], None]
 
 
 class Clip(NamedTuple):
-    """The part of a clip that the command needs: `context` (T, 3, H, W) before `after_s`, and at most `--frames` frames
-    `real` from there on."""
+    """The part of a clip that the command needs: `context` (T, 3, H, W) before `after_s`, and `real`, at most
+    `--frames` frames from `after_s` on."""
 
     context: Tensor
     real: Tensor
@@ -65,7 +65,8 @@ def run(
     with progress_bar() as progress:
         shown = _read(clip, size, after, context, frames, progress)
         network = _ByEngine(_network(weights, seed, colour), where, dtype)
-        with VideoWriter(video, shown.fps, options={"crf": "18"}, pad=True) as writer:  # opened before the long work
+        # open the output before the long work
+        with VideoWriter(video, shown.fps, options={"crf": "18"}, pad=True) as writer:
             found = continue_clip(network, shown.context, shown.real, frames, progress)
             progress("writing", 0.0)
             real = _with_black(found)
@@ -77,10 +78,10 @@ def run(
 
 
 def _check_outputs(video: Path, picture: Path, inputs: Sequence[Path]) -> None:
-    """Check the output files before the work.
+    """Check the output files before the work begins.
 
     Raises:
-        click.BadParameter: a file cannot be written, is of another format, or is one that is read.
+        click.BadParameter: a file cannot be written, has another format, or is an input file.
     """
     for path, suffixes, option in ((video, VIDEOS, "--output"), (picture, (".png",), "--picture")):
         check_writable(path, inputs)
@@ -125,7 +126,7 @@ def _read(
         wanted = context or max(1, min(USUAL_CONTEXT, cut))
         if cut < wanted:
             raise InputError(
-                f"{path} is too short: {cut} of its {count} frames come before the first predicted one, but the "
+                f"{path} is too short: {cut} of its {count} frames come before the first predicted frame, but the "
                 f"network needs {wanted}. Give a smaller --context, or a later --after"
             )
         after_s = float(times[cut]) if cut < count else end
@@ -149,11 +150,11 @@ def _network(weights: Path | None, seed: int | None, colour: bool | None) -> Nex
 
 
 class _ByEngine(NextFrameNetwork):
-    """A network whose layers run in an engine; its head, one convolution per frame, runs in float32."""
+    """A network whose layers run in an engine. The head, one convolution per frame, runs in float32."""
 
     def __init__(self, network: NextFrameNetwork, where: torch.device, dtype: torch.dtype | None) -> None:
         nn.Module.__init__(self)
-        # The network's 4-D tensors, the states (N, H, W, F), already have their channels last.
+        # no conversion: the network's 4-D tensors, the states (N, H, W, F), already have their channels last
         self._engine = engine_of(_Layers(network), "the network", where, dtype, channels_last=False)
         self.every_frame, self.data_format = network.every_frame, network.data_format
         self.layers, self.head = network.layers, network.head
@@ -164,7 +165,7 @@ class _ByEngine(NextFrameNetwork):
 
 
 class _Layers(nn.Module):
-    """From frames and the states before them to hidden states and the states after them."""
+    """The network's recurrent layers: (frames, states before them) -> (hidden states, states after the frames)."""
 
     def __init__(self, network: NextFrameNetwork) -> None:
         super().__init__()
@@ -183,7 +184,7 @@ def _colour(network: NextFrameNetwork) -> str:
 
 
 def _with_black(found: Continuation) -> Tensor:
-    """(T, C, H, W): the real frames, then one black frame for each predicted one."""
+    """(T, C, H, W): the real frames, then black frames up to the number of predicted frames."""
     black = torch.zeros_like(found.frames[len(found.real) :])
     return torch.cat((found.real, black))
 
@@ -194,8 +195,7 @@ def _rgb(frames: Tensor) -> Tensor:
 
 
 def _write(writer: VideoWriter, picture: Path, pixels: Tensor) -> None:
-    """Save the picture (C, H, W) and the video in its writer: both are completed under temporary names, then
-    renamed."""
+    """Save the picture (C, H, W) and the writer's video. Both are completed under temporary names, then renamed."""
     array = (_rgb(pixels) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
     temporary = picture.with_name(f".{picture.name}.{os.getpid()}.tmp")
     try:

@@ -14,7 +14,7 @@ PATIENCE_S = 2.0
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """Yields a function to call with (the current activity, fraction done).
+    """Yield a function to call with (the current activity, fraction done).
 
     The bar appears after two seconds, even during a long call. It never appears if stderr is not a terminal.
     """
@@ -29,5 +29,5 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
         yield lambda what, fraction: bar.update(task, description=what, completed=fraction)
     finally:
         patience.cancel()
-        patience.join()  # the thread may be starting the bar now
+        patience.join()  # wait: the thread may be starting the bar now
         bar.stop()

@@ -1,4 +1,4 @@
-"""Refuses a repeated option that takes one value: click would silently keep only the last value."""
+"""Refuse a repeated option that takes one value: click would silently keep only the last value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def refuse_repeated_options(command: click.Command) -> click.Command:
     if isinstance(command, click.Group):
         for each in command.commands.values():
             refuse_repeated_options(each)
-    if "make_parser" not in vars(command):  # a group may return the same command twice
+    if "make_parser" not in vars(command):  # patch once: a group may hold the same command twice
         make = command.make_parser
 
         def make_parser(ctx: click.Context) -> Any:
@@ -42,4 +42,6 @@ def _check(given: list[click.Parameter], ctx: click.Context) -> None:
     for option, times in Counter(valued).items():
         if times > 1:
             names = " and ".join([*option.opts, *option.secondary_opts]) if option.is_flag else option.opts[-1]
-            raise click.UsageError(f"{names}: given {times} times, expected once: only the last would count", ctx)
+            raise click.UsageError(
+                f"{names} was given {times} times, expected once: only the last value would count", ctx
+            )

@@ -16,7 +16,9 @@ def run(json_path: Path, output: Path | None) -> None:
     output = output or json_path.with_suffix(".html")
     check_writable(output)
     if output.resolve() == json_path.resolve():
-        raise click.BadParameter(f"{output} is the JSON report itself", param_hint="--output")
+        raise click.BadParameter(
+            f"{output} is the JSON report itself: give the HTML page another name", param_hint="--output"
+        )
     try:
         report = Report.from_json(json_path)
     except ValueError as error:

@@ -31,5 +31,5 @@ def command() -> None:
     """Build, inspect, render and view virtual geometry: meshes with levels of detail.
 
     Virtual geometry holds all levels of detail of a mesh in clusters of 128 triangles. The renderer draws each part of
-    the mesh only as finely as the pixels show it, so the cost follows the pixels far more than the triangles.
+    the mesh only as finely as the pixels can show. So the cost depends on the pixels far more than on the triangles.
     """

@@ -28,7 +28,7 @@ EITHER = {"width", "height", "near"}
 
 
 def numbers(*counts: int) -> Callable[[click.Context, click.Parameter, str | None], Numbers | None]:
-    """Callback of an option: parse finite numbers separated by commas; `counts` has the allowed numbers of values."""
+    """Callback of an option: parse finite numbers separated by commas. `counts` has the allowed numbers of values."""
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Numbers | None:
         return None if text is None else _numbers(text, counts, option)
@@ -61,7 +61,7 @@ def _numbers(text: str, counts: Sequence[int], option: click.Parameter | None = 
 
 @dataclass(frozen=True)
 class Choice:
-    """Camera options of the command line; None for those not given."""
+    """The camera options of the command line. Options that were not given are None."""
 
     eye: Numbers | None = None
     target: Numbers | None = None
@@ -79,13 +79,13 @@ class Choice:
 
 
 def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
-    """Return the cameras to render with: one, those of a file, or those along a path.
+    """Return the cameras to render with: one camera, the cameras of a file, or cameras along a path.
 
     Args:
         points: (N, 3), the outline of the scene.
 
     Raises:
-        click.UsageError: options exclude each other, or an option lacks another one that it needs.
+        click.UsageError: options exclude each other, or an option needs another option that is missing.
         InputError: a file cannot be read, or numbers describe no camera.
     """
     _check_together(choice)
@@ -133,14 +133,15 @@ def _check_together(choice: Choice) -> None:
     if given and given[0] in ("--camera", "--path", "--intrinsics"):
         rest = {**lens, "--target": choice.target, "--up": choice.up}
         if given[0] != "--camera":
-            del rest["--up"]  # the axis of --frames, or the upward direction of the ground of --instances
+            # --up may remain: it is the axis of --frames, or the up direction of the ground of --instances
+            del rest["--up"]
         extra = [name for name, value in rest.items() if value is not None]
         if extra:
             raise click.UsageError(f"{extra[0]} does not go with {given[0]}, which already sets it: leave it out")
 
 
 def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height: int, near: float) -> Camera:
-    """The camera at --eye, or one on an orbit around the scene. By default the whole scene is in view."""
+    """The camera at --eye, or a camera on an orbit around the scene. By default the whole scene is in view."""
     target = np.asarray(bounds.mean(0) if choice.target is None else choice.target)
     up = choice.up or (0.0, 0.0, 1.0)
     fov = 60.0 if choice.fov_y_degrees is None else choice.fov_y_degrees
@@ -154,7 +155,7 @@ def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height:
     if distances and distances[0] <= 0:
         raise click.BadParameter(f"the distance must be more than 0, got {distances[0]:g}", param_hint="--orbit")
     axis = around(up)[2]
-    if abs(elevation) > 89.9:  # seen straight from above, the upper edge of the picture points ahead
+    if abs(elevation) > 89.9:  # in a view straight from above, the upper edge of the picture points ahead
         axis = -math.copysign(1, elevation) * outward(azimuth, 0, up)
     size = float(np.linalg.norm(bounds[1] - bounds[0]))
     eye = target + size * outward(azimuth, elevation, up)
@@ -179,7 +180,7 @@ def _view(
 
 
 def _of_file(path: Path, size: tuple[int, int] | None, near: float) -> list[Camera]:
-    """The cameras of a JSON file, which has one object or a list."""
+    """The cameras of a JSON file, which holds one camera object or a list of them."""
     content = _json(path)
     views = content if isinstance(content, list) else [content]
     if not views:
@@ -227,7 +228,7 @@ def _along(path: Path, frames: int | None, size: tuple[int, int], bounds: Floats
 
 
 def _intrinsics(text: str) -> Any:
-    """K from fx,fy,cx,cy or from a JSON file."""
+    """The intrinsic matrix K, from fx,fy,cx,cy or from a JSON file."""
     if "," not in text:
         return _matrix(Path(text), "K")
     fx, fy, cx, cy = _numbers(text, [4])

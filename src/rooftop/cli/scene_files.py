@@ -64,7 +64,7 @@ def run_info(file: Path, json_path: Path | None) -> None:
 
 
 def _info(geometry: Geometry) -> dict[str, Any]:
-    """The facts in the header of the file, and those found by reading the whole file."""
+    """The facts in the file's header, and the facts found by reading the whole file."""
     heads = geometry.clusters()  # reads and checks every page
     levels = geometry.meta["levels"]
     clusters, triangles = (sum(level[name] for level in levels) for name in ("clusters", "triangles"))

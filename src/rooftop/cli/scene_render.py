@@ -1,4 +1,4 @@
-"""`rooftop scene render`: pictures of virtual geometry, and the time of each stage."""
+"""`rooftop scene render`: render pictures of virtual geometry, and show the time of each stage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rooftop.scene.rendering.renderer import LIGHT
 Bytes = NDArray[np.uint8]
 
 NIGHT, INK = (16, 19, 26), (226, 230, 238)  # colours of captions
-SPACING = 1.2  # distance between instances, in sizes of the largest mesh
+SPACING = 1.2  # distance between instances, as a multiple of the largest mesh's size
 
 
 def run_render(
@@ -136,7 +136,7 @@ def run_render(
 
 
 def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene.Scene:
-    """A scene with each mesh once, or with `instances` of the meshes in a square grid on the ground."""
+    """A scene with each mesh once, or with `instances` copies of the meshes in a square grid on the ground."""
     world = scene.Scene()
     for path in files:
         if not path.is_file():
@@ -153,7 +153,7 @@ def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene
     number = np.arange(instances)
     place = np.stack([number % side, number // side], 1) - (side - 1) / 2
     transforms = np.tile(np.eye(4), (instances, 1, 1))
-    # Meshes that are next to each other in the world get the same place in their cells.
+    # Put the middle of each mesh, on the ground, into the middle of its cell.
     middles = (boxes.mean(1) @ directions.T)[number % len(files)]
     transforms[:, :3, 3] = (place * step - middles) @ directions
     for mesh in range(len(files)):
@@ -173,7 +173,7 @@ def _names(out: Path, shows: Sequence[str], frames: int) -> list[dict[str, Path]
 
 
 def _pictures(pictures: Mapping[str, Bytes], names: Mapping[str, Path]) -> Iterator[tuple[Image.Image, Path]]:
-    """Yield each picture with its file: separate pictures, or all of them as one sheet."""
+    """Yield each picture with its file: separate pictures, or one sheet of all pictures."""
     if len(set(names.values())) == len(pictures):
         yield from ((Image.fromarray(picture), names[show]) for show, picture in pictures.items())
     else:
@@ -181,7 +181,7 @@ def _pictures(pictures: Mapping[str, Bytes], names: Mapping[str, Path]) -> Itera
 
 
 def _sheet(pictures: Mapping[str, Bytes]) -> Image.Image:
-    """One sheet of equally large pictures with captions, about as many rows as columns."""
+    """One sheet of equally large pictures with captions, in about as many rows as columns."""
     height, width = next(iter(pictures.values())).shape[:2]
     columns = int(np.ceil(np.sqrt(len(pictures))))
     rows = -(-len(pictures) // columns)
@@ -211,7 +211,7 @@ def _save(picture: Image.Image, path: Path) -> None:
 
 
 def _table(found: Sequence[FrameStats]) -> Table:
-    """Milliseconds of each stage; the mean over several frames."""
+    """A table with the milliseconds of each stage, averaged over the frames."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("stage")
     table.add_column("ms" if len(found) == 1 else f"ms, mean of {len(found)} frames", justify="right")
@@ -234,7 +234,7 @@ def _lines(found: Sequence[FrameStats], world: scene.Scene) -> list[str]:
         for name in ("triangles", "clusters", "large_triangles", "occluded")
     )
     lines = [
-        f"drawn: {drawn} of {whole:,} triangles, in {clusters} clusters; {large} large ones in tiles",
+        f"drawn: {drawn} of {whole:,} triangles, in {clusters} clusters; {large} large triangles in tiles",
         f"levels of detail: {_runs(levels) or 'none'}; hidden by what the previous frame drew: {hidden} instances, "
         "nodes, groups and clusters",
     ]

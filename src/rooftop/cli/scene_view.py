@@ -42,14 +42,17 @@ def run_view(
     drawing.warm_up()
     if not is_loopback(host):
         click.echo(
-            f"warning: --host {host} admits other machines, without encryption. Anyone who has the address or "
+            f"warning: --host {host} lets other machines connect, without encryption. Anyone who has the address or "
             "listens on the network can view the scene. An `ssh -L` tunnel to 127.0.0.1 is safer.",
             err=True,
         )
     click.echo(f"open {viewer.url}")
     if is_loopback(host):
         there = f"[{host}]" if ":" in host else host
-        click.echo(f"from another machine, first: ssh -L {viewer.port}:{there}:{viewer.port} {socket.gethostname()}")
+        click.echo(
+            f"to open it on another machine, first run there: ssh -L {viewer.port}:{there}:{viewer.port} "
+            f"{socket.gethostname()}"
+        )
     click.echo("Ctrl-C ends it.")
     sys.stdout.flush()
     try:
@@ -64,7 +67,7 @@ def run_view(
     if isinstance(words, Words) and words.ends_process:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # nothing is left to write; Python would take seconds to unload its libraries
+        os._exit(0)  # all output is written, and a normal exit takes seconds to unload the libraries
 
 
 def wait_for_interrupt() -> None:

@@ -1,4 +1,4 @@
-"""Turns TARGET and --input into a model and its arguments.
+"""Turn TARGET and --input into a model and its arguments.
 
 TARGET   resnet50                  a built-in model
          my_pkg.net:build          a module, a module class, or a callable that returns a module, (module, inputs) or
@@ -65,7 +65,7 @@ def resolve_target(
     """Build the model that `text` names and the tensors that `inputs` describe, on the device and in the dtype.
 
     Without a device, model and inputs stay where they were built, which is enough for a prediction. `inputs` replace
-    the inputs of the target and keep the keyword arguments that it returns.
+    the inputs that the target returns, but not its keyword arguments.
 
     Raises:
         TargetError: no such target exists.
@@ -101,7 +101,7 @@ def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
     """Make a tensor from one --input, on the CPU (formats: see the top of this file).
 
     Raises:
-        InputError: neither a shape nor a photograph.
+        InputError: the text is neither a shape nor a photograph.
     """
     match = re.fullmatch(r"(\d+(?:x\d+)*)(?::([a-z0-9]+))?(?::(\d+))?", text)
     if match is None:
@@ -130,7 +130,8 @@ def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
 def _made(text: str, make: Callable[[], Tensor]) -> Tensor:
     try:
         return make()
-    except (RuntimeError, TypeError, ValueError) as error:  # too large for the memory, or a size beyond 64 bits
+    # the tensor is too large for the memory, or a size exceeds 64 bits
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"--input {text!r}: this tensor cannot be made here ({_first_line(error)})") from error
 
 
@@ -146,8 +147,8 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _find(text: str) -> tuple[Callable[..., Any], Inputs | None, tuple[int, ...] | None, bool]:
-    """(model, inputs, whether the model classifies). Without inputs from the target, the second value is the shape of
-    an example.
+    """Find (model, inputs, whether the model classifies). If the target gives no inputs, the second value is the shape
+    of an example.
     """
     if ":" in text:
         model, inputs = _imported(text)
@@ -157,7 +158,7 @@ def _find(text: str) -> tuple[Callable[..., Any], Inputs | None, tuple[int, ...]
 
 
 def _imported(text: str) -> tuple[Callable[..., Any], Inputs | None]:
-    """Find an object by `named_object`, and call it if it is a callable."""
+    """Find an object by `named_object`. If it is a callable that is not a module, call it."""
     found = named_object(text, "my_pkg.net:build")
     if isinstance(found, nn.Module):
         return found, None
@@ -174,7 +175,7 @@ EXPECTED = "expected an nn.Module, (nn.Module, inputs) or (nn.Module, arguments,
 
 
 def _taken_apart(text: str, built: Any) -> tuple[nn.Module, Inputs | None]:
-    """Separate the module that a callable returned from its inputs.
+    """Split what a callable returned into the module and its inputs.
 
     Raises:
         TargetError: the callable returned another kind of object.
@@ -198,7 +199,7 @@ def _taken_apart(text: str, built: Any) -> tuple[nn.Module, Inputs | None]:
 
 
 def _described(value: Any) -> str:
-    """The type of a value; for a tuple the types of its elements."""
+    """Describe the type of a value; of a tuple, the types of its elements."""
     if isinstance(value, tuple) and len(value) <= 4:
         return f"({', '.join(type(each).__name__ for each in value)})"
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__

@@ -53,7 +53,7 @@ from rooftop.train.tokens.mixtures import paths_of
 from rooftop.train.tokens.tokens import BYTES
 
 LAUNCHED_PERCENT = (
-    15  # percent of roof; Llamas of 135 M to 7 B reach 4 if Python is too slow for them, and otherwise 34 to 73
+    15  # percent of roof. Llamas of 135 M to 7 B reach 4 if Python's launches limit them, and 34 to 73 if not.
 )
 
 
@@ -88,8 +88,7 @@ def train_gpt(
     **options: Any,
 ) -> int:
     """Do what `rooftop.cli.commands.train:gpt` says; return the exit status."""
-    # Errors that concern every rank are found before any rank communicates, and every rank reports them in the same
-    # words.
+    # Check for errors that concern every rank before any rank communicates. Every rank reports them in the same words.
     if save_interval is not None and save is None:
         raise click.UsageError("--save-interval needs a folder to save to: expected --save DIR")
     if keep_last is not None and save is None:
@@ -100,7 +99,7 @@ def train_gpt(
     async_save = async_save is not False
     check_validation_options(valid_data_path, split, eval_interval, eval_iters)
     if tensorboard_dir is not None:
-        summary_writer()  # raises if it is not installed
+        summary_writer()  # raises if TensorBoard is not installed
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with as_input_errors():
         ranks = launched().size
@@ -125,7 +124,7 @@ def train_gpt(
         anew = load is not None and save is not None and same_folder(load, save) and nothing_saved(load)
         found, before = find_training(load, training) if load is not None and not anew else (None, 0)
         if metrics is not None and found is not None:
-            kept_lines(metrics, before)  # raises if the file cannot be continued
+            kept_lines(metrics, before)  # raises if the metrics file cannot be continued
     if save is not None:
         check_folder(save, make=not dry_run)
     if tensorboard_dir is not None:
@@ -221,7 +220,7 @@ def train_gpt(
 
 
 def check_validation_options(data: tuple[str, ...], split: str | None, interval: int | None, iters: int | None) -> None:
-    """Refuse options of a validation that exclude each other.
+    """Refuse validation options that exclude each other.
 
     Raises:
         click.UsageError: such options are given.
@@ -237,10 +236,10 @@ def check_validation_options(data: tuple[str, ...], split: str | None, interval:
 def opened(
     data: tuple[str, ...], valid: tuple[str, ...], split: str | None, kind: str | None
 ) -> tuple[Tokens | Mixture, Tokens | Mixture | None]:
-    """Training data and validation data, None if there are none.
+    """Open the training data and the validation data (None if there are none).
 
     Raises:
-        InputError: data cannot be read, the split is not one, or the validation data are text and the training data are
+        InputError: data cannot be read, --split is malformed, or the validation data are text and the training data are
         not.
     """
     tokens = open_mixture(data, kind)
@@ -274,12 +273,12 @@ def as_input_errors() -> Iterator[None]:
 
 
 def same_folder(one: Path, other: Path) -> bool:
-    """Whether two paths name the same folder, existing or not."""
+    """Whether two paths name the same folder, even if it does not exist."""
     return one.resolve() == other.resolve()
 
 
 def check_folder(path: Path, option: str = "--save", *, make: bool = True) -> None:
-    """Check before the work that a folder can be written to. Make it if `make` is set.
+    """Check, before the work begins, that a folder can be written to. Create the folder if `make` is set.
 
     Raises:
         click.BadParameter: the folder cannot be written to.
@@ -298,7 +297,7 @@ def check_folder(path: Path, option: str = "--save", *, make: bool = True) -> No
 
 
 def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_parallel: bool) -> Layout:
-    """The layout of all ranks according to the options.
+    """The layout of all ranks that the options describe.
 
     Raises:
         ValueError: there is no such layout, or it does not fit the training.
@@ -307,8 +306,8 @@ def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_par
 
 
 def neighbours_of(sizes: tuple[int, int], layout: Layout) -> int:
-    """Number of context parallel ranks that exchange heads: the first size. The product of both sizes is the number of
-    ranks.
+    """Number of context parallel ranks that exchange heads: the first of the two sizes. The product of both sizes must
+    be the number of context parallel ranks.
 
     Raises:
         InputError: the product differs.
@@ -450,15 +449,15 @@ def event_files(folder: Path, after: int | None) -> AbstractContextManager[GptTe
 
 
 def roof_here(trainer: GptTrainer) -> StepRoof | None:
-    """The roof of a step on rank 0. Rank 0 measures its device while the others wait, so that they do not disturb
-    it."""
+    """The roof of a step on rank 0. Rank 0 measures its device while the other ranks wait, so that they do not disturb
+    the measurement."""
     found = None
     if trainer.rank == 0:
         with progress_bar() as progress, others_wait("measuring this machine"):
             ceilings = measure_ceilings(trainer.device, progress=progress)
         try:
             found = step_roof(trainer, ceilings)
-        except ValueError as error:  # no rate in this dtype
+        except ValueError as error:  # the ceilings have no rate for this dtype
             click.echo(f"no roof: {error}")
     if dist.is_initialized():
         dist.barrier()
@@ -541,7 +540,7 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
 
 
 def advice(report: StepReport, trainer: GptTrainer) -> str | None:
-    """Advice on faster steps, after the first steps; None if there is no advice."""
+    """Advice on faster steps, given after the first steps; None if there is no advice."""
     may_replay = trainer.device.type == "cuda" and not (trainer.training.cuda_graph or trainer.fully_shard)
     if (
         report.step == 1

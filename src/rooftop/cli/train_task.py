@@ -51,7 +51,7 @@ from rooftop.train.tasks.task import Build, Task
 RUNS = Path("runs")
 RECIPE, CALL, PAGE, ABLATION_PAGE = "recipe.toml", "call.json", "page.html", "ablation.html"
 HOLDS = (METRICS, "checkpoints/step-*", f"*/seed-*/{METRICS}")
-"""A folder with any of these files holds a run: a training, alone or in an ablation, has made a step."""
+"""A folder with any of these files holds a run, in which a training (alone or in an ablation) has made a step."""
 REPEATS = 3
 SAFETENSORS = Extra("weights", "safetensors", "safetensors", "files of weights")
 PLOTLY = Extra("report", "plotly", "plotly", "the page")
@@ -60,12 +60,12 @@ EVENT_FILES = Extra("train", "tensorboard", "tensorboard", "event files")
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of the call that are not in the recipe, kept in the folder of the run for --resume.
+    """The arguments of the command that are not in the recipe. A file in the run's folder keeps them for --resume.
 
     Attributes:
         task: the task's name.
         data: the value of --data.
-        ablate: the switches; empty: a single training.
+        ablate: the switches; empty for a single training.
         repeats: number of seeds for each recipe.
     """
 
@@ -132,7 +132,7 @@ def earlier_call(folder: Path, resume: bool) -> Call | None:
     """The call whose run is in the folder; None if the folder holds no run.
 
     Raises:
-        InputError: the folder holds a run that is not resumed, or its file is damaged.
+        InputError: the folder holds a run but --resume is not given, or the file of the call is damaged.
     """
     found = [path for each in HOLDS for path in folder.glob(each)]
     if not any(path.is_dir() or path.stat().st_size for path in found):
@@ -148,7 +148,7 @@ def earlier_call(folder: Path, resume: bool) -> Call | None:
 
 
 def call_of(given: Call, before: Call | None, folder: Path, *, repeats_given: bool) -> Call:
-    """The call to make: the given arguments; missing ones come from the earlier run.
+    """The call to make, from the given arguments. Missing arguments come from the earlier run.
 
     Raises:
         InputError: the folder holds a run of another task, or of other data.
@@ -176,7 +176,7 @@ def recipe_of(
     short: Mapping[str, Mapping[str, Any]],
     saved: Path | None,
 ) -> Recipe:
-    """The recipe of the task, or of the run that is resumed, with the values of --config, --set and short options.
+    """The recipe of the task or of the resumed run, changed by --config, --set and short options.
 
     Raises:
         InputError: a value does not fit.
@@ -190,7 +190,7 @@ def recipe_of(
     for section, each in short.items():
         given = {key: value for key, value in each.items() if value is not None}
         if "epochs" in given:
-            given["steps"] = 0  # steps would take precedence over epochs
+            given["steps"] = 0  # a recipe's steps would take precedence over the given epochs
         recipe = recipe.updated({section: given}, "the options")
     return recipe
 
@@ -216,7 +216,7 @@ def begin(folder: Path, call: Call, recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class _Training:
-    """Data that the runs of one call share."""
+    """What all runs of one call share: the task, the call, the folder and the ranks."""
 
     build: Build
     call: Call
@@ -236,7 +236,7 @@ class _Training:
         return status_of(fitted)
 
     def ablated(self, recipe: Recipe, runs: Sequence[Run], results: dict[Path, float]) -> int:
-        """Make the runs of an ablation that are not finished, and show what they say."""
+        """Run the unfinished runs of an ablation, and show the results of all runs."""
         if recipe.augment.decode == "auto":
             raise InputError("an ablation needs the same decoding in all runs: expected augment.decode cpu or gpu")
         task = self._task(recipe)
@@ -282,8 +282,8 @@ class _Training:
             return self.build(self.call.data, recipe)
 
     def _decided(self, recipe: Recipe) -> tuple[Recipe, Task]:
-        """The recipe and its task, with augment.decode=auto replaced by what rank 0 measures. A run that is resumed has
-        the choice in its recipe.toml."""
+        """The recipe and its task, with augment.decode=auto replaced by the device that rank 0 measures as faster. A
+        resumed run reads the choice from its recipe.toml."""
         task = self._task(recipe)
         if recipe.augment.decode != "auto":
             return recipe, task
@@ -353,7 +353,7 @@ def _warn(line: str) -> None:
 
 
 def told_at_the_end(fitted: Fitted, task: str, folder: Path, metadata: Mapping[str, Any]) -> list[str]:
-    """Lines with the places of the results, and the next commands."""
+    """Lines that name the files of the results, and the next commands."""
     lines = [f"{what}: {path}" for what, path in (("page", folder / PAGE),) if path.is_file()]
     if (folder / "tensorboard").is_dir():
         lines.append(f"curves: tensorboard --logdir {folder.parent}")
@@ -379,12 +379,12 @@ def next_command(weights: Path, metadata: Mapping[str, Any]) -> str | None:
 
 
 def resumed_by(task: str, folder: Path) -> str:
-    """The command that continues with a run."""
+    """The command that continues a run."""
     return f"rooftop train {task} --out {folder} --resume"
 
 
 def status_of(fitted: Fitted) -> int:
-    """The exit status: 0, or that of the signal that stopped the training."""
+    """The exit status: 0, or the status of the signal that stopped the training."""
     if fitted.reason == "stopped by SIGTERM":
         return STOPPED_STATUS
     return INTERRUPTED_STATUS if fitted.reason.startswith("stopped") else 0

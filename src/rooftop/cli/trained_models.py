@@ -1,4 +1,4 @@
-"""Code that the verbs with a trained model share: untrained models for trying a verb, and the engine."""
+"""Code that the verbs for trained models share: untrained models for trying a verb, and the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rooftop.inference import Engine
 
 @contextmanager
 def skipped_ones_named() -> Iterator[None]:
-    """After the `with` block, print one line on stderr for each photograph that it skipped."""
+    """After the `with` block, print one line on stderr for each photograph that the block skipped."""
     said: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as said:
@@ -34,7 +34,7 @@ def skipped_ones_named() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Models made in the `with` block get the weights of this seed; the random state is restored afterwards."""
+    """Give models that are made in the `with` block the weights of this seed. Afterwards restore the random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -1,11 +1,11 @@
-"""Scale-out: map a target over many inputs, with processes on this machine or workers of a Dask scheduler.
+"""Scale-out: map a target over many inputs, by processes on this machine or by a Dask scheduler's workers.
 
     from rooftop.cluster import map_items, model_target
 
     map_items("my.py:caption", ["photographs/"], "captions.parquet")
     map_items(model_target("resnet50"), ["photographs/"], "classes.parquet")
 
-Names are loaded at their first use, so a worker whose target needs no torch does not load torch.
+The package imports each name at its first use, so a worker whose target needs no torch does not load torch.
 """
 
 from __future__ import annotations

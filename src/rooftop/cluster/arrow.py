@@ -1,4 +1,4 @@
-"""Imports pyarrow, which reads and writes Parquet. No other file of this package imports pyarrow."""
+"""Import pyarrow, which reads and writes Parquet. No other file of this package imports pyarrow."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def load_arrow() -> ModuleType:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise MissingExtraError('results are Parquet, which needs pyarrow: pip install "rooftop[cluster]"') from error
+        raise MissingExtraError('writing results as Parquet needs pyarrow: pip install "rooftop[cluster]"') from error
     module: ModuleType = pyarrow
     return module

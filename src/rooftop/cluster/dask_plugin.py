@@ -1,6 +1,7 @@
-"""The job in a Dask worker. The job is loaded once, at the first chunk, and does one chunk after another.
+"""The plugin that runs the job in a Dask worker. It loads the job once, at the first chunk, and does one chunk at a
+time.
 
-On a GPU, photographs, clips and clouds are left to a process beside the Dask worker: see `dask_processes`.
+On a GPU, a process beside the Dask worker does chunks of photographs, clips and clouds: see `dask_processes`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LOOK_S = 0.1
 
 
 class Carrier(WorkerPlugin):
-    """A job that is sent to the workers, and runs in them.
+    """The plugin that carries a job to the workers and runs it there.
 
     Args:
         token: token of the run.
@@ -49,8 +50,8 @@ class Carrier(WorkerPlugin):
         CARRIERS.pop(self.token, None)
 
     def do(self, chunk: Chunk) -> Done:
-        """Return the outcome; (first, count) of the items that took too long, whose thread or process is abandoned; or
-        why the process beside this worker ended."""
+        """Do a chunk and return its outcome. If items took too long, abandon their thread or process, and return their
+        (first, count). If the process beside this worker ended, return the reason."""
         with self._lock:
             if self._beside is None and self._shop is None:
                 self._begin()
@@ -80,7 +81,7 @@ class Carrier(WorkerPlugin):
             return shop.do(chunk, ahead, lambda chunk, first, count: nullcontext())
         late = _Watched(shop, chunk, ahead).run(shop.job.timeout_s)
         if not isinstance(late, Outcome):
-            self._shop = None  # create the target again, because its state is unknown
+            self._shop = None  # recreate the target, because its state is unknown
         return late
 
 
@@ -91,7 +92,7 @@ def _usual_device() -> str:
 
 
 class _Watched(AbstractContextManager[None]):
-    """A chunk that one thread computes while another thread watches the time."""
+    """A chunk that one thread computes while another thread checks the time limit."""
 
     def __init__(self, shop: Workshop, chunk: Chunk, ahead: Ahead) -> None:
         self._shop, self._chunk, self._ahead = shop, chunk, ahead

@@ -1,11 +1,11 @@
-"""A worker process beside a Dask worker on a GPU, with decoding processes of its own.
+"""A worker process beside a Dask worker on a GPU, which has its own decoding processes.
 
     beside = ProcessBeside(job, division_beside(job, "cuda", threads=16))
-    beside.do(chunk)                        # by any thread; the next chunk is decoded meanwhile
+    beside.do(chunk)                        # callable from any thread; the next chunk is decoded meanwhile
     beside.close()
 
-Threads of the Dask worker would all decode under one lock of Python. The process is one of `LocalWorkers`, so it works
-as on a single machine, and if an item ends it, the Dask worker stays.
+Decoding threads of the Dask worker would share one GIL. The process is a worker of `LocalWorkers`, so it works as on a
+single machine. If an item ends the process, the Dask worker survives.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rooftop.cluster.local_workers import Division, LocalWorkers, divide
 from rooftop.cluster.working import Chunk, Job, Outcome
 from rooftop.errors import ModelRunError
 
-LOOK_S = 0.02  # between two looks for new chunks
+LOOK_S = 0.02  # seconds between checks for new chunks
 
 Done = Outcome | tuple[int, int] | str
-"""What became of a chunk: its outcome; (first, count) of the items that took too long; why its process ended."""
+"""The result of a chunk: its outcome, or (first, count) of the items that took too long, or why its process ended."""
 
 
 def division_beside(job: Job, device: str, threads: int) -> Division | None:
-    """How the process uses the machine; None if the Dask worker does the work itself.
+    """The cores and GPU that the process uses; None if the Dask worker does the work itself.
 
     Args:
-        threads: of the Dask worker, which are the cores that its user gave it.
+        threads: number of the Dask worker's threads, which is the number of cores that its user gave it.
     """
     if device != "cuda" or threads < 2 or job.decoding.kind not in DECODED:
         return None
@@ -42,17 +42,17 @@ def division_beside(job: Job, device: str, threads: int) -> Division | None:
 
 @dataclass
 class _Asked:
-    """A chunk that a thread waits for."""
+    """A chunk whose result a thread waits for."""
 
     chunk: Chunk
     done: Future[Done]
 
 
 class ProcessBeside:
-    """The process.
+    """The worker process beside this Dask worker.
 
     Args:
-        division: of one worker.
+        division: the division for one worker.
     """
 
     def __init__(self, job: Job, division: Division) -> None:
@@ -63,24 +63,24 @@ class ProcessBeside:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="rooftop-beside")
         self._thread.start()
-        # at the exit of the Dask worker, before multiprocessing waits for the process
+        # runs when the Dask worker exits, before multiprocessing waits for the process
         self._at_exit = Finalize(None, self._end, exitpriority=1)
 
     def do(self, chunk: Chunk) -> Done:
-        """Do a chunk.
+        """Do a chunk in the process, and wait for the result.
 
         Raises:
             ModelRunError, MissingExtraError, InputError: the process reported it, or was closed.
         """
         asked = _Asked(chunk, Future())
         self._inbox.put(asked)
-        while not wait([asked.done], timeout=1.0).done:  # `result` cannot tell its timeout from a TimeoutError within
+        while not wait([asked.done], timeout=1.0).done:  # not `result`: a chunk may raise TimeoutError, too
             if not self._thread.is_alive() and not asked.done.done():
                 raise self._error or ModelRunError("the run has ended")
         return asked.done.result()
 
     def close(self) -> None:
-        """End the process. Threads that wait for chunks get an error."""
+        """End the process. Threads that wait for chunks raise an error."""
         self._at_exit()
 
     def _end(self) -> None:
@@ -102,7 +102,7 @@ class ProcessBeside:
                 for event in workers.take(LOOK_S):
                     place = next(number for number, asked in enumerate(begun) if asked.chunk is event.chunk)
                     asked = begun.pop(place)
-                    if isinstance(event, Lost) and event.why is None:  # another chunk ended the process
+                    if isinstance(event, Lost) and event.why is None:  # not the cause: another chunk ended the process
                         waiting.appendleft(asked)
                     else:
                         asked.done.set_result(_done(event))

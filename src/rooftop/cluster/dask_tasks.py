@@ -1,4 +1,4 @@
-"""The task in a worker of a Dask scheduler: it finds the worker's job, which does one chunk."""
+"""The task that a Dask worker runs. It finds the worker's job and lets it do one chunk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CARRIERS: dict[str, Any] = {}
 
 
 def do_chunk(token: str, chunk: Chunk) -> Done:
-    """Do a chunk; see `Carrier.do`."""
+    """Do a chunk by the worker's job (`Carrier.do`)."""
     carrier = CARRIERS.get(token)
     if carrier is None:
         raise ModelRunError("this worker did not receive the job: does it have another version of rooftop?")

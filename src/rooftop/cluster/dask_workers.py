@@ -1,9 +1,9 @@
 """The workers of a Dask scheduler.
 
-Each worker gets the job with its model once, as a plugin; new workers get it when they join. Chunks are tasks, two per
-worker. Dask itself repeats the tasks of a lost worker on another one. If a task has ended several workers, Dask returns
-it, and its chunk is done item by item. If the scheduler goes away, its address is tried for a while. A new scheduler
-may start there, and then gets job and chunks again.
+Each worker gets the job and its model once, as a Dask plugin; new workers get it when they join. Chunks are tasks, two
+per worker. If a worker is lost, Dask repeats its tasks on another worker. If a task has ended several workers, Dask
+returns it, and `map_items` repeats its chunk item by item. If the scheduler goes away, this process tries to reconnect
+for a while. A new scheduler at the same address gets the job and the chunks again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rooftop.errors import MissingExtraError, ModelRunError, RooftopError, Sched
 CHUNKS_OF_A_WORKER = 2
 CONNECT_S = 10.0
 RECONNECT_S = 120.0
-LOOK_S = 1.0  # between two queries of the number of workers
-ANSWER_S = 2.0  # for the answer; without it, a query after the scheduler has gone takes CONNECT_S
-ALONE_S = 10.0  # seconds without a worker before this is reported
+LOOK_S = 1.0  # seconds between two queries of the number of workers
+ANSWER_S = 2.0  # timeout of a query in seconds; without it, a query to a lost scheduler takes CONNECT_S
+ALONE_S = 10.0  # seconds without a worker before a line reports it
 
 
 def load_distributed() -> ModuleType:
@@ -45,12 +45,12 @@ def load_distributed() -> ModuleType:
 
 
 class DaskWorkers:
-    """Workers of the scheduler at an address.
+    """The workers of the Dask scheduler at an address.
 
     Args:
-        device: "cpu", "cuda" or "auto", for Rooftop's own models; a callable chooses its device itself.
-        say: called with a line when the scheduler is gone or has no workers.
-        reconnect_s: how long to wait for a scheduler that is gone. None: two minutes.
+        device: "cpu", "cuda" or "auto", for Rooftop's own models. A user's callable chooses its device itself.
+        say: called with a line of text when the scheduler is gone or has no workers.
+        reconnect_s: seconds to wait for a lost scheduler. None: two minutes.
 
     Raises:
         MissingExtraError: Dask is not installed.
@@ -95,7 +95,7 @@ class DaskWorkers:
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether workers have fewer than two chunks on average. While a careful chunk runs, no other chunk does."""
+        """Whether workers have fewer than two chunks on average. While a careful chunk runs, no other chunk may run."""
         if careful or any(chunk.careful for chunk, _ in self._flying.values()):
             return not self._flying and self._count() > 0
         return len(self._flying) < CHUNKS_OF_A_WORKER * self._count()
@@ -103,7 +103,7 @@ class DaskWorkers:
     def _count(self) -> int:
         now = time.monotonic()
         if self._client.status == "running" and now - self._looked > LOOK_S:
-            with suppress(OSError, RuntimeError, ValueError):  # `take` reports the error
+            with suppress(OSError, RuntimeError, ValueError):  # `take` will report the error
                 self._workers = len(self._client.nthreads(callback_timeout=ANSWER_S))
             self._looked = now
             if self._workers:
@@ -116,11 +116,11 @@ class DaskWorkers:
         return self._workers
 
     def give(self, chunk: Chunk) -> None:
-        """Send a chunk, as a task."""
+        """Send a chunk to the scheduler as a task."""
         key = f"rooftop-{self._token}-{chunk.number}-{uuid.uuid4().hex[:8]}"
         try:
             future = self._client.submit(do_chunk, self._token, chunk, key=key, pure=False)
-        except (OSError, RuntimeError, ValueError):  # the scheduler has just gone away
+        except (OSError, RuntimeError, ValueError):  # the connection to the scheduler has just been lost
             self._flying[key] = (chunk, None)
             self._done.put(key)
             return
@@ -128,11 +128,11 @@ class DaskWorkers:
         future.add_done_callback(lambda done: self._done.put(done.key))
 
     def take(self, patience_s: float) -> list[Event]:
-        """Return new events; after `patience_s` without any, return an empty list.
+        """Wait for new events and return them. After `patience_s` without any, return an empty list.
 
         Raises:
             SchedulerError: the scheduler went away and did not come back.
-            ModelRunError, MissingExtraError, InputError: a worker reported it.
+            ModelRunError, MissingExtraError, InputError: a worker reported this error.
         """
         if self._client.status != "running":
             return self._after_reconnecting()
@@ -179,7 +179,7 @@ class DaskWorkers:
         return Lost(chunk, found) if isinstance(found, str) else Hung(chunk, *found)
 
     def _after_reconnecting(self) -> list[Event]:
-        """Report all chunks as lost; none of them is the cause."""
+        """Reconnect, and report all chunks as lost through no fault of their own."""
         self._say(f"the scheduler at {self._address} is gone; trying to reach it for {self._reconnect_s:.0f} s")
         with suppress(Exception):
             self._client.close(timeout=1)
@@ -214,7 +214,7 @@ class DaskWorkers:
 
 
 def carrier_class() -> Any:
-    """Return the worker plugin with a job. It is a subclass of Dask's plugin, which is loaded only here."""
+    """Return the class of the worker plugin. It subclasses Dask's plugin class, which only this function imports."""
     from rooftop.cluster.dask_plugin import Carrier
 
     return Carrier

@@ -1,16 +1,16 @@
-"""Processes that decode items for a worker on a GPU, without Python's lock between them.
+"""Processes that decode items for a worker on a GPU, so that decoding does not share one GIL.
 
     decoders = Decoders(16, decode, least_ahead=128)
-    decoders.begin(more)          # more() returns the next items, if there are any yet
-    decoders.notify()             # there may be more now
+    decoders.begin(more)          # more() returns the next items, or None if there are none yet
+    decoders.notify()             # more() may have items now
     decoders.take(64)             # the next items, in order
 
-The processes are forked from the worker before it uses its GPU, so they start at once. Each has at most two tasks: a
-few items each. It writes tensors into memory that it shares with the worker, and sends the rest by a pipe. A thread of
-the worker copies them out and gives new tasks.
+The worker forks the processes before it uses its GPU, so they start at once. Each process has at most two tasks of a
+few items each. It writes decoded tensors into memory that it shares with the worker, and sends the rest through a pipe.
+A thread of the worker copies the tensors out and hands out new tasks.
 
-If a process ends, another takes its place, and its items are tried one by one. An item that ends three processes is a
-failure. If the worker ends, its decoding processes end within a second.
+If a process dies, a new process takes its place, and its items are retried one by one. An item that kills three
+processes is a failure. If the worker ends, its decoding processes end within a second.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from rooftop.cluster.working import Decoded, decoded
 from rooftop.errors import MissingExtraError, ModelRunError
 from rooftop.hardware.page_faults import keep_memory
 
-HALF_BYTES = 256 << 20  # bytes shared with a process for one task; only written pages take memory
-TASK_S = 0.02  # work in a task; sending it takes only 0.1 ms
+HALF_BYTES = 256 << 20  # bytes that a process shares with the worker for one task; only written pages take memory
+TASK_S = 0.02  # seconds of work in a task; sending a task takes only 0.1 ms
 TASK_BYTES = 48 << 20  # approximate bytes of a task's tensors
 TASK_ITEMS = 16
-CLIPS_OF_A_TASK = 8  # clips of one video, which a process reads without seeking
+CLIPS_OF_A_TASK = 8  # a task's clips are from one video, so that the process need not seek
 TASKS_OF_A_PROCESS = 2
-AHEAD = 2  # times the items of all tasks are decoded ahead: more would be new memory, whose pages are not there yet
-MOST_BYTES = 2 << 30  # decoded ahead by all processes of a worker, approximately
-DEATHS = 3  # that an item may cause
-PARENT_S = 0.5  # between two looks at whether the worker is there
+AHEAD = 2  # items decoded ahead, as a multiple of all tasks' items; more would touch new pages
+MOST_BYTES = 2 << 30  # approximate limit on the bytes that a worker's processes decode ahead
+DEATHS = 3  # number of processes that an item may kill
+PARENT_S = 0.5  # seconds between two checks that the worker still runs
 ALIGNMENT = 64
-NICE = 5  # lower priority than the worker, which shares its cores and must not wait when results or the GPU are ready
-MOST_FILES = 65536  # that a worker may have open when it forks
+NICE = 5  # lower priority than the worker, which shares the cores and must react at once to results and the GPU
+MOST_FILES = 65536  # limit on the files that a worker may have open when it forks
 
 
 @dataclass
 class _Waiting:
-    """An item that is not yet given to a process: its number, and the processes that ended at it."""
+    """An item that waits for a process, with its number and the number of processes that it killed."""
 
     number: int
     item: Item
@@ -68,7 +68,7 @@ class _Waiting:
 
 @dataclass
 class _Process:
-    """A decoding process as the worker sees it; its tasks, the oldest first, and the halves of the arena in use."""
+    """The worker's view of a decoding process. Each of its tasks (oldest first) uses one half of the arena."""
 
     number: int
     arena: mmap.mmap
@@ -84,9 +84,9 @@ class Decoders:
     Args:
         count: number of processes.
         decode: decodes an item for the target.
-        least_ahead: number of items that are decoded ahead at least.
-        in_runs: whether items that follow each other in one file should go to one process, as clips of a video.
-        alone: whether an item must not wait for others of its task, because each has a time limit.
+        least_ahead: minimum number of items to decode ahead.
+        in_runs: whether one process should decode consecutive items of a file, such as clips of a video.
+        alone: whether each task has only one item, so that an item with a time limit does not wait for other items.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class Decoders:
         self._least_ahead, self._pinned = least_ahead, False
         self._more: Callable[[], Sequence[Item] | None] = lambda: None
         self._waiting: deque[_Waiting] = deque()
-        self._found: dict[int, tuple[Decoded, int]] = {}  # number of an item -> its value, and the bytes of that
-        self._first = self._last = 0  # number of the next item to be taken, and of the next one to wait
-        self._flying = 0  # items given to processes
+        self._found: dict[int, tuple[Decoded, int]] = {}  # number of an item -> its value, and the value's bytes
+        self._first = self._last = 0  # number of the next item to take, and of the next item to add to `_waiting`
+        self._flying = 0  # number of items that processes have
         self._bytes = 0
-        self._seconds, self._size = 0.0, 0.0  # approximate seconds and bytes of an item; 0: not known
+        self._seconds, self._size = 0.0, 0.0  # approximate seconds and bytes per item; 0: unknown
         self._paused = False
         self._idle_deaths = 0
         self._closed = False
@@ -123,30 +123,30 @@ class Decoders:
 
     @property
     def pids(self) -> list[int]:
-        """Their process ids."""
+        """The process ids of the decoding processes."""
         return [each.process.pid for each in self._processes]
 
     def begin(self, more: Callable[[], Sequence[Item] | None], pinned: bool = False) -> None:
-        """Decode the items of `more`, from now on.
+        """Start to decode the items that `more` returns.
 
         Args:
-            pinned: whether their tensors are in pinned memory; only if this process uses a GPU.
+            pinned: whether to copy tensors to pinned memory, which needs a GPU in this process.
         """
         self._more, self._pinned = more, pinned
         self._thread = threading.Thread(target=self._run, daemon=True, name="rooftop-decoded")
         self._thread.start()
 
     def notify(self) -> None:
-        """Wake the thread, because `more` may have items."""
+        """Wake the thread that gives tasks, because `more` may have items."""
         with suppress(BlockingIOError):  # the pipe is full, so the thread wakes anyway
             os.write(self._wake, b"x")
 
     def take(self, count: int) -> list[Decoded]:
-        """Return the next items, which must exist.
+        """Wait for the next items and return them. The caller must not take more items than `more` returned.
 
         Raises:
             MissingExtraError: a package for all items is not installed.
-            ModelRunError: the processes end before they do anything.
+            ModelRunError: the decoding processes end before they decode anything.
         """
         taken = []
         for _ in range(count):
@@ -192,7 +192,7 @@ class Decoders:
                 self._changed.notify_all()
 
     def _give(self) -> None:
-        """Give tasks to processes, as long as there are items and room."""
+        """Give tasks to processes while items wait and processes have room."""
         while items := self._more():
             for item in items:
                 self._waiting.append(_Waiting(self._last, item))
@@ -203,7 +203,7 @@ class Decoders:
                 most = max(self._least_ahead, AHEAD * TASKS_OF_A_PROCESS * self.count * self._usual())
                 full = ahead >= most or self._bytes + self._flying * self._size >= MOST_BYTES
                 self._paused = full and (self._flying > 0 or self._first in self._found)
-                if self._paused:  # if not, the next item to be taken must be given
+                if self._paused:  # never pause before the next item to take is decoded or in work
                     return
             process = self._freest()
             if process is None:
@@ -217,8 +217,8 @@ class Decoders:
         return min(free, key=lambda each: len(each.tasks), default=None)
 
     def _usual(self) -> int:
-        """Number of items in a task if many wait: some milliseconds of work. One if it is not known how long an item
-        takes."""
+        """The number of items in a task when many items wait: some milliseconds of work, or one item while the time per
+        item is unknown."""
         if not self._seconds:
             return 1
         most = self._most_of_a_task
@@ -229,7 +229,7 @@ class Decoders:
         return max(1, most)
 
     def _task(self) -> list[_Waiting]:
-        """The next items: a fair share if there are few, and a single one if a process ended at it."""
+        """The items of the next task: a fair share if few wait, or a single item if it has killed a process."""
         most = self._usual()
         if not self._in_runs:
             most = min(most, -(-len(self._waiting) // self.count))
@@ -249,7 +249,7 @@ class Decoders:
         process.tasks.append((half, task))
         process.source = task[-1].item.source
         self._flying += len(task)
-        with suppress(OSError):  # a process that has ended is noticed when it is read
+        with suppress(OSError):  # `_read` notices a process that has ended
             process.connection.send((half, [each.item for each in task]))
 
     def _read(self, process: _Process) -> None:
@@ -288,7 +288,7 @@ class Decoders:
         again: list[_Waiting] = []
         for place, task in enumerate(tasks):
             for each in task:
-                each.deaths += place == 0  # the later tasks were not begun
+                each.deaths += place == 0  # the process had not started the later tasks
                 if each.deaths < DEATHS or len(task) > 1:
                     again.append(each)
                     continue
@@ -309,7 +309,7 @@ class Decoders:
         process.process = context.Process(
             target=_work, args=(its, process.arena, self._decode, os.getpid()), name="rooftop-decoder", daemon=True
         )
-        with warnings.catch_warnings():  # about forking with threads, whose locks it never takes
+        with warnings.catch_warnings():  # about a fork with threads: the child never takes their locks
             warnings.simplefilter("ignore", DeprecationWarning)
             process.process.start()
         its.close()
@@ -320,11 +320,11 @@ class Decoders:
 
 
 def _work(connection: Connection, arena: mmap.mmap, decode: Callable[[Item], Any], worker: int) -> None:
-    """Decode until the worker ends."""
+    """Decode tasks until the worker ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICE)
     keep_memory()
-    # The worker's pipes: its parent sees that it has ended only if no other process has them.
+    # Close the worker's pipes: its parent notices its end only if no other process has them open.
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, MOST_FILES)
     threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
@@ -353,7 +353,7 @@ def _end_with(worker: int) -> None:
 
 
 class _Writer(pickle.Pickler):
-    """Writes values; their tensors go to the arena, if they fit there."""
+    """A pickler that writes tensors to the arena if they fit there."""
 
     def __init__(self, file: io.BytesIO, arena: Any) -> None:
         super().__init__(file, protocol=5)
@@ -374,7 +374,7 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
-    """Reads values; copies their tensors from the arena."""
+    """An unpickler that copies tensors out of the arena."""
 
     def __init__(self, file: io.BytesIO, arena: Any, pinned: bool) -> None:
         super().__init__(file)

@@ -10,7 +10,7 @@ from rooftop.cluster.working import Chunk, Outcome
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished chunk."""
+    """Reports a finished chunk."""
 
     chunk: Chunk
     outcome: Outcome
@@ -18,11 +18,11 @@ class Finished:
 
 @dataclass(frozen=True)
 class Lost:
-    """A chunk that was lost with its worker.
+    """Reports a chunk that was lost with its worker.
 
     Attributes:
-        why: the reason why the chunk's worker ended; None: the chunk did not cause it.
-        deaths: number of workers that ended while they had the chunk.
+        why: the reason why the worker ended; None: the chunk did not cause the end.
+        deaths: number of workers that have ended while they had the chunk.
     """
 
     chunk: Chunk
@@ -32,7 +32,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Hung:
-    """A chunk that was abandoned because the items [first, first + count) took too long."""
+    """Reports a chunk that was abandoned because the items [first, first + count) took too long."""
 
     chunk: Chunk
     first: int
@@ -43,22 +43,22 @@ Event = Finished | Lost | Hung
 
 
 class Workers(Protocol):
-    """Processes that do chunks, on this machine or of a scheduler.
+    """Processes that do chunks, on this machine or as workers of a scheduler.
 
     Attributes:
-        start: seconds of the parts of the slowest worker's start, as far as they are known.
+        start: the seconds of each known part of the slowest worker's start.
     """
 
     start: dict[str, float]
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether there is room for a chunk now; a careful chunk needs a worker for itself."""
+        """Whether a worker has room for a chunk now. A careful chunk needs a worker without other chunks."""
 
     def give(self, chunk: Chunk) -> None:
-        """Give a chunk; there must be room."""
+        """Give a chunk to a worker. `has_room` must be true."""
 
     def take(self, patience_s: float) -> list[Event]:
-        """Return new events; after `patience_s` without any, return an empty list."""
+        """Wait for new events and return them. After `patience_s` without any, return an empty list."""
 
     def close(self, at_once: bool = False) -> None:
-        """End the workers, after all chunks are done or at once."""
+        """End the workers, at once or after they have done all chunks."""

@@ -1,4 +1,4 @@
-"""Find the items of a run among the inputs, list them in order, and decode them one by one.
+"""Find a run's items among the inputs, list them in order, and decode them one by one.
 
 | kind | inputs | the target gets |
 |---|---|---|
@@ -6,10 +6,10 @@
 | clip | videos | (T, 3, H, W) uint8: frames `first`, `first + step`, ... |
 | cloud | .npy, .bin, .ply | (N, C) |
 | text | .txt, a line is an item | str |
-| row | .parquet, .csv, .jsonl | dict of the row; values of a .csv are text |
+| row | .parquet, .csv, .jsonl | the row as a dict; values from a .csv are text |
 | path | any file | pathlib.Path |
 
-The process that lists the items reads lines and rows and sends them; workers read all other items.
+The process that lists items reads lines and rows itself, and sends them to workers. Workers read all other items.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 KINDS = ("image", "clip", "cloud", "text", "row", "path")
 
 BY_SUFFIX = ("text", "row", "cloud", "image", "clip")
-"""Kinds whose files are found by suffix. Photographs and videos come last, so that torch is loaded only if it is
-needed.
+"""Kinds that file suffixes determine. Photographs and videos come last, so that torch is loaded only if it is needed.
 """
 
-ROWS_AT_ONCE = 1024  # rows of a Parquet file in memory at a time
+ROWS_AT_ONCE = 1024  # rows of a Parquet file that are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ class Decoding:
 
     Attributes:
         kind: one of `KINDS`.
-        frames, step, stride: for clips, the number of frames, the distance between frames, and the distance between the
-            first frames of clips (None: clips share no frames).
+        frames, step, stride: for clips, the frames per clip, the distance between these frames, and the distance
+            between the first frames of consecutive clips (None: clips share no frames).
         point_columns: numbers per point in a .bin file of float32; KITTI has 4, nuScenes 5.
 
     Raises:
-        InputError: an unknown kind, a number below 1.
+        InputError: the kind is unknown, or a number is below 1.
     """
 
     kind: str
@@ -72,7 +71,7 @@ class Decoding:
                 raise InputError(f"{name} is {number}, expected 1 or more")
 
     def arguments(self) -> dict[str, Any]:
-        """The settings that change results, by name."""
+        """The settings that affect results, by name."""
         found: dict[str, Any] = {"kind": self.kind}
         if self.kind == "clip":
             found |= {"frames": self.frames, "step": self.step, "stride": self.stride}
@@ -82,19 +81,19 @@ class Decoding:
 
 
 class Damage(NamedTuple):
-    """The content of an item that cannot be read: the reason."""
+    """Why an item cannot be read. It replaces the item's content."""
 
     why: str
 
 
 class Item(NamedTuple):
-    """One item.
+    """One item, by which the target is called.
 
     Attributes:
         input: the item's file, as given; `place`: its line, row or first frame in the file, from 0, or None for a whole
             file.
         source: the absolute path of the file.
-        content: the line or the row, if the item is one; or `Damage`.
+        content: the line or row of text and row items; `Damage` for an unreadable item; None for whole files.
     """
 
     input: str
@@ -105,7 +104,7 @@ class Item(NamedTuple):
 
 @cache
 def suffixes(kind: str) -> frozenset[str]:
-    """The suffixes of a kind; for "path" the suffixes of all kinds."""
+    """The file suffixes of a kind. For "path", the suffixes of all kinds."""
     if kind == "image":
         from rooftop.media.images import SUFFIXES
 
@@ -120,10 +119,11 @@ def suffixes(kind: str) -> frozenset[str]:
 
 
 def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = None) -> tuple[str, list[Path]]:
-    """Find the kind of the items and their files: given files in order, files in folders (recursively) sorted by name.
+    """Find the items' kind and files. Given files keep their order; files in folders (searched recursively) are sorted
+    by name.
 
     Args:
-        kind: one of `KINDS`; None: the kind to which all suffixes belong.
+        kind: one of `KINDS`; None: the one kind that has all suffixes of the files.
 
     Raises:
         InputError: inputs are empty, a path does not exist, a folder has no such files, or the kind is unclear.
@@ -131,7 +131,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
     if isinstance(inputs, (str, bytes, os.PathLike)) or not len(inputs):
         raise InputError(f"inputs: expected a list of files and folders, got {inputs!r}")
     if kind is not None:
-        Decoding(kind)  # raises for an unknown kind
+        Decoding(kind)  # this raises for an unknown kind
     found: dict[Path, None] = {}
     for path in map(Path, inputs):
         if path.is_dir():
@@ -148,7 +148,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Sorted files below a folder, without hidden ones and, like readers of Parquet, without names that begin with
+    """The sorted files below a folder, without hidden files and, as in Parquet readers, without names that begin with
     "_"."""
     for each in sorted(folder.iterdir()):
         if each.name.startswith((".", "_")):
@@ -168,7 +168,8 @@ def _kind_of(files: Sequence[Path]) -> str:
         return kind
     if None in kinds:
         raise InputError(
-            f"{kinds[None]}: its name does not show the kind of its items; give the kind with --as {'|'.join(KINDS)}"
+            f"{kinds[None]}: its suffix does not show what kind its items are; give the kind with "
+            f"--as {'|'.join(KINDS)}"
         )
     said = " and ".join(f"{kind}: {path}" for kind, path in kinds.items())
     raise InputError(
@@ -180,7 +181,7 @@ def _kind_of(files: Sequence[Path]) -> str:
 
 
 def list_items(files: Sequence[Path], decoding: Decoding) -> Iterator[Item]:
-    """Yield the items of the files in order, with few in memory. An unreadable item has `Damage`."""
+    """Yield the files' items in order, with few items in memory. An unreadable item has `Damage` as its content."""
     for path in files:
         source = os.path.abspath(path)
         name = os.fsencode(path).decode("utf-8", "backslashreplace")
@@ -231,7 +232,7 @@ def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
         names = next(rows, [])
         for number, cells in enumerate(each for each in rows if each):
             whole = len(cells) == len(names)
-            said = f"{len(cells)} cells, expected {len(names)} as in the header"
+            said = f"{len(cells)} cells, expected as many as the header has: {len(names)}"
             yield number, dict(zip(names, cells, strict=True)) if whole else Damage(said)
 
 
@@ -280,17 +281,17 @@ DECODED = ("image", "clip", "cloud")
 """Kinds of items that take time to decode."""
 
 LOADED = {"image": ["rooftop.media.images"], "clip": ["rooftop.media"], "cloud": ["numpy", "torch"]}
-"""Load the modules for a kind beforehand, so that no item is charged with the time."""
+"""Import the modules for a kind in advance, so that this time does not count for any item."""
 
 
 def decoder(decoding: Decoding) -> Callable[[Item], Any]:
-    """Return the function that decodes an item for the target. Threads may call this function concurrently.
+    """Return a function that decodes an item for the target. Threads may call the function concurrently.
 
-    The function raises `InputError` for a damaged item, and any error of a reader.
+    The function raises `InputError` for a damaged item, and passes on any error of a reader.
     """
     for module in LOADED.get(decoding.kind, ()):
         importlib.import_module(module)
-    readers = threading.local()  # each thread keeps its last video open
+    readers = threading.local()  # each thread keeps the video that it read last open
     decodes: dict[str, Callable[[Item], Any]] = {
         "image": lambda item: _image(item.source),
         "cloud": lambda item: _cloud(item.source, decoding.point_columns),
@@ -340,8 +341,8 @@ def _cloud(source: str, columns: int) -> Tensor:
         points = np.fromfile(source, np.float32)
         if points.size % columns:
             raise InputError(
-                f"{points.size} numbers cannot be divided into points of {columns}; give the numbers per point as "
-                "--point-columns"
+                f"{points.size} numbers are not a multiple of {columns} per point: give the right number per point as "
+                f"--point-columns"
             )
         points = points.reshape(-1, columns)
     elif suffix == ".ply":
@@ -354,7 +355,9 @@ def _cloud(source: str, columns: int) -> Tensor:
     else:
         raise InputError(f"{Path(source).name} is not a point cloud: expected .npy, .bin or .ply")
     if points.ndim != 2 or points.dtype.kind not in "fiu":
-        raise InputError(f"an array of shape {points.shape} and dtype {points.dtype}: expected points (N, C)")
+        raise InputError(
+            f"the array has shape {points.shape} and dtype {points.dtype}: expected numbers of shape (N, C)"
+        )
     return torch.from_numpy(np.ascontiguousarray(points))
 
 

@@ -1,13 +1,14 @@
-"""Worker processes on this machine: one per GPU, or several on the CPU, which share its cores.
+"""Worker processes on this machine: one per GPU, or several that share the CPU's cores.
 
-A worker has at most two chunks: it works on one and decodes items of the other. On a GPU, processes of its own decode
-for it. Threads would hold Python's lock for 0.2 of the 1.7 ms that a photograph of 500 x 375 pixels takes, so about
-4,000 photographs a second would be their limit. A worker writes to shared memory which items it works on and since
-when. So the parent knows these items when a process ends, or is ended because an item takes too long. Another process
-takes its place.
+A worker has at most two chunks: it computes one while it decodes items of the other. On a GPU, a worker has its own
+decoding processes. A decoding thread would hold the GIL for 0.2 of the 1.7 ms that a photograph of 500 x 375 pixels
+takes, so threads would reach only about 4,000 photographs a second. A worker writes to shared memory which items it
+works on and since when. So the parent knows these items when a worker process dies, or when it kills the process
+because an item takes too long. A new process then takes its place.
 
-A worker gets the job by its pipe, from a thread. An argument of a process that is larger than a pipe, 64 KiB, would
-make the parent wait until that process has imported torch, before it starts the next one.
+A thread of the parent sends the job to a worker through its pipe. The job is not passed as a process argument: an
+argument larger than a pipe (64 KiB) would make the parent wait until the process has imported torch, before it starts
+the next process.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ if TYPE_CHECKING:
 
 CHUNKS_OF_A_WORKER = 2
 CORES_OF_A_WORKER = 4  # on the CPU
-MOST_STARTS = 3  # the run fails after this many starts that failed
-MOST_THREADS = 16  # threads of a worker that decode at a time: each may hold a whole photograph
-MOST_DECODERS = 32  # decoding processes of a worker
-CORES_OF_TORCH = 4  # one thread of torch for this many cores, in a worker that has decoding processes
-PATIENCE_S = 5.0  # seconds in which a worker may end by itself
+MOST_STARTS = 3  # the run fails after this many failed starts
+MOST_THREADS = 16  # maximum decoding threads of a worker, each of which may hold a whole photograph
+MOST_DECODERS = 32  # maximum decoding processes of a worker
+CORES_OF_TORCH = 4  # in a worker with decoding processes, torch gets one thread per this many cores
+PATIENCE_S = 5.0  # seconds that a worker gets to exit by itself
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a machine is divided: number of workers, what each has for decoding and computing, device and GPUs.
+    """How workers divide a machine: their number, their threads and processes, the device and the GPUs.
 
     Attributes:
-        decoders: decoding processes of a worker; 0: it decodes by `decode_threads`.
+        decoders: decoding processes per worker; 0: the worker decodes by `decode_threads`.
     """
 
     workers: int
@@ -65,11 +66,12 @@ def divide(device: str, workers: int | None, decodes: bool = False, decoders: in
     """Divide this machine among workers.
 
     Args:
-        device: "cpu", "cuda", or "auto": the GPUs if there are any.
-        workers: None: one for each GPU; on the CPU one per four cores, but at least two if there are two cores.
-        decodes: whether items are files to be decoded.
-        decoders: decoding processes of a worker. None: on a GPU one per core, if there are several; on the CPU none,
-            because there the target itself needs the cores. 0: threads decode.
+        device: "cpu", "cuda", or "auto" (the GPUs, if there are any).
+        workers: number of workers. None: one per GPU, or one per four cores on the CPU, but two if there are at least
+            two cores.
+        decodes: whether items are files that must be decoded.
+        decoders: decoding processes per worker. None: one per core on a GPU, if it has several cores; none on the CPU,
+            where the target itself needs the cores. 0: threads decode.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = _gpus() if device != "cpu" else 0
@@ -105,7 +107,7 @@ class LocalWorkers:
 
     Args:
         job: the work.
-        division: the division of the machine among workers.
+        division: how the workers divide the machine.
 
     Raises:
         ModelRunError: a worker cannot load the target, or workers end during their start.
@@ -116,7 +118,7 @@ class LocalWorkers:
         self._workers: list[_Worker] = []
         self._failed_starts = 0
         self._events: deque[Event] = deque()
-        self.start: dict[str, float] = {}  # seconds of each part of the slowest start
+        self.start: dict[str, float] = {}  # seconds of each part of the slowest worker's start
         try:
             for number in range(division.workers):
                 self._workers.append(_Worker(job, division, number))
@@ -125,7 +127,7 @@ class LocalWorkers:
             raise
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether a chunk can be given."""
+        """Whether a worker has room for a chunk."""
         return self._freest(careful) is not None
 
     def _freest(self, careful: bool) -> _Worker | None:
@@ -138,16 +140,16 @@ class LocalWorkers:
         return min(free, key=lambda each: len(each.chunks), default=None)
 
     def give(self, chunk: Chunk) -> None:
-        """Give a chunk to the worker with the fewest; there must be room."""
+        """Give a chunk to the worker that has the fewest. `has_room` must be true."""
         worker = self._freest(chunk.careful)
         assert worker is not None
         worker.give(chunk)
 
     def take(self, patience_s: float) -> list[Event]:
-        """Return new events; after `patience_s` without any, return an empty list.
+        """Wait for new events and return them. After `patience_s` without any, return an empty list.
 
         Raises:
-            ModelRunError, MissingExtraError, InputError: a worker reported it.
+            ModelRunError, MissingExtraError, InputError: a worker reported this error.
         """
         by_handle = {worker.connection: worker for worker in self._workers}
         by_sentinel = {worker.process.sentinel: worker for worker in self._workers}
@@ -163,8 +165,8 @@ class LocalWorkers:
         return found
 
     def _read(self, worker: _Worker) -> None:
-        """Read all messages of a worker; if it has ended, collect its last ones."""
-        ended = not worker.process.is_alive()  # before its last messages are read
+        """Read all messages of a worker. If it has ended, read the last ones, too."""
+        ended = not worker.process.is_alive()  # asked before the last messages are read
         try:
             while worker.connection.poll():
                 what, content = worker.connection.recv()
@@ -199,7 +201,7 @@ class LocalWorkers:
     def _end_stuck(self, worker: _Worker, number: int, first: int, count: int) -> None:
         worker.process.kill()
         worker.process.join()
-        with suppress(EOFError, OSError):  # finished results are kept
+        with suppress(EOFError, OSError):  # results that are finished stay
             while worker.connection.poll():
                 what, content = worker.connection.recv()
                 if what == "done":
@@ -210,7 +212,7 @@ class LocalWorkers:
         self._workers[self._workers.index(worker)] = _Worker(self.job, self.division, worker.number)
 
     def close(self, at_once: bool = False) -> None:
-        """End the processes: let idle ones end by themselves, or end all at once."""
+        """End the worker processes: let idle workers exit by themselves, or kill all at once."""
         for worker in self._workers:
             if not at_once:
                 worker.say_end()
@@ -220,11 +222,11 @@ class LocalWorkers:
             worker.end()
 
 
-_STARTING = threading.Lock()  # of one process at a time: what the child inherits belongs to the whole parent
+_STARTING = threading.Lock()  # one start at a time: each sets state of the whole parent that the child inherits
 
 
 class _Worker:
-    """The parent's view of a process."""
+    """The parent's view of a worker process."""
 
     def __init__(self, job: Job, division: Division, number: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -251,7 +253,7 @@ class _Worker:
         self._outbox.put(None)
 
     def _send(self, job: bytes) -> None:
-        """Send in a thread, because a worker that starts or is stuck does not read."""
+        """Send in a thread, because a worker that is starting or stuck does not read its pipe."""
         with suppress(OSError, ValueError):
             self.connection.send_bytes(job)
             while (chunk := self._outbox.get()) is not None:
@@ -259,7 +261,7 @@ class _Worker:
             self.connection.send(None)
 
     def stuck(self, timeout_s: float | None) -> tuple[int, int, int] | None:
-        """(chunk, first, count) of items that have taken too long; None if there are none."""
+        """(chunk, first, count) of the items that have exceeded the time limit; None if there are none."""
         number, first, count, since = self.status
         late = timeout_s is not None and since > 0 and time.monotonic() - since > timeout_s
         return (int(number), int(first), int(count)) if late and self.status[3] == since else None
@@ -274,7 +276,7 @@ class _Worker:
 
 @contextmanager
 def _started_from_nothing() -> Iterator[None]:
-    """Processes started in this block do not run the main module of the program again, and ignore Ctrl-C."""
+    """Processes that are started in this block ignore Ctrl-C and do not import the program's main module again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -289,9 +291,10 @@ def _started_from_nothing() -> Iterator[None]:
 
 @contextmanager
 def _of_any_parent() -> Iterator[None]:
-    """A daemonic process, as a Dask worker is, can start processes in this block.
+    """Allow a daemonic process, such as a Dask worker, to start processes in this block.
 
-    multiprocessing refuses that, since they would outlive it. Those of this file end when their pipe does.
+    multiprocessing refuses such starts, since the children could outlive their parent. This file's processes end when
+    their pipe closes.
     """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     daemon = config.pop("daemon", None)
@@ -304,7 +307,7 @@ def _of_any_parent() -> Iterator[None]:
 
 @contextmanager
 def _environment(division: Division, number: int) -> Iterator[None]:
-    """Environment variables for the GPU and threads of a worker, which libraries read at import."""
+    """Environment variables for a worker's GPU and threads, which libraries read when they are imported."""
     own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(division.torch_threads))}
     if division.gpus:
         own["CUDA_VISIBLE_DEVICES"] = division.gpus[number]
@@ -324,16 +327,16 @@ def _environment(division: Division, number: int) -> Iterator[None]:
 
 
 def _work(connection: Connection, status: Any, division: Division, number: int, started: float) -> None:
-    """Work until the parent sends None, or ends."""
+    """Do chunks until the parent sends None or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # the target's output is not a result
+    os.dup2(2, 1)  # output of the target goes to stderr, not among the results
     starting = _Starting(started)
     starting.did("process")
     try:
-        job: Job = connection.recv()  # imports torch, if the target needs it
+        job: Job = connection.recv()  # this imports torch if the target needs torch
         decode = job.decoder()
         starting.did("imports")
-        decoders = _decoders(job, decode, division)  # before the GPU is used: a fork cannot use it
+        decoders = _decoders(job, decode, division)  # forks before the GPU is used, since a fork cannot use it
         starting.did("decoding processes")
         shop = Workshop(job, division.device, f"process {number}", decode)
         starting.did("target")
@@ -364,20 +367,20 @@ def _work(connection: Connection, status: Any, division: Division, number: int, 
 
 
 def _send_all(connection: Connection, outbox: queue.SimpleQueue[Any]) -> None:
-    """Send results in a thread, so that the GPU need not wait while the parent writes a part."""
+    """Send results in a thread, so that the GPU does not wait while the parent writes a part."""
     with suppress(OSError):  # the parent has ended
         while (message := outbox.get()) is not None:
             connection.send(message)
 
 
 class _Starting:
-    """The seconds of the parts of a start."""
+    """Records the seconds of each part of a worker's start."""
 
     def __init__(self, since: float) -> None:
         self._since, self.seconds = since, dict[str, float]()
 
     def did(self, part: str) -> None:
-        now = time.monotonic()  # one clock for all processes
+        now = time.monotonic()  # this clock is the same in all processes
         self.seconds[part], self._since = now - self._since, now
 
 
@@ -387,13 +390,13 @@ def _decoders(job: Job, decode: Callable[[Item], Any], division: Division) -> De
     from rooftop.cluster.decoders import Decoders
     from rooftop.hardware.page_faults import keep_memory
 
-    keep_memory()  # this process copies each decoded tensor: 0.45 instead of 0.3 ms for 2.5 MB if pages are given back
+    keep_memory()  # copying a decoded tensor (2.5 MB) takes 0.3 ms, 0.45 ms if freed pages return to the system
     in_runs, alone = job.decoding.kind == "clip", job.timeout_s is not None
     return Decoders(division.decoders, decode, 2 * job.batch, in_runs, alone)
 
 
 class _Given:
-    """The chunks that the parent gives, until it gives None."""
+    """Iterates over the chunks that the parent sends, until it sends None."""
 
     def __init__(self, chunks: queue.SimpleQueue[Chunk | None]) -> None:
         self._chunks, self._ended = chunks, False
@@ -422,7 +425,7 @@ def _receive(
             chunks.put(chunk)
         chunks.put(None)
     except (EOFError, OSError):
-        os._exit(1)  # the parent has ended; the target may be stuck
+        os._exit(1)  # the parent process has ended, and the target may be stuck
 
 
 def _taken_from(to_decode: queue.SimpleQueue[list[Item]]) -> Callable[[], Sequence[Item] | None]:
@@ -436,7 +439,7 @@ def _taken_from(to_decode: queue.SimpleQueue[list[Item]]) -> Callable[[], Sequen
 
 
 class _At:
-    """Writes the current items of the process to shared memory. The time is written last and removed first."""
+    """Writes the process's current items to shared memory. The time is written last and cleared first."""
 
     def __init__(self, status: Any) -> None:
         self._status = status

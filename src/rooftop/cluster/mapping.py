@@ -1,14 +1,14 @@
-"""`map_items`: map a target over many items, and write results as Parquet during the run.
+"""`map_items`: map a target over many items, and write the results as Parquet while the run goes on.
 
     from rooftop.cluster import map_items
 
     report = map_items("my.py:caption", ["photographs/"], "captions.parquet", timeout_s=60)
     print(report)
 
-One loop gives chunks of items to workers with room, takes their results, and writes these. While it writes, workers
-only finish the few chunks that they have, so memory is bounded even if the disk is slow. Lost chunks are repeated. If
-two workers have ended with a chunk, the chunk is done item by item. If a third worker ends with an item, the item
-becomes a row with an error.
+One loop gives chunks of items to workers that have room, takes their results, and writes them. While it writes, workers
+get no new chunks, so memory is bounded even if the disk is slow. Lost chunks are repeated. If two workers have died
+with a chunk, the chunk is repeated item by item. If a third worker dies with an item, the item becomes a row with an
+error.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from rooftop.cluster.targets import Target, callable_target
 from rooftop.cluster.working import Chunk, Job, Outcome
 from rooftop.errors import InputError
 
-CHUNK_S = 0.5  # work of a chunk if its size can be chosen: longer than sending a message, cheap to repeat
-MOST_ITEMS = 4096  # largest number of items in a chunk
-MOST_BYTES = 16 << 20  # approximate bytes of the rows of one chunk
-LEARNED_FROM = 256  # the first items, done one chunk at a time until each column has a type
-DEATHS = 3  # an item is given up after this many workers ended at it, alone or in its chunk
+CHUNK_S = 0.5  # target seconds of work per chunk: much longer than sending a message, but cheap to repeat
+MOST_ITEMS = 4096  # maximum number of items in a chunk
+MOST_BYTES = 16 << 20  # approximate limit on the bytes of a chunk's rows
+LEARNED_FROM = 256  # maximum items per chunk until each column has a type; these chunks run one at a time
+DEATHS = 3  # an item becomes an error row after this many workers have died at it or at its chunk
 LOOK_S = 0.2  # seconds between two checks of the workers
 
 Progress = Callable[[str, float], None]
@@ -47,17 +47,20 @@ class MapReport:
     """The report of a run.
 
     Attributes:
-        items, errors: rows that this run has written, and those with an error.
-        before, errors_before: rows of earlier runs, and those with an error.
-        columns: the results' columns, name to type; empty if no item had a result.
-        seconds: time of the whole run; `working_s`: from the first item given to a worker to the last finished one.
-        start: the seconds before the first results, by part; the parts of the worker that started last.
-        items_per_s: rate from the first finished chunk to the last, without the items of the first.
-        decode_ceiling, call_ceiling: items a second if all decoding threads, or all calls of the target, had been busy
-            all the time, from their seconds in this run. None: they took no time.
-        percent_of_ceiling: `items_per_s` in percent of the smaller ceiling.
-        workers: number that did any work; `decoding`: by what each of them decoded, such as "16 processes".
-        lost: chunks that had to be repeated.
+        items, errors: number of rows that this run has written, and how many of them have an error.
+        before, errors_before: number of rows from earlier runs, and how many of them have an error.
+        columns: type of each result column, by name; empty if no item had a result.
+        seconds: time of the whole run. `working_s` is the time from the first item given to a worker to the last
+            finished item.
+        start: seconds of each part before the first results. A worker's parts are those of the worker that started
+            last.
+        items_per_s: rate between the ends of the first and the last chunk, without the first chunk's items.
+        decode_ceiling, call_ceiling: items a second that decoding, or the target, would reach if its threads were
+            always busy, from the seconds measured in this run. None: it took no time.
+        percent_of_ceiling: `items_per_s` in percent of the lower ceiling.
+        workers: number of workers that did any work. `decoding` says what decoded for each of them, such as "16
+            processes".
+        lost: number of chunks that had to be repeated.
         first_error: "input: error" of the first row of this run with an error, or None.
     """
 
@@ -80,7 +83,7 @@ class MapReport:
     first_error: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
+        """The report as a dict for JSON."""
         return {**asdict(self), "out": str(self.out)}
 
     def __str__(self) -> str:
@@ -131,38 +134,41 @@ def map_items(
 ) -> MapReport:
     """Call a target for each item of the inputs and write the results as a folder of Parquet parts.
 
-    A row has `input` (the file, as given), `place` (the line, row or first frame in it, from 0; null for a whole file),
-    `error` (one line, or null), and the columns of the result: those of the dict that the target returned, or `result`.
-    The first good result, in the order of the items, sets the columns and their types. Each item has one row; rows come
-    in any order. Items with a row in `out` are not computed again.
+    A row has `input` (the file, as given), `place` (the line, row or first frame in the file, from 0; null for a whole
+    file), `error` (one line, or null), and the result's columns. The result's columns are the keys of the dict that the
+    target returned, or `result` for any other value. The first good result, in the order of the items, sets the columns
+    and their types. Each item has one row, and rows can be in any order. Items that have a row in `out` are not
+    computed again.
 
     Args:
-        target: "my.py:fn" or "package.module:fn", a function, a class that is instantiated once per worker, or a target
-            of `model_target`. It is called with one item: `rooftop.cluster.items` describes each kind.
-        inputs: files, or folders, which are searched recursively.
-        out: the folder of the results, which is created.
-        kind: "image", "clip", "cloud", "text", "row" or "path". None: by the suffixes.
-        batch: the target gets a list of at most this many items, and returns a list of as many results.
-        frames, step, stride: for clips, the number of frames, the distance between frames, and the distance between
-            clips (None: clips share no frames).
+        target: "my.py:fn" or "package.module:fn", a function, a class that each worker instantiates once, or a target
+            of `model_target`. A worker calls it with one item, in the form that `rooftop.cluster.items` describes.
+        inputs: files, or folders to search recursively.
+        out: the folder for the results, which is created.
+        kind: "image", "clip", "cloud", "text", "row" or "path". None: found from the files' suffixes.
+        batch: if given, the target gets a list of at most this many items, and returns a list with a result for each.
+        frames, step, stride: for clips, the frames per clip, the distance between these frames, and the distance
+            between the first frames of consecutive clips (None: clips share no frames).
         point_columns: numbers per point in a .bin file.
-        workers: processes on this machine. None: one per GPU; on the CPU one per four cores.
+        workers: number of processes on this machine. None: one per GPU, or one per four cores on the CPU.
         device: "cpu", "cuda" or "auto". Each worker sees one GPU.
-        decoders: processes of each worker that decode photographs, clips and clouds. None: on a GPU one per core, on
-            the CPU none. 0: threads of the worker decode.
-        scheduler: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786", whose workers are used instead.
-        timeout_s: time limit of one call of the target and the decoding of its items; an item that takes longer becomes
-            a row with an error. None: no limit.
-        retry_errors: whether items whose rows hold an error are computed again.
-        progress: called repeatedly with (the current activity, fraction or 0 if unknown).
-        say: called with a line about each problem that does not end the run.
+        decoders: processes per worker that decode photographs, clips and clouds. None: one per core on a GPU, none on
+            the CPU. 0: threads of the worker decode.
+        scheduler: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786". Its workers replace the processes on
+            this machine.
+        timeout_s: time limit for one call of the target including the decoding of its items. An item that takes longer
+            becomes a row with an error. None: no limit.
+        retry_errors: whether to compute items again whose rows have an error.
+        progress: called repeatedly with (the current activity, the finished fraction or 0 if unknown).
+        say: called with a line of text about each problem that does not end the run.
 
     Raises:
         TargetError: the target does not exist.
-        InputError: inputs are missing or of unclear kind; a number is out of range; `out` belongs to another target or
-            other arguments, or another run writes it; no table can hold the first result.
+        InputError: inputs are missing or their kind is unclear; a number is out of range; `out` has results of another
+            target or of other arguments, or another run is writing it; or a table cannot hold the first result.
         ModelRunError: workers cannot load the target, or end during their start.
-        SchedulerError: no scheduler answers, or it went away and did not come back. Results so far are in `out`.
+        SchedulerError: no scheduler answers, or the scheduler went away and did not come back. `out` keeps the results
+            so far.
         MissingExtraError: pyarrow, or a package for the kind or the scheduler, is not installed.
     """
     begun = time.monotonic()
@@ -201,7 +207,7 @@ def map_items(
             at_once = True
             try:
                 run.all(pool, job, _chained(first, items))
-                run.start = {"inputs": run.start["inputs"], **pool.start, **run.start}  # in the order of the time
+                run.start = {"inputs": run.start["inputs"], **pool.start, **run.start}  # in chronological order
                 at_once = False
             finally:
                 pool.close(at_once)
@@ -210,7 +216,7 @@ def map_items(
 
 
 def _inside(files: Sequence[Path], folder: Path) -> Path | None:
-    """The first of these files that is in a folder; None if all are elsewhere."""
+    """The first of these files that is inside the folder; None if none is."""
     return next((path for path in files if path.resolve().is_relative_to(folder.resolve())), None)
 
 
@@ -242,10 +248,10 @@ def _chained(first: Item, others: Iterator[Item]) -> Iterator[Item]:
 
 
 def size_near_end(size: int, left: int, workers: int, batch: int) -> int:
-    """Size of a chunk when this many items are left: whole batches, and at most `size`.
+    """The size of a chunk when this many items are left, in whole batches and at most `size`.
 
-    Each worker may get two more chunks of what is left. So all workers end at about the same time. One worker alone
-    gets chunks of full size.
+    The remaining items make about two more chunks per worker, so that all workers end at about the same time. A single
+    worker gets chunks of full size.
     """
     if workers == 1:
         return size
@@ -261,9 +267,9 @@ class _Run:
         self.items = self.errors = self.lost = 0
         self.decoded = self.called = 0
         self.decode_s = self.call_s = 0.0
-        self.workers: dict[str, int] = {}  # threads that decode, by the name of the worker
+        self.workers: dict[str, int] = {}  # worker's name -> number of its decoding threads
         self.first_at = self.last_at = 0.0
-        self.first_done_at, self.first_done = 0.0, 0  # the first finished chunk, and its number of items
+        self.first_done_at, self.first_done = 0.0, 0  # time of the first finished chunk, and its number of items
         self.start: dict[str, float] = {}
         self.decoding = ""
         self.first_error: str | None = None
@@ -284,7 +290,7 @@ class _Run:
             self.progress(what, there / max(there, self.files) if self.files else 0.0)
 
     def all(self, workers: Workers, job: Job, items: Iterator[Item]) -> None:
-        """Do all items. Finished results are in the parts even if this raises."""
+        """Process all items. Finished results are in the parts even if this raises."""
         flying = 0
         batch, self._timeout_s = job.batch, job.timeout_s or 0.0
         self._decodes = job.decoding.kind in DECODED
@@ -317,7 +323,7 @@ class _Run:
                     self._handle(event, batch)
                 self.parts.write_if_due()
         finally:
-            self._settle()  # interrupted or finished: the results so far determine the types
+            self._settle()  # whether interrupted or finished, the results so far determine the types
 
     def _chunk(self, items: list[Item], deaths: int = 0, careful: bool = False) -> Chunk:
         self._number += 1
@@ -355,18 +361,19 @@ class _Run:
         self._size = self._next_size(chunk, outcome, batch)
 
     def _next_size(self, chunk: Chunk, outcome: Outcome, batch: int) -> int:
-        """Chunk size for half a second of work, in whole batches; doubled each time until the columns are known."""
+        """The chunk size for half a second of work, in whole batches. Until all columns have types, the size doubles
+        each time."""
         if not self._final:
             return min(2 * len(chunk.items), LEARNED_FROM)
         size = outcome.batch.nbytes / len(chunk.items)
         took = max(outcome.call_s, outcome.decode_s / max(1, outcome.threads)) / len(chunk.items)
         wanted = MOST_ITEMS if took * MOST_ITEMS <= CHUNK_S else int(CHUNK_S / took)
         wanted = min(wanted, int(MOST_BYTES / size))
-        wanted = min(wanted, 2 * max(self._size, batch), MOST_ITEMS)  # one quick chunk is a poor estimate
+        wanted = min(wanted, 2 * max(self._size, batch), MOST_ITEMS)  # a single quick chunk is a poor estimate
         return max(batch, wanted // batch * batch)
 
     def _size_now(self, batch: int) -> int:
-        """Size of the next chunk. Chunks are smaller near the end of the run, if the end is known."""
+        """The size of the next chunk. Chunks shrink near the end of the run, if the number of items is known."""
         if self.files is None or not self._final:
             return self._size
         return size_near_end(self._size, self.files - self.parts.done.rows - self._given, len(self.workers), batch)
@@ -389,7 +396,7 @@ class _Run:
         self.show(what)
 
     def _settle(self) -> None:
-        """Settle the columns and types that are known, and add the results that waited for them."""
+        """Fix the columns and types that are known, and add the results that waited for them."""
         if self._final:
             return
         if self._unsettled:
@@ -432,7 +439,7 @@ class _Run:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def report(self, seconds: float) -> MapReport:
-        """The report, after `all`."""
+        """The report of the run. Call it after `all`."""
         working_s = max(0.0, self.last_at - self.first_at)
         steady_s = self.last_at - self.first_done_at
         if self.first_done_at and self.items > self.first_done and steady_s > 0:

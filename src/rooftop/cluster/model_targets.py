@@ -1,6 +1,6 @@
 """Rooftop's own models as targets: classifiers and detectors of photographs.
 
-On the CPU all workers of a machine share one copy of the weights in shared memory. On a GPU each worker has its own
+On the CPU, all workers of a machine share one copy of the weights in shared memory. On GPUs, each worker has its own
 engine.
 """
 
@@ -29,12 +29,12 @@ from rooftop.models.images import IMAGENET, Preprocessing, cropped
 from rooftop.models.registry import builtin_models
 
 DETECTORS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101, "detr_small": detr_small}
-CLASSIFIER_BATCH, DETECTOR_BATCH = 16, 4  # as in `rooftop classify` and `rooftop detect`
+CLASSIFIER_BATCH, DETECTOR_BATCH = 16, 4  # the defaults of `rooftop classify` and `rooftop detect`
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A model in two parts: its pickled structure, and all weights in one tensor.
+    """A model in two parts: its pickled structure, and one tensor with all weights.
 
     Attributes:
         places: (first byte, dtype, shape) of each parameter and buffer, in the order of `_tensors`.
@@ -46,7 +46,7 @@ class PackedModel:
 
     @staticmethod
     def of(model: nn.Module) -> PackedModel:
-        """Pack a model. Its weights are copied into shared memory, which other processes share."""
+        """Pack a model. This copies its weights into memory that other processes can share."""
         model = copy.deepcopy(model).requires_grad_(False)
         places, end = [], 0
         for tensor in _tensors(model):
@@ -59,7 +59,7 @@ class PackedModel:
         return PackedModel(pickled(model, type(model).__name__), weights, tuple(places))
 
     def unpacked(self) -> nn.Module:
-        """Return the model, whose weights are views of `weights`."""
+        """Recreate the model. Its weights are views of `weights`."""
         import cloudpickle
 
         model: nn.Module = cloudpickle.loads(self.structure)
@@ -80,11 +80,11 @@ def _part(weights: Tensor, place: tuple[int, torch.dtype, tuple[int, ...]]) -> T
 
 @dataclass(frozen=True)
 class ModelTarget:
-    """A classifier or a detector.
+    """A classifier or a detector of photographs as a target.
 
     Attributes:
-        prepare: turns a photograph into an input, in the decoding threads.
-        answer: makes rows of the model's results.
+        prepare: turns a photograph into the model's input; decoding threads call it.
+        answer: turns the model's results into rows.
     """
 
     name: str
@@ -97,7 +97,7 @@ class ModelTarget:
     columns: Any = field(compare=False)
 
     def load(self, device: str) -> PhotographCall:
-        """Load the model on the device; return a call from prepared photographs to rows."""
+        """Load the model on the device, and return a call that turns prepared photographs into rows."""
         model = self.packed.unpacked()
         if device != "cpu":
             engine = Engine(model.to(device), dtype=self.dtype)
@@ -105,17 +105,17 @@ class ModelTarget:
         elif self.dtype is not None:
             model = model.to(self.dtype)
         call = PhotographCall(model, self.answer, device, self.batch)
-        if device != "cpu" and isinstance(self.answer, Classes):  # a detector's images have the shapes of photographs
+        if device != "cpu" and isinstance(self.answer, Classes):  # a detector's shapes vary with the photographs
             call.warm_up(self.answer.preprocessing.crop, self.batch)
         return call
 
     def sent(self) -> ModelTarget:
-        """Return the target with a copy of the weights, because another machine cannot share this memory."""
+        """Return the target with its own copy of the weights, since another machine cannot share this memory."""
         return replace(self, packed=replace(self.packed, weights=self.packed.weights.clone()))
 
 
 def model_names() -> list[str]:
-    """The names of the models that can be mapped."""
+    """The names of the models that can be targets."""
     return [*(name for name, entry in builtin_models().items() if entry.classifies), *DETECTORS]
 
 
@@ -129,34 +129,33 @@ def model_target(
     dtype: torch.dtype | None = None,
     batch: int | None = None,
 ) -> ModelTarget:
-    """Make a target of a model of `rooftop classify` or `rooftop detect`, with given weights or random ones.
+    """Make a target from a model of `rooftop classify` or `rooftop detect`, with given or random weights.
 
     Args:
         top: number of classes per photograph.
-        threshold: minimum score of the objects.
+        threshold: minimum score of detected objects.
         dtype: compute dtype. None: bfloat16 on a GPU, float32 on a CPU.
-        batch: photographs per call. None: 16, for a detector 4.
+        batch: photographs per call. None: 16 for a classifier, 4 for a detector.
 
     Raises:
         TargetError: there is no such model.
-        InputError: a detector gets both or neither of weights and seed, a classifier gets both, or a number is out of
-            range.
+        InputError: both weights and a seed are given, a detector gets neither, or a number is out of range.
         WeightsError: see `load_classifier` and `load_detector`.
     """
     if weights is not None and seed is not None:
-        raise InputError("expected one of weights and a seed of random weights, got both")
+        raise InputError("expected weights or a seed of random weights, got both")
     if batch is not None and batch < 1:
         raise InputError(f"batch is {batch}, expected 1 or more")
     if top < 1 or not 0 <= threshold <= 1:
-        raise InputError(f"expected top of at least 1 and a threshold in 0..1, got {top} and {threshold}")
+        raise InputError(f"expected top >= 1 and a threshold in 0..1, got {top} and {threshold}")
     if name in DETECTORS:
         if weights is None and seed is None:
-            raise InputError(f"{name} needs weights, or a seed of random weights to try the model")
+            raise InputError(f"{name} needs weights (or, to try the model, a seed for random weights)")
         detector = load_detector(name, weights) if weights is not None else _seeded(DETECTORS[name], seed or 0)
         detector.auxiliary = False  # type: ignore[assignment]
         return _target(name, weights, seed, {"threshold": threshold}, batch or DETECTOR_BATCH, detector, dtype)
     if name not in model_names():
-        model_entry(name)  # if there is no such model, this raises and names similar ones
+        model_entry(name)  # for an unknown model, this raises and names similar models
         raise TargetError(f"{name} is not a classifier or detector of photographs: expected {', '.join(model_names())}")
     if seed is None:
         weights = weights or "DEFAULT"
@@ -200,7 +199,7 @@ def _target(
         columns = pa.schema(
             [*size, ("labels", numbers), ("names", names), ("scores", pa.list_(pa.float32())), ("boxes", boxes)]
         )
-    folded = Engine(model, dtype=torch.float32, constants=False).model  # on the CPU: fold norms, once for all workers
+    folded = Engine(model, dtype=torch.float32, constants=False).model  # on the CPU, fold norms once for all workers
     return ModelTarget(name, made_of, batch, PackedModel.of(folded), dtype, prepare, answer, columns)
 
 
@@ -219,12 +218,12 @@ class _Resized:
 
 
 def _pixels(image: Image.Image) -> Tensor:
-    """The pixels (H, W, 3) uint8, a quarter of the bytes of the model's input."""
+    """The pixels (H, W, 3) uint8, which take a quarter of the bytes of the model's float32 input."""
     return torch.from_numpy(np.array(image))
 
 
 class _ByEngine(nn.Module):
-    """A network that an engine runs, as a module. Its parameters give the device and dtype of images."""
+    """A module that runs a network by an engine. Its parameters show the device and dtype that images need."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -236,7 +235,7 @@ class _ByEngine(nn.Module):
 
 
 class _DetrByEngine(Detr):
-    """A DETR that an engine runs. The input of the engine depends only on the size of the padded batch."""
+    """A DETR that an engine runs. The engine's input shape depends only on the padded batch's size."""
 
     def __init__(self, engine: Engine) -> None:
         nn.Module.__init__(self)

@@ -1,12 +1,13 @@
-"""A folder of Parquet parts, which grows during a run. Each part is written completely or not at all.
+"""A folder of Parquet parts that grows during a run. Each part is written completely or not at all.
 
     out.parquet/
       part-00000.parquet     rows: input, place, error, and the columns of the results
       part-00001.parquet
       _rooftop.json          target and arguments; readers of Parquet ignore names that begin with _ or .
-      .lock                  held by the run that writes
+      .lock                  locked by the run that writes
 
-Only the parts record which items are done: a run reads their columns `input` and `place`, and does the missing items.
+Only the parts record which items are done. A run reads their columns `input` and `place`, and computes the missing
+items.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from rooftop.hardware.ceilings import write_whole
 
 FORMAT = 1
 RECORD = "_rooftop.json"
-PART_BYTES = 64 << 20  # largest part in memory
-# an interrupted run loses at most the rows of this time, or of 2% of its time; with longer waits there are fewer parts
+PART_BYTES = 64 << 20  # maximum bytes of a part in memory
+# An interrupted run loses at most the rows of this time, or of 2% of its time. Longer times make fewer parts.
 FIRST_PART_S = 10.0
 PART_SHARE = 0.02
 
 
 class Done:
-    """The set of items in the parts: the name of each file, and a bit for each of its lines, rows or clips."""
+    """The set of items that are done: the name of each file, and a bit for each of its lines, rows or clips."""
 
     def __init__(self) -> None:
         self._whole: set[str] = set()
@@ -60,27 +61,29 @@ class Done:
 
 
 class Parts:
-    """The folder, locked for this run.
+    """The folder of parts, locked for this run.
 
         with Parts(folder, target, arguments) as parts:
             if item not in parts.done: ...
             parts.settle(columns)
             parts.add(batch)
 
-    Added rows are written when there are many or they are old, and when the `with` block ends, even by an exception.
+    `Parts` writes added rows when there are many, when they are old, and when the `with` block ends, even by an
+    exception.
 
     Args:
         folder: created if its parent exists.
-        target, arguments: the target and arguments of the run, which must be the same for all runs into the folder.
-        retry_errors: whether rows with an error are removed from the parts, so that their items are repeated.
+        target, arguments: the run's target and arguments, which must be the same for all runs that write to this
+            folder.
+        retry_errors: whether to remove rows with an error from the parts, so that their items are repeated.
 
     Attributes:
-        done: the items of the parts when the folder was opened.
+        done: the items that the parts had when the folder was opened.
         columns: the results' columns (a pyarrow.Schema), or None until the first result.
 
     Raises:
-        InputError: the folder is a file or cannot be made; another run writes it; it belongs to another target or other
-            arguments; it holds other files; or a part is damaged.
+        InputError: the folder is a file or cannot be created; another run is writing to it; it has results of another
+            target or of other arguments; it has other files; or a part is damaged.
     """
 
     def __init__(self, folder: Path, target: str, arguments: Mapping[str, Any], retry_errors: bool = False) -> None:
@@ -89,7 +92,7 @@ class Parts:
         self.done = Done()
         self._waiting: list[Any] = []
         self._waiting_bytes = 0
-        self._begun = self._since = time.monotonic()  # the time from which rows have been waiting
+        self._begun = self._since = time.monotonic()  # the time when the oldest waiting row was added
         self._lock: IO[str] = self._locked()
         try:
             self._check_record()
@@ -120,7 +123,7 @@ class Parts:
         import fcntl
 
         if self.folder.exists() and not self.folder.is_dir():
-            raise InputError(f"{self.folder} is a file, but results are a folder of parts: give another name")
+            raise InputError(f"{self.folder} is a file, expected a folder for the results: give another name")
         try:
             self.folder.mkdir(exist_ok=True)
             lock = (self.folder / ".lock").open("w")
@@ -141,7 +144,7 @@ class Parts:
             others = [each.name for each in self.folder.iterdir() if not each.name.startswith(".")]
             if others:
                 raise InputError(
-                    f"{self.folder} holds {others[0]}, which rooftop map did not write: give a new or empty folder"
+                    f"{self.folder} contains {others[0]}, which rooftop map did not write: give a new or empty folder"
                 )
             return
         try:
@@ -150,13 +153,13 @@ class Parts:
             encoded = record["schema"]
             version = record["format"]
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} is damaged: to start again, remove {self.folder} or give another name") from error
+            raise InputError(f"{path} is damaged: to start over, remove {self.folder} or give another name") from error
         if version != FORMAT:
             raise InputError(f"{path} has format {version}, expected {FORMAT}: give another name")
         mine = json.loads(json.dumps(self._made_by))
         if made_by != mine:
             raise InputError(
-                f"{self.folder} has results of another job: {_differences(made_by, mine)}. To start again, remove the "
+                f"{self.folder} has results of another job: {_differences(made_by, mine)}. To start over, remove the "
                 "folder or give another name"
             )
         if encoded is not None:
@@ -186,7 +189,7 @@ class Parts:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def settle(self, columns: Any | None) -> None:
-        """Set the columns of the results (a pyarrow.Schema), including those of existing parts."""
+        """Set the columns of the results (a pyarrow.Schema), also in existing parts."""
         if self.columns is not None and columns == self.columns and (self.folder / RECORD).exists():
             return
         self.columns = columns
@@ -208,7 +211,7 @@ class Parts:
         write_whole(self.folder / RECORD, json.dumps(record, indent=1) + "\n")
 
     def add(self, batch: Any) -> None:
-        """Add rows (a pyarrow.RecordBatch), to be written now or later."""
+        """Add rows (a pyarrow.RecordBatch). They are written now or later."""
         if not self._waiting:
             self._since = time.monotonic()
         self._waiting.append(batch)
@@ -216,14 +219,14 @@ class Parts:
         self.write_if_due()
 
     def write_if_due(self) -> None:
-        """Write the waiting rows if there are many or they are old."""
+        """Write the waiting rows if there are many of them or if they are old."""
         now = time.monotonic()
         patience = max(FIRST_PART_S, PART_SHARE * (now - self._begun))
         if self._waiting and (self._waiting_bytes >= PART_BYTES or now - self._since >= patience):
             self.flush()
 
     def flush(self) -> None:
-        """Write the waiting rows as a part."""
+        """Write the waiting rows to a new part."""
         if not self._waiting:
             return
         if not (self.folder / RECORD).exists():

@@ -1,12 +1,13 @@
-"""A network over batches of photographs, as a call in two halves: the GPU has work while results are read.
+"""Run a network on batches of photographs by calls in two halves, so that the GPU has work while the host reads
+results.
 
     call = PhotographCall(network, Classes(top=5), "cuda", batch=64)
-    rows = call(photographs)                            # begin and finish
-    begun = call.begin(photographs)                     # copied, normalized, computed; the host does not wait
-    rows = call.finish(begun)                           # waits
+    rows = call(photographs)                            # both halves: begin and finish
+    begun = call.begin(photographs)                     # starts to copy, normalize and compute; the host does not wait
+    rows = call.finish(begun)                           # waits for the results
 
-The uint8 pixels of a batch go to the device from pinned memory, on a stream of their own, and are normalized there.
-The results come back in pinned memory. On the CPU the same code runs without streams.
+A separate stream copies the uint8 pixels of a batch from pinned memory to the device, and normalizes them there. The
+results are copied back to pinned memory. On the CPU, the same code runs without streams.
 """
 
 from __future__ import annotations
@@ -34,35 +35,37 @@ CALLED = "this photograph"
 
 @dataclass(frozen=True)
 class Shown:
-    """A photograph as a model sees it: its size (width, height), and pixels (H, W, 3) uint8, not yet normalized."""
+    """A photograph for a model: its original size (width, height), and its pixels (H, W, 3) uint8, not yet
+    normalized."""
 
     size: tuple[int, int]
     pixels: Tensor
 
 
 class Computed(NamedTuple):
-    """Results on the device, whose first dimension is the photographs; and the number of classes of the network."""
+    """Results on the device, with photographs along the first dimension, and the network's number of classes."""
 
     results: tuple[Tensor, ...]
     classes: int
 
 
 class Answer(Protocol):
-    """The results of a network for photographs."""
+    """How to compute a network's results for photographs, and turn them into rows."""
 
     @property
     def preprocessing(self) -> Preprocessing: ...
 
     def compute(self, network: nn.Module, images: list[Tensor], sizes: list[tuple[int, int]]) -> Computed:
-        """The results. The host does not wait for them.
+        """Compute the results. The host does not wait for them.
 
         Args:
-            images: (B, 3, H, W), normalized; several of (1, 3, H, W), if the photographs have several shapes.
+            images: normalized images: one tensor (B, 3, H, W), or several of (1, 3, H, W) if the photographs have
+                several shapes.
             sizes: (width, height) of the photographs.
         """
 
     def rows(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> list[dict[str, Any]]:
-        """The row of each photograph, from results in the host's memory.
+        """Make a row for each photograph, from results in host memory.
 
         Raises:
             ModelRunError: a result is not finite.
@@ -71,7 +74,7 @@ class Answer(Protocol):
 
 @dataclass(frozen=True)
 class _Begun:
-    """A batch on the device, its results on their way; times are events of a GPU, or seconds."""
+    """A batch that the device computes. Times are CUDA events, or seconds on the CPU."""
 
     photographs: list[Shown]
     results: list[Tensor]
@@ -81,15 +84,15 @@ class _Begun:
 
 
 class PhotographCall:
-    """The call: photographs to rows.
+    """A call from photographs to rows.
 
     Args:
-        network: on the device.
-        batch: on a GPU, smaller batches are filled up to this number, because a CUDA graph belongs to one shape.
+        network: the network, on the device.
+        batch: the batch size on a GPU. Smaller batches are padded to this size, because a CUDA graph has fixed shapes.
 
     Attributes:
-        device_s: seconds that the device has worked on finished batches.
-        pins: whether pixels in pinned memory are sent without another copy.
+        device_s: seconds that the device has spent on finished batches.
+        pins: whether pixels that are in pinned memory are sent without a further copy.
     """
 
     def __init__(self, network: nn.Module, answer: Answer, device: str, batch: int) -> None:
@@ -105,15 +108,15 @@ class PhotographCall:
         self.device_s = 0.0
 
     def __call__(self, photographs: list[Shown]) -> list[dict[str, Any]]:
-        """The rows of photographs."""
+        """Compute the rows of photographs, and wait for them."""
         return self.finish(self.begin(photographs))
 
     @torch.inference_mode()
     def begin(self, photographs: list[Shown]) -> _Begun:
-        """Start the work on photographs; on a GPU the host does not wait.
+        """Start to compute photographs. On a GPU, the host does not wait.
 
         Raises:
-            ModelRunError: memory does not suffice.
+            ModelRunError: there is not enough memory.
         """
         filled = [*photographs, *photographs[:1] * (self._filled_to - len(photographs))]
         try:
@@ -123,14 +126,14 @@ class PhotographCall:
             results, classes = self._answer.compute(self._network, images, [each.size for each in filled])
             on_host = [self._to_host(each) for each in results]
         except torch.cuda.OutOfMemoryError as error:
-            self._filled_to = 0  # the photographs are tried one by one
+            self._filled_to = 0  # the worker then tries the photographs one by one
             raise ModelRunError(
                 f"{len(filled)} photographs at once do not fit into memory; use a smaller batch"
             ) from error
         return _Begun(photographs, on_host, classes, started, self._now())
 
     def finish(self, begun: _Begun) -> list[dict[str, Any]]:
-        """Wait for a batch; return its rows.
+        """Wait for a batch, and return its rows.
 
         Raises:
             ModelRunError: a result is not finite.
@@ -144,14 +147,15 @@ class PhotographCall:
         return self._answer.rows(begun.photographs, [each[:count] for each in begun.results], begun.classes)
 
     def warm_up(self, side: int, batch: int) -> None:
-        """Compute a batch of black squares, so that kernels are compiled and a CUDA graph is captured."""
+        """Compute a batch of black squares, to compile kernels and capture a CUDA graph."""
         black = Shown((side, side), torch.zeros(side, side, 3, dtype=torch.uint8))
         begun = self.begin([black] * batch)
         if self._on_gpu:
             begun.ended.synchronize()
 
     def _sent(self, photographs: list[Shown]) -> list[Tensor]:
-        """The pixels on the device: (B, H, W, 3) if all have one shape, else (1, H, W, 3) of each."""
+        """Copy the pixels to the device: one (B, H, W, 3) if all have the same shape, or one (1, H, W, 3) per
+        photograph."""
         pixels = [each.pixels for each in photographs]
         if self.pins and not all(each.is_pinned() for each in pixels):
             pixels = self._pinned(pixels)
@@ -160,9 +164,9 @@ class PhotographCall:
 
     @staticmethod
     def _pinned(pixels: list[Tensor]) -> list[Tensor]:
-        """The pixels in one piece of pinned memory.
+        """Copy the pixels into one piece of pinned memory.
 
-        NumPy copies. torch's operators would wake a team of threads, whose cores decode.
+        NumPy makes the copies. torch's operators would wake a team of threads on cores that decode.
         """
         ends = np.cumsum([each.numel() for each in pixels]).tolist()
         whole = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
@@ -180,7 +184,7 @@ class PhotographCall:
     def _now(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True, blocking=True)  # waiting takes no core from decoding
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # a blocking wait leaves the core to decoding
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -193,13 +197,13 @@ class Classes:
     preprocessing: Preprocessing
 
     def compute(self, network: nn.Module, images: list[Tensor], sizes: list[tuple[int, int]]) -> Computed:
-        """Whether the logits are finite, (B,); probabilities and classes, (B, top)."""
+        """Return whether the logits are finite, (B,), and the best probabilities and classes, (B, top) each."""
         logits = network(torch.cat(images) if len(images) > 1 else images[0]).float()  # (B, classes)
         best = logits.softmax(1).topk(min(self.top, logits.shape[1]))
         return Computed((logits.isfinite().all(1), best.values, best.indices), logits.shape[1])
 
     def rows(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> list[dict[str, Any]]:
-        """Label, name and probability of the most probable class, and lists of the most probable ones."""
+        """Make rows with the label, name and probability of the most probable class, and lists of the `top` classes."""
         finite, probabilities, labels = (each.tolist() for each in results)
         if not all(finite):
             raise not_finite(CALLED)
@@ -222,14 +226,14 @@ class Classes:
 
 @dataclass(frozen=True)
 class Objects:
-    """The objects of a detector with at least a score."""
+    """The objects that a detector finds with at least a minimum score."""
 
     threshold: float
     preprocessing: Preprocessing = IMAGENET
 
     def compute(self, network: nn.Module, images: list[Tensor], sizes: list[tuple[int, int]]) -> Computed:
-        """Of each photograph: whether its predictions are finite; the number of scores that reach the threshold;
-        scores and labels (B, queries), best first; boxes (B, queries, 4)."""
+        """Return for each photograph whether its predictions are finite, the number of scores that reach the threshold,
+        scores and labels (B, queries), best first, and boxes (B, queries, 4)."""
         assert isinstance(network, Detr)
         predictions = network(images[0] if len(images) == 1 else [image for each in images for image in each])
         logits, boxes = predictions.logits, predictions.boxes
@@ -241,7 +245,7 @@ class Objects:
         return Computed((finite, counts, scores, labels, boxes), logits.shape[-1] - 1)
 
     def rows(self, photographs: list[Shown], results: Sequence[Tensor], classes: int) -> list[dict[str, Any]]:
-        """The size of a photograph, and lists of its objects, best score first."""
+        """Make rows with the size of a photograph and lists of its objects, best score first."""
         finite, *parts = results
         if not finite.all():
             raise not_finite(CALLED)

@@ -1,8 +1,8 @@
-"""Convert results to rows of a table: find the columns, and mark results that do not fit.
+"""Convert results to table rows: determine the columns, and turn results that do not fit into errors.
 
-Every row has `input`, `place` and `error`, and then the columns of the result, which are null if there is an error. The
+Every row has `input`, `place` and `error`, followed by the result's columns, which are null in a row with an error. The
 first good result sets the columns and their types. Arrays and tensors have a type even if they are empty. Python's
-empty lists and None have no type, so their column takes its type from a later result.
+empty lists and None have no type, so a later result sets the type of their column.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rooftop.errors import InputError
 
 FIXED = ("input", "place", "error")
 MOST_CHARACTERS = 500  # longest error
-REFUSALS = (ValueError, TypeError, OverflowError)  # of values that pyarrow cannot take, besides its own exceptions
-ATOMS = frozenset({bool, int, float, str, bytes, type(None)})  # types of values that hold no arrays or tensors
+REFUSALS = (ValueError, TypeError, OverflowError)  # for values that pyarrow refuses, besides its own exceptions
+ATOMS = frozenset({bool, int, float, str, bytes, type(None)})  # types whose values contain no arrays or tensors
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe an exception: its type, then its message; for errors of Rooftop only the message."""
+        """Describe an exception by its type and message, or an error of Rooftop by only its message."""
         said = " ".join(str(error).split())
         kind = type(error).__name__
         text = said if isinstance(error, InputError) and said else f"{kind}: {said}" if said else kind
@@ -43,17 +43,17 @@ Row = dict[str, Any]
 
 
 def row_of(result: Any) -> Row:
-    """A result as columns: those of a mapping, or `result` for any other value."""
+    """Return a result as a row: a mapping's items, or the column `result` for any other value."""
     if isinstance(result, Mapping):
         return {str(name): _plain(value) for name, value in result.items()}
     return {"result": _plain(result)}
 
 
 def _plain(value: Any) -> Any:
-    """Convert tensors to arrays, which have a dtype, also inside lists and dicts."""
+    """Convert tensors to arrays of the same dtype, also inside lists and dicts."""
     if type(value) in ATOMS:
         return value
-    torch = sys.modules.get("torch")  # if torch is not loaded, no value is a tensor
+    torch = sys.modules.get("torch")  # no value is a tensor if torch is not loaded
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
@@ -65,7 +65,8 @@ def _plain(value: Any) -> Any:
 
 
 def _holds_atoms(values: Sequence[Any]) -> bool:
-    """Whether no element needs a conversion: a detector's row has hundreds of numbers, 1 us for each if asked alone."""
+    """Whether no element needs conversion. (A detector's row has hundreds of numbers, and separate checks cost 1 us
+    each.)"""
     return ATOMS.issuperset(map(type, values))
 
 
@@ -73,7 +74,7 @@ def _holds_atoms(values: Sequence[Any]) -> bool:
 
 
 def whole_schema(columns: Any | None) -> Any:
-    """The schema of the parts: the fixed columns, then those of the results (a pyarrow.Schema, or None)."""
+    """The parts' schema: the fixed columns, then the results' columns (a pyarrow.Schema, or None)."""
     pa = load_arrow()
     fixed = [("input", pa.string()), ("place", pa.int64()), ("error", pa.string())]
     return pa.schema([*fixed, *(columns or ())])
@@ -101,7 +102,7 @@ def _type_of(value: Any) -> Any:
 
 
 def _nested(value: Any) -> Any:
-    """Convert arrays to nested lists of 1-D arrays, which pyarrow takes."""
+    """Convert arrays to nested lists of 1-D arrays, which pyarrow accepts."""
     if isinstance(value, np.ndarray):
         return value.item() if value.ndim == 0 else value if value.ndim == 1 else [_nested(each) for each in value]
     if isinstance(value, list):
@@ -112,18 +113,18 @@ def _nested(value: Any) -> Any:
 
 
 def learned(columns: Any | None, row: Row) -> Any:
-    """The columns of a row (pyarrow.Schema) if no columns are known; otherwise the known columns with missing types
-    filled in.
+    """The row's columns (a pyarrow.Schema) if no columns are known yet, or the known columns with types filled in from
+    the row.
 
     Raises:
-        InputError: no column can hold a value, or a column has the name of a fixed column.
+        InputError: a value fits into no type of column, or a column has the name of a fixed column.
     """
     pa = load_arrow()
     taken = [name for name in row if name in FIXED]
     if taken:
         raise InputError(f"a result has the column {taken[0]!r}, which every row already has: give it another name")
     if not row:
-        raise InputError("a result has no columns: expected a dict with at least one, or a value")
+        raise InputError("a result is an empty dict: expected a dict with at least one item, or a single value")
 
     def field(name: str, value: Any) -> Any:
         try:
@@ -147,12 +148,13 @@ def learned(columns: Any | None, row: Row) -> Any:
 def to_batch(
     items: Sequence[Item], outcomes: Sequence[Row | Failure], columns: Any | None, learn: bool = False
 ) -> tuple[Any, int, Any]:
-    """Return a pyarrow.RecordBatch with one row per item, the number of errors, and the columns known afterwards.
+    """Return a pyarrow.RecordBatch with one row per item, the number of errors, and the columns that are known
+    afterwards.
 
     Args:
         outcomes: the outcome of each item.
-        columns: known before; None: only the fixed ones.
-        learn: whether rows may set unknown columns and types.
+        columns: the result columns that are known; None: none yet.
+        learn: whether the rows may set columns and types that are not known yet.
 
     Raises:
         InputError: the first good row cannot become columns; see `learned`.
@@ -193,10 +195,10 @@ def to_batch(
                             "even when empty"
                         )
                     checked[number] = Failure(f"column {field.name!r}: {why}")
-            if len(alone) == len(values):  # each fits, but not in one array of Python's values: [True] and [1]
+            if len(alone) == len(values):  # each fits alone, but not all in one Python list: [True] and [1]
                 arrays.append(pa.concat_arrays(alone))
                 continue
-            return to_batch(items, checked, columns)  # now these rows are null in all columns
+            return to_batch(items, checked, columns)  # repeat with the failed rows as errors, whose columns are null
     errors = [each.why if isinstance(each, Failure) else None for each in checked]
     fixed = [[item.input for item in items], [item.place for item in items], errors]
     whole = whole_schema(columns)
@@ -205,7 +207,7 @@ def to_batch(
 
 
 def _column(values: list[Any], kind: Any) -> Any:
-    """Convert values to a type without loss: 2.0 is an integer, 1.5 and "2" are not.
+    """Convert values to a type without loss: 2.0 becomes an integer, 1.5 and "2" do not.
 
     Raises:
         ArrowException, ValueError, TypeError, OverflowError: pyarrow refuses the values, or a value is of another kind.
@@ -217,13 +219,13 @@ def _column(values: list[Any], kind: Any) -> Any:
     if pa.types.is_null(found.type):
         return pa.array(values, kind)
     if not _alike(found.type, kind):
-        raise TypeError(f"it is {found.type}")
+        raise TypeError(f"its type is {found.type}")
     return found.cast(kind)
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether values of type `one` may become `other`: both are numbers, both text, or nested in the same way; an
-    unknown type matches any other. A boolean may become a number, but a number no boolean."""
+    """Whether values of type `one` may become `other`: both are numbers, both are text, or both are nested in the same
+    way. An unknown type matches any type. A boolean may become a number, but no number becomes a boolean."""
     pa = load_arrow()
     if pa.types.is_null(one) or pa.types.is_null(other):
         return True
@@ -242,7 +244,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _difference(row: Row, columns: Any) -> str | None:
-    """Describe how the columns of a row differ from the known ones; None if they are the same."""
+    """Describe how a row's columns differ from the known columns; None if they are the same."""
     missing = [name for name in columns.names if name not in row]
     more = [name for name in row if name not in columns.names]
     if not missing and not more:
@@ -254,7 +256,7 @@ def _difference(row: Row, columns: Any) -> str | None:
 
 
 def fitted(batch: Any, schema: Any) -> Any:
-    """Fit a batch to a schema: missing columns become null, columns without a type get one."""
+    """Fit a batch to a schema: add missing columns as null, and give a type to columns that have none."""
     pa = load_arrow()
     arrays = [
         batch.column(field.name).cast(field.type)
@@ -266,7 +268,7 @@ def fitted(batch: Any, schema: Any) -> Any:
 
 
 def joined(batches: Sequence[Any], columns: Any | None) -> Any:
-    """Several batches as one, with the columns that are known after the last one."""
+    """Concatenate batches, with the columns that are known after the last batch."""
     whole = whole_schema(columns)
     table = load_arrow().Table.from_batches([fitted(each, whole) for each in batches], whole)
     (batch,) = table.combine_chunks().to_batches()

@@ -1,6 +1,6 @@
-"""Targets: a callable of the user, or a model of Rooftop. Each worker loads its target once.
+"""Targets: a user's callable, or one of Rooftop's models. Each worker loads its target once.
 
-The process that starts the run makes a target and sends it to each worker once. The worker turns it into a function
+The process that starts the run creates the target and sends it to each worker once. The worker loads from it a function
 that maps a list of values to a list of as many results.
 """
 
@@ -19,39 +19,39 @@ from typing import Any, Protocol, runtime_checkable
 from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean
 
 Call = Callable[[list[Any]], Sequence[Any]]
-"""From the values of several items to their results, in the same order."""
+"""A function from the values of several items to their results, in the same order."""
 
 
 @runtime_checkable
 class PipelinedCall(Protocol):
-    """A call in two halves: the device gets the next batch before the results of the last one are read.
+    """A call in two halves, so that the device gets a batch before the host reads the results of the previous batch.
 
     Attributes:
-        device_s: seconds that the device has worked on finished batches.
+        device_s: seconds that the device has spent on finished batches.
     """
 
     @property
     def device_s(self) -> float: ...
 
     def begin(self, values: list[Any]) -> Any:
-        """Start the work, without waiting for it."""
+        """Start to compute a batch, without waiting for it."""
 
     def finish(self, begun: Any) -> Sequence[Any]:
-        """Wait for the results of what `begin` returned; batches finish in their order."""
+        """Wait for the results of a batch that `begin` returned. Batches finish in the order of `begin`."""
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
-        """Start the work, and wait for its results."""
+        """Compute a batch, and wait for its results."""
 
 
 @runtime_checkable
 class Target(Protocol):
-    """A target in the form that workers receive.
+    """A target, in the form in which it is sent to workers.
 
     Attributes:
-        name: the name that is recorded with the results; `arguments`: other settings that change the results.
-        batch: largest number of values per call; None: one.
+        name: the name that is recorded with the results. `arguments` are other settings that affect the results.
+        batch: maximum number of values per call; None: one.
         columns: a pyarrow.Schema of the results, or None: the first result sets it.
-        prepare: for a target that takes photographs: what threads make of each Pillow image before the call.
+        prepare: for targets that take photographs: the function that decoding threads apply to each Pillow image.
     """
 
     @property
@@ -70,20 +70,22 @@ class Target(Protocol):
     def prepare(self) -> Callable[[Any], Any] | None: ...
 
     def load(self, device: str) -> Call:
-        """Called once in a worker: return the function for batches, on "cpu" or "cuda"; it may be a `PipelinedCall`."""
+        """Return the function for batches, on "cpu" or "cuda". It may be a `PipelinedCall`. Each worker calls `load`
+        once."""
 
     def sent(self) -> Target:
-        """Return a form for workers on other machines that contains all the data that it needs."""
+        """Return the target for workers on other machines, with all the data that it needs."""
 
 
 @dataclass(frozen=True)
 class CallableTarget:
-    """A function of one value (with `batch`, of a list of values), or a class that is instantiated once per worker.
+    """A target made from a function of one value (with `batch`, of a list of values), or from a class that each worker
+    instantiates once.
 
     Attributes:
-        name: "my.py:fn", "package.module:fn", or a description of an object.
+        name: "my.py:fn", "package.module:fn", or a description of the callable.
         place: (file or module, name), from which workers import the callable; None: they unpickle `pickled`.
-        batch: values of a call; None: the function is called with one value.
+        batch: maximum values per call; None: the function is called with one value.
     """
 
     name: str
@@ -95,11 +97,11 @@ class CallableTarget:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Always empty."""
+        """Other settings that affect the results: none."""
         return {}
 
     def load(self, device: str) -> Call:
-        """Return the callable; instantiate a class.
+        """Import or unpickle the callable, and instantiate it if it is a class.
 
         Raises:
             ModelRunError: the import or the constructor raised.
@@ -121,10 +123,10 @@ class CallableTarget:
         return lambda values: [found(value) for value in values]
 
     def sent(self) -> CallableTarget:
-        """Include the content of a file of the user; workers import a module themselves.
+        """Include the pickled content of a user's file. Workers import modules themselves.
 
         Raises:
-            TargetError: something in the file cannot be pickled.
+            TargetError: an object in the file cannot be pickled.
         """
         if self.place is None or not self.place[0].endswith(".py"):
             return self
@@ -149,7 +151,7 @@ def _as_many(results: Any, count: int) -> Sequence[Any]:
 
 
 def callable_target(given: str | Callable[..., Any], batch: int | None = None) -> CallableTarget:
-    """Make a target of "my.py:fn", "package.module:fn", or of a function or class itself.
+    """Make a target from "my.py:fn", "package.module:fn", or a function or class.
 
     Raises:
         TargetError: there is no such file, module or name, the object is not callable, or it cannot be sent to other
@@ -186,8 +188,8 @@ def pickled(target: Any, name: str) -> bytes:
         found: bytes = cloudpickle.dumps(target)
     except Exception as error:
         raise TargetError(
-            f"{name} cannot be sent to other processes ({type(error).__name__}: {error}): create its contents in the "
-            "__init__ of a class, which runs in each worker"
+            f"{name} cannot be sent to other processes ({type(error).__name__}: {error}): give a class instead, whose "
+            f"__init__ runs in each worker and creates what cannot be sent"
         ) from error
     return found
 

@@ -1,6 +1,7 @@
-"""The work on chunks of items in a worker: items are decoded ahead, the target gets batches, the result is a table.
+"""How a worker computes chunks of items: it decodes items ahead, calls the target with batches, and makes a table of
+the results.
 
-If an item fails, only this item becomes a row with an error. If a batch fails, its items are tried one by one.
+If an item fails, only this item becomes a row with an error. If a batch fails, its items are retried one by one.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from rooftop.cluster.tables import Failure, Row, joined, row_of, to_batch
 from rooftop.cluster.targets import PipelinedCall, Target
 from rooftop.errors import MissingExtraError
 
-ROWS_AT_ONCE = 64  # rows that become a table at a time, which takes 1 to 2 ms
+ROWS_AT_ONCE = 64  # rows that are converted to a table at a time, in 1 to 2 ms
 
 
 @dataclass(frozen=True)
 class Job:
-    """The data that a worker needs before its first chunk.
+    """Everything that a worker needs before its first chunk.
 
     Attributes:
-        threads: decoding threads of a worker, or its decoding processes.
-        processes: whether they are processes.
+        threads: number of a worker's decoding threads, or of its decoding processes.
+        processes: whether processes decode, instead of threads.
         timeout_s: time limit of an item or a batch; None: no limit.
     """
 
@@ -41,7 +42,7 @@ class Job:
 
     @property
     def batch(self) -> int:
-        """Largest number of items per call."""
+        """Maximum number of items per call."""
         return self.target.batch or 1
 
     def decoder(self) -> Callable[[Item], Any]:
@@ -60,9 +61,10 @@ class Chunk:
     """Items that a worker gets in one message.
 
     Attributes:
-        columns: the columns known when the chunk was sent; `learn`: whether its rows may set unknown ones.
-        deaths: number of workers that ended while they had the chunk.
-        careful: whether the chunk is a single item that may end workers; its worker then has no other chunk.
+        columns: the columns that were known when the chunk was sent. `learn` says whether the chunk's rows may set
+            unknown columns.
+        deaths: number of workers that have ended while they had the chunk.
+        careful: whether the chunk is a single item that may kill workers. Its worker then gets no other chunk.
     """
 
     number: int
@@ -75,13 +77,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished chunk: its rows, the columns known afterwards, and its times.
+    """A finished chunk: its rows, the columns that are known afterwards, and its times.
 
     Attributes:
         batch: a pyarrow.RecordBatch.
-        decoded, called: number of items decoded, and passed to the target.
-        decode_s, call_s: seconds of the decoding threads, and of the target: those of its GPU for a `PipelinedCall`.
-        worker: name of the worker; `threads`: its decoding threads, or processes if `processes`.
+        decoded, called: number of items that were decoded, and number that were passed to the target.
+        decode_s, call_s: seconds of the decoding threads, and seconds of the target (of its GPU for a `PipelinedCall`).
+        worker: name of the worker. `threads` is its number of decoding threads, or of decoding processes if
+            `processes`.
     """
 
     batch: Any
@@ -98,14 +101,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decoded:
-    """The value of an item, or its error, and the thread's seconds for it."""
+    """An item's value or error, and the seconds that a thread spent on it."""
 
     value: Any
     seconds: float
 
 
 def decoded(decode: Callable[[Item], Any], item: Item) -> Decoded:
-    """Decode an item. A damaged one is a `Failure`.
+    """Decode an item. A damaged item becomes a `Failure`.
 
     Raises:
         MissingExtraError: a package for all items is not installed.
@@ -124,15 +127,15 @@ class Ahead(Protocol):
     """Decodes items before they are needed."""
 
     def take(self, count: int) -> list[Decoded]:
-        """Return the next items, in order; they must exist."""
+        """Wait for the next items and return them in order. The items must exist."""
 
 
 class AheadByThreads:
-    """Items decoded by threads in order, a few of them ahead.
+    """Decodes items in order by threads, a few items ahead.
 
     Args:
-        more: returns the next items, if any are available yet.
-        ahead: largest number of items decoded ahead.
+        more: returns the next items, or None if none are available yet.
+        ahead: maximum number of items to decode ahead.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class AheadByThreads:
         self._begun: deque[Future[Decoded]] = deque()
 
     def take(self, count: int) -> list[Decoded]:
-        """Return the next items, which must exist."""
+        """Wait for the next items and return them. The items must exist."""
         found = []
         for _ in range(count):
             self._begin()
@@ -165,16 +168,16 @@ class AheadByThreads:
 
 
 At = Callable[[Chunk, int, int], AbstractContextManager[Any]]
-"""Makes a context manager around the work on the items (first, count) of a chunk."""
+"""Makes the context manager in which a worker processes the items (first, count) of a chunk."""
 
 
 @dataclass
 class _Progress:
-    """A chunk on its way through the target."""
+    """A chunk that the target is working on."""
 
     chunk: Chunk
     columns: Any
-    outcomes: list[Row | Failure] = field(default_factory=list)  # not yet in a table
+    outcomes: list[Row | Failure] = field(default_factory=list)  # outcomes that are not yet in a table
     tables: list[Any] = field(default_factory=list)
     done: int = 0
     errors: int = 0
@@ -187,9 +190,9 @@ class _Progress:
         return self.done == len(self.chunk.items)
 
     def add(self, outcomes: list[Row | Failure]) -> None:
-        """Add the outcomes of the next items. They become rows when they are many or the last ones.
+        """Add the outcomes of the next items. Outcomes become rows once there are many, or when the chunk is complete.
 
-        A whole chunk at once would take longer than the GPU works on the batch in progress.
+        Converting a whole chunk at once would take longer than the GPU needs for the batch in progress.
         """
         self.outcomes += outcomes
         first = self.done
@@ -209,7 +212,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch that is begun: its items, and what `PipelinedCall.begin` returned, or the error that it raised."""
+    """A batch that has begun: its items, and the return value or the error of `PipelinedCall.begin`."""
 
     progress: _Progress
     first: int
@@ -219,10 +222,10 @@ class _Batch:
 
 
 class Workshop:
-    """A job in a worker: the target loaded.
+    """A job that a worker has loaded, with its target.
 
     Args:
-        decode: `job.decoder()`, if it exists already.
+        decode: the result of `job.decoder()`, if the caller has it already.
     """
 
     def __init__(self, job: Job, device: str, worker: str, decode: Callable[[Item], Any] | None = None) -> None:
@@ -230,26 +233,27 @@ class Workshop:
         self.decode = decode or job.decoder()
         self.call = job.target.load(device)
         self._pipelined = self.call if isinstance(self.call, PipelinedCall) else None
-        self.pins = bool(getattr(self.call, "pins", False))  # whether the call copies from pinned memory
-        self.pool = ThreadPoolExecutor(job.threads, "rooftop-decode")  # its threads start when they are needed
+        self.pins = bool(getattr(self.call, "pins", False))  # whether the call sends pinned memory directly
+        self.pool = ThreadPoolExecutor(job.threads, "rooftop-decode")  # starts its threads when they are needed
 
     def ahead(self, more: Callable[[], Sequence[Item] | None]) -> AheadByThreads:
-        """Decode the items of `more` ahead: two per thread, or a batch, while the target works on the last ones."""
+        """Decode the items of `more` ahead: two per thread or two batches, whichever is more."""
         return AheadByThreads(self.pool, self.decode, more, max(2 * self.job.threads, 2 * self.job.batch))
 
     def do(self, chunk: Chunk, decoding: Ahead, at: At) -> Outcome:
-        """Do all items of a chunk, which come next from `decoding`. Arguments and errors are those of `outcomes`."""
+        """Process all items of a chunk, which `decoding` returns next. Arguments and errors are those of `outcomes`."""
         given = [chunk]
         (outcome,) = self.outcomes(lambda wait: given.pop() if given else None, decoding, at)
         return outcome
 
     def outcomes(self, chunks: Callable[[bool], Chunk | None], decoding: Ahead, at: At) -> Iterator[Outcome]:
-        """Do chunks, in order. With a `PipelinedCall`, a batch is begun before the results of the last one are read.
+        """Process chunks in order. With a `PipelinedCall`, a batch begins before the results of the previous batch are
+        read.
 
         Args:
-            chunks: returns the next chunk, or None if there is none yet. Called with True, it waits for one, and None
-                is the end.
-            decoding: its items come in the order of the chunks.
+            chunks: returns the next chunk, or None if there is none yet. Called with True, it waits for a chunk, and
+                None means the end.
+            decoding: returns the items in the order of the chunks.
 
         Raises:
             InputError: the first good result cannot become a row of a table.
@@ -280,12 +284,12 @@ class Workshop:
                     begun = self._pipelined.begin(values)
                 except (Exception, SystemExit) as error:
                     begun = error
-            elif values:  # here, so that decoding and call have one time limit
+            elif values:  # called here, so that one time limit covers decoding and call
                 begun = self._called(progress, values, lambda: self.call(values))
         return _Batch(progress, first, found, values, begun)
 
     def _finished(self, batch: _Batch, at: At) -> Iterator[Outcome]:
-        """Read the results of a batch. Yield the outcome of its chunk, if that is complete."""
+        """Read the results of a batch. If its chunk is then complete, yield the chunk's outcome."""
         progress, chunk, count = batch.progress, batch.progress.chunk, len(batch.decoded)
         results = batch.begun or []
         if batch.values and self._pipelined is not None:
@@ -302,14 +306,14 @@ class Workshop:
             )  # fmt: skip
 
     def _called(self, progress: _Progress, values: list[Any], call: Callable[[], Sequence[Any]]) -> list[Row | Failure]:
-        """The results of a call. If it raises, each value is tried alone."""
+        """Return the results of a call. If the call raises, retry each value alone."""
         begun, before = time.perf_counter(), self._device_s()
         try:
             return [row_of(result) for result in call()]
         except (Exception, SystemExit) as error:
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(error, torch.AcceleratorError):
-                raise  # this process cannot use its GPU any more; another process continues
+                raise  # this process can no longer use its GPU, so another process must continue
             if len(values) == 1:
                 return [Failure.of(error)]
             return [self._alone(value) for value in values]
@@ -322,7 +326,7 @@ class Workshop:
         return found
 
     def _device_s(self) -> float | None:
-        """Seconds of the device so far; None: the host's clock counts."""
+        """The device's seconds so far; None if the host's clock measures the calls."""
         return None if self._pipelined is None else self._pipelined.device_s
 
 

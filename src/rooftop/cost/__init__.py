@@ -1,5 +1,5 @@
-"""The cost of work, independent of its implementation: the bytes that must move, the flops that must be done, and the
-roof that follows from both.
+"""The cost of work, independent of its implementation: the bytes that must be moved, the flops that must be done, and
+the roof that follows from both.
 """
 
 from rooftop.cost.accounting import (

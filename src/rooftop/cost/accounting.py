@@ -1,9 +1,9 @@
-"""The cost of one call of an operator: the bytes that must move and the flops that must be done.
+"""The cost of one call of an operator: the bytes that must be moved and the flops that must be done.
 
 A `Cost` does not depend on the kernel. It is the least work of *any* implementation:
 
 - each distinct element of each input is read once, and each element of each output is written once;
-- elements that a view repeats (`expand`, stride 0) count once; elements that it skips do not count;
+- elements that a view repeats (`expand`, stride 0) count once; elements that a view skips do not count;
 - two arguments that are the same memory count once;
 - flops count a multiplication and an addition separately, transcendental functions as one.
 
@@ -50,7 +50,7 @@ class Cost:
 
     @property
     def working_set_bytes(self) -> int:
-        """The distinct bytes that the work touches, all of which a cache must hold to serve the work."""
+        """The distinct bytes that the work touches. A cache must hold all of them to serve the work."""
         return self.bytes - self.shared_bytes
 
     @property
@@ -114,7 +114,7 @@ class Call:
         return self.read_tensors_except()
 
     def read_tensors_except(self, *unread: str) -> list[Tensor]:
-        """Input tensors in schema order, without the given arguments, because the operator only needs their shapes."""
+        """Input tensors in schema order, without the given arguments: the operator needs only their shapes."""
         skipped = {*_signature(self.func).out, *unread}
         return list(tensors_in([value for name, value in self.arguments.items() if name not in skipped]))
 
@@ -122,7 +122,7 @@ class Call:
     def results(self) -> tuple[Any, ...]:
         """The operator's outputs, one entry for each return of its schema (a tensor, or a list of tensors).
 
-        For operators that return nothing: the arguments that they change.
+        For operators that return nothing, the arguments that they change in place.
         """
         signature = _signature(self.func)
         if signature.returns == 0:
@@ -168,7 +168,9 @@ _WITHOUT_TENSORS = frozenset({int, float, bool, str, complex, type(None), torch.
 
 
 def _collect(value: Any, found: list[Tensor], inside: tuple[int, ...]) -> None:
-    """For speed this is not a generator, because it runs several times for each counted operator."""
+    """Append the tensors in a value to a list. For speed this is not a generator: it runs several times for each
+    counted operator.
+    """
     kind = type(value)
     if kind in _WITHOUT_TENSORS:
         return
@@ -199,10 +201,10 @@ def is_sparse(tensor: Tensor) -> bool:
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that hold a tensor's data: for a sparse tensor its indices and, last, its values; else the
-    tensor itself.
+    """The strided tensors that hold a tensor's data: a sparse tensor's indices and, last, its values; for other
+    tensors, the tensor itself.
 
-    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor in memory; then the batched tensor counts.
+    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor in memory. There the batched tensor counts.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -224,13 +226,13 @@ _SPARSE_PARTS = {
 
 
 def stored_elements(tensor: Tensor) -> int:
-    """Number of stored elements: for a sparse tensor its values, else all elements."""
+    """Number of stored elements: the values of a sparse tensor, all elements of other tensors."""
     return parts(tensor)[-1].numel()
 
 
 def distinct_elements(tensor: Tensor) -> int:
-    """Elements of memory that a tensor covers. Repeated elements (stride 0) count once, and overlapping windows count
-    at most their span.
+    """Number of memory elements that a tensor covers. Repeated elements (stride 0) count once, and overlapping windows
+    count at most their span.
 
     For a sparse tensor, these are the elements of its values.
     """
@@ -265,13 +267,13 @@ def distinct_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _memory(tensor: Tensor) -> int:
-    """A key for the tensor's memory; an opaque tensor is its own key."""
+    """A key that identifies the tensor's memory. An opaque tensor is its own key."""
     return id(tensor) if _is_opaque(tensor) else tensor.untyped_storage()._cdata
 
 
 def _is_opaque(tensor: Tensor) -> bool:
-    """Whether the tensor has no readable strides (MKL-DNN's blocks, nested tensors): its size then counts as its
-    data."""
+    """Whether the tensor has no readable strides (MKL-DNN's blocks, nested tensors). The bytes of such a tensor follow
+    from its size."""
     return tensor.layout != torch.strided or tensor.is_nested
 
 
@@ -293,14 +295,12 @@ def _bytes_of_views(views: list[Tensor]) -> int:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements of memory from a tensor's first element to its last, both included."""
+    """Number of memory elements from a tensor's first to its last element, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """The precision whose peak bounds *elementwise* arithmetic on this dtype: arithmetic on half types is done in
-    fp32.
-    """
+    """The precision whose peak bounds *elementwise* arithmetic on this dtype. Half dtypes are computed in fp32."""
     return "fp64" if dtype in (torch.float64, torch.complex128) else "fp32"
 
 
@@ -319,7 +319,7 @@ _COUNTED_FOR: ContextVar[str | None] = ContextVar("counted_for", default=None)
 
 @contextmanager
 def counted_for(device_type: str) -> Iterator[None]:
-    """Inside the block, count costs as on a device of this type ("cuda"), on whatever device the tensors are."""
+    """Inside the block, count costs as on this type of device ("cuda"), wherever the tensors are."""
     token = _COUNTED_FOR.set(device_type)
     try:
         yield
@@ -328,20 +328,20 @@ def counted_for(device_type: str) -> Iterator[None]:
 
 
 def counted_device_type() -> str | None:
-    """The device type for which costs are counted; None: that of each tensor."""
+    """The device type for which costs are counted. None stands for the device type of each tensor."""
     return _COUNTED_FOR.get()
 
 
 def matrix_precision(tensor: Tensor, *, convolution: bool = False) -> str:
     """The precision whose peak bounds a matrix product or convolution on this tensor.
 
-    fp32 on a GPU counts as tf32 if PyTorch's own switches let the back end use tf32 (by default for convolutions, on
-    request for matrix products).
+    fp32 on a GPU counts as tf32 if PyTorch's own switches allow tf32 (by default for convolutions, on request for
+    matrix products).
     """
     device_type = counted_device_type() or tensor.device.type
     if tensor.dtype in (torch.float32, torch.complex64) and device_type == "cuda":
-        # `allow_tf32` raises once a program has used these newer switches. The newer switches also reflect the older
-        # ones.
+        # reading `allow_tf32` raises once a program has used these newer switches, which also reflect the older
+        # switches
         switch = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul  # type: ignore[attr-defined]
         return "tf32" if switch.fp32_precision == "tf32" else "fp32"
     return _MATRIX_PRECISION.get(tensor.dtype, "fp32")

@@ -4,8 +4,8 @@
         model(x)
     print(sum(r.cost.total_flops for r in counted.records if r.cost))
 
-The mode is below autograd, so it sees the backward pass and the optimizer as well as the forward pass. Fake tensors
-are possible, too, because counting needs no computation.
+The mode is below autograd, so it sees the backward pass and the optimizer as well as the forward pass. The mode also
+works on fake tensors, because counting needs no computation.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Properties of a tensor, without its data.
+    """The shape, dtype and layout of a tensor, without its data.
 
     Attributes:
         channels_last: whether the tensor is a batch of images, or convolution weights, in channels last format.
         memory: a number for the tensor's memory. Views of one tensor have the same number, and so does a new tensor in
-            the memory of a released one. 0 if the tensor has no memory of its own. Comparisons of specs ignore this
-            number.
+            the memory of a released tensor. 0 if the tensor owns no memory. Comparisons of specs ignore this number.
     """
 
     shape: Shape
@@ -52,8 +51,8 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class CallSpec:
-    """A call that can be repeated on other tensors of the same shapes: the operator, and its arguments with a
-    `TensorSpec` for each tensor."""
+    """A call that can be repeated on other tensors of the same shapes: the operator and its arguments, with a
+    `TensorSpec` in place of each tensor."""
 
     func: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -61,7 +60,7 @@ class CallSpec:
 
     @property
     def name(self) -> str:
-        """E.g. "aten::convolution"."""
+        """The schema name, e.g. "aten::convolution"."""
         name: str = self.func._schema.name
         return name
 
@@ -85,16 +84,17 @@ class Record:
     Attributes:
         name: schema name, e.g. "aten::convolution".
         shapes: shape of each input tensor, in order; () for a nested tensor, which has no shape.
-        dtype: dtype of the first floating-point input (else of the first input or output), e.g. "bfloat16".
-        device: the device on which it ran, e.g. "cuda:0".
-        scope: the module to which it belongs (see `rooftop.analysis`); "" outside all modules.
+        dtype: dtype of the first floating-point input, e.g. "bfloat16". If there is none, dtype of the first input or
+        output. device: the device on which the operator ran, e.g. "cuda:0". scope: the module that called the operator
+        (see `rooftop.analysis`); "" outside all modules.
         phase: "forward", "backward" or "optimizer".
         cost: None if the operator is uncovered.
-        uncovered: the reason if there is no cost, otherwise "".
+        uncovered: why there is no cost; "" if there is a cost.
         place: the line of the program ("train.py:12"), for operators that make the host wait for a GPU, or a GPU wait
             for the host's memory. "" for other operators, and if no line of the program is running (backward).
         spec: the call in repeatable form, for PyTorch's own operators.
-        inputs, outputs: its tensors, in order; empty in the optimizer and if only the profiler saw the operator.
+        inputs, outputs: the operator's tensors, in order; empty in the optimizer, and if only the profiler recorded the
+            operator.
         title: name in reports if the schema name is ambiguous (see `title_of`).
     """
 
@@ -119,7 +119,7 @@ class Record:
 
 
 class CountingMode(ObservingMode):
-    """Records each operator executed inside the `with` block.
+    """Record each operator executed inside the `with` block.
 
     Compiled functions run uncompiled (see `ObservingMode`). For control flow (`torch.cond`, `while_loop`, `map`,
     `scan`), the mode records the operators that run inside it.
@@ -128,8 +128,8 @@ class CountingMode(ObservingMode):
         locate: called at each operator, returns its (scope, phase).
         around: called with the record's index, returns a context in which the operator runs, such as a label of the
             profiler.
-        limit: after this many records, operators run unrecorded, and `full_at` is the time from then on
-            (`time.perf_counter`).
+        limit: after this many records, operators run unrecorded, and `full_at` has the time at which the limit was
+            reached (`time.perf_counter`).
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class CountingMode(ObservingMode):
     ) -> None:
         super().__init__()
         self._records: list[Record] = []
-        self._later: dict[int, Callable[[], Cost]] = {}  # keyed by the record's index
+        self._later: dict[int, Callable[[], Cost]] = {}  # index of a record -> function that computes its cost later
         self._locate = locate
         self._around = around
         self._limit = limit
@@ -168,7 +168,8 @@ class CountingMode(ObservingMode):
         if (
             _has_decomposition(func)
             and not _has_kernel(func, counted_device_type() or _device_type((args, kwargs)))
-            and not any(tensor.is_nested for tensor in tensors_in((args, kwargs)))  # these have their own kernels
+            # nested tensors have their own kernels
+            and not any(tensor.is_nested for tensor in tensors_in((args, kwargs)))
         ):
             # Under inference_mode composite operators (linear, conv2d) arrive undecomposed: decompose them as autograd
             # does.
@@ -194,20 +195,20 @@ class CountingMode(ObservingMode):
 
 
 _NO_PART_OF_THE_PROGRAM = {"prim", "profiler"}
-"""Operators that are never recorded: one gives fake tensors their device, others are the profiler's labels."""
+"""Namespaces of operators that are never recorded: prim gives fake tensors their device, profiler has the labels."""
 
 
 def _is_traced() -> bool:
-    """Whether operators are being recorded into a graph. Then nothing is counted: torch.jit.trace would record our
-    reading of a size, and `make_fx`, which differentiates control flow, computes no part of the step.
+    """Whether operators are being recorded into a graph. If so, nothing is counted: torch.jit.trace would record the
+    mode's reading of a size, and `make_fx`, which differentiates control flow, computes no part of the step.
     """
     return torch._C._get_tracing_state() is not None or proxy_tensor._CURRENT_MAKE_FX_TRACER is not None
 
 
 @cache
 def _has_decomposition(func: Any) -> bool:
-    """Whether PyTorch defines the operator by other operators. For TorchScript's operators (prim::device) PyTorch does
-    not say.
+    """Whether PyTorch defines the operator by other operators. For TorchScript's operators (prim::device) PyTorch
+    cannot tell; they count as not defined by others.
     """
     if isinstance(func, HigherOrderOperator) or not torch._C._dispatch_has_kernel(func.name()):
         return False
@@ -231,7 +232,7 @@ def _device_type(arguments: Any) -> str:
 
 
 def _record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, scope: str, phase: str) -> Record:
-    if isinstance(func, HigherOrderOperator):  # no schema; see `higher_order`
+    if isinstance(func, HigherOrderOperator):  # these have no schema; see `higher_order`
         name, inputs = f"higher_order::{func.name()}", list(tensors_in((args, kwargs)))
         cost, uncovered, title = None, "no formula", ""
     else:
@@ -281,8 +282,8 @@ def _spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: dict[
 
 
 def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
-    """Copy nested values, with a spec in the place of each tensor and a tuple in the place of each list. The copy holds
-    no memory of tensors.
+    """Copy nested values, with a spec in place of each tensor and a tuple in place of each list. The copy keeps no
+    tensor's memory alive.
     """
     if isinstance(value, Tensor):
         return _tensor_spec(value, specs)
@@ -294,7 +295,8 @@ def _without_data(value: Any, specs: dict[int, TensorSpec]) -> Any:
 
 
 def _tensor_spec(tensor: Tensor, known: dict[int, TensorSpec]) -> TensorSpec:
-    """The spec of a tensor. `known` maps ids of tensors to this call's specs, because most tensors occur twice."""
+    """The spec of a tensor. `known` holds this call's specs by tensor id, because most tensors occur twice in a
+    call."""
     spec = known.get(id(tensor))
     if spec is None:
         known[id(tensor)] = spec = _described(tensor)
@@ -316,8 +318,7 @@ _COPIES = {"aten::copy_", "aten::_to_copy"}
 
 
 def _place(name: str, tensors: Sequence[Tensor], out: Any) -> str:
-    """The program's line for an operator that synchronizes or copies between host and GPU, because the program waits
-    there."""
+    """The program's line, for an operator that synchronizes or copies between host and GPU: the program waits there."""
     waits = name in _ANSWERED_ON_THE_HOST and any(t.is_cuda for t in tensors)
     if not waits and name in _COPIES:
         waits = len({t.is_cuda for t in (*tensors, *tensors_in(out))}) > 1
@@ -326,7 +327,7 @@ def _place(name: str, tensors: Sequence[Tensor], out: Any) -> str:
 
 
 def counted(call: Call) -> tuple[Cost | None, str]:
-    """The cost of a call by its formula, with in-place changes marked as shared. Without a cost: None and the
+    """The cost of a call by its formula, with in-place changes marked as shared. If there is no cost: None and the
     reason."""
     formula = formula_for(call.func)
     if formula is None:
@@ -345,8 +346,8 @@ def _failed(error: Exception) -> str:
 
 
 def _require_figures(cost: Cost) -> None:
-    """Check a cost, because a custom operator's formula may return anything, and one wrong figure would spoil the whole
-    report.
+    """Check the figures of a cost. A custom operator's formula may return anything, and one wrong figure would spoil
+    the whole report.
 
     Raises:
         ValueError: bytes or flops are not integers, or a precision is unknown.
@@ -359,6 +360,6 @@ def _require_figures(cost: Cost) -> None:
 
 
 def _in_place(cost: Cost, call: Call) -> Cost:
-    """The cost, in which memory that the call both reads and writes is marked as shared."""
+    """The cost, with memory that the call both reads and writes marked as shared."""
     touched = distinct_bytes([*call.read_tensors, *call.written_tensors])
     return replace(cost, shared_bytes=max(0, cost.bytes - touched))

@@ -1,4 +1,4 @@
-"""The formula of an operator. aten's formulas are registered at the first lookup."""
+"""Find the formula of an operator. aten's formulas are registered at the first lookup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rooftop.cost.registry import FORMULAS, RESOLVED, Formula
 
 
 def formula_for(func: torch._ops.OpOverload) -> Formula | None:
-    """The formula of an operator, None if it has none."""
+    """The formula of an operator; None if it has none."""
     try:
         return RESOLVED[func]
     except KeyError:
@@ -31,8 +31,8 @@ def covered_operators() -> list[str]:
 
 
 def later_cost(func: Any, args: tuple[Any, ...], out: Any) -> Callable[[], Cost] | None:
-    """A function that computes the cost of an operator with function arguments. Call this function after the step,
-    because it may read values and make the host wait. None if the operator has no formula.
+    """A function that computes the cost of an operator with function arguments. Call the returned function after the
+    step, because it may read values and make the host wait. None if the operator has no formula.
     """
     from rooftop.cost.formulas import flex_attention
 

@@ -4,9 +4,9 @@
     def mm(call: Call) -> Cost: ...
 
 Operators are named as in their schema, without the overload: one formula serves `add.Tensor`, `add.Scalar` and
-`add.out`. An in-place operator (`add_`) uses the formula of the plain operator unless it has its own. Custom operators
-register the same way, in the file of their kernels.
-An operator without a formula is *uncovered*: reports list its time, but no roof.
+`add.out`. An in-place operator (`add_`) uses the formula of the plain operator unless it has its own. A custom
+operator's formula is registered in the same way, in the file of its kernels. An operator without a formula is
+*uncovered*: reports list its time, but no roof.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rooftop.cost.accounting import Call, Cost
 Formula = Callable[[Call], Cost]
 
 FORMULAS: dict[str, Formula] = {}
-# Counting looks up every operator that a program executes; the cache is emptied when a formula is added.
+# A cache, because counting looks up every operator that a program executes. Adding a formula empties it.
 RESOLVED: dict[torch._ops.OpOverload, Formula | None] = {}
 
 
@@ -36,7 +36,7 @@ def cost_of(*names: str) -> Callable[[Formula], Formula]:
             if "::" not in name:
                 raise ValueError(f"cost_of({name!r}): expected 'namespace::operator', e.g. 'aten::mm'")
             if name in FORMULAS:
-                raise ValueError(f"cost_of({name!r}): this operator has a formula already")
+                raise ValueError(f"cost_of({name!r}): this operator already has a formula")
             FORMULAS[name] = formula
         RESOLVED.clear()
         return formula

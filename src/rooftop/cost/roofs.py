@@ -4,8 +4,8 @@
 
 `rate` is the fastest rate measured for a working set of this size. Some measurements begin right after a kernel wrote
 the input, so the rate for small tensors is the rate of the cache that holds them. Memory that is both read and written
-has a rate of its own. `peak` is the fastest matrix rate measured for the precision, `kernel_floor` the duration of the
-shortest kernel. An operator that is faster than its roof raises the figure that set the roof.
+has a separate rate. `peak` is the fastest matrix rate measured for the precision, `kernel_floor` the duration of the
+shortest kernel. An operator that is faster than its roof raises the ceiling that set the roof.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rooftop.hardware.ceilings import Ceilings
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """The shortest possible time and what sets it.
+    """The shortest possible time, and which limit sets it.
 
     Attributes:
         ms: milliseconds.
@@ -32,7 +32,7 @@ class Roof:
 def roof(cost: Cost, ceilings: Ceilings) -> Roof:
     """The roof of one kernel, or of work fused into one kernel.
 
-    Precisions may run on different units in parallel, so the slowest of them counts, not their sum.
+    Precisions may run on different units in parallel, so only the slowest precision counts, not the sum.
 
     Raises:
         ValueError: the cost has flops in a precision that the ceilings lack.
@@ -62,13 +62,13 @@ that far off."""
 def raise_ceilings(ceilings: Ceilings, cost: Cost, ms: float, by: str) -> Ceilings:
     """Raise ceilings so that work that took `ms` is not above its roof.
 
-    Each figure that alone would give a roof longer than `ms` is raised to the rate that was reached. The other figures
-    stay unchanged.
+    Each ceiling that alone would give a roof longer than `ms` is raised to the rate that the work reached. The other
+    ceilings stay unchanged.
 
     Args:
         cost: cost of one operator.
         ms: the operator's time: the best of several runs in which it ran alone.
-        by: the operator in words, for the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
+        by: text that names the operator in the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
 
     Raises:
         ValueError: the operator exceeds its roof by more than ceilings can be wrong.

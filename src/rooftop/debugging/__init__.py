@@ -1,4 +1,4 @@
-"""Find faults of a program on a GPU: streams that do not wait for each other, tensors that fill the memory."""
+"""Find faults in a program on a GPU: streams that do not wait for each other, and tensors that fill the memory."""
 
 from rooftop.debugging.out_of_memory import (
     MemoryExplanation,

@@ -1,9 +1,10 @@
-"""Explain what fills a GPU's memory: list the tensors with the module and line that allocated each, and give advice.
+"""Explain what fills a GPU's memory: list the tensors, each with the module and line that allocated it, and give
+advice.
 
 An active `explained_memory` records every allocation with its Python stack (`torch.cuda.memory`'s history), and marks
-each one with the running module. If memory runs out, it adds a note to the error that lists the largest live tensors.
-Parameters, gradients, buffers and optimizer states are known by their address; other memory allocated during a forward
-pass is an activation.
+each allocation with the running module. If memory runs out, it adds a note to the error. The note lists the largest
+live tensors. Parameters, gradients, buffers and optimizer states are identified by their addresses. Other memory that a
+forward pass allocated counts as activations.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ ADVICE = {
 }
 """Advice for each kind of memory."""
 
-ADVISED_SHARE = 0.2  # share of all allocated bytes below which a kind gets no advice
-OTHERS_SHARE = 0.1  # share of the GPU's memory; a CUDA context alone takes less
+ADVISED_SHARE = 0.2  # a kind of tensors with a smaller share of all allocated bytes gets no advice
+# share of the GPU's memory above which memory outside PyTorch is mentioned; a CUDA context takes less
+OTHERS_SHARE = 0.1
 MOST_ENTRIES = 200_000
-"""Allocations in the allocator's history; a stack takes about 1 KB. If there are more allocations, the oldest tensors
-lose their module.
+"""Largest number of allocations in the allocator's history, each with a stack of about 1 KB. With more allocations, the
+module of the oldest tensors is lost.
 """
 
 MODULE_MARK, OPTIMIZER_MARK = "module ", "optimizer"
@@ -55,7 +57,8 @@ MODULE_MARK, OPTIMIZER_MARK = "module ", "optimizer"
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """A tensor found at the start of its allocation. `kind` and `name` are None unless it belongs to a module."""
+    """A tensor whose storage starts at an allocation's address. `kind` and `name` are None unless a module or optimizer
+    owns it."""
 
     kind: str | None
     name: str | None
@@ -71,9 +74,9 @@ class LiveTensor:
         size_bytes: requested size, before the allocator's rounding.
         kind: one of the kinds above ("parameters", "activations", ...).
         name: name of a parameter, gradient, buffer or optimizer state: "encoder.layers.3.linear1.weight".
-        module: path of the running module; None: no module was running, or the allocation was not recorded.
-        line: line of the user's program; None: not recorded, or made by autograd's own thread.
-        shape, dtype: shape and dtype; None if no Python object holds the tensor (autograd saved it).
+        module: path of the running module; None: no module was running, or the allocation was not recorded. line: line
+        of the user's program; None: the allocation was not recorded, or an autograd thread made it. shape, dtype: shape
+        and dtype; None if no Python object holds the tensor (autograd saved it).
     """
 
     size_bytes: int
@@ -98,16 +101,14 @@ class MemoryGroup:
 
 @dataclass(frozen=True)
 class MemoryExplanation:
-    """The memory of one GPU and what holds it; `str` of it is a readable text.
+    """The memory of one GPU and what holds it. `str(explanation)` gives a readable text.
 
     Attributes:
         memory: allocated, reserved, free and total bytes.
         requested_bytes: size of the failed allocation; None: memory has not run out.
         module, line: the module and the line in which the allocation failed.
-        by_kind: kind -> bytes, largest first; the sum is the number of bytes that live tensors requested.
-        tensors: the largest, in order.
-        groups: the largest, in order.
-        advice: sentences, most helpful first.
+        by_kind: kind -> bytes, largest first. The sum is the number of bytes that live tensors requested. tensors: the
+        largest tensors, in order. groups: the largest groups, in order. advice: sentences, the most helpful first.
     """
 
     memory: DeviceMemory
@@ -127,7 +128,7 @@ class MemoryRecording:
     """The value that `explained_memory` yields.
 
     Attributes:
-        explanation: explanation of the error that ended the block, or None.
+        explanation: explanation of the out-of-memory error that ended the block, or None.
     """
 
     def __init__(self) -> None:
@@ -153,7 +154,7 @@ def explain_memory(
     Args:
         module: a module whose parameters, gradients and buffers are named.
         optimizers: optimizers whose states are named.
-        device: index of the GPU; by default the current one.
+        device: index of the GPU; by default the current GPU.
         most: largest number of listed tensors and groups.
 
     Raises:
@@ -168,14 +169,14 @@ def explain_memory(
 
 
 def memory_error_in_words(error: BaseException) -> str | None:
-    """The first sentence of an error that says that memory ran out, on a GPU or a CPU; None for another error."""
+    """The first sentence of an out-of-memory error, of a GPU or a CPU; None for another error."""
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(str(error).split(". ")[:2]).split("\n")[0].rstrip(".") or type(error).__name__
     if isinstance(error, MemoryError):
         return str(error).split("\n")[0].rstrip(".") or type(error).__name__
     asked = re.search(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", str(error))
     if isinstance(error, RuntimeError) and asked:
-        return f"the CPU has no memory for {_size(int(asked[1]))} more"
+        return f"the CPU cannot allocate {_size(int(asked[1]))} more"
     return None
 
 
@@ -183,9 +184,9 @@ def memory_error_in_words(error: BaseException) -> str | None:
 def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iterator[MemoryRecording]:
     """Within the block, an out-of-memory error gets a note that explains what holds the memory.
 
-    Costs a few microseconds per allocation. Without a GPU the context does nothing. A history that is already being
-    recorded (`torch.cuda.memory._record_memory_history`) is used and left running. Tensors that only the failing
-    expression held are freed before they can be counted.
+    Costs a few microseconds per allocation. Without a GPU the context does nothing. If a history is already being
+    recorded (`torch.cuda.memory._record_memory_history`), it is used and left running. Tensors that only the failing
+    expression held are freed too early to be counted.
 
     Args:
         module: the root of the paths; by default the first module that is called.
@@ -200,7 +201,7 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
     if not torch.cuda.is_available():
         yield recording
         return
-    torch.cuda.init()  # initializes CUDA, since otherwise no allocator could record
+    torch.cuda.init()  # initialize CUDA, since recording needs an allocator
     with ExitStack() as ending:
         if not torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._record_memory_history(
@@ -218,13 +219,14 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
             try:
                 recording.explanation = _explain(recording._watched, None, most, error)
                 error.add_note(str(recording.explanation))
-            except Exception as trouble:  # must not hide the error that is explained
-                error.add_note(f"rooftop could not explain it: {type(trouble).__name__}: {trouble}")
+            except Exception as trouble:  # a failed explanation must not hide the original error
+                error.add_note(f"rooftop could not explain the error: {type(trouble).__name__}: {trouble}")
             raise
 
 
 class _Watched:
-    """The running modules and optimizers. A program may drop a module to free memory, so none is kept alive."""
+    """The running modules and optimizers. No module is kept alive, since the program may drop a module to free
+    memory."""
 
     def __init__(self) -> None:
         self._paths = ModulePaths()
@@ -256,11 +258,12 @@ class _Watched:
 
 @contextmanager
 def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]:
-    """Calls `mark` whenever another module, or an optimizer, begins to run in this thread ("": none)."""
-    threads = threading.local()  # torch keeps the mark for each thread, too: backward passes have their own
+    """Call `mark` with the scope whenever another module, or an optimizer, begins to run in this thread. "" means
+    neither."""
+    threads = threading.local()  # per thread, as torch's mark is: backward passes run in other threads
 
     def calls() -> tuple[RunningCalls, RunningCalls]:
-        """This thread's scopes of modules, and its marks, including those of optimizers."""
+        """This thread's running modules, and its marks, including marks of optimizers."""
         if not hasattr(threads, "calls"):
             threads.calls = RunningCalls(), RunningCalls()
         scopes, marks = threads.calls
@@ -269,7 +272,7 @@ def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]
     def leaves(caller: FrameType) -> None:
         scopes, marks = calls()
         scopes.leave(caller)
-        marks.leave(caller)  # removes the mark of a module that was running before the hooks were set
+        marks.leave(caller)  # remove the mark of a module that was already running when the hooks were set
         marks.settle(caller)
         mark(marks.innermost or "")
 
@@ -333,11 +336,10 @@ def explanation_of(
     """The explanation of an allocator's snapshot (`torch.cuda.memory._snapshot`).
 
     Args:
-        snapshot: its trace entries' "user_metadata" hold the marks of modules.
-        memory: the figures of the GPU.
-        known: address -> the tensor that starts there.
+        snapshot: the allocator's snapshot. The "user_metadata" of its trace entries holds the marks of modules. memory:
+        the figures of the GPU. known: address -> the tensor that starts there.
         device: index of the GPU in the snapshot.
-        out: whether memory ran out; the trace's last "oom" entry then says where.
+        out: whether memory ran out. If so, the trace's last "oom" entry says where.
         most: largest number of listed tensors and groups.
     """
     traces = snapshot["device_traces"]
@@ -393,7 +395,7 @@ def _addressed(segment: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, A
 def _live_tensor(
     block: Mapping[str, Any], address: int, allocation: Mapping[str, Any] | None, known: KnownTensor | None
 ) -> LiveTensor:
-    record = allocation or block  # both have frames; only the trace's entry has the mark
+    record = allocation or block  # block and trace entry both have frames, but only the trace entry has the mark
     return LiveTensor(
         size_bytes=block.get("requested_size", block["size"]),
         kind=_kind(allocation) if known is None or known.kind is None else known.kind,
@@ -411,7 +413,7 @@ def _kind(allocation: Mapping[str, Any] | None) -> str:
         return OTHER
     frames = allocation.get("frames", [])
     if not frames or any(frame["name"] == "_engine_run_backward" for frame in frames):
-        return BACKWARD  # on its own threads autograd has no Python frames
+        return BACKWARD  # autograd's own threads have no Python frames
     return ACTIVATION if _module(allocation) is not None else OTHER
 
 
@@ -425,13 +427,13 @@ def _line(record: Mapping[str, Any]) -> SourceLine | None:
 
 
 def _known_tensors(roots: Iterable[tuple[str, nn.Module]], optimizers: Iterable[Optimizer]) -> dict[int, KnownTensor]:
-    """Tensors by the address of their storage: first those of modules and optimizers, with names, then all others in
+    """Tensors by the address of their storage: first the named tensors of modules and optimizers, then all others in
     Python.
     """
     found: dict[int, KnownTensor] = {}
 
     def note(kind: str | None, name: str | None, tensor: object) -> None:
-        if not issubclass(type(tensor), Tensor):  # isinstance would also call code of proxies
+        if not issubclass(type(tensor), Tensor):  # isinstance could run a proxy's own code
             return
         try:
             if not tensor.is_cuda or tensor.layout is not torch.strided:  # type: ignore[attr-defined]
@@ -439,9 +441,9 @@ def _known_tensors(roots: Iterable[tuple[str, nn.Module]], optimizers: Iterable[
             storage = tensor.untyped_storage()  # type: ignore[attr-defined]
             shape, dtype = tuple(tensor.shape), tensor.dtype  # type: ignore[attr-defined]
             if name is None and tensor.nbytes != storage.nbytes():  # type: ignore[attr-defined]
-                return  # a view of a part does not describe the whole storage
+                return  # a view of a part of the storage does not describe the whole storage
             found.setdefault(storage.data_ptr(), KnownTensor(kind, name, shape, dtype))
-        except (RuntimeError, NotImplementedError, ReferenceError):  # subclasses without a storage
+        except (RuntimeError, NotImplementedError, ReferenceError):  # a tensor subclass without a storage
             return
 
     names: dict[int, str] = {}
@@ -469,7 +471,7 @@ def _advice(
     found = []
     if requested is not None and requested > most:
         found.append(f"The request alone ({_size(requested)}) exceeds the {_size(most)} available.")
-    # A free block that is large enough was freed by the error itself, as it left the frames that held it.
+    # If a free block is large enough, the error itself freed it when it left the frames that held the block.
     elif requested is not None and max(free, default=0) < requested <= sum(free):
         found.append(
             f"{_size(sum(free))} are reserved and free, but no piece is larger than {_size(max(free))}: "

@@ -1,13 +1,13 @@
-"""Finds tensors that one CUDA stream uses before another has written them, or whose memory is reused too early.
+"""Find tensors that one CUDA stream uses before another has written them, or whose memory is reused too early.
 
 As in `torch.cuda._sanitizer`, records say which stream has waited for which. In addition, each finding names lines of
-the user's program, the program continues, and three cases are handled that torch's sanitizer does not know: views of
-one storage (by the range of their bytes), the new tensors of `zeros_like` and the like (which are written), and memory
-that was freed while another stream still used it (a missing `record_stream`).
+the user's program, and the program continues. Three more cases are handled that torch's sanitizer misses: views of one
+storage (by the range of their bytes), new tensors of operators such as `zeros_like` (which write them), and memory that
+was freed while another stream still used it (a missing `record_stream`).
 
-It cannot see kernels that PyTorch does not launch (custom kernels, Triton), work inside a CUDA graph or compiled
-code, waits in other libraries, host memory (`non_blocking` copies from it), and work before the block, which counts as
-finished. It is meant for one thread and one GPU.
+The check cannot see kernels that PyTorch does not launch (custom kernels, Triton), work inside a CUDA graph or compiled
+code, waits in other libraries, or host memory (`non_blocking` copies from it). Work before the block counts as
+finished. The check is meant for one thread and one GPU.
 """
 
 from __future__ import annotations
@@ -58,13 +58,12 @@ class StreamAccess:
 
 @dataclass(frozen=True)
 class StreamRace:
-    """Two uses of the same bytes, at least one of them a write, on two streams; the second stream does not wait for the
-    first.
+    """Two uses of the same bytes on two streams. At least one use is a write, and the second stream does not wait for
+    the first.
 
     Attributes:
         first, second: the uses, in the order of their launches.
-        reused: whether the first use is of a tensor that has been freed since, and the second of another tensor in the
-            same memory.
+        reused: whether the first tensor was freed, and the second use is of another tensor in the same memory.
     """
 
     first: StreamAccess
@@ -73,7 +72,7 @@ class StreamRace:
 
     @property
     def message(self) -> str:
-        """A message: what happened and how to fix it."""
+        """A message that says what happened and how to fix it."""
         if self.reused:
             head = "memory was freed and reused while another stream may still use it"
             fix = "call record_stream on the first tensor (rooftop.hardware.streams does), or keep it longer"
@@ -84,7 +83,7 @@ class StreamRace:
 
 
 class StreamRaceError(RuntimeError):
-    """Raised by `check_streams`; `races` has all races that were found."""
+    """The error that `check_streams` raises. `races` has all races that were found."""
 
     def __init__(self, races: Iterable[StreamRace]) -> None:
         self.races = tuple(races)
@@ -102,18 +101,18 @@ class StreamCheck:
 
 @contextmanager
 def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
-    """Watch the operators of the block and the waits between streams; without CUDA it does nothing.
+    """Watch the block's operators and the waits between streams. Without CUDA this does nothing.
 
     Every operator is much slower in the block. PyTorch cannot switch its tracing of streams and allocations off again.
-    Until the process ends, each traced call then takes about a microsecond more, and running out of memory raises a
-    SystemError instead of a torch.OutOfMemoryError (seen with torch 2.11). So use this in a process for which neither
-    matters.
+    So until the process ends, each traced call takes about a microsecond more, and running out of memory raises
+    SystemError instead of torch.OutOfMemoryError (seen with torch 2.11). Use this only in a process where that does not
+    matter.
 
     Args:
         raises: raise an error at the end if a race was found.
 
     Raises:
-        StreamRaceError: a race was found. An exception of the block itself takes precedence.
+        StreamRaceError: a race was found. If the block itself raises, that exception is raised instead.
     """
     check = StreamCheck()
     if torch.cuda.is_available():
@@ -134,7 +133,7 @@ def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
 
 @dataclass(frozen=True)
 class _Use:
-    """One use of a storage by an operator: bytes [begin, end) of it."""
+    """One use of a storage by an operator, which accesses its bytes [begin, end)."""
 
     written: bool
     begin: int
@@ -144,7 +143,7 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Launch:
-    """The uses of an operator in torch's records, by the address of the storage."""
+    """An operator's uses of storages, in the form of torch's records, by the address of the storage."""
 
     operator: str
     line: SourceLine | None
@@ -153,16 +152,16 @@ class _Launch:
 
 
 class _Watcher:
-    """Records the last uses of each storage, and which streams have waited for which. Hooks report launches,
-    allocations and synchronization to it.
+    """Record the last uses of each storage, and which streams have waited for which. Hooks report launches, allocations
+    and synchronization to this object.
     """
 
     def __init__(self, races: list[StreamRace]) -> None:
         self._races = races
         self._events = _sanitizer().EventHandler()
-        self._left: dict[int, list[Any]] = {}  # address -> uses of the freed tensor that was there
+        self._left: dict[int, list[Any]] = {}  # address -> uses of the freed tensor at this address
         self._allocated: dict[int, int] = {}  # address -> number of the last launch before its allocation
-        self._recorded: dict[int, set[int]] = {}  # address -> streams that the allocator knows to use it
+        self._recorded: dict[int, set[int]] = {}  # address -> streams that `record_stream` has named for it
 
     def hear(self, event: str, *args: int) -> None:
         """Handle an event of torch's GPU trace, by the event's name."""
@@ -174,7 +173,7 @@ class _Watcher:
             getattr(self._events, f"_handle_{event}")(*args)
 
     def record_stream(self, address: int, stream: int) -> None:
-        """Record that the allocator keeps the storage until this stream is done with it."""
+        """Record that the allocator keeps the storage until this stream has finished using it."""
         self._recorded.setdefault(address, set()).add(stream)
 
     def launch(self, stream: int, launch: _Launch) -> None:
@@ -189,7 +188,7 @@ class _Watcher:
         tensors = self._events.tensors_accessed
         tensors.ensure_tensor_does_not_exist(address)
         tensors.create_tensor(address, None)
-        # A stream that writes the new tensor must wait for streams that still use the old one.
+        # A stream that writes the new tensor must wait for streams that still use the old tensor.
         tensors.accesses[address].reads.extend(self._left.pop(address, []))
         self._allocated[address] = self._events.seq_num
 
@@ -198,14 +197,14 @@ class _Watcher:
         recorded = self._recorded.pop(address, set())
         if info is not None:
             uses = [*info.reads, *([] if info.write is None else [info.write])]
-            # autograd records its streams in C++, unseen here.
+            # autograd calls `record_stream` in C++, which is not visible here
             self._left[address] = [use for use in uses if use.stream not in recorded and not use.operator.in_backward]
 
     def _report(self, error: Any) -> None:
         before, after = error.previous_access, error.current_access
         ours, theirs = before.operator.uses[error.data_ptr], after.operator.uses[error.data_ptr]
         if ours.begin >= theirs.end or theirs.begin >= ours.end:
-            return  # different parts of one storage
+            return  # the uses access different parts of one storage
         reused = before.seq_num <= self._allocated.get(error.data_ptr, -1)
         race = StreamRace(_access(before, ours), _access(after, theirs), reused)
         if race not in self._races:
@@ -218,7 +217,7 @@ def _access(access: Any, use: _Use) -> StreamAccess:
 
 
 class _Launches(ObservingMode):
-    """Tells the watcher of each operator on tensors of one kind of device."""
+    """Report each operator on tensors of one kind of device to the watcher."""
 
     def __init__(self, watcher: _Watcher, device_type: str, current_stream: Callable[[], int]) -> None:
         super().__init__()
@@ -233,7 +232,7 @@ class _Launches(ObservingMode):
             self._watcher.record_stream(tensor.untyped_storage().data_ptr(), handle)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):  # has no schema that says what it writes
+        if isinstance(func, HigherOrderOperator):  # no schema says what it writes
             return result
         uses = _uses(func._schema, args, kwargs, result, self._device_type)
         if uses:
@@ -248,7 +247,7 @@ METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like)")
 
 
 def _uses(schema: Any, args: Any, kwargs: Any, result: Any, device_type: str) -> dict[int, _Use]:
-    """Address of a storage -> how the operator uses it. A view of an argument alone is not a use."""
+    """Address of a storage -> how the operator uses it. Making a view of an argument is not a use."""
     found: dict[int, _Use] = {}
 
     def note(tree: Any, written: bool) -> None:
@@ -287,10 +286,10 @@ EVENTS = (
     *("memory_allocation", "memory_deallocation"),
     *("stream_creation", "stream_synchronization", "device_synchronization"),
 )
-"""The events of torch's GPU trace; its registering functions and the handler's methods are named after them."""
+"""The events of torch's GPU trace. torch's registering functions and the handler's methods have these names."""
 
 _active: list[_Watcher] = []
-"""Watchers of the `check_streams` blocks that are running; one listener in torch serves them all."""
+"""Watchers of the running `check_streams` blocks. One listener in torch serves them all."""
 
 
 @functools.cache
@@ -317,7 +316,7 @@ def _sanitizer() -> ModuleType:
     from torch.cuda import _gpu_trace
 
     name = "torch.cuda._sanitizer"
-    if name in sys.modules:  # the program uses the sanitizer itself
+    if name in sys.modules:  # the program itself uses the sanitizer
         return sys.modules[name]
     registries = [registry for attribute, registry in vars(_gpu_trace).items() if attribute.endswith("Callbacks")]
     before = [list(registry.callback_list) for registry in registries]

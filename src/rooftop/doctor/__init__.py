@@ -1,4 +1,4 @@
-"""Find the parts that work on this machine, and commands that fix the others.
+"""Find which parts work on this machine, and the commands that fix the other parts.
 
 No file here needs torch, so `rooftop doctor` runs even if torch is broken.
 """

@@ -1,8 +1,8 @@
-"""Find the parts that work on this machine, and the command that fixes each problem.
+"""Find which parts work on this machine, and the command that fixes each problem.
 
-No table of versions is kept here. Three sources decide what fits: the metadata of the installed packages, the driver
-through NVML, and tiny kernels that run. Each part is checked by itself. A check that raises is a finding, and does not
-stop other checks. No import here needs torch, so the diagnosis can explain why torch is broken.
+No table of versions is kept here. Three sources decide which versions fit: the metadata of the installed packages, the
+driver through NVML, and tiny test kernels. Each part is checked separately. An error in a check becomes a finding, and
+does not stop other checks. No import here needs torch, so the diagnosis can explain why torch is broken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rooftop.errors import MissingExtraError
 
 
 def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
-    """Check each of these parts, one after another (None: all parts). Takes seconds, runs tiny kernels on the GPUs,
+    """Check the named parts one after another (None: all parts). This takes seconds, runs tiny kernels on the GPUs, and
     changes nothing."""
     findings = []
     for name, check, needed in PARTS if parts is None else parts:
@@ -40,7 +40,7 @@ def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
                 warnings.simplefilter("ignore")
                 finding = check(name)
         except NoTorch:
-            continue  # without torch this part cannot be checked, and torch has its own line
+            continue  # this part needs torch, whose own line reports the problem
         except Exception as error:
             finding = Finding(name, "broken", "", reason_of(error))
         if finding is not None:
@@ -73,10 +73,10 @@ def _python(part: str) -> Finding:
 
 
 def _packages(part: str) -> Finding | None:
-    """The requirements of Rooftop's metadata, except torch, which has its own line."""
+    """Check the requirements in Rooftop's metadata, except torch, which has a separate line."""
     asked = {name: spec for name, spec in asked_by("rooftop").items() if name != "torch"}
     if not asked:
-        return None  # Rooftop is used without an installation, so its requirements are unknown
+        return None  # Rooftop is not installed as a package, so its requirements are unknown
     versions = {name: version_of(name) for name in asked}
     wrong = [name for name, spec in asked.items() if not fits(versions[name], spec)]
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -104,7 +104,7 @@ def _torch_itself(part: str) -> Finding:
 
 
 def _package(part: str, module: str, package: str, extra: str = "", gpu_only: bool = False) -> Finding | None:
-    """An optional package, alone or in an extra of Rooftop: its version fits and its import works."""
+    """Check that an optional package, alone or in an extra of Rooftop, has a version that fits and can be imported."""
     if gpu_only and not gpu_usable():
         return None
     version, spec = version_of(package), asked_by("rooftop", extra).get(package, "")
@@ -125,24 +125,24 @@ def _package(part: str, module: str, package: str, extra: str = "", gpu_only: bo
 
 
 def _c_compiler(part: str) -> Finding:
-    """The C compiler that Triton uses to build launchers, searched as Triton does: $CC, gcc, clang."""
+    """Check the C compiler with which Triton builds launchers. Like Triton, try $CC, gcc, clang."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or ""
     return _compiler(part, "c", "CC", compiler, "Triton on a GPU needs one", needed=gpu_usable())
 
 
 def _cpp_compiler(part: str) -> Finding:
-    """The C++ compiler that torch.compile uses for CPU kernels, searched as torch does: $CXX, g++."""
+    """Check the C++ compiler with which torch.compile builds CPU kernels. Like torch, try $CXX, g++."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or ""
     return _compiler(part, "c++", "CXX", compiler, "torch.compile on the CPU needs one", needed=False)
 
 
 def _compiler(part: str, language: str, variable: str, compiler: str, use: str, needed: bool) -> Finding:
-    """Compile a Python module of one line, which needs a working compiler and Python's headers."""
+    """Compile a one-line Python extension, which needs a working compiler and Python's headers."""
     broken = partial(Finding, part, "broken", needed=needed)
     missing = broken if needed else partial(Finding, part, "absent")
     if not compiler:
         return missing("no compiler found", use, mending.system_package(language))
-    scheme = sysconfig.get_default_scheme()  # Debian's posix_local names a folder without headers
+    scheme = sysconfig.get_default_scheme()  # Debian's scheme posix_local names a folder without headers
     include = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "empty.c")
@@ -167,7 +167,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _triton(part: str) -> Finding:
-    """Check that Triton has the version that torch's metadata requires; on a GPU also run a tiny kernel."""
+    """Check that Triton has the version that torch's metadata requires. On a GPU, also run a tiny kernel."""
     asked = [(name, spec) for name, spec in asked_by("torch").items() if "triton" in name]
     name, spec = asked[0] if asked else ("triton", asked_by("rooftop", extra="triton").get("triton", ""))
     asker = "torch" if asked else "Rooftop"
@@ -228,7 +228,7 @@ def _compile(part: str) -> Finding:
 
 
 def _compiled_calls(part: str) -> Finding | None:
-    """The C++ part that makes repeated calls of kernels, where there is a GPU for them."""
+    """Check the C++ part that makes repeated calls of kernels, if there is a GPU."""
     if not gpu_usable():
         return None
     usable, found = import_module("rooftop.launch.repeated_calls").state()
@@ -238,7 +238,7 @@ def _compiled_calls(part: str) -> Finding | None:
 
 
 def _page_reader(part: str) -> Finding | None:
-    """The C++ part that reads the pages of scenes, where scenes can be rendered."""
+    """Check the C++ part that reads the pages of scenes, if scenes can be rendered here."""
     if not version_of("warp-lang"):
         return None
     usable, found = import_module("rooftop.scene.streaming.page_reader").extension.state()
@@ -272,15 +272,15 @@ def _jupyter(part: str) -> Finding:
 # ---- folders -----------------------------------------------------------------------------------------------------
 
 SMALL_SHARED_MEMORY_BYTES = 256 << 20
-"""Shared memory for one DataLoader worker, which keeps two batches in it: 147 MiB for 128 images of (3, 224, 224) in
-float32.
+"""Less shared memory than this is reported. One DataLoader worker keeps two batches in it: 147 MiB for 128 images of
+(3, 224, 224) in float32.
 """
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def _cache(part: str) -> Finding:
-    """Write a file in the folder of the ceilings, or where that folder will be made."""
+    """Check that the folder of the ceilings, or the place where it will be made, is writable."""
     torch_here()  # the cache's module imports torch
     folder: Path = import_module("rooftop.hardware.measuring").cache_path(("",)).parent
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
@@ -294,7 +294,7 @@ def _cache(part: str) -> Finding:
 
 
 def _shared_memory(part: str) -> Finding | None:
-    """Check the shared memory, in which DataLoader workers hand over batches."""
+    """Check the shared memory through which DataLoader workers pass batches."""
     if not SHARED_MEMORY.exists():
         return None
     total = shutil.disk_usage(SHARED_MEMORY).total

@@ -1,8 +1,9 @@
-"""Optional packages that a command needs: all missing ones in one message, with the one command that installs them.
+"""Check the optional packages that a command needs. One message names all missing packages, and the command that
+installs them.
 
     note = check_extras("rooftop train resnet", needed=[WEIGHTS, DIGITS], useful=[PAGE, TENSORBOARD])
 
-The message names optional dependencies of Rooftop (extras), whose versions fit.
+The command installs Rooftop's optional dependencies (extras), so the installed versions fit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Extra(NamedTuple):
     Attributes:
         name: name of the extra.
         module: name to import. package: name to install.
-        use: what it is for, in words.
+        use: text that says what the package is for.
     """
 
     name: str
@@ -39,14 +40,14 @@ def check_extras(what: str, needed: Sequence[Extra], useful: Sequence[Extra] = (
 
     Args:
         what: the command, for the message.
-        needed: packages without which it cannot run.
-        useful: packages without which it leaves something out.
+        needed: packages without which the command cannot run. useful: packages without which the command leaves
+        something out.
 
     Returns:
         A note on missing useful packages; "" if none is missing.
 
     Raises:
-        MissingExtraError: a needed package is missing. The message also names missing useful ones.
+        MissingExtraError: a needed package is missing. The message also names missing useful packages.
     """
     lacking, left_out = missing(needed), missing(useful)
     if lacking:

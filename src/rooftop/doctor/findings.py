@@ -1,4 +1,4 @@
-"""The finding about one part of the machine, and queries that all parts share."""
+"""The finding about one part of the machine, and functions that the checks of all parts share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Finding:
     """The result of checking one part.
 
     Attributes:
-        status: "absent" means optional and not installed.
+        status: "absent" means that the part is optional and not installed.
         found: versions and facts.
         problem: a description of the problem; "" if there is none.
         command: the command that fixes or installs the part; "" if there is nothing to do or no command is known.
@@ -34,7 +34,7 @@ class Finding:
 
 
 class Part(NamedTuple):
-    """A part and its check. `check` gets the name of the part, and returns None if the part does not matter here."""
+    """A part and its check. `check` takes the part's name, and returns None if this machine does not need the part."""
 
     name: str
     check: Callable[[str], Finding | None]
@@ -87,7 +87,7 @@ def reinstall(package: str) -> str:
 
 
 def reason_of(error: BaseException | None) -> str:
-    """An error in one line."""
+    """The text of an error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

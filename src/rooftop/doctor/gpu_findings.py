@@ -24,14 +24,16 @@ from rooftop.doctor.findings import (
 )
 from rooftop.doctor.requirements import asked_by
 
-PROC_DRIVER = Path("/proc/driver/nvidia")  # exists if the driver's kernel module is loaded, even in containers
+# this folder exists if the driver's kernel module is loaded, even in containers
+PROC_DRIVER = Path("/proc/driver/nvidia")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor; class of display and 3D controllers
+NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor, and PCI class of display and 3D controllers
 LIBRARIES_DIFFER = 18  # NVML_ERROR_LIB_RM_VERSION_MISMATCH
 
 
 class DriverAnswer(NamedTuple):
-    """The answer of NVML: driver, newest CUDA version it supports, GPUs; or the error and its number."""
+    """The answer of NVML: the driver, the newest CUDA version that it supports, and the GPUs; or the error and its
+    number."""
 
     version: str = ""
     cuda: tuple[int, int] = (0, 0)
@@ -60,7 +62,7 @@ def ask_driver() -> DriverAnswer:
 
 
 def driver_part(part: str) -> Finding:
-    """Check that NVML finds a driver, new enough for the CUDA version of torch."""
+    """Check that NVML finds a driver that is new enough for torch's CUDA version."""
     try:
         driver = ask_driver()
     except ImportError as error:
@@ -88,11 +90,11 @@ def _no_driver(part: str, driver: DriverAnswer, built: str) -> Finding:
     if built:
         found = f"neither a driver nor a GPU found: torch is built for CUDA {built} and runs on the CPU"
         return Finding(part, "absent", found, command=mending.driver())
-    return Finding(part, "absent", "not found, nor a GPU")
+    return Finding(part, "absent", "neither a driver nor a GPU found")
 
 
 def _gpus_in_machine() -> str:
-    """GPUs that the operating system lists, with or without a working driver; "" if none."""
+    """The GPUs that the operating system lists, even without a working driver; "" if it lists none."""
     if (PROC_DRIVER / "version").exists():
         return "NVIDIA's kernel module is loaded"
     count = 0
@@ -106,25 +108,25 @@ def _gpus_in_machine() -> str:
 
 
 def cuda_part(part: str) -> Finding | None:
-    """Check that torch reaches the GPUs of the driver; if not, find out why."""
+    """Check that torch can use the driver's GPUs. If it cannot, find out why."""
     torch = torch_here()
     if torch.cuda.is_available():
         return Finding(part, "works", f"torch uses {counted(torch.cuda.device_count(), 'GPU')}, {build_of(torch)}")
     try:
         gpus = ask_driver().gpus
-    except ImportError:  # the requirement nvidia-ml-py has its own line
+    except ImportError:  # the line of the requirement nvidia-ml-py reports this
         gpus = 0
     if not gpus:
-        return None  # the driver's own finding says so
+        return None  # the finding of the driver reports this
     found = f"torch uses none of {counted(gpus, 'GPU')}"
     if torch.version.cuda is None:
         command = ""
-        # systems on which the default build has CUDA
+        # on these systems, torch's default build has CUDA
         if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
             command = mending.pip("torch" + asked_by("rooftop").get("torch", ""), options="--force-reinstall")
         return Finding(part, "broken", found, f"torch is a {build_of(torch)}", command)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):  # set to no GPUs, on purpose
+    if visible is not None and visible.strip() in ("", "-1"):  # the user has hidden all GPUs on purpose
         return Finding(
             part, "absent", f'{found}: CUDA_VISIBLE_DEVICES="{visible}" hides them', "", "unset CUDA_VISIBLE_DEVICES"
         )
@@ -137,7 +139,8 @@ def cuda_part(part: str) -> Finding | None:
         return Finding(
             part, "broken", f'{found}, CUDA_VISIBLE_DEVICES="{visible}"', problem, "unset CUDA_VISIBLE_DEVICES"
         )
-    if "system not yet initialized" in problem and not mending.container():  # GPUs on NVSwitch wait for their fabric
+    # GPUs on NVSwitch cannot be used until the fabric manager has set up the fabric
+    if "system not yet initialized" in problem and not mending.container():
         return Finding(part, "broken", found, problem, mending.as_root("systemctl start nvidia-fabricmanager"))
     return Finding(part, "broken", found, problem)
 
@@ -171,9 +174,9 @@ def gpus_part(part: str) -> Finding | None:
 def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Whether code built for these targets ("sm_80", "sm_90a", "compute_90") runs on a GPU of this compute capability.
 
-    Machine code runs on its own major version, from its minor version on. PTX ("compute_") runs on its own version and
-    all later ones. With the suffix "a", machine code and PTX run only on their own version (CUDA C++ Programming Guide,
-    "Binary compatibility" and the following sections).
+    Machine code runs on GPUs of the same major version, from its minor version on. PTX ("compute_") runs on its own
+    version and all later versions. With the suffix "a", machine code and PTX run only on their own version (CUDA C++
+    Programming Guide, "Binary compatibility" and the following sections).
     """
     for architecture in architectures:
         code = _capability(architecture)
@@ -230,7 +233,8 @@ def library_part(part: str, name: str) -> Finding | None:
     try:
         ctypes.CDLL(name)
     except OSError as error:
-        command = ""  # outside a container: the driver's package for video, whose name depends on the distribution
+        # outside a container the fix is the driver's package for video, whose name depends on the distribution
+        command = ""
         if mending.container():
             command = f"{mending.driver().removesuffix(' ...')} -e NVIDIA_DRIVER_CAPABILITIES=compute,utility,video ..."
         return Finding(part, "absent", reason_of(error), command=command)

@@ -1,6 +1,6 @@
-"""The commands that fix problems, written for this machine: its installer, package manager and container.
+"""The commands that fix problems, for this machine's installer, package manager and container.
 
-Each function returns "" if no right command is known; none runs anything.
+Each function returns "" if it knows no right command. No function runs a command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ SYSTEM_PACKAGES = {
 
 DRIVER_INSTALLS = {
     "ubuntu": ("apt-get update", "apt-get install -y ubuntu-drivers-common", "ubuntu-drivers install", "reboot"),
-    "debian": ("apt-get update", "apt-get install -y nvidia-driver", "reboot"),  # from the component non-free
+    # the package is in the component non-free
+    "debian": ("apt-get update", "apt-get install -y nvidia-driver", "reboot"),
 }
 """Distribution (ID of os-release) -> the steps that install NVIDIA's driver from its own packages."""
 
@@ -36,8 +37,8 @@ def pip(*requirements: str, options: str = "") -> str:
 
 def has_pip() -> bool:
     """Whether this Python has pip. The function searches the path itself, because setuptools hooks
-    `importlib.util.find_spec("pip")` and takes it for a run of pip. Afterwards setuptools cannot be imported in this
-    process, and torch.compile fails on a CPU."""
+    `importlib.util.find_spec("pip")` and mistakes it for a run of pip. After that, setuptools cannot be imported in
+    this process, and torch.compile fails on a CPU."""
     return PathFinder.find_spec("pip") is not None
 
 
@@ -54,7 +55,8 @@ def system_package(kind: str) -> str:
 
 
 def driver() -> str:
-    """The command that installs NVIDIA's driver; in a container, the one that passes the host's driver in."""
+    """The command that installs NVIDIA's driver. In a container, the command that makes the host's driver available
+    inside."""
     if engine := container():
         return f"{engine} run --gpus all ..." if engine == "docker" else f"{engine} run --device nvidia.com/gpu=all ..."
     try:
@@ -71,6 +73,6 @@ def as_root(*steps: str) -> str:
 
 
 def container() -> str:
-    """The engine of the container of this process ("docker", "podman"); "" outside a known container."""
+    """The container engine that runs this process ("docker", "podman"); "" outside a known container."""
     marks = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
     return next((engine for mark, engine in marks.items() if Path(mark).exists()), "")

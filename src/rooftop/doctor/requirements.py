@@ -17,7 +17,7 @@ def version_of(package: str) -> str:
 
 
 def python_asked_by(package: str) -> str:
-    """The Python that an installed package requires, such as ">=3.11"; "" if it states none."""
+    """The Python version that an installed package requires, such as ">=3.11"; "" if it states none."""
     try:
         return metadata.metadata(package)["Requires-Python"] or ""
     except (metadata.PackageNotFoundError, KeyError):
@@ -41,8 +41,8 @@ def asked_by(package: str, extra: str = "") -> dict[str, str]:
 
 
 def _holds(marker: str, extra: str) -> bool:
-    """Whether a marker holds: terms joined by "and" about the extra, the system and the machine. Unknown terms count as
-    true."""
+    """Whether a marker is true. A marker joins terms about the extra, the system and the machine by "and". Unknown
+    terms count as true."""
     here = {
         "extra": extra,
         "platform_system": platform.system(),
@@ -54,7 +54,7 @@ def _holds(marker: str, extra: str) -> bool:
 
 
 def fits(version: str, specifier: str) -> bool:
-    """Whether a version satisfies "==3.6.0" or ">=2.11,<4", by release numbers; the version "" fits nothing.
+    """Whether a version satisfies "==3.6.0" or ">=2.11,<4", by release numbers. The version "" satisfies nothing.
 
     Operators other than ==, >=, <= and < count as satisfied.
     """

@@ -1,8 +1,8 @@
 """Check that packages whose compiled parts are linked against torch load with the installed torch.
 
-A build for another torch, or for CUDA next to a CPU build, installs silently and fails at its import. The files of each
-package tell whether it is linked against torch. Each package is imported in a separate process, because a wrong ABI may
-crash it.
+A package built for another torch, or for CUDA beside a CPU build of torch, installs silently but fails at import. The
+files of each package tell whether it is linked against torch. Each package is imported in a separate process, because a
+wrong ABI may crash it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from rooftop.doctor.findings import Finding, torch_here
 from rooftop.doctor.requirements import asked_by, fits, version_of
 
 LINKED = (b"libc10.so", b"libtorch.so", b"libtorch_cpu.so", b"libtorch_python.so")
-"""Names in a compiled part that is linked against torch."""
+"""Names that occur in a compiled part if it is linked against torch."""
 
 OF_TORCH_OR_CUDA = re.compile(r"undefined symbol|lib(torch|c10|cuda|cudart|cudnn|cu[a-z]+|nccl|nv[a-z]+)[\w.-]*\.so")
-"""Reasons, related to torch, why a part does not load. A part for another FFmpeg is not a problem of torch."""
+"""Matches errors, related to torch, of a part that does not load. A part built for another FFmpeg is not a problem of
+torch."""
 
 PATIENCE_S = 120
-"""An import that takes longer, such as one that compiles or downloads, is given up."""
+"""Seconds after which an import is given up, such as an import that compiles or downloads."""
 
 CHILD = """
 import ctypes, importlib, json, os, signal, sys, warnings
@@ -66,7 +67,7 @@ for module, *paths in extensions:
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     print("\\n" + json.dumps({"code": code, **json.loads(found or "{}")}), flush=True)
 """
-"""A program that imports torch, then each package in a forked process."""
+"""Source of a program that imports torch, then each package in a forked process."""
 
 ON_PYTORCHS_INDEX = ("torchvision", "torchaudio", "torchtext", "xformers")
 """Packages that PyTorch's indexes provide for each build of torch."""
@@ -82,7 +83,8 @@ class Extension:
 
 
 def extensions_part(part: str) -> Finding | None:
-    """Check the requirements and the import of each such package. None: there are no such packages."""
+    """Check the requirements and the import of each package that is linked against torch. None if there are no such
+    packages."""
     torch = torch_here()
     extensions = torch_extensions()
     if not extensions:
@@ -99,7 +101,7 @@ def extensions_part(part: str) -> Finding | None:
 
 
 def torch_extensions() -> list[Extension]:
-    """The installed packages with such parts, by name."""
+    """The installed packages with parts linked against torch, by name."""
     found = {}
     for distribution in metadata.distributions():
         name = (distribution.metadata["Name"] or "").lower()
@@ -114,7 +116,7 @@ def torch_extensions() -> list[Extension]:
 
 
 def why_not_loaded(extensions: Sequence[Extension]) -> list[str]:
-    """The problem of each package with this torch, in one line; "" if there is none. A package for another torch is not
+    """Each package's problem with this torch, in one line; "" if there is none. A package for another torch is not
     imported."""
     torch = version_of("torch")
     asked = {each: asked_by(each.package)["torch"] for each in extensions}
@@ -132,7 +134,7 @@ def why_not_loaded(extensions: Sequence[Extension]) -> list[str]:
 
 def _problem(found: dict[str, Any], torch: str) -> str:
     if found["code"] == -signal.SIGALRM:
-        return f"is not imported within {PATIENCE_S} s"
+        return f"was not imported within {PATIENCE_S} s"
     if found["code"] < 0:
         return f"ends the process that imports it ({signal.Signals(-found['code']).name})"
     if found["code"] or "parts" not in found:
@@ -147,7 +149,7 @@ def _is_linked(path: Path) -> bool:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return any(content.find(name) >= 0 for name in LINKED)
-    except (OSError, ValueError):  # the file is gone, or empty
+    except (OSError, ValueError):  # the file is missing or empty
         return False
 
 
@@ -157,7 +159,8 @@ def _short(reason: str) -> str:
 
 
 def _mending(package: str, torch: str) -> str:
-    """The command that installs the build for this torch from the index of torch, or builds the package from source."""
+    """The command that installs the package's build for this torch from torch's index, or builds the package from
+    source."""
     release, _, build = torch.partition("+")
     if package not in ON_PYTORCHS_INDEX:
         return mending.pip(package, options=f"--force-reinstall --no-deps --no-build-isolation --no-binary {package}")

@@ -1,13 +1,13 @@
-"""Descriptions and limits of this machine, and tools for its memory, streams and GPUs.
+"""Describe this machine and measure its limits. Also tools for its memory, streams and GPUs.
 
-    devices, measure_ceilings, ceilings_of    what a machine is, and what it can do: measured here, or kept in a file
+    devices, measure_ceilings, ceilings_of    what a machine is, and what it can do: measured here, or read from a file
     measure, compare                          how time is measured
     memory_summary, track, release            memory in use, what a block of code needs, giving back
     explained_memory, explain_memory          which tensors fill a GPU, and what would help
     side_stream, on_stream, join              work on a second stream; check_streams finds what does not wait
     select_devices, on_each, Ensemble         which GPUs to use, and several at a time
     occupancy                                 warps of a kernel that a multiprocessor holds, and what limits them
-    measure_crossover                         from which size on the GPU beats the CPU
+    measure_crossover the size above which the GPU beats the CPU
     diagnose                                  what works here and what does not
 
 Names are loaded on first use, so this package can be imported if torch is broken. Some names are defined in

@@ -1,8 +1,8 @@
 """Triton kernels that only move memory: read, write, copy, triad; and two kernels that do nothing.
 
 With torch alone, a read is only as fast as a reduction, and 16-byte accesses are not guaranteed. A ceiling is the
-better rate of torch and these kernels. `copy` from one dtype to another is a cast, and within one tensor an update in
-place.
+better of torch's rate and these kernels' rate. `copy` from one dtype to another measures a cast, and `copy` within one
+tensor an in-place update.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Blocks:
-    """Launch parameters: elements and warps of a program."""
+    """Launch parameters: elements and warps per program."""
 
     elements: int
     warps: int
 
 
-LARGE = Blocks(4096, 8)  # 16 KiB of float32 a program: four 16-byte accesses in flight for each of 256 threads
-# two accesses for each of 128 threads, so a working set of 1 MiB has a program for each processor
+LARGE = Blocks(4096, 8)  # 16 KiB of float32 per program: each of 256 threads has four 16-byte accesses in flight
+# each of 128 threads has two accesses in flight, so 1 MiB gives each multiprocessor a program
 SMALL = Blocks(1024, 4)
 
-_ORDER = ["first", "step"]  # arguments that differ from launch to launch and do not affect compilation
+_ORDER = ["first", "step"]  # these arguments differ from launch to launch, and must not cause a new compilation
 
 
 @triton.jit(do_not_specialize=_ORDER)
@@ -64,7 +64,7 @@ def _empty():
 
 @triton.jit
 def rooftop_marker():
-    """Do nothing: launches of this kernel mark positions among the kernels of a trace."""
+    """Do nothing. Launches of this kernel mark positions among the kernels of a trace."""
 
 
 def programs(tensor: Tensor, blocks: Blocks = LARGE) -> int:
@@ -76,7 +76,8 @@ def read(source: Tensor, sums: Tensor, blocks: Blocks = LARGE, backwards: bool =
     """Sum each block of `source` into `sums`; both are contiguous, and `sums` has at least `programs(source, blocks)`
     elements.
 
-    Backwards, the last block comes first, so that the beginning is still in the cache at the end.
+    With `backwards`, the last block is read first, so that the beginning of the tensor is still in the cache at the
+    end.
     """
     grid = programs(source, blocks)
     first, step = (grid - 1, -1) if backwards else (0, 1)
@@ -84,20 +85,20 @@ def read(source: Tensor, sums: Tensor, blocks: Blocks = LARGE, backwards: bool =
 
 
 def write(target: Tensor, value: float, blocks: Blocks = LARGE, backwards: bool = False) -> None:
-    """Fill a contiguous tensor. Backwards, the last block comes first."""
+    """Fill a contiguous tensor. With `backwards`, the last block is written first."""
     grid = programs(target, blocks)
     first, step = (grid - 1, -1) if backwards else (0, 1)
     _write[(grid,)](target, value, target.numel(), first, step, BLOCK=blocks.elements, num_warps=blocks.warps)
 
 
 def copy(source: Tensor, target: Tensor, blocks: Blocks = LARGE) -> None:
-    """target = source, cast to its dtype; contiguous, equal sizes."""
+    """target = source, cast to target's dtype. Both are contiguous and of equal size."""
     n = source.numel()
     _copy[(programs(source, blocks),)](source, target, n, BLOCK=blocks.elements, num_warps=blocks.warps)
 
 
 def triad(left: Tensor, right: Tensor, target: Tensor, scale: float, blocks: Blocks = LARGE) -> None:
-    """target = left + scale * right; contiguous, equal sizes."""
+    """target = left + scale * right. All are contiguous and of equal size."""
     n = left.numel()
     grid = (programs(left, blocks),)
     _triad[grid](left, right, target, scale, n, BLOCK=blocks.elements, num_warps=blocks.warps)
@@ -109,5 +110,5 @@ def empty() -> None:
 
 
 def marker() -> None:
-    """Another empty kernel, whose name marks the beginning and end of a call (see `kernel_times`)."""
+    """An empty kernel whose name marks the beginning and end of a call (see `kernel_times`)."""
     rooftop_marker[(1,)](num_warps=1)

@@ -1,7 +1,7 @@
-"""Ceilings: measured limits of this machine, as data and as a file.
+"""Ceilings: the measured limits of a machine, as data and as a file.
 
-A ceiling is an upper bound: the fastest rate measured so far, with any pattern or shape. If an operator is above a
-ceiling, the ceiling was measured badly, and the operator raises it.
+A ceiling is an upper bound: the fastest rate measured so far, with any pattern or shape. If an operator is faster than
+a ceiling, the ceiling was measured too low, and the operator raises it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class MemoryPoint:
     """Bandwidths at one working set, bytes/s (read plus written).
 
     The patterns are sum, fill, copy, a = b + s * c, and a cast between four and two bytes. `update` is a = s * a in
-    place, which reads and writes the same memory. Operators of programs reached the raised rates. 0 means not measured.
+    place, which reads and writes the same memory. The raised rates are rates that a program's operators reached. 0
+    means not measured.
     """
 
     working_set_bytes: int
@@ -45,7 +46,7 @@ class MemoryPoint:
     raised_in_place: float = 0.0
 
     def measured(self, in_place: bool = False) -> bool:
-        """Whether any figure was measured, besides those that a program's operators raised."""
+        """Whether a probe measured any of the figures. Rates that a program's operators raised do not count."""
         return any((self.read, self.write, self.copy, self.triad, self.cast, in_place and self.update))
 
     @property
@@ -55,7 +56,7 @@ class MemoryPoint:
 
     @property
     def best_in_place(self) -> float:
-        """The best rate of work that overwrites its input: a cache serves each of these bytes twice."""
+        """The best rate of work that overwrites its input. A cache serves each of its bytes twice."""
         return max(self.best, self.update, self.raised_in_place)
 
 
@@ -74,23 +75,23 @@ class Ceilings:
 
     Attributes:
         device, device_id, kind: name, UUID (GPU) or model (CPU), "cuda" or "cpu".
-        threads: CPU threads that were used, 1 on a GPU.
+        threads: number of CPU threads that were used; 1 on a GPU.
         versions: versions of all software that could change the figures.
         measured_at: UTC, ISO 8601.
-        memory: bandwidths over the working set, rising.
-        levels: their summary.
-        flops: best matrix rate for each precision, flop/s. Only measured parts are present.
+        memory: bandwidths by working set, in rising order. levels: a summary of `memory` by level of the hierarchy.
+        flops: best matrix rate for each precision, flop/s. Only measured precisions are present.
         kernel_floor_ms: duration of the shortest kernel; on a CPU, of the cheapest operator.
-        launch_eager_ms, launch_graph_ms: time for each of many tiny kernels, launched eagerly and from a graph.
+        launch_eager_ms, launch_graph_ms: time per kernel in a series of many tiny kernels, launched eagerly and from a
+            graph.
         transfers: bytes/s between host and device, pageable and pinned.
-        links: between GPUs, copies and the bus bandwidth of collectives. Empty until they are requested.
+        links: bandwidths between GPUs, of copies and (as bus bandwidth) of collectives. Empty until they are requested.
         spread: for each figure, the relative distance of its best two samples.
-        disturbed: in words, the figures whose best was not reproduced within 10%, or that were measured while other
-            programs used the machine.
+        disturbed: texts that name the figures whose best sample was not reproduced within 10%, or that were measured
+            while other programs used the machine.
         sustained: for each precision, the matrix rate of a product that runs continuously, under the power limit.
-        pulse: for a CPU, its speed over time (see `pulse`).
+        pulse: the speed of a CPU over time (see `pulse`).
         conditions: conditions of the last measurement (see `conditions`).
-        raises: figures that a program's operators raised.
+        raises: the figures that a program's operators raised.
     """
 
     device: str
@@ -118,9 +119,9 @@ class Ceilings:
         """Upper bound of the bandwidth for work of this size, bytes/s.
 
         Start at the largest measured working set that is not larger than this working set. The bound is the fastest
-        rate of any pattern there or at any larger working set. So it is never pessimistic, and never rises with the
+        rate of any pattern there or at any larger working set. So the bound is never too low, and never rises with the
         working set. A rate that an operator reached also counts for smaller working sets, down to the next measured
-        one.
+        working set.
 
         Args:
             in_place: whether the work overwrites its input.
@@ -130,8 +131,8 @@ class Ceilings:
 
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
-        """The measured working sets. For each one, the best rate of any pattern at this or a larger working set; then
-        the same for work in place.
+        """The measured working sets. For each, the best rate of any pattern at this or a larger working set. Then the
+        same rates for in-place work.
         """
         found = []
         for in_place in (False, True):
@@ -154,7 +155,7 @@ class Ceilings:
         return self.flops[precision]
 
     def disturbed_of(self, parts: Collection[str]) -> tuple[str, ...]:
-        """The disturbed figures of these parts.
+        """The disturbed figures of the given parts.
 
         Args:
             parts: "memory", "launches", "transfers", "links", and precisions.
@@ -165,7 +166,7 @@ class Ceilings:
         """Raise the ceilings so that an operator with this matrix rate is not above its roof.
 
         Args:
-            by: the operator in words, for the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
+            by: text that names the operator in the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
 
         Raises:
             ValueError: the precision was not measured, or the rate is not a positive number.
@@ -193,7 +194,7 @@ class Ceilings:
         return self._with(memory_figure(working_set_bytes, pattern), before, rate, by, memory=memory, levels=levels)
 
     def lowered_floor(self, ms: float, by: str) -> Ceilings:
-        """Change the ceilings so that a kernel of this duration is not above its roof.
+        """Lower the kernel floor so that a kernel of this duration is not above its roof.
 
         Raises:
             ValueError: the duration is not a positive number.
@@ -202,7 +203,8 @@ class Ceilings:
         return self._with("kernel_floor_ms", self.kernel_floor_ms, floor, by, kernel_floor_ms=floor)
 
     def _with(self, figure: str, before: float, after: float, by: str, **changes: Any) -> Ceilings:
-        """These ceilings with one figure changed, if it differs, and a note of the change."""
+        """These ceilings with one figure changed and a note of the change. If the figure is the same, these ceilings
+        themselves."""
         if before == after:
             return self
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -212,7 +214,7 @@ class Ceilings:
         """Check that a step on this kind of device can be compared with these ceilings.
 
         Raises:
-            CeilingsFileError: the ceilings are for the other kind of device.
+            CeilingsFileError: the ceilings are for another kind of device.
         """
         if kind != self.kind:
             raise CeilingsFileError(
@@ -234,7 +236,7 @@ class Ceilings:
             ValueError: the data are not ceilings, or have another format version.
         """
         if isinstance(plain, Mapping) and "ops" in plain and "ceilings" in plain:
-            raise ValueError("it holds a report; `rooftop ceilings -o FILE` writes ceilings")
+            raise ValueError("it holds a report, expected ceilings: `rooftop ceilings -o FILE` writes them")
         if not isinstance(plain, Mapping) or plain.get("format") not in FORMATS:
             found = plain.get("format") if isinstance(plain, Mapping) else type(plain).__name__
             raise ValueError(f"expected ceilings of format {' or '.join(map(str, FORMATS))}, got {found!r}")
@@ -249,7 +251,7 @@ class Ceilings:
             rates = [point.best_in_place for point in values["memory"]] + list(plain["flops"].values())
             rates += [float(rate) for rate in values.get("pulse", {}).values()]
             if not all(rate > 0 for rate in rates) or not any(point.measured() for point in values["memory"]):
-                raise ValueError("a rate is missing or not positive")
+                raise ValueError("a rate in the ceilings is missing or not positive")
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return cls(**values)
@@ -276,8 +278,8 @@ class Ceilings:
 
 
 def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple[MemoryLevel, ...]:
-    """For each cache, the fastest rate among the working sets that fit into this cache but into no smaller one; and the
-    fastest rate among working sets beyond all caches.
+    """For each cache, the fastest rate among the working sets that fit into this cache but into no smaller cache. For
+    DRAM, the fastest rate among working sets beyond all caches.
     """
     levels, floor = [], 0
     for name, capacity in caches.items():
@@ -285,13 +287,13 @@ def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple
         if inside:
             levels.append(MemoryLevel(name, capacity, max(inside)))
             floor = capacity
-    # A cache still serves a part of a working set that is somewhat larger.
+    # If a working set is somewhat larger than a cache, the cache still serves a part of it.
     rates = [(point.working_set_bytes, point.best) for point in memory if point.best > 0]
     beyond = [rate for size, rate in rates if size >= BEYOND * floor] or [rates[-1][1]]
     return (*levels, MemoryLevel("DRAM", None, max(beyond)))
 
 
-BEYOND = 8  # times the largest cache, which then holds less than an eighth of the bytes touched
+BEYOND = 8  # times the largest cache: of a larger working set, the cache holds less than an eighth
 
 
 def _positive(value: float) -> float:
@@ -302,7 +304,7 @@ def _positive(value: float) -> float:
 
 def write_whole(target: Path, text: str) -> None:
     """Write a file completely or not at all."""
-    if target.exists() and not target.is_file():  # a device or a pipe, which renaming would replace by a file
+    if target.exists() and not target.is_file():  # a device or a pipe: renaming a file onto it would replace it
         target.write_text(text, encoding="utf-8")
         return
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -336,7 +338,7 @@ def known_machines() -> list[str]:
 
 
 def ceilings_of(machine: str | os.PathLike[str]) -> Ceilings:
-    """Ceilings of a machine, which may be another one: a known name ("h200"), or a file that `Ceilings.save` wrote.
+    """Read the ceilings of this or another machine, by a known name ("h200") or from a file that `Ceilings.save` wrote.
 
     Raises:
         ValueError: `machine` is neither a known machine nor a file.

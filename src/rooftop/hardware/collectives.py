@@ -1,11 +1,11 @@
-"""Rates of collectives between the devices of this machine, as bus bandwidth.
+"""Measure the rates of collectives between the devices of this machine, as bus bandwidth.
 
 Bus bandwidth is the least number of bytes that each link must carry, divided by the time. It makes different
-collectives and numbers of devices comparable with the rate of the links. An all-reduce of S bytes over n devices counts
-2 (n - 1) / n S, an all-gather to S bytes (n - 1) / n S (the convention of nccl-tests).
+collectives and numbers of devices comparable with the rate of the links. By the convention of nccl-tests, an all-reduce
+of S bytes over n devices counts 2 (n - 1) / n S bytes, an all-gather to S bytes (n - 1) / n S.
 
-Each device gets its own process, started with spawn, so that a script without a `__main__` guard can measure too, and a
-collective that hangs can be ended.
+Each device gets its own process, so that a collective that hangs can be ended. A script without a `__main__` guard can
+measure, too.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ TIMEOUT_S = 60.0
 def collective_rates(
     devices: Sequence[torch.device | str], sizes: Sequence[int] = SIZES, timeout_s: float = TIMEOUT_S
 ) -> dict[str, dict[int, float]]:
-    """Bus bandwidth of "all_reduce" and "all_gather" by message size.
+    """Measure the bus bandwidth of "all_reduce" and "all_gather" by message size.
 
     Args:
         devices: two or more, all GPUs (through NCCL) or all "cpu" (through gloo).
         sizes: sizes of the messages in bytes, divisible by four times the number of devices.
-        timeout_s: all processes are ended after this time.
+        timeout_s: time limit after which all processes are killed.
 
     Returns:
         Name of the collective -> size in bytes -> bytes/s.
 
     Raises:
         ValueError: there are fewer than two devices, their kinds differ, or a size cannot be divided among them.
-        MeasurementError: a process failed, or some did not finish in time.
+        MeasurementError: a process failed or did not finish in time.
     """
     where = [torch.device(device) for device in devices]
     kinds = {device.type for device in where}
@@ -71,8 +71,8 @@ def collective_rates(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout_s: float) -> None:
-    """Wait until all processes are done. If a process fails, the others would wait forever, so the first failure ends
-    the measurement.
+    """Wait until all processes have ended. The first failure ends the measurement, because the other processes would
+    wait forever.
     """
     deadline = time.monotonic() + timeout_s
     codes = [process.poll() for process in processes]
@@ -94,7 +94,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], ti
 
 
 def _measure(rank: int, devices: Sequence[torch.device], sizes: Sequence[int], folder: Path) -> None:
-    """Join the other processes, and measure each collective at each size; the first process writes the results."""
+    """Join the other processes' group, and measure each collective at each size. The first process writes the
+    results."""
     device, count = devices[rank], len(devices)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -115,7 +116,7 @@ def _measure(rank: int, devices: Sequence[torch.device], sizes: Sequence[int], f
 
 
 def _seconds(collective: Callable[[], object], device: torch.device, size: int) -> float:
-    """Seconds of one call, the fastest of some samples; every process makes the same number of calls."""
+    """Seconds of one call: the fastest of some samples. Every process makes the same number of calls."""
     calls = max(2, min(50, (64 << 20) // size)) if device.type == "cuda" else 5
     samples = []
     for _ in range(1 + SAMPLES):  # the first call warms up
@@ -127,7 +128,7 @@ def _seconds(collective: Callable[[], object], device: torch.device, size: int) 
         _synchronize(device)
         samples.append((time.perf_counter() - began) / calls)
     fastest: Tensor = torch.tensor(min(samples[1:]), device=device)
-    dist.all_reduce(fastest, op=dist.ReduceOp.MAX)  # a call is as slow as in the slowest process
+    dist.all_reduce(fastest, op=dist.ReduceOp.MAX)  # the slowest process determines the time of a call
     return float(fastest)
 
 

@@ -26,8 +26,8 @@ Conditions = Mapping[str, float]
 
 
 def busy(conditions: Conditions, kind: str) -> bool:
-    """Whether other processes disturbed a measurement on a "cpu" or a "cuda" device. Kernels need no cores of the
-    host.
+    """Whether other processes disturbed a measurement on a "cpu" or a "cuda" device. On a GPU, only other use of the
+    GPU counts.
     """
     if kind == "cpu":
         return missing_cores(conditions) > DISTURBING_SHARE * conditions.get("threads", 1.0)
@@ -35,13 +35,13 @@ def busy(conditions: Conditions, kind: str) -> bool:
 
 
 def missing_cores(conditions: Conditions) -> float:
-    """The number of cores by which the needs of other programs and the measurement exceed the existing cores."""
+    """The number of missing cores: cores that other programs and the measurement need, minus existing cores."""
     wanted = conditions.get("others_cores", 0.0) + conditions.get("threads", 1.0)
     return max(0.0, wanted - conditions.get("cores", wanted))
 
 
 class Watch:
-    """A context around a measurement; `conditions` is set when it ends."""
+    """A context around a measurement. When it ends, it sets `conditions`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,7 +65,7 @@ class Watch:
             self._ask_for_state()
 
     def _ask_for_others(self) -> None:
-        """Record the GPU's utilization if another process uses the GPU; without one, the utilization is this process's
+        """Record the GPU's utilization if another process uses the GPU. If none does, the utilization is this process's
         own work.
         """
         uuid = gpu_uuid(self._device.index or 0)

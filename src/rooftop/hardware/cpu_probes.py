@@ -1,7 +1,7 @@
-"""The limits of a CPU: the cheapest operator, bandwidth over the working set, matrix rates.
+"""Measure the limits of a CPU: the cheapest operator, bandwidths by working set, matrix rates.
 
-Each figure is the best of several bursts, spread over the whole measurement, so that a disturbance affects only some of
-them. Samples last a millisecond or more, so that the clock's resolution does not matter.
+Each figure is the best of several bursts. The bursts are spread over the whole measurement, so that a disturbance
+affects only some of them. Samples last a millisecond or more, so that the clock's resolution does not matter.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ SHAPES = (
     *((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (4096, 256, 1024), (512, 3072, 768), (512, 768, 3072)),
     *((2048, 2048, 512), (2048, 2048, 2048)),
 )
-"""m, n, k of matrix products, in the order of their work."""
+"""(m, n, k) of matrix products, in the order of their work."""
 LAYOUTS = ("nn", "nt", "tn")
-CONVOLUTIONS = ((4, 256, 14, 3), (8, 128, 28, 3), (4, 256, 28, 1))  # batch, channels in and out, side, kernel
+# (batch, input and output channels, image side, kernel side)
+CONVOLUTIONS = ((4, 256, 14, 3), (8, 128, 28, 3), (4, 256, 28, 1))
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PARTS = ("launches", "memory", *DTYPES)
 
 ROUNDS = 3
 BURST_S = 0.015  # seconds for each candidate in each round; there are about 150 candidates
 SAMPLE_S = 1e-3
-SLOW_S = 0.05  # a slower call has no fast path in its dtype; it runs once per round, and larger shapes are skipped
+SLOW_S = 0.05  # a slower call has no fast path for its dtype: run it once per round, and skip larger shapes
 
 Call = Callable[[], object]
 
 
 Candidate = tuple[str, float, Call]
-"""A candidate for a figure: its name, the bytes or flops of a call, and the call."""
+"""A candidate for a figure: the figure's name, the bytes or flops of a call, and the call."""
 
 
 def probe_cpu(parts: Collection[str], progress: Callable[[str, float], None]) -> tuple[Samples, dict[str, float]]:
-    """Samples of the figures of some parts, and the seconds that each part took in all rounds."""
+    """Measure samples of the figures of some parts. Also return the seconds that each part took in all rounds."""
     samples, seconds = Samples(), dict.fromkeys(parts, 0.0)
     for round_ in range(ROUNDS):
         for number, part in enumerate(parts):
@@ -65,7 +66,7 @@ _IN_WORDS = {"launches": "launches", "memory": "memory bandwidth"}
 
 
 def _launches(samples: Samples) -> None:
-    """Measure the cheapest operator, which on a CPU takes the place of a launch, and the machine's pulse."""
+    """Measure the cheapest operator (a CPU's counterpart of a launch) and the machine's pulse."""
     times = [1e3 * seconds for seconds in _cheapest_operator_s()]
     for name in LAUNCHES:
         samples.add(name, times)
@@ -81,8 +82,8 @@ def _cheapest_operator_s() -> list[float]:
 
 
 def _bandwidths(samples: Samples) -> None:
-    """Measure bandwidths. The time of an empty call is subtracted, because it would hide the cache's rate for small
-    working sets."""
+    """Measure bandwidths. The time of an empty call is subtracted. For small working sets it would hide the cache's
+    rate."""
     launch_s = min(_cheapest_operator_s())
     whole = torch.rand(WORKING_SETS[-1] // 4)
     for size in WORKING_SETS:
@@ -92,9 +93,7 @@ def _bandwidths(samples: Samples) -> None:
 
 
 def _without_launch(seconds: float, launch_s: float) -> float:
-    """The time in excess of the cheapest call, but at least half of the whole time, because a smaller difference is
-    noise.
-    """
+    """The time minus the cheapest call's time, but at least half of the time, because a smaller difference is noise."""
     return max(seconds - launch_s, seconds / 2)
 
 
@@ -116,7 +115,7 @@ def _patterns(whole: Tensor) -> Iterator[Candidate]:
 
 
 def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
-    """Try the candidates of one figure in the order of their work, up to the first slow one."""
+    """Try the candidates for one figure in the order of their work, up to the first slow candidate."""
     for figure, flops, call in candidates:
         times = _burst(call, BURST_S)
         samples.add(figure, (flops / seconds for seconds in times))
@@ -125,7 +124,7 @@ def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
 
 
 def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
-    """Matrix products on random data (zeros are faster)."""
+    """Measure matrix products on random data (on zeros they are faster)."""
     for m, n, k in SHAPES:
         for layout in LAYOUTS:
             left = torch.randn(k, m).to(dtype).t() if layout[0] == "t" else torch.randn(m, k).to(dtype)
@@ -135,7 +134,8 @@ def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
-    """Convolutions. They come from another library than products, and are up to twice as fast on some CPUs."""
+    """Measure convolutions. They run in another library than matrix products, and are up to twice as fast on some
+    CPUs."""
     for batch, channels, side, kernel in CONVOLUTIONS:
         x = torch.randn(batch, channels, side, side).to(dtype)
         weight = torch.randn(channels, channels, kernel, kernel).to(dtype)
@@ -144,8 +144,8 @@ def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _burst(call: Call, seconds: float) -> list[float]:
-    """Seconds per call, from samples that together take about `seconds`, after a first call. A slow call gets one
-    sample."""
+    """Seconds per call, from samples that together take about `seconds`, after a first call that does not count. A slow
+    call gets one sample."""
     began = time.perf_counter()
     call()
     first = time.perf_counter() - began

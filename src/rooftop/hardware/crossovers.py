@@ -1,19 +1,19 @@
-"""Find the size from which the GPU beats the CPU, for one operation, with and without transfers.
+"""Find the size above which the GPU beats the CPU, for one operation, with and without transfers.
 
-The measurement times three variants of the same eager call on the same random values, as they occur in programs:
+The measurement times three variants of the same eager call on the same random values, as programs use them:
 
 - CPU: operands in the host's memory.
 - GPU: operands are already on the device, the result stays there, and the host does not wait (a step in the middle of a
   model).
-- GPU with transfers: the inputs come from pinned host memory, the result goes back into it, and the host waits for it
-  (one operation handed to the GPU). Parameters (the weights of linear and layer_norm) are already on the device.
+- GPU with transfers: the inputs are copied from pinned host memory, the result is copied back, and the host waits for
+  it (one operation handed to the GPU). Parameters (the weights of linear and layer_norm) are already on the device.
 
-Operands are in the caches on both sides, as if the program had just written them. Each call allocates its result, as in
-eager mode. torch keeps freed device and pinned memory for the next call. The CPU's memory goes back to the system if it
-is large (over 32 MiB with glibc), and the next call pays for fresh pages: a real jump in the CPU's time.
+Operands are in the caches of CPU and GPU, as if the program had just written them. Each call allocates its result, as
+in eager mode. torch keeps freed device and pinned memory for the next call. The CPU's allocator returns large blocks to
+the system (over 32 MiB with glibc), and the next call pays for fresh pages. So the CPU's time jumps at that size.
 
 The break-even size is where the times cross. Times are close to power laws of the size. So between two measured sizes,
-the logarithm of the ratio of the times is taken as linear in the logarithm of the size. No prediction is made beyond
+the logarithm of the times' ratio is interpolated linearly in the logarithm of the size. Nothing is extrapolated beyond
 the measured sizes.
 """
 
@@ -52,14 +52,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Operation:
-    """The operation at a size n.
+    """An operation that can be timed at any size n.
 
     Attributes:
         unit: the unit of n.
         sizes: the default sizes, ascending.
         inputs: shapes of the tensors that are transferred at each call.
-        parameters: shapes of those that are already on the device.
-        call: takes inputs and parameters, returns one tensor.
+        parameters: shapes of the tensors that are already on the device. call: takes inputs and parameters, and returns
+        one tensor.
     """
 
     unit: str
@@ -72,14 +72,14 @@ class Operation:
 OPERATIONS = {
     "add": Operation(
         unit="elements",
-        sizes=tuple(4**k for k in range(5, 13)),  # 1,024 to 16,777,216: 4 KiB to 64 MiB a vector in fp32
+        sizes=tuple(4**k for k in range(5, 13)),  # 1,024 to 16,777,216 elements: 4 KiB to 64 MiB per fp32 vector
         inputs=lambda n: ((n,), (n,)),
         parameters=lambda n: (),
         call=torch.add,
     ),
     "matmul": Operation(
         unit="rows and columns",
-        sizes=tuple(2**k for k in range(4, 12)),  # 16 to 2,048: 8 kFLOP to 17 GFLOP
+        sizes=tuple(2**k for k in range(4, 12)),  # 16 to 2,048 rows: 8 kFLOP to 17 GFLOP
         inputs=lambda n: ((n, n), (n, n)),
         parameters=lambda n: (),
         call=torch.matmul,
@@ -103,7 +103,7 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class CrossoverPoint:
-    """The three variants at one size."""
+    """The times of the three variants at one size."""
 
     size: int
     cpu: Timing
@@ -113,12 +113,12 @@ class CrossoverPoint:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Whether the GPU beats the CPU among the sizes measured, and from which size on.
+    """Whether the GPU beats the CPU at the measured sizes, and from which size on.
 
     Attributes:
         verdict: "always" (at every size), "never" (at none), "from" (at all sizes from `size` on, but not at the next
-            smaller one measured), or "mixed" (at some sizes, but not at the largest).
-        size: interpolated; None unless the verdict is "from".
+            smaller measured size), or "mixed" (at some sizes, but not at the largest). size: the interpolated size;
+            None unless the verdict is "from".
     """
 
     verdict: Literal["always", "never", "from", "mixed"]
@@ -127,16 +127,16 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class Crossover:
-    """CPU against GPU over sizes.
+    """Times of an operation on CPU and GPU, by size.
 
     Attributes:
         operation, dtype: "matmul", "float32".
         unit: the unit of a size.
-        host, threads: name of the CPU, threads that torch used on it.
+        host, threads: name of the CPU, and number of threads that torch used.
         device: name of the GPU.
         versions: versions of all software that could change the figures.
         measured_at: UTC, ISO 8601.
-        points: rising in size.
+        points: the measured times, in rising order of size.
     """
 
     operation: str
@@ -156,7 +156,7 @@ class Crossover:
 
     @property
     def break_even_with_transfers(self) -> BreakEven:
-        """The break-even size if operands come from the host and the result goes back."""
+        """The break-even size if operands are copied from the host and the result is copied back."""
         return find_break_even([(p.size, p.cpu.median_ms, p.gpu_with_transfers.median_ms) for p in self.points])
 
     @property
@@ -169,7 +169,7 @@ class Crossover:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, break-even sizes included."""
+        """The JSON form, including the break-even sizes."""
         found = {
             "break_even": asdict(self.break_even),
             "break_even_with_transfers": asdict(self.break_even_with_transfers),
@@ -183,7 +183,7 @@ def find_break_even(times: Sequence[tuple[int, float, float]]) -> BreakEven:
     """The size from which the second time is smaller.
 
     Args:
-        times: (size, CPU ms, GPU ms), rising in size; at least one, all positive.
+        times: at least one (size, CPU ms, GPU ms), in rising order of size; all numbers are positive.
     """
     logs = [(math.log(size), math.log(gpu_ms / cpu_ms)) for size, cpu_ms, gpu_ms in times]  # < 0: the GPU is faster
     slower = [position for position, (_, ratio) in enumerate(logs) if ratio >= 0]
@@ -211,7 +211,7 @@ def measure_crossover(
         operation: one of `OPERATIONS`.
         sizes: the sizes to measure; None takes the operation's own, up to the first slow CPU call.
         dtype: one of `DTYPES`.
-        device: the GPU. "cpu" is also accepted: it compares the CPU with itself, as a test of this function.
+        device: the GPU. "cpu" is also accepted, and compares the CPU with itself, to test this function.
         progress: called with (the current measurement, fraction done).
         seconds: about how long to time each variant at each size.
 
@@ -224,7 +224,7 @@ def measure_crossover(
             f"no operation {operation!r}: expected one of {', '.join(OPERATIONS)}{did_you_mean(operation, OPERATIONS)}"
         )
     if dtype not in DTYPES:
-        raise ValueError(f"a crossover takes {', '.join(map(_name, DTYPES))}, got {_name(dtype)}")
+        raise ValueError(f"a crossover takes the dtypes {', '.join(map(_name, DTYPES))}, got {_name(dtype)}")
     if sizes is not None and (not sizes or any(not isinstance(size, int) or size < 1 for size in sizes)):
         raise ValueError(f"expected sizes as positive integers, got {list(sizes)}")
     where = _checked(torch.device(device))
@@ -270,14 +270,15 @@ def _checked(device: torch.device) -> torch.device:
 
 
 def _point(op: Operation, size: int, dtype: torch.dtype, device: torch.device, seconds: float) -> CrossoverPoint:
-    """All variants at one size: the CPU's by the host's clock, the GPU's interleaved and by device events."""
+    """Time all variants at one size: the CPU's by the host's clock, the two GPU variants interleaved, by device
+    events."""
     random = torch.Generator().manual_seed(size)
     inputs, parameters = (
         [torch.randn(shape, generator=random, device="cpu").to(dtype) for shape in shapes(size)]
         for shapes in (op.inputs, op.parameters)
     )
     on_host = measure(lambda: op.call(*inputs, *parameters), device="cpu", seconds=seconds)
-    # The time between device events includes the host's work between them, here the wait for the result.
+    # The time between device events includes the host's work in between, here the wait for the result.
     on_device = compare(
         {
             "alone": _resident(op, inputs, parameters, device),
@@ -300,7 +301,7 @@ def _resident(
 def _transferred(
     op: Operation, inputs: Sequence[Tensor], parameters: Sequence[Tensor], device: torch.device
 ) -> Callable[[], Tensor]:
-    """The call with inputs from the host; returns the result in the host's memory, complete."""
+    """The call with inputs from the host. It returns when the result is complete in the host's memory."""
     cuda = device.type == "cuda"
     sources = [each.pin_memory() if cuda else each for each in inputs]
     kept = [parameter.to(device) for parameter in parameters]

@@ -1,13 +1,14 @@
 """Detach CUPTI, NVIDIA's interface for profilers, from the process.
 
-PyTorch's profiler attaches CUPTI when it first begins, and never detaches it. While CUPTI is attached, each call of the
-CUDA runtime goes through it. So a host-bound program stays slower for the rest of its life, even after profiling ended
-(the GPU's own times do not change). PyTorch has a switch against this, `TEARDOWN_CUPTI=1`, but with it every second
-profiler misses kernels. So this module detaches CUPTI when the device is idle and all records have been read.
+PyTorch's profiler attaches CUPTI when it first begins, and never detaches it. While CUPTI is attached, it intercepts
+each call of the CUDA runtime. So a host-bound program stays slower until it ends, even after profiling. (The GPU's own
+times do not change.) PyTorch has a switch against this, `TEARDOWN_CUPTI=1`, but with it every second profiler misses
+kernels. So this module detaches CUPTI when the device is idle and all records have been read.
 
-During the detachment, no other thread may be inside a CUDA call. The GIL is held, so no Python thread can begin one,
-and a thread that waits in the standard library is not inside one. NCCL's threads call CUDA all the time: a process that
-detaches CUPTI meanwhile can hang. So CUPTI stays attached if another thread may be inside a CUDA call.
+During the detachment, no other thread may be inside a CUDA call. The GIL is held, so no Python thread can begin a CUDA
+call, and a thread that waits in the standard library is not inside a CUDA call. But NCCL's threads call CUDA all the
+time, and a process that detaches CUPTI during such a call can hang. So CUPTI stays attached if another thread may be
+inside a CUDA call.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ import torch.distributed as dist
 
 __all__ = ["detach", "others_in_calls", "stays_for"]
 
-PATIENCE_S = 0.05  # seconds for other threads to finish their calls
+PATIENCE_S = 0.05  # seconds that other threads get to finish their calls
 
-_MAPS = Path("/proc/self/maps")  # the libraries loaded into this process, with paths
+_MAPS = Path("/proc/self/maps")  # lists the libraries that this process has loaded, with paths
 _WITHOUT_CUDA = {"debugpy", "execnet", "ipykernel", "rich", "tornado", "tqdm", "zmq"}
-"""Consoles, notebooks and debuggers run threads of these packages, which call no CUDA."""
+"""Packages whose threads call no CUDA. Consoles, notebooks and debuggers run such threads."""
 _WAITING = {
     *("wait", "join", "acquire", "_wait_for_tstate_lock", "get", "put", "_worker", "select", "poll", "_poll", "_wait"),
     *("recv", "_recv", "read", "readinto", "accept", "communicate", "_communicate", "sleep"),
 }
-"""Functions of the standard library that wait; others, such as `Thread.run`, may be calling anything."""
+"""Functions of the standard library that only wait. Other functions, such as `Thread.run`, may call anything."""
 
 _library: ctypes.PyDLL | None = None
 stays_for = ""
-"""The thread that made the last `detach` leave CUPTI attached; "" if there was none."""
+"""Name of the thread because of which the last `detach` left CUPTI attached; "" if there was none."""
 
 
 def detach() -> bool:
-    """Detach CUPTI from this process until a profiler begins again. Returns True if CUPTI was attached and now is
-    not.
+    """Detach CUPTI from this process until a profiler begins again. Return True if CUPTI was attached and has been
+    detached.
 
     No profiler may be active. This waits for all work on the devices first, as CUPTI requires. CUPTI stays attached if
     another thread may be in a call of the CUDA runtime.
@@ -77,7 +78,8 @@ def others_in_calls() -> str:
             return "NCCL"
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
-    del frames[threading.get_ident()]  # a local variable with its own frame is a cycle, and keeps all callers alive
+    # a frame in one of its own local variables is a cycle that keeps all callers alive
+    del frames[threading.get_ident()]
     for ident, frame in frames.items():
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         waits = package in sys.stdlib_module_names and frame.f_code.co_name in _WAITING
@@ -98,8 +100,8 @@ def _keeping_the_gil() -> Iterator[None]:
 
 
 def _loaded(name: str) -> str | None:
-    """The path of a library that this process has loaded. None if the library is not loaded or the system does not
-    tell.
+    """The path of a library that this process has loaded. None if the library is not loaded or the system does not list
+    libraries.
     """
     if not _MAPS.exists():
         return None

@@ -1,6 +1,7 @@
 """Describe the GPUs and the CPU of this machine, from the drivers and the operating system.
 
-A field is None, never a guess, if the driver does not report it (in a container, a virtual machine, an old version).
+A field that the driver does not report (in a container, in a virtual machine, in an old version) is None, never a
+guess.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from rooftop.hardware.topology import NvLink, Peer, nv_links, peers
 class Gpu:
     """A GPU. Memory, caches and registers in bytes (registers: count), clocks in MHz, power in W.
 
-    `links` are its active NVLink links (None: the driver does not tell). `topology` is its connection to each other
-    GPU.
+    `links` are the active NVLink links (None if the driver does not report them). `topology` is the connection to each
+    other GPU.
     """
 
     index: int
@@ -61,7 +62,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cpu:
-    """The CPU: cores, caches in bytes by level, memory in bytes, the instruction sets that matter to kernels."""
+    """The CPU: its cores, caches (bytes by level), memory in bytes, and the instruction sets that matter to kernels."""
 
     name: str
     physical_cores: int | None
@@ -89,14 +90,14 @@ def devices() -> list[Device]:
 
 
 def gpu(index: int) -> Gpu:
-    """One GPU.
+    """Describe one GPU.
 
     Raises:
         ValueError: there is no such GPU.
     """
     count = torch.cuda.device_count()
     if not 0 <= index < count:
-        raise ValueError(f"no GPU {index}: torch can use {count} on this machine")
+        raise ValueError(f"no GPU {index}: torch can use {count} GPUs on this machine")
     with nvml_session() as nvml:
         return _gpu(nvml, index, _links(nvml, count))
 
@@ -112,7 +113,7 @@ def _links(nvml: Nvml, count: int) -> list[tuple[NvLink, ...] | None]:
 
 
 def _gpu(nvml: Nvml, index: int, links: list[tuple[NvLink, ...] | None]) -> Gpu:
-    """The description of one GPU. `links`: the NVLink links of all GPUs."""
+    """Describe one GPU. `links` has the NVLink links of all GPUs."""
     p = torch.cuda.get_device_properties(index)
     uuid = gpu_uuid(index)
     ask = partial(nvml.gpu, uuid)

@@ -1,4 +1,4 @@
-"""Figures of a machine by name: the results of a ceilings measurement, and which of two figures is better.
+"""Figures of a machine by name: the results of a ceilings measurement. Also decides which of two figures is better.
 
     memory 25165824 copy              bytes/s of a pattern at a working set in bytes
     flops bf16, sustained bf16        flop/s in a short burst at full clocks, and in continuous work
@@ -7,7 +7,7 @@
     pulse product                     the present speed of a CPU (see `pulse`), which is not a ceiling
     kernel_floor_ms, launch_eager_ms, launch_graph_ms
 
-A figure is the best of its samples. A figure counts as reproduced if the second best sample is close.
+A figure is the best of its samples. It counts as reproduced if the second best sample is close.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 DISTURBED_SPREAD = 0.10
-"""Two samples that differ by more than this share of the larger one do not confirm each other."""
+"""Two samples do not confirm each other if they differ by more than this share of the larger sample."""
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 LAUNCHES = ("kernel_floor_ms", "launch_eager_ms", "launch_graph_ms")
 PATTERNS = ("read", "write", "copy", "triad", "cast", "update", "raised", "raised_in_place")
-"""The access patterns of a working set; operators of programs reached the raised rates."""
+"""The access patterns of a working set. The raised rates are rates that a program's operators reached."""
 
 
 def better(name: str, one: float, other: float) -> float:
-    """The better of two figures with one name: the shorter time or the higher rate."""
+    """The better of two values of a figure: the shorter time or the higher rate."""
     return min(one, other) if name.endswith("_ms") else max(one, other)
 
 
 def memory_figure(working_set_bytes: int, pattern: str) -> str:
-    """The name of a bandwidth: a pattern ("read", "copy", ...) over a working set of that many bytes."""
+    """The name of a bandwidth figure: a pattern ("read", "copy", ...) over a working set of this many bytes."""
     return f"memory {working_set_bytes} {pattern}"
 
 
 def part_of(name: str) -> str:
-    """The part of a measurement that gives a figure: "memory", "launches", "transfers", "links", or a precision."""
+    """The part of a measurement that produces a figure: "memory", "launches", "transfers", "links", or a precision."""
     kind, _, rest = name.partition(" ")
     if kind in ("flops", "sustained"):
         return rest
@@ -45,7 +45,7 @@ def part_of(name: str) -> str:
 
 
 def in_words(name: str) -> str:
-    """The figure in words: "matrix bf16", "copy in 24 MiB", "device to host pinned"."""
+    """A figure's name for readers: "matrix bf16", "copy in 24 MiB", "device to host pinned"."""
     kind, _, rest = name.partition(" ")
     if kind == "memory":
         size, _, pattern = rest.partition(" ")
@@ -56,12 +56,13 @@ def in_words(name: str) -> str:
 
 
 def size_in_words(size: int) -> str:
-    """Formats a number of bytes: "24 MiB"."""
+    """Format a number of bytes: "24 MiB"."""
     return f"{size / MIB:.3g} MiB" if size < 1000 * MIB else f"{size / MIB:.0f} MiB"
 
 
 def part_in_words(words: str) -> str:
-    """The part (see `part_of`) of a figure in words; files of the first format are supported ("read 2 MiB")."""
+    """The part (see `part_of`) of a figure, from the figure's name for readers. Also reads names of the first format
+    ("read 2 MiB")."""
     first, _, rest = words.partition(" ")
     if first in ("matrix", "convolution", "sustained"):
         return rest
@@ -74,13 +75,12 @@ def part_in_words(words: str) -> str:
 
 @dataclass(frozen=True)
 class Raise:
-    """A record of a ceiling that was raised (a kernel floor: lowered), because an operator of a program exceeded it.
+    """A record that a program's operator exceeded a ceiling, which was raised (a kernel floor was lowered).
 
     Attributes:
         figure: name of the figure.
         before, after: values of the figure.
-        by: the operator, in words.
-        at: the time, UTC, ISO 8601.
+        by: text that names the operator. at: the time, UTC, ISO 8601.
     """
 
     figure: str
@@ -91,13 +91,13 @@ class Raise:
 
 
 class Samples:
-    """Collects samples of figures, and keeps the best two of each."""
+    """Collect samples of figures, and keep the best two samples of each figure."""
 
     def __init__(self) -> None:
         self._two: dict[str, list[float]] = {}
 
     def add(self, name: str, values: Iterable[float]) -> None:
-        """Add samples of a figure. Values that are not positive are ignored: the clock did not advance."""
+        """Add samples of a figure. Values that are not positive are ignored, because the clock did not advance."""
         found = [*self._two.get(name, ()), *(value for value in values if 0 < value < math.inf)]
         if found:
             self._two[name] = sorted(found, reverse=not name.endswith("_ms"))[:2]
@@ -113,12 +113,12 @@ class Samples:
 
 
 def distance(one: float, other: float) -> float:
-    """The distance of two positive figures, relative to the larger one."""
+    """The difference of two positive figures, divided by the larger figure."""
     return abs(one - other) / max(one, other)
 
 
 def best_of(several: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The best of each figure."""
+    """The best sample of each figure."""
     best: dict[str, float] = {}
     for figures in several:
         for name, value in figures.items():

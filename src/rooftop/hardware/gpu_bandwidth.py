@@ -1,8 +1,8 @@
-"""Bandwidth of a GPU over the working set, as seen by an operator in the middle of a program.
+"""Measure a GPU's bandwidth by working set, as an operator in the middle of a program finds it.
 
 The previous operator has just written this operator's input, so part of the input is still in L2. This operator's
-output may stay in L2 after its last kernel has ended. So each pattern is timed after each of several preparations,
-which run backwards: they leave the beginning of the input in the cache, where the timed kernel begins.
+output may stay in L2 after its last kernel has ended. So each pattern is timed after each of several preparations.
+Preparations run backwards, so that they leave the beginning of the input, where the timed kernel begins, in the cache.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ AROUND_L2 = (0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5,
 """Working sets as multiples of the size of L2. From half of L2 to four times L2 the rate falls by half."""
 LARGE_SETS = (512 * MIB, 1 * GIB, 4 * GIB)
 
-COLD_ABOVE = 8  # times L2; for a larger working set, the part that is in L2 makes no visible difference
-ALIGNED = 32  # elements; kernels then use 16-byte accesses, even for two-byte elements
+COLD_ABOVE = 8  # times L2: in a larger working set, the part in L2 makes no measurable difference
+# sizes are multiples of this many elements, so that kernels use 16-byte accesses even for two-byte elements
+ALIGNED = 32
 REPEATS, REPEATS_COLD = 4, 3
 
 Work = Callable[[], object]
@@ -38,8 +39,8 @@ class _Pattern:
     Attributes:
         name: name of the figure.
         moved_bytes: bytes read plus bytes written by one call.
-        source: the tensor that is read; None for a pattern that only writes.
-        ways: kernels for this pattern.
+        source: the tensor that the pattern reads; None for a pattern that only writes. ways: the kernels that can run
+        this pattern.
     """
 
     name: str
@@ -49,7 +50,7 @@ class _Pattern:
 
 
 def working_sets(l2_bytes: int, free_bytes: int) -> list[int]:
-    """The sizes to measure, in ascending order. Each takes at most half of the free memory."""
+    """The sizes to measure, in ascending order. Each size takes at most half of the free memory."""
     around = (int(l2_bytes * share) // MIB * MIB for share in AROUND_L2)
     sizes = sorted({*SMALL_SETS, *around, *LARGE_SETS})
     return [size for size in sizes if 0 < size <= free_bytes // 2]
@@ -62,7 +63,7 @@ def measure_bandwidth(samples: Samples, device: torch.device, l2_bytes: int, pro
     whole = torch.randn(sizes[-1] // 4, device=device)
     sums = torch.empty(kernels.programs(whole, kernels.SMALL), device=device)
     smallest = whole[: sizes[0] // 4]
-    for pattern in _patterns(smallest, sums):  # compiles kernels before the profiler starts
+    for pattern in _patterns(smallest, sums):  # compile the kernels before the profiler starts
         for work in (*pattern.ways, *_preparations(pattern.source, smallest, sums)):
             work()
     for number, size in enumerate(sizes):
@@ -87,14 +88,14 @@ def _measure_at(samples: Samples, device: torch.device, size: int, whole: Tensor
 def _preparations(source: Tensor | None, elsewhere: Tensor, sums: Tensor) -> Iterator[Work]:
     """States of the caches when the timed kernel begins.
 
-    The caches hold one of four things: what the same call left, the unchanged input, the input just after it was
-    written, or (for patterns that only write) other data that need not be written back.
+    The caches hold one of four things: what the previous run of the call left, the unchanged input, the freshly written
+    input, or (for patterns that only write) other data that need no write-back.
     """
     yield nothing
     if source is None:
         yield lambda: kernels.read(elsewhere, sums, kernels.SMALL, backwards=True)
         return
-    words = source.view(torch.float32)  # any bits will do, so one kernel serves all dtypes
+    words = source.view(torch.float32)  # the bits do not matter, so one float32 kernel serves all dtypes
     yield lambda: kernels.read(words, sums, kernels.SMALL, backwards=True)
     yield lambda: kernels.write(words, 0.5, kernels.SMALL, backwards=True)
 
@@ -127,7 +128,8 @@ def _patterns(whole: Tensor, sums: Tensor) -> Iterator[_Pattern]:
         whole[: 2 * third],
         (*(lambda s=s: kernels.triad(x, y, z, 0.5, s) for s in sizes), lambda: torch.add(x, y, alpha=0.5, out=z)),  # type: ignore[misc]
     )
-    wide, narrow = whole[: 2 * third], halves[4 * third : 6 * third]  # two thirds of the bytes, and one third
+    # `wide` has two thirds of the bytes, `narrow` one third
+    wide, narrow = whole[: 2 * third], halves[4 * third : 6 * third]
     yield _copying("cast", wide, narrow)
     narrow, wide = halves[: 2 * third], whole[third : 3 * third]
     yield _copying("cast", narrow, wide)

@@ -1,9 +1,10 @@
-"""Matrix rates of a GPU by precision: the best of many shapes and layouts, in bursts too short to heat the chip.
+"""Measure a GPU's matrix rate for each precision: the best of many shapes and layouts, in bursts too short to heat the
+chip.
 
-A chip at its power limit lowers its clocks within milliseconds. A product in the middle of a program, between
-memory-bound kernels, finds high clocks. So each call runs a few times after a pause, and the rate is that of the
-fastest call. The best candidates run again after longer pauses. The sustained rate, of one product that runs
-continuously, is a separate figure.
+A chip at its power limit lowers its clocks within milliseconds. A matrix product in the middle of a program, between
+memory-bound kernels, runs at high clocks. So each call runs a few times after a pause, and the rate is that of the
+fastest call. The best candidates run again after longer pauses. A separate figure is the sustained rate of one product
+that runs continuously.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 
-# a product of this size gives the approximate rate of a precision; on an H100 it takes longer than its launch
+# side of the product that gives a precision's approximate rate; on an H100 it takes longer than its launch
 PILOT = 2048
-LONGEST_CALL_S = 8e-3  # slower shapes have no higher rate
-BURST_S, PAUSE_S = 1e-3, 1e-3  # for each candidate in the first round
+LONGEST_CALL_S = 8e-3  # products that take longer have no higher rate
+BURST_S, PAUSE_S = 1e-3, 1e-3  # burst and pause of each candidate in the first round
 FINALISTS, FINAL_REPEATS, FINAL_PAUSE_S = 12, 8, 0.02
 SUSTAINED_S = 0.3
-MOST_ELEMENTS = 1 << 27  # bytes of an operand
+MOST_ELEMENTS = 1 << 27  # largest number of elements of an operand
 
 SQUARES = (1024, 1536, 2048, 3072, 4096, 6144, 8192)
 TOKENS = (4096, 8192, 16384)
@@ -47,13 +48,14 @@ LAYERS = (
 """(in, out) of linear layers of transformers."""
 TILES = ((128, 128), (128, 256), (256, 128))  # tiles of the fast kernels on Ampere, Hopper and Blackwell
 WAVES = (1, 2, 4)
-DEPTHS = (4096, 8192)  # k of products that fill all processors with whole tiles
+DEPTHS = (4096, 8192)  # k of the products that fill all multiprocessors with whole tiles
 BATCHED = ((32, 1024, 1024, 1024), (64, 1024, 1024, 128), (128, 512, 512, 64), (16, 2048, 2048, 2048))  # b, m, n, k
 CONVOLUTIONS = ((256, 64, 56, 3), (256, 128, 28, 3), (256, 256, 14, 3), (256, 512, 7, 3), (128, 256, 56, 1))
-"""Batch, channels in and out, side, kernel."""
+"""(batch, input and output channels, image side, kernel side)"""
 CONVOLVED = ("tf32", "fp16", "bf16")
-"""Not float32: cuDNN's Winograd algorithm needs fewer operations than are counted. On an H100 it reaches twice the rate
-of any product, so all products would seem to reach half of their roof."""
+"""Precisions in which convolutions are tried. Not float32, because cuDNN's Winograd algorithm needs fewer operations
+than are counted. On an H100 it seems to reach twice the rate of any product, so all products would seem to reach half
+of their roof."""
 
 Call = Callable[[], object]
 
@@ -91,7 +93,7 @@ class _Candidate:
 
 
 def precisions_of(device: torch.device) -> tuple[str, ...]:
-    """Precisions in which the GPU's matrix units or its ordinary units compute."""
+    """The precisions in which the GPU's matrix units or its ordinary units compute."""
     capability = torch.cuda.get_device_capability(device)
     recent = (*(("tf32", "bf16") if capability >= (8, 0) else ()), *(("fp8",) if capability >= (8, 9) else ()))
     return ("fp64", "fp32", "fp16", *recent)
@@ -116,10 +118,9 @@ def measure_matrices(samples: Samples, device: torch.device, precision: str) -> 
 def _race(
     samples: Samples, device: torch.device, precision: str, candidates: list[_Candidate], per_s: float
 ) -> _Candidate:
-    """Time all candidates in short bursts, then the fastest ones again after longer pauses; return the fastest of
-    all.
-    """
-    for candidate in candidates:  # libraries choose and load their kernels
+    """Time all candidates in short bursts, then time the fastest again after longer pauses. Return the fastest of
+    all."""
+    for candidate in candidates:  # warm up: libraries choose and load their kernels
         candidate.call()
     variants = [
         Variant(c.call, repeats=max(2, min(8, int(BURST_S * per_s / c.flops))), pause_s=PAUSE_S) for c in candidates
@@ -146,7 +147,7 @@ def products_to_try(processors: int, precision: str) -> list[Product]:
     shapes = [(side, side, side) for side in SQUARES]
     shapes += [(tokens, n, k) for k, n in LAYERS for tokens in TOKENS]
     shapes += [(m, n, k) for m, n in _whole_waves(processors) for k in DEPTHS]
-    if precision == "fp8":  # their kernels need the second operand transposed
+    if precision == "fp8":  # fp8 kernels need the second operand transposed
         return [Product(m, n, k, "nt") for m, n, k in shapes]
     products = [Product(m, n, k, layout) for m, n, k in shapes for layout in ("nt", "nn", "tn")]
     products += [Product(m, n, k, "nt", bias=True) for m, n, k in shapes]
@@ -155,7 +156,7 @@ def products_to_try(processors: int, precision: str) -> list[Product]:
 
 
 def _whole_waves(processors: int) -> Iterator[tuple[int, int]]:
-    """Sizes (m, n) of results whose tiles fill all processors in whole waves, as square as possible."""
+    """Sizes (m, n) of results, as square as possible, whose tiles fill all multiprocessors in whole waves."""
     for tile_m, tile_n in TILES:
         for waves in WAVES:
             tiles = processors * waves
@@ -219,7 +220,7 @@ class _Operands:
 
     @staticmethod
     def _taken(source: Tensor, batch: int, rows: int, columns: int, transposed: bool) -> Tensor:
-        """A matrix (rows, columns), or a batch of them, as a view of the random numbers."""
+        """Take a matrix (rows, columns), or a batch of matrices, as a view of the random numbers."""
         stored = (columns, rows) if transposed else (rows, columns)
         matrices = source[: batch * rows * columns].view(batch, *stored)
         matrices = matrices.transpose(1, 2) if transposed else matrices
@@ -227,7 +228,7 @@ class _Operands:
 
 
 def _convolutions(device: torch.device, precision: str) -> list[_Candidate]:
-    """Convolutions come from another library, whose algorithms may need fewer operations than are counted."""
+    """Convolutions to try. They run in another library, whose algorithms may need fewer operations than are counted."""
     dtype, candidates = DTYPES[precision], []
     for batch, channels, side, kernel in CONVOLUTIONS:
         x = torch.randn(batch, channels, side, side, device=device).to(dtype, memory_format=torch.channels_last)
@@ -247,7 +248,8 @@ def _convolution(x: Tensor, weight: Tensor, allow_tf32: bool) -> Call:
 
 
 def sustained_rates(call: Call, flops: int, device: torch.device) -> list[float]:
-    """Flop/s of a call that runs without a pause, in the second half of `SUSTAINED_S`, when the chip is hot."""
+    """Flop/s of a call that runs without a pause for `SUSTAINED_S`, measured in the second half, when the chip is
+    hot."""
     count = max(8, math.ceil(SUSTAINED_S / _seconds(call, 3)))
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
     for _ in range(count // 2):
@@ -263,7 +265,7 @@ def sustained_rates(call: Call, flops: int, device: torch.device) -> list[float]
 
 
 def _seconds(call: Call, calls: int) -> float:
-    """The approximate time of a call, measured after a first call."""
+    """The approximate seconds of a call, after a first call that does not count."""
     call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

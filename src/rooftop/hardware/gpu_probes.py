@@ -1,4 +1,4 @@
-"""The measurements of a GPU, part by part: launches, bandwidth, matrix rates, transfers, links."""
+"""Measure a GPU part by part: launches, bandwidth, matrix rates, transfers, links."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parts_of(device: torch.device) -> tuple[str, ...]:
 def probe_gpu(
     device: torch.device, parts: Collection[str], l2_bytes: int, progress: Callable[[str, float], None]
 ) -> tuple[Samples, dict[str, float]]:
-    """Samples of the figures of some parts, and the seconds that each part took."""
+    """Measure samples of the figures of some parts. Also return the seconds that each part took."""
     samples, seconds = Samples(), {}
     with torch.cuda.device(device):
         torch.cuda.empty_cache()  # the allocator's unused memory counts as free
@@ -65,8 +65,8 @@ def _launches(samples: Samples, device: torch.device) -> None:
     """Measure the time for each of many tiny kernels, launched eagerly and from a graph, and the shortest duration of
     any kernel.
 
-    The first two are times in a sequence, measured between events. The last is the duration of a kernel alone, as
-    measured by the profiler in an eager launch or in a graph.
+    The two launch times are measured in a sequence, between events. The profiler measures the duration of a kernel
+    alone, in an eager launch or in a graph.
     """
     from rooftop.hardware import bandwidth_kernels as kernels
 
@@ -127,7 +127,8 @@ def _copying(to: Tensor, source: Tensor) -> Callable[[], Any]:
 
 def _links(samples: Samples, device: torch.device) -> None:
     """Copies to the next GPU, and the best bus bandwidth of collectives over all GPUs."""
-    from rooftop.hardware.collectives import collective_rates  # its processes run it as their main module
+    # imported here, because its processes run that file as their main module
+    from rooftop.hardware.collectives import collective_rates
 
     count = torch.cuda.device_count()
     here = torch.ones(TRANSFERRED_BYTES, dtype=torch.uint8, device=device)
@@ -136,7 +137,7 @@ def _links(samples: Samples, device: torch.device) -> None:
     try:
         collectives = collective_rates([f"cuda:{index}" for index in range(count)])
     except MeasurementError as error:
-        warnings.warn(f"no rates of collectives: {error}", stacklevel=2)
+        warnings.warn(f"the rates of collectives could not be measured: {error}", stacklevel=2)
         return
     for name, by_size in collectives.items():
         samples.add(f"links {name}_{count}_gpus", [max(by_size.values())])

@@ -1,4 +1,4 @@
-"""CUDA graphs: tools for code that captures them."""
+"""Tools for code that captures CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) 
     """The call as a replay of a CUDA graph. Inputs and outputs stay at the addresses of the capture.
 
     Args:
-        stream: stream of the capture. autograd runs a backward on the stream of its forward: to capture a backward,
-            first run the forward on this stream.
+        stream: stream of the capture. To capture a backward pass, first run its forward pass on this stream: autograd
+            runs a backward pass on the stream of its forward pass.
     """
     stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -38,7 +38,7 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
     """Capture the `with` block in a CUDA graph. Other threads may continue during the capture: NCCL's watchdog queries
     events.
 
-    An error inside is raised unchanged; torch would only report its consequence, that the capture cannot end.
+    An error inside the block is raised unchanged. (torch would only report that the capture cannot end.)
     """
     within: BaseException | None = None
     try:
@@ -52,19 +52,19 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
         except BaseException as error:
             if within is None or error is within:
                 raise
-        # raised outside the block: inside, the frames of the later error would keep this error alive
+        # raise outside the block: inside it, the frames of a later error would keep this error alive
         if within is not None:
             raise within
     finally:
-        within = None  # otherwise error and frame refer to each other, and keep the capture's memory
+        within = None  # break the cycle of error and frame, which would keep the capture's memory
 
 
 @contextmanager
 def collection_paused(collect: bool = True) -> Iterator[None]:
-    """Disables garbage collection in the `with` block: freeing another graph's memory would end a capture.
+    """Disable garbage collection in the `with` block, because freeing another graph's memory would end a capture.
 
     Args:
-        collect: whether garbage is collected before, which takes about 0.1 s in a large process.
+        collect: whether to collect garbage before the block, which takes about 0.1 s in a large process.
     """
     if collect:
         gc.collect()
@@ -78,7 +78,7 @@ def collection_paused(collect: bool = True) -> Iterator[None]:
 
 
 def waits_for_gpu(fn: Callable[[], object]) -> bool:
-    """Whether the host waits for the GPU in the call, so that no graph can capture it. This makes the call once."""
+    """Whether the host waits for the GPU in the call, so that no graph can capture the call. Runs the call once."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -1,7 +1,7 @@
 """The history of a machine's ceilings: every measurement and every raise, dated, with its conditions.
 
-A ceiling is the best of its history. So a measurement under load lowers nothing. Two processes that measure at once
-lose nothing: histories are merged like sets, in any order.
+A ceiling is the best of its history. So a measurement under load lowers no ceiling. If two processes measure at once,
+no measurement is lost: histories are merged like sets, in any order.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rooftop.hardware.figures import (
 )
 
 MOST_MEASUREMENTS = 20
-"""The number of measurements that are kept for a machine, in addition to those with the best value of a figure."""
+"""How many measurements of a machine are kept, in addition to the measurements with the best value of a figure."""
 
-KINDS = ("flops", "sustained", "pulse", "transfers", "links")  # parts whose figures have names of two words
+KINDS = ("flops", "sustained", "pulse", "transfers", "links")  # the first words of figures whose names have two words
 LOWER_BY = 0.03
-"""A figure that is lower by less than this counts as unchanged."""
+"""A figure that is lower by less than this share counts as unchanged."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Measurement:
         at: UTC, ISO 8601.
         spread: for each figure, the relative distance of its best two samples.
         conditions: see `rooftop.hardware.conditions`.
-        disturbed: the disturbed figures, if known; None: spread and conditions decide.
+        disturbed: the disturbed figures. None means that spread and conditions decide.
     """
 
     at: str
@@ -72,7 +72,7 @@ class Measurement:
         return cls(**{**plain, "disturbed": None if disturbed is None else tuple(disturbed)})
 
     def is_disturbed(self, name: str, kind: str) -> bool:
-        """Whether a figure of a machine of one kind may be wrong: its samples differ, or other processes used the
+        """Whether a figure (of a "cpu" or "cuda" machine) may be wrong: its samples differ, or other processes used the
         machine.
         """
         if self.disturbed is not None:
@@ -82,7 +82,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Lower:
-    """A figure that is lower than an earlier one, which is kept."""
+    """A figure that is lower than an earlier value. The earlier value is kept."""
 
     figure: str
     new: float
@@ -99,14 +99,14 @@ class History:
     raises: tuple[Raise, ...] = field(default=())
 
     def merged(self, other: History) -> History:
-        """The union of two histories. The order does not matter; the newer history describes the machine."""
+        """The union of two histories, in any order. The newer history describes the machine."""
         newer = max(self, other, key=lambda history: (history.measurements[-1].at, _text(history.machine)))
         measurements = _union(self.measurements, other.measurements)
         return History(newer.machine, _kept(measurements), _union(self.raises, other.raises))
 
     @property
     def figures(self) -> dict[str, float]:
-        """The best of each figure, raises included."""
+        """The best value of each figure, including raises."""
         raised = ({each.figure: each.after} for each in self.raises)
         return best_of([*(measurement.figures for measurement in self.measurements), *raised])
 
@@ -116,7 +116,7 @@ class History:
         return {part_of(name) for measurement in self.measurements for name in measurement.figures}
 
     def ceilings(self) -> Ceilings:
-        """The best of each figure as ceilings."""
+        """The best value of each figure, as ceilings."""
         figures, last = self.figures, self.measurements[-1]
         measured = best_of(measurement.figures for measurement in self.measurements)
         memory, kinds = _memory(figures), _by_kind(figures)
@@ -145,12 +145,12 @@ class History:
                 for each in self.raises
                 if figures[each.figure]
                 == each.after
-                != measured.get(each.figure)  # the raises that determine a present ceiling
+                != measured.get(each.figure)  # keep only the raises that determine a present ceiling
             ),
         )
 
     def lower(self) -> list[Lower]:
-        """Figures of the last measurement that are lower than the best of the history, which stays.
+        """Figures of the last measurement that are lower than the history's best values. The best values stay.
 
         For memory, only figures that determine the rate of a working set count. The largest differences come first.
         """
@@ -166,13 +166,14 @@ class History:
         return sorted(found, key=lambda each: -distance(each.new, each.kept))
 
     def _holder(self, name: str) -> Measurement:
-        """The first measurement with the best of a figure."""
+        """The first measurement that has the best value of a figure."""
         holders = [measurement for measurement in self.measurements if name in measurement.figures]
         best = best_of({name: measurement.figures[name]} for measurement in holders)[name]
         return next(measurement for measurement in holders if measurement.figures[name] == best)
 
     def _disturbed(self, name: str) -> bool:
-        """Whether the best of a figure may be wrong: it was not reproduced, or other processes used the machine."""
+        """Whether the best value of a figure may be wrong: it was not reproduced, or other processes used the
+        machine."""
         holder, kind = self._holder(name), self.machine.kind
         if not holder.is_disturbed(name, kind):
             return False
@@ -183,8 +184,8 @@ class History:
         return not any(alone or not busy(m.conditions, kind) for m in reproduced)
 
     def _disturbed_in_words(self, measured: Mapping[str, float]) -> tuple[str, ...]:
-        """Keep, for memory, only the patterns that determine the rate of a working set. All working sets are called
-        "memory"."""
+        """The disturbed figures, as names for readers. Of memory figures, only patterns that determine a working set's
+        rate count. If all working sets are disturbed, one name, "memory", stands for them."""
         others = sorted(name for name in measured if part_of(name) != "memory" and not name.startswith("pulse"))
         names = [name for name in others if self._disturbed(name)]
         by_size = _by_working_set(measured)
@@ -197,7 +198,7 @@ class History:
         return (*of_memory, *dict.fromkeys(in_words(name) for name in names))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: the ceilings, for older readers and people, with the history as an additional entry."""
+        """The JSON form: the ceilings (for older versions and for people), with the history as an additional entry."""
         plain = json.loads(json.dumps({"machine": asdict(self.machine), "raises": [asdict(r) for r in self.raises]}))
         plain["measurements"] = [json.loads(json.dumps(asdict(measurement))) for measurement in self.measurements]
         return {**self.ceilings().to_dict(), "history": plain}
@@ -207,8 +208,8 @@ class History:
         """Read the result of `to_dict`, or of `Ceilings.to_dict` as one measurement.
 
         Raises:
-            ValueError: the data are something else, or ceilings in the first format, whose figures came from another
-                instrument.
+            ValueError: the data are not ceilings, or are ceilings in the first format, whose figures were measured in
+                another way.
         """
         ceilings = Ceilings.from_dict(plain)
         if plain["format"] != FORMAT:
@@ -227,7 +228,7 @@ class History:
 
 
 def history_of(ceilings: Ceilings) -> History:
-    """A history of one measurement, from ceilings without a history."""
+    """Make a history of one measurement from ceilings without a history."""
     figures = figures_of(ceilings)
     for each in reversed(ceilings.raises):  # undo the raises
         if part_of(each.figure) == "memory":
@@ -281,14 +282,15 @@ def _by_working_set(figures: Mapping[str, float]) -> dict[int, list[str]]:
 
 
 def _deciding(names: list[str], figures: Mapping[str, float]) -> list[str]:
-    """Two figures of one working set: the best one of work that is not in place, and the best one of work in place."""
+    """The two figures that determine a working set's rates: the best of out-of-place work and the best of in-place
+    work."""
     in_place = [name for name in names if name.endswith(("update", "in_place"))]
     others = [name for name in names if name not in in_place]
     return [max(group, key=lambda name: figures[name]) for group in (others, in_place) if group]
 
 
 def _by_kind(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Figures with names of two words, by the first and the second word."""
+    """Figures whose names have two words, by the first and the second word."""
     kinds: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
     for name, value in figures.items():
         kind, _, rest = name.partition(" ")
@@ -307,7 +309,7 @@ def _union(some: Iterable[Entry], others: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _kept(measurements: tuple[Measurement, ...]) -> tuple[Measurement, ...]:
-    """The last measurements, and those with the best value of a figure."""
+    """The measurements to keep: the last measurements, and each measurement that has the best value of a figure."""
     holders: dict[str, int] = {}
     for number, measurement in enumerate(measurements):
         for name, value in measurement.figures.items():

@@ -1,7 +1,7 @@
-"""Exceptions from a program's signal handlers while our code runs for the program.
+"""Pass on exceptions from a program's signal handlers that are raised while Rooftop's code runs for the program.
 
-Code that must not end the program catches all its own errors. A signal handler (a time limit by SIGALRM, a request to
-stop) may raise at any line, even in our code. The handler's exception belongs to the program.
+Where Rooftop's code must not end the program, it catches all its own errors. A signal handler (a time limit by SIGALRM,
+a request to stop) may raise at any line, even in Rooftop's code. The handler's exception is meant for the program.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def pass_on(error: BaseException) -> None:
-    """Raise an error again if a signal handler of the program raised it; ignore any other error."""
+    """Raise an error again if a signal handler of the program raised it. Ignore any other error."""
     handlers = _handlers()
     trace = error.__traceback__
     while trace is not None and handlers:

@@ -1,9 +1,9 @@
-"""The durations of a call's kernels, as measured by the profiler, which also times operators.
+"""Measure the durations of a call's kernels with the profiler, which also times operators.
 
-Events around back-to-back launches measure something else: the time includes the gaps between kernels, and a chip that
-is busy for long lowers its clocks. Here each call runs alone between two markers, and the profiler returns the duration
-of each kernel. All calls run on one stream, where kernels run in launch order: the kernels between two markers belong
-to the call between them. So the host's and the device's events need no correlation.
+Events around back-to-back launches measure something else: they include the gaps between kernels, and a chip that is
+busy for long lowers its clocks. Here each call runs alone between two markers, and the profiler returns the duration of
+each kernel. All calls run on one stream, where kernels run in launch order. So the kernels between two markers belong
+to the call between these markers, and host and device events need no correlation.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """One call to be timed.
+    """A call to be timed.
 
     Attributes:
-        run: the call; must launch at least one kernel.
-        prepare: runs before each call and is not timed: it decides the contents of the caches.
+        run: the call, which must launch at least one kernel. prepare: function that runs before each call, untimed, to
+        set the contents of the caches.
         repeats: the number of calls.
         pause_s: pause of the device before the first call, so that its clocks are high again.
     """
@@ -47,14 +47,14 @@ class Variant:
 
 
 def kernel_times(variants: Sequence[Variant], device: torch.device) -> list[list[Kernels]]:
-    """Durations of the kernels of each repetition of each variant, all in one session of the profiler.
+    """Durations of the kernels in each repetition of each variant, all from one profiler session.
 
     Raises:
-        MeasurementError: the profiler did not see all kernels.
+        MeasurementError: the profiler did not record all kernels.
     """
     from rooftop.hardware.bandwidth_kernels import marker
 
-    marker()  # compiles kernels before the trace
+    marker()  # compile the marker before the trace
     torch.cuda.synchronize(device)
     with Trace(device, host=False) as trace:
         for variant in variants:
@@ -87,21 +87,21 @@ def joined(events: Iterable[Any], repeats: Sequence[int]) -> list[list[Kernels]]
     if inside is not None or len(calls) != sum(repeats) or not all(calls):
         empty = sum(not call for call in calls)
         raise MeasurementError(
-            f"the profiler saw {len(calls)} of {sum(repeats)} calls, {empty} of them without a kernel: ceilings need "
-            "CUPTI's kernel records; end other profilers of this GPU, or look at: rooftop doctor"
+            f"the profiler recorded {len(calls)} of {sum(repeats)} calls, {empty} of them without a kernel. Ceilings "
+            "need CUPTI's kernel records: end other profilers of this GPU, or run: rooftop doctor"
         )
     remaining = iter(calls)
     return [[next(remaining) for _ in range(count)] for count in repeats]
 
 
 def _device_work(events: Iterable[Any]) -> list[tuple[str, int]]:
-    """(name, ns) of the work on the device, in order of start; spans of labels are excluded."""
+    """(name, ns) of each kernel, copy and fill on the device, in order of start. Spans of labels are excluded."""
     work = [e for e in events if e.device_type().name == "CUDA" and not e.is_user_annotation() and _is_work(e)]
     work.sort(key=lambda event: event.start_ns())
     return [(event.name(), event.duration_ns()) for event in work]
 
 
 def _is_work(event: Any) -> bool:
-    """Newer profilers give the kind of an event; waiting for an event or a stream is not work."""
+    """Whether a device event is work. Newer profilers name its kind; waiting for an event or a stream is not work."""
     kind = event.activity_type() if hasattr(event, "activity_type") else ""
     return not kind or kind in ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")

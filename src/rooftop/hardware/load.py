@@ -1,4 +1,4 @@
-"""The CPU use of other processes during a measurement."""
+"""Measure the CPU use of other processes during a measurement."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import psutil
 
 DISTURBING_SHARE = 0.05
-"""If other programs took more than this share of the cores that a measurement needed, they may have slowed it down."""
-LEAST_S = 0.2  # the kernel counts in ticks of 10 ms, so a shorter block gives no useful figure
+"""If other programs took more than this share of the cores that a measurement needed, they may have slowed the
+measurement down."""
+LEAST_S = 0.2  # seconds; Linux counts in ticks of 10 ms, so a shorter block gives no useful figure
 
 
 @dataclass
@@ -35,7 +36,7 @@ class OtherLoad:
 
 @contextmanager
 def other_load() -> Iterator[OtherLoad]:
-    """Watch the CPU's load. The result is filled in when the block ends."""
+    """Watch the CPU's load in the `with` block. The result is filled in when the block ends."""
     seen = OtherLoad()
     began, all_before, own_before = time.perf_counter(), _busy_s(), _own_s()
     try:
@@ -47,8 +48,8 @@ def other_load() -> Iterator[OtherLoad]:
 
 
 def _busy_s() -> float:
-    """Seconds for which cores worked since the machine started, including time taken by other virtual machines on the
-    host.
+    """Seconds for which cores have worked since the machine started, including time that other virtual machines on the
+    host took.
     """
     times = psutil.cpu_times()
     fields = ("user", "nice", "system", "irq", "softirq", "steal")

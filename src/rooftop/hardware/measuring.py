@@ -1,4 +1,5 @@
-"""Measure ceilings once for each device, driver and set of versions, and keep them with their history in a cache.
+"""Measure ceilings once for each device, driver and set of versions, and keep the ceilings and their history in a
+cache.
 
 Only the requested parts are measured. Missing parts are added to the cache when they are needed.
 """
@@ -31,14 +32,15 @@ def measure_ceilings(
     transfers: bool = True,
     links: bool = True,
 ) -> Ceilings:
-    """Ceilings of a device; parts that were measured before, under the same driver and versions, come from the cache.
+    """Ceilings of a device. Parts that were measured before, under the same driver and versions, are read from the
+    cache.
 
     Launches and bandwidths are always included.
 
     Args:
         device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
         refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements is kept.
-            `ceilings_history` has the lower figures; `forget_ceilings` starts again.
+            `ceilings_history` shows the lower figures; `forget_ceilings` discards all.
         progress: called with (the current measurement, fraction done).
         precisions: the matrix rates that are needed ("bf16"); None for all. Precisions that the device lacks are
             omitted.
@@ -70,7 +72,7 @@ def measure_ceilings(
 def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilings:
     """Write raised ceilings into the cache of a device, and return the best known values.
 
-    Two processes may call this at once: neither loses the other's values.
+    Two processes may call this at once without losing values.
 
     Raises:
         ValueError: the device is not on this machine, or the ceilings are those of another device.
@@ -86,7 +88,7 @@ def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilin
             f"the ceilings are those of {ceilings.device} ({ceilings.device_id}), not of {where} ({here}): only "
             "measurements of this machine are kept"
         )
-    if known is not None:  # its measurements are already in the cache
+    if known is not None:  # store only the raises: the cache already has the measurements
         found = History(known.machine, known.measurements, found.raises)
     return _add(path, found, replace_corrupt=False).ceilings()
 
@@ -102,7 +104,7 @@ def ceilings_history(device: torch.device | str | None = None) -> History | None
 
 
 def forget_ceilings(device: torch.device | str | None = None) -> bool:
-    """Delete the cached ceilings of a device; return whether there were any.
+    """Delete the cached ceilings of a device. Return whether there were any.
 
     Raises:
         ValueError: the device is not on this machine.
@@ -134,7 +136,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _read(path: Path) -> History | None:
-    """The history in a file. None if there is no file, or it has the first format: then everything is measured
+    """The history in a file. None if there is no file, or if it has the first format, so that everything is measured
     again."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -159,7 +161,7 @@ def _unusable(path: Path, error: BaseException) -> CeilingsFileError:
 
 
 def _add(path: Path, found: History, replace_corrupt: bool) -> History:
-    """Merge into the file, completely or not at all, and return the merged history."""
+    """Merge a history into the file, completely or not at all, and return the merged history."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path):
@@ -183,11 +185,11 @@ def _add(path: Path, found: History, replace_corrupt: bool) -> History:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """A lock, with which only one process at a time changes the file. The lock ends with the process, however the
-    process ends."""
+    """Hold a lock, so that only one process at a time changes the file. The lock is released when the process ends, in
+    any way."""
     with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
         try:
-            import fcntl  # not on Windows, where the last of two simultaneous writers wins
+            import fcntl  # Windows lacks this module: there the last of two simultaneous writers wins
 
             fcntl.flock(lock, fcntl.LOCK_EX)
         except (ImportError, OSError):  # some network file systems have no locks

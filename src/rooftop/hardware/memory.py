@@ -1,5 +1,5 @@
-"""Memory: the amount in use (`memory_summary`), the amount that a block of code needs (`track`), and giving memory back
-(`release`).
+"""Show the memory in use (`memory_summary`), measure the memory that a block of code needs (`track`), and give memory
+back (`release`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class DeviceMemory:
     Attributes:
         device: "cuda:0", ..., or "cpu".
         allocated_bytes: bytes held by live tensors of this process.
-        reserved_bytes: taken from the device by PyTorch's caching allocator, which keeps unused memory for later.
-        peak_bytes: most allocated since the start or the last reset (`track` resets it).
+        reserved_bytes: bytes that PyTorch's caching allocator holds on the device, including unused memory that it
+        keeps for later. peak_bytes: most bytes allocated since the start or the last reset (`track` resets it).
         free_bytes: free memory on the device.
         total_bytes: memory of the device.
         limit_bytes: the most that this process may reserve (`torch.cuda.set_per_process_memory_fraction`); None: no
@@ -47,13 +47,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Released:
-    """Bytes of one GPU that `release` freed, and bytes that it could not free.
+    """How many bytes of one GPU `release` freed, and how many it could not free.
 
     Attributes:
         device: "cuda:0", ...
-        released_bytes: given back to the device.
-        allocated_bytes: kept, because live tensors hold it.
-        fragmented_bytes: kept although no tensor holds it, because it shares an allocator segment with one.
+        released_bytes: bytes given back to the device. allocated_bytes: bytes kept, because live tensors hold them.
+        fragmented_bytes: bytes kept although no tensor holds them, because a live tensor is in the same allocator
+        segment.
     """
 
     device: str
@@ -64,12 +64,12 @@ class Released:
 
 @dataclass
 class TrackedMemory:
-    """Memory of a block of code in bytes; complete when the block has ended.
+    """Memory of a block of code, in bytes. Complete when the block has ended.
 
     Attributes:
         device: the device.
-        before_bytes, after_bytes: allocated at the start and at the end.
-        peak_bytes: most allocated at any time in the block.
+        before_bytes, after_bytes: bytes allocated at the start and at the end of the block. peak_bytes: most bytes
+        allocated at any time in the block.
     """
 
     device: torch.device
@@ -79,16 +79,17 @@ class TrackedMemory:
 
     @property
     def peak_increase_bytes(self) -> int:
-        """The rise of the peak above the start."""
+        """The peak minus the bytes allocated at the start."""
         return self.peak_bytes - self.before_bytes
 
 
 def memory_summary() -> list[DeviceMemory]:
-    """The memory of each GPU, then of the CPU (whose allocated, reserved and peak bytes PyTorch does not count)."""
+    """The memory of each GPU, then of the CPU. PyTorch does not count the CPU's allocated, reserved and peak bytes."""
     with nvml_session() as nvml:
         found = []
         for index in range(torch.cuda.device_count()):
-            # The driver reports free memory without a context; torch.cuda.mem_get_info would create one on each GPU.
+            # The driver reports free memory without a CUDA context. torch.cuda.mem_get_info would create a context on
+            # each GPU.
             free = nvml.gpu(gpu_uuid(index), lambda nvml, h: nvml.nvmlDeviceGetMemoryInfo(h).free)
             found.append(gpu_memory(index, free))
     host = psutil.virtual_memory()
@@ -111,7 +112,8 @@ def gpu_memory(index: int, free_bytes: int | None) -> DeviceMemory:
 
 
 def release() -> list[Released]:
-    """Give back to each GPU the memory that the caching allocator holds and no tensor needs; [] without a GPU.
+    """Give back to each GPU the memory that the caching allocator holds but no tensor needs. Without a GPU the result
+    is [].
 
     Collects garbage first, so that tensors in reference cycles are freed.
     """
@@ -128,9 +130,9 @@ def release() -> list[Released]:
 
 @contextmanager
 def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
-    """Measure the memory of a block of code; blocks may be nested.
+    """Measure the memory of a block of code. Blocks may be nested.
 
-    On a GPU, tracking reads the allocator's figures, which cover all threads; PyTorch's peak counter is reset at the
+    On a GPU, tracking reads the allocator's figures, which cover all threads. It resets PyTorch's peak counter at the
     start. On the CPU, tracking counts, from 0, the storages that PyTorch operators create in the block. Earlier
     storages, workspaces of kernels, and allocations of compiled code (`torch.compile`) are not counted.
 
@@ -143,13 +145,13 @@ def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpus = torch.cuda.device_count()
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= gpus):
-        raise ValueError(f"track({device}): expected cpu or a GPU of this machine; torch can use {gpus} of them")
+        raise ValueError(f"track({device}): expected cpu or a GPU of this machine; torch can use {gpus} GPUs")
     with _tracked_gpu(device) if device.type == "cuda" else _tracked_cpu(device) as tracked:
         yield tracked
 
 
 _open_blocks: list[TrackedMemory] = []
-"""The running blocks on GPUs. Before a reset of the peak counter, each of them must get the counter's value."""
+"""The running blocks on GPUs. Before the peak counter is reset, each block must get the counter's value."""
 
 
 @contextmanager
@@ -182,17 +184,18 @@ def _tracked_cpu(device: torch.device) -> Iterator[TrackedMemory]:
 
 
 class _StorageCount(ObservingMode):
-    """Counts the bytes of new storages that operators return, until these are freed."""
+    """Count the bytes of new storages that operators return, until the storages are freed."""
 
     def __init__(self, tracked: TrackedMemory) -> None:
         super().__init__()
         self._tracked = tracked
-        self._sizes: dict[int, int | None] = {}  # storage's address in C++ -> bytes; None: it existed before
+        # address of a storage in C++ -> its bytes; None if the storage existed before the block
+        self._sizes: dict[int, int | None] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._closed = False
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # the argument of lift_fresh is the new tensor of torch.tensor(...)
+        # for torch.tensor(...) the new tensor is the argument of lift_fresh
         if func is not torch.ops.aten.lift_fresh.default:
             for storage in self._storages((args, kwargs)):
                 if storage._cdata not in self._sizes:
@@ -201,13 +204,13 @@ class _StorageCount(ObservingMode):
         for storage in self._storages(result):
             if storage._cdata not in self._sizes:
                 self._watch(storage, storage.nbytes())
-            elif (counted := self._sizes[storage._cdata]) is not None:  # may have been resized
+            elif (counted := self._sizes[storage._cdata]) is not None:  # the storage may have been resized
                 self._add(storage.nbytes() - counted)
                 self._sizes[storage._cdata] = storage.nbytes()
         return result
 
     def close(self) -> None:
-        """Stop counting: storages that are freed later no longer matter."""
+        """Stop counting. Storages that are freed later do not change the count."""
         self._closed = True
         self._alive.clear()
 

@@ -1,8 +1,8 @@
-"""The name of a module's call, which is the path from its caller to the module ("blocks.3.norm").
+"""Name the calls of modules by paths ("blocks.3.norm").
 
-A module with several parents runs under each parent, so its name depends on the call and not on the object. The name is
-that of the innermost running module that contains the module, plus the path from there. If no running module contains
-it, the name is the path under which the model contains it first.
+A module with several parents runs under each parent, so the name depends on the call, not on the object. The name
+begins with the name of the innermost running module that contains the called module. The path from there to the called
+module follows. If no running module contains it, the name is the first path under which the model contains it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ OUTSIDE = None
 class ModulePaths:
     """Scopes of modules, and the owners of parameters. The tables keep neither modules nor parameters alive.
 
-    The first module that is called from outside any module is the root; scopes of later ones begin with their class
-    name.
+    The first module that is called from outside any module is the root. The scopes of later such modules begin with
+    their class names.
     """
 
     def __init__(self) -> None:
         self._first = WeakIdKeyDictionary()  # module -> the scope under which its root contains it first
-        self._roots = WeakIdKeyDictionary()  # module -> the scope of that root
-        self._called = WeakIdKeyDictionary()  # module -> caller's scope -> its scope
-        self._running: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()  # scope -> last module called
+        self._roots = WeakIdKeyDictionary()  # module -> the scope of its root
+        self._called = WeakIdKeyDictionary()  # module -> scope of the caller -> scope of the module in that call
+        # scope -> the module that was last called under it
+        self._running: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
         self._taken: set[str] = set()  # scopes, including those of modules that no longer exist
         self._owners = WeakIdKeyDictionary()  # parameter -> the first scope that owns it
 
@@ -56,7 +57,7 @@ class ModulePaths:
         return found
 
     def of_call(self, module: nn.Module, running: Sequence[str]) -> str:
-        """The scope of a module that is called while others run, the outermost first."""
+        """The scope of a module that is called while the given modules run, the outermost first."""
         if not self.knows(module):
             self.adopt(module)
         scopes = self._called.setdefault(module, {})
@@ -81,7 +82,8 @@ class ModulePaths:
 
 
 def path_below(holder: nn.Module, module: nn.Module) -> str | None:
-    """The shortest path from a module to one below it, "" to itself; None if it does not contain it."""
+    """The shortest path from one module to another below it; "" from a module to itself; None if the first does not
+    contain the second."""
     seen = {id(holder)}
     left = deque([("", holder)])
     while left:

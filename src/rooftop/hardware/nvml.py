@@ -1,7 +1,7 @@
 """Query the driver through NVML; every query may fail.
 
 In a container, in a virtual machine, with an old driver or an old `nvidia-ml-py`, a call may be missing, refused or not
-supported by the GPU. A missing answer is None; the caller never sees NVML's errors.
+supported by the GPU. A missing answer is None. NVML's errors are never raised to the caller.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Question = Callable[[Any, Any], Any]
 
 
 class Nvml:
-    """An open session. `gpu(uuid)` queries one GPU, `system` the driver."""
+    """An open NVML session. `gpu(uuid)` queries one GPU, `system` queries the driver."""
 
     def __init__(self, module: Any) -> None:
-        self._module = module  # None: no session could be opened
+        self._module = module  # the NVML module; None if no session could be opened
         self._handles: dict[str, Any] = {}
 
     def handle(self, uuid: str | None) -> Any:
@@ -30,7 +30,7 @@ class Nvml:
         return self._handles[uuid]
 
     def gpu(self, uuid: str | None, question: Question) -> Any:
-        """The answer about one GPU, or None."""
+        """The answer to a query about one GPU, or None."""
         handle = self.handle(uuid)
         return None if handle is None else self.system(lambda nvml: question(nvml, handle))
 
@@ -40,13 +40,13 @@ class Nvml:
             return None
         try:
             return question(self._module)
-        except (self._module.NVMLError, AttributeError):  # the driver refuses the call, or is older than it
+        except (self._module.NVMLError, AttributeError):  # the driver refuses the call, or is too old to know it
             return None
 
 
 @contextmanager
 def nvml_session() -> Iterator[Nvml]:
-    """A session with the driver; without a driver, a session that answers nothing."""
+    """A session with the driver. Without a driver, a session in which every answer is None."""
     import pynvml
 
     try:

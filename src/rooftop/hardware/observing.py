@@ -1,12 +1,12 @@
-"""Dispatch modes that watch the operators of a program, without ending or changing the program.
+"""Dispatch modes that watch a program's operators, and neither end nor change the program.
 
-Under a dispatch mode PyTorch refuses to compile a function, and does not compile it later either. `torch.cond`, which
+Under a dispatch mode PyTorch refuses to compile a function, and does not compile it later, either. `torch.cond`, which
 must be compiled, would raise. So these modes disable compilation.
 
-Operators that take functions (`torch.cond`, `while_loop`, `map`, `scan`, `flex_attention`) rely on the compiler to turn
-all tensors that their functions use into arguments. Without the compiler, the gradients of these operators would fail.
-So autograd differentiates the operators inside their functions. Control flow runs eagerly, so that the mode sees its
-operators.
+Operators that take functions (`torch.cond`, `while_loop`, `map`, `scan`, `flex_attention`) rely on the compiler: it
+turns all tensors that their functions use into arguments. Without the compiler, the gradients of these operators would
+fail. So autograd differentiates the operators inside these functions instead. Control flow runs eagerly, so that the
+mode sees its operators.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class ObservingMode(TorchDispatchMode):
-    """A mode whose `observe` runs each operator and observes it."""
+    """A mode that passes each operator to `observe`, which runs and observes it."""
 
     supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
 
     def __init__(self) -> None:
         super().__init__()
-        self._entered = 0  # nesting depth: composite operators are decomposed inside
+        self._entered = 0  # nesting depth, since composite operators are decomposed inside this mode
         self._compiler = ExitStack()
 
     def __enter__(self) -> Any:
@@ -64,7 +64,7 @@ class ObservingMode(TorchDispatchMode):
             return meaning(*args, **(kwargs or {}))
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator and return its result; each subclass has its own.
+        """Run the operator and return its result. Each subclass must define this.
 
         An operator that takes functions has no schema. Control flow operators never reach this method.
         """
@@ -72,17 +72,18 @@ class ObservingMode(TorchDispatchMode):
 
 
 _COMPILER = "torch._dynamo.eval_frame"
-_lock = threading.RLock()  # for the two context managers below, which change the whole process
+_lock = threading.RLock()  # guards the two context managers below, which change the whole process
 _users = 0
 _changed = ExitStack()
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Disable compilation in the block, in all threads. A stance that the program sets in the meantime stays.
+    """Disable compilation in the block, in all threads. If the program sets a compiler stance in the block, that stance
+    stays.
 
-    The compiler takes seconds to import. So if the program has not imported it, compilation is disabled when the
-    program does.
+    The compiler takes seconds to import. So if the program has not imported it yet, compilation is disabled when the
+    program imports it.
     """
     global _users
     with _lock:
@@ -91,7 +92,7 @@ def uncompiled() -> Iterator[None]:
             _run_control_flow(_changed)
             _differentiate_what_functions_run(_changed)
             if _COMPILER in sys.modules:
-                # waits for a thread that is importing the compiler
+                # waits if another thread is importing the compiler
                 _take_eager_stance(_changed, import_module(_COMPILER))
             else:
                 _TakesItWhenLoaded(_changed)
@@ -126,7 +127,7 @@ class _TakesItWhenLoaded(MetaPathFinder):
                 del loader.exec_module
                 execute(module)
                 with _lock:
-                    if self in sys.meta_path:  # the program is still watched
+                    if self in sys.meta_path:  # only while the program is still watched
                         self._leave()
                         _take_eager_stance(self._stack, module)
 
@@ -142,13 +143,13 @@ def _take_eager_stance(stack: ExitStack, compiler: Any) -> None:
     before, ours = compiler._stance, compiler.DynamoStance("force_eager")
     try:
         compiler._set_stance(ours)
-    except RuntimeError:  # inside code that is being compiled; compilation stops at our mode
+    except RuntimeError:  # inside code that is being compiled: compilation stops at Rooftop's mode
         return
 
     def end() -> None:
         if compiler._stance is ours:
             compiler._set_stance(before)
-        else:  # the program has set a stance, and returns to ours afterwards
+        else:  # the program has set a stance, and later restores Rooftop's stance
             for field in fields(ours):
                 setattr(ours, field.name, getattr(before, field.name))
 
@@ -156,7 +157,7 @@ def _take_eager_stance(stack: ExitStack, compiler: Any) -> None:
 
 
 def _run_control_flow(stack: ExitStack) -> None:
-    """Let `torch.cond` and similar operators call their functions directly, for every reference to them."""
+    """Let `torch.cond` and similar operators call their functions directly, wherever they are referenced."""
     for place, meaning in _CONTROL_FLOW.items():
         module, _, name = place.rpartition(".")
         public = getattr(sys.modules.get(module), name, None)
@@ -171,7 +172,7 @@ def _run_control_flow(stack: ExitStack) -> None:
 
 
 def _entry(place: str) -> types.CodeType:
-    """Make a function that calls `run_control_flow` and works in any module."""
+    """Make a replacement function that calls `run_control_flow` and can be put into any module."""
     text = (
         "def entry(*arguments, **options):\n"
         f"    from {__name__} import run_control_flow\n"
@@ -186,7 +187,7 @@ def _entry(place: str) -> types.CodeType:
 def run_control_flow(place: str, *arguments: Any, **options: Any) -> Any:
     """The replacement for a function while a program is watched."""
     meaning, itself = _running[place]
-    if torch.compiler.is_compiling():  # torch.export records the operator into its graph
+    if torch.compiler.is_compiling():  # torch.export must record the operator itself into its graph
         return itself(*arguments, **options)
     return meaning(*arguments, **options)
 
@@ -222,7 +223,7 @@ def _uses_other_values(function: Any) -> bool:
 
 
 def eager_meaning(operator: HigherOrderOperator) -> Callable[..., Any] | None:
-    """A function that runs the functions of a control flow operator, operator by operator; None for other operators."""
+    """A function that runs a control flow operator's functions operator by operator; None for other operators."""
     name = operator.name()
     if name == "cond":
         return _cond
@@ -312,4 +313,4 @@ _CONTROL_FLOW: dict[str, Callable[..., Any]] = {
 }
 _running: dict[
     str, tuple[Callable[..., Any], Callable[..., Any]]
-] = {}  # by location: the eager version, and the function itself
+] = {}  # location of a function -> (its eager version, the function itself)

@@ -1,17 +1,20 @@
-"""Theoretical occupancy: how many warps of a kernel one multiprocessor holds at a time, and the limiting resource.
+"""Compute the theoretical occupancy: how many warps of a kernel one multiprocessor holds, and which resource limits
+them.
 
     occupancy = active blocks x warps per block / warps that the multiprocessor can hold
     active blocks = min over the limits: warps, blocks, registers, shared memory
 
 Registers are allocated per warp, in units. Each warp stays in one of four sub-partitions, each with a quarter of the
-registers. Shared memory is allocated per block, in units, and since 8.0 the driver reserves 1 KiB more per block.
+registers. Shared memory is allocated per block, in units. From compute capability 8.0 on, the driver reserves 1 KiB
+more per block.
 
 Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; the occupancy calculator of the
 CUDA toolkit 13.0 (cuda_occupancy.h), with which the tests compare. Shared memory is assumed to grow as needed, at the
-cost of L1 (the default carve-out).
+expense of L1 (the default carve-out).
 
-Not counted: named barriers (a kernel with more than one or two per block may have less), thread block clusters,
-`setmaxnreg`. Occupancy hides latency. Once the latency is hidden, more occupancy is not faster.
+Not modelled: named barriers (a kernel with more than one or two per block may have lower occupancy), thread block
+clusters, `setmaxnreg`. Occupancy hides latency. Once the latency is hidden, higher occupancy does not make a kernel
+faster.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class Multiprocessor:
 
     Attributes:
         max_warps, max_blocks: the maximum number of warps and blocks that are resident at a time.
-        shared_carveouts: possible sizes of shared memory in bytes, ascending; the rest of the store is L1.
+        shared_carveouts: possible sizes of shared memory in bytes, ascending; the rest of the on-chip memory is L1.
         shared_unit: allocation unit of a block's shared memory, in bytes.
         reserved_shared_bytes: bytes that the driver adds to each block.
         registers: number of 32-bit registers. A block can use all of them.
@@ -56,7 +59,7 @@ class Multiprocessor:
 
     @property
     def max_shared_bytes_per_block(self) -> int:
-        """Static and dynamic shared memory that a block can have once the kernel opts in to it."""
+        """The most static plus dynamic shared memory of a block, if the kernel opts in to it."""
         return self.shared_bytes - self.reserved_shared_bytes
 
 
@@ -100,7 +103,7 @@ class Change:
 
     @property
     def size(self) -> float:
-        """|after - before| / before: it makes changes of different resources comparable."""
+        """The relative change |after - before| / before, which is comparable between resources."""
         return abs(self.after - self.before) / self.before
 
     def __str__(self) -> str:
@@ -113,10 +116,9 @@ class Occupancy:
 
     Attributes:
         capability: compute capability.
-        threads_per_block, registers_per_thread, shared_bytes_per_block: the launch's figures; shared memory is static
-            plus dynamic.
-        limits: the number of blocks for which "warps", "blocks", "registers" and "shared memory" each have room. None:
-            the kernel does not use the resource. 0: the launch fails.
+        threads_per_block, registers_per_thread, shared_bytes_per_block: the launch's figures. Shared memory is static
+            plus dynamic. limits: for each of "warps", "blocks", "registers" and "shared memory", the number of blocks
+            that fit. None: the kernel does not use the resource. 0: the launch fails.
     """
 
     capability: tuple[int, int]
@@ -131,12 +133,13 @@ class Occupancy:
 
     @property
     def blocks_per_multiprocessor(self) -> int:
-        """Resident blocks; 0 if the registers of one block do not fit, so that a launch fails."""
+        """The number of resident blocks; 0 if the registers of one block do not fit, so that a launch fails."""
         return min(limit for limit in self.limits.values() if limit is not None)
 
     @property
     def active_warps(self) -> int:
-        """Resident warps; the last warp of a block counts as one even if the block does not fill it."""
+        """The number of resident warps. A block's last warp counts as a whole warp even if the block does not fill
+        it."""
         return self.blocks_per_multiprocessor * _warps(self.threads_per_block)
 
     @property
@@ -151,18 +154,19 @@ class Occupancy:
 
     @property
     def limiter(self) -> str:
-        """The resource that limits the blocks; the first of `limiters` in the order of `limits`."""
+        """The resource that limits the blocks: the first of `limiters`, in the order of `limits`."""
         return self.limiters[0]
 
     @property
     def shared_carveout(self) -> int:
-        """Bytes: the smallest carve-out that holds the shared memory of all resident blocks."""
+        """The smallest carve-out, in bytes, that holds the shared memory of all resident blocks."""
         sm = self.multiprocessor
         used = self.blocks_per_multiprocessor * _shared_allocated(sm, self.shared_bytes_per_block)
         return next(size for size in sm.shared_carveouts if size >= used)
 
     def changes(self) -> tuple[Change, ...]:
-        """For each resource that can raise the occupancy alone, the smallest change that does, smallest first.
+        """For each resource that alone can raise the occupancy, the smallest change that raises it. The smallest change
+        comes first.
 
         The changes are fewer registers per thread, less shared memory per block, or another block size (in whole warps,
         with the same registers per thread and shared memory per block).
@@ -175,7 +179,7 @@ class Occupancy:
         return tuple(sorted((change for change in found if change is not None), key=lambda change: change.size))
 
     def nearest_change(self) -> Change | None:
-        """The smallest change of a single resource that raises the occupancy, relative to its value.
+        """The change of a single resource that raises the occupancy with the smallest relative change.
 
         None: no such change raises the occupancy.
         """
@@ -198,7 +202,7 @@ class Occupancy:
         return self._with(field, value).active_warps > self.active_warps
 
     def _less(self, field: str, least: int) -> Change | None:
-        """The largest value below the present one that raises the occupancy.
+        """The largest value below the present value that raises the occupancy.
 
         If a value raises the occupancy, any smaller value does too.
         """
@@ -223,7 +227,7 @@ RESOURCES = {
     "shared_bytes_per_block": "bytes of shared memory per block",
     "threads_per_block": "threads per block",
 }
-"""Fields of `Occupancy` that a `Change` can change, in words."""
+"""Field of `Occupancy` that a `Change` can change -> its name for readers."""
 
 
 def occupancy(
@@ -234,13 +238,14 @@ def occupancy(
     Args:
         threads_per_block: 1 to 1024.
         registers_per_thread: as the compiler reports them (`ptxas -v`, CU_FUNC_ATTRIBUTE_NUM_REGS), 0 to 255.
-        shared_bytes_per_block: static plus dynamic; above 48 KiB the kernel must opt in to its dynamic part.
+        shared_bytes_per_block: static plus dynamic bytes. Above 48 KiB the kernel must opt in to its dynamic shared
+            memory.
         capability: compute capability of the GPU, e.g. (9, 0).
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a compute capability that is not in `MULTIPROCESSORS`, or a value that no launch can have. If the
-            registers of a block do not fit, the occupancy is 0 instead, so that `nearest_change` can say what would
+        ValueError: the compute capability is not in `MULTIPROCESSORS`, or no launch can have the value. If only the
+            registers of a block do not fit, the occupancy is 0 without an error, and `nearest_change` says what would
             fit.
     """
     counts = (threads_per_block, registers_per_thread, shared_bytes_per_block)
@@ -254,7 +259,7 @@ def occupancy(
         known = ", ".join(f"{major}.{minor}" for major, minor in MULTIPROCESSORS)
         raise ValueError(
             f"the multiprocessor of compute capability {'.'.join(map(str, capability))} is not known: expected one of "
-            f"{known}; a new one needs a row in rooftop.hardware.occupancies.MULTIPROCESSORS"
+            f"{known}; a new GPU needs a row in rooftop.hardware.occupancies.MULTIPROCESSORS"
         )
     if not 1 <= threads_per_block <= sm.max_threads_per_block:
         raise ValueError(
@@ -277,7 +282,7 @@ def occupancy(
 
 
 def _limits(launch: Occupancy) -> dict[str, int | None]:
-    """For each resource, the number of blocks for which it has room."""
+    """For each resource, the number of blocks that fit."""
     sm, warps = launch.multiprocessor, _warps(launch.threads_per_block)
     shared = _shared_allocated(sm, launch.shared_bytes_per_block)
     return {
@@ -292,7 +297,7 @@ def _register_limit(sm: Multiprocessor, warps: int, registers_per_thread: int) -
     per_warp = _round_up(registers_per_thread * WARP, sm.register_unit)
     if not per_warp:
         return None
-    # A launch is checked as if each sub-partition held as many of the block's warps as the fullest one.
+    # The check counts, for each sub-partition, as many of the block's warps as the fullest sub-partition holds.
     if per_warp * _round_up(warps, sm.sub_partitions) > sm.registers:
         return 0
     warps_per_partition = sm.registers // sm.sub_partitions // per_warp

@@ -1,9 +1,9 @@
-"""Memory pages that a program repeatedly requests from the system.
+"""Count page faults: memory pages that a program repeatedly requests from the system.
 
 The C library's `malloc` returns large pieces to the system when they are freed. A step on a CPU that allocates and
 frees its activations then requests the same pages each time, and the system first fills each page with zeros. This
-makes a convolutional network slower. Whether malloc returns memory depends on the rest of the heap. So a step is in one
-of two states, and an analysis, which uses memory, can move it to the other state.
+makes a convolutional network slower. Whether malloc returns memory depends on the rest of the heap. So a step runs in
+one of two states of the heap. An analysis, which uses memory, can change that state.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ except ImportError:  # not on Windows
 
 __all__ = ["KEEP_MEMORY", "NO_FAULTS", "PageFaults", "keep_memory", "page_faults"]
 
-MANY = 500  # pages of a step: 2 MB, which take a few tenths of a millisecond
+MANY = 500  # this many pages per step are 2 MB, and take a few tenths of a millisecond
 
 KEEP_MEMORY = "MALLOC_TRIM_THRESHOLD_=10000000000 MALLOC_MMAP_THRESHOLD_=10000000000 python ..."
-"""How to start a program so that glibc's malloc keeps freed memory."""
+"""A command that starts a program whose glibc malloc keeps freed memory."""
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,21 @@ class PageFaults:
 
     Attributes:
         count: pages that the system provided without reading a disk (minor faults).
-        system_ms: time that the system worked for the process, most of it for these pages.
+        system_ms: time for which the system worked for the process, mostly for these pages.
     """
 
     count: float = 0.0
     system_ms: float = 0.0
 
     def since(self, before: PageFaults, steps: int) -> PageFaults:
-        """The mean over `steps` steps since `before`."""
+        """The mean page faults per step, over `steps` steps since `before`."""
         return PageFaults((self.count - before.count) / steps, (self.system_ms - before.system_ms) / steps)
 
     def step_ms(self, threads: int) -> float:
         """The time that page faults add to a step of `threads` threads.
 
-        The system serves one thread at a time, and it is unknown whether the other threads wait meanwhile. So this is
-        the mean of two bounds: one thread's share of the time, and all of it.
+        The system serves one thread at a time, and it is unknown whether the other threads wait for it. So the
+        result is the mean of two bounds: one thread's share of the time, and the whole time.
         """
         return self.system_ms * (1 + 1 / threads) / 2
 
@@ -59,7 +59,8 @@ NO_FAULTS = PageFaults()
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-KEPT_BYTES, KEPT_PIECE = 256 << 20, 32 << 20  # a process keeps so much free memory; the largest piece that malloc keeps
+# how much free memory a process keeps, and the largest piece that malloc keeps
+KEPT_BYTES, KEPT_PIECE = 256 << 20, 32 << 20
 
 
 def page_faults() -> PageFaults:
@@ -73,8 +74,8 @@ def page_faults() -> PageFaults:
 def keep_memory() -> None:
     """Let this process keep the memory that it frees, for programs that decode photographs.
 
-    glibc gives it back to the system after each photograph, and the next one faults each page in again: 470 faults and
-    0.8 ms of the 2.1 ms that a photograph of 500 x 375 pixels took.
+    By default glibc returns the memory to the system after each photograph, and the next photograph faults each page in
+    again. For a photograph of 500 x 375 pixels, that took 470 faults and 0.8 of its 2.1 ms.
     """
     with suppress(AttributeError, OSError):  # another C library
         library = ctypes.CDLL(None)

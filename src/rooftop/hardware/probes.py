@@ -1,8 +1,8 @@
-"""The measurements behind the ceilings: the parts of a device, and one measurement of some parts.
+"""Run the measurements behind the ceilings: list the parts of a device, and measure some parts once.
 
-On a GPU every figure comes from the shortest duration of a kernel, as measured by the profiler, which also times
-operators. On a CPU every figure comes from the fastest of several bursts. A ceiling is the best result of the
-undisturbed machine.
+On a GPU, every figure is computed from a kernel's shortest duration in the profiler, which also times operators. On a
+CPU, every figure is computed from the fastest of several bursts. A ceiling is the best result of the undisturbed
+machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parts_of(device: torch.device) -> tuple[str, ...]:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """The description of a device in its history."""
+    """Describe a device for its history."""
     if device.type == "cuda":
         g = gpu(device.index or 0)
         return Machine(g.name, g.uuid or g.name, "cuda", 1, versions(), {"L2": g.l2_bytes})
@@ -51,9 +51,9 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def probe(device: torch.device, parts: Collection[str], progress: Progress) -> History:
-    """One measurement of some parts, as a separate history.
+    """Measure some parts once. The result is a history of its own.
 
-    It leaves clocks, flags, memory and random numbers unchanged.
+    The measurement leaves clocks, flags, memory and random numbers unchanged.
     """
     machine = machine_of(device)
     wanted = [part for part in parts_of(device) if part in parts]
@@ -73,7 +73,7 @@ def probe(device: torch.device, parts: Collection[str], progress: Progress) -> H
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Within the block, products use their named precision; the user's switch is restored afterwards."""
+    """Within the block, let products use exactly the precision that they name. Restore the user's switch afterwards."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     try:
         yield

@@ -1,9 +1,9 @@
-"""The CPU's current speed, compared with its best so far.
+"""Measure the CPU's current speed, and compare it with the best so far.
 
-Other virtual machines on the same host slow a machine down unnoticed; a warm laptop lowers its clocks. All steps then
-take longer, and since their times agree, nothing looks wrong. So two fixed pieces of work are timed with the ceilings,
-and again with the steps that are compared with the ceilings. Each is timed for about as long as a step takes. A host
-may repeatedly take a core away for some milliseconds, which very short calls would miss.
+Other virtual machines on the same host can slow a machine down unnoticed, and a warm laptop lowers its clocks. All
+steps then take longer, and since their times agree, nothing looks wrong. So two fixed pieces of work are timed when the
+ceilings are measured, and again with the steps that are compared with the ceilings. Each piece takes about as long as a
+step. A host may repeatedly take a core away for some milliseconds, which very short calls would miss.
 
     product    a matrix product of 1024 x 1024 x 1024 in float32, flop/s
     read       a sum over 64 MiB, bytes/s
@@ -27,7 +27,7 @@ LEAST_CALLS, LEAST_S = 3, 0.03
 
 
 class Pulse:
-    """Rates taken repeatedly during a measurement."""
+    """The rates of two fixed pieces of work, taken repeatedly during a measurement."""
 
     def __init__(self) -> None:
         self._taken: defaultdict[str, list[float]] = defaultdict(list)
@@ -54,15 +54,15 @@ class Pulse:
 
     @property
     def varied(self) -> tuple[str, float] | None:
-        """Name of the rate that varied most from moment to moment, and its variation as a share of the median; None
-        with fewer than two moments."""
+        """Name of the rate that varied most between calls of `take`, and its variation as a share of the median; None
+        after fewer than two calls."""
         spans = {
             name: (max(rates) - min(rates)) / median(rates) for name, rates in self._taken.items() if len(rates) > 1
         }
         return max(spans.items(), key=lambda span: span[1]) if spans else None
 
     def share_of(self, best: Mapping[str, float]) -> tuple[str, float] | None:
-        """Name of the rate that fell most below its earlier best, and the remaining share; None without earlier
+        """Name of the rate that is furthest below its earlier best, and its share of that best; None without earlier
         rates.
         """
         shares = {name: rate / best[name] for name, rate in self.rates.items() if best.get(name)}

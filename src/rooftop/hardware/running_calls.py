@@ -1,9 +1,9 @@
-"""The running calls of modules and optimizers, as their hooks report them.
+"""Track the running calls of modules and optimizers, as their hooks report them.
 
 PyTorch calls no hook if a module raises something other than an `Exception` (KeyboardInterrupt, SystemExit,
-asyncio.CancelledError), or if an optimizer raises anything. If the program catches the exception and continues, that
-call seems to run forever and would give its name to all later calls. So each call is identified by the frame that runs
-it.
+asyncio.CancelledError), or if an optimizer raises anything. If the program then catches the exception and continues,
+that call seems to run forever, and all later calls would get its name. So each call is identified by the frame that
+runs it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from types import CodeType, FrameType
 class _Call:
     name: str
     thread: int
-    frame: int  # id of the frame; the frame itself would keep the tensors of the call alive
+    frame: int  # only the frame's id, since the frame would keep the tensors of the call alive
     code: CodeType
     within: object
 
 
 class RunningCalls:
-    """The calls that hooks have reported, the outermost first. Keeps no frame alive.
+    """The calls that hooks have reported, the outermost first. The object keeps no frame alive.
 
-    A frame of one call may get the memory address of an earlier frame. When this call begins, all calls above its
-    caller are known to have ended.
+    A new call's frame may get the memory address of an earlier frame. When the new call begins, all calls above its
+    caller must have ended.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class RunningCalls:
 
     @property
     def names(self) -> list[str]:
-        """Names of the calls whose end no hook has reported. `settle` removes calls that have ended."""
+        """Names of the calls whose end no hook has reported. (`settle` removes calls that ended without a report.)"""
         return [call.name for call in self._calls]
 
     @property
@@ -47,8 +47,8 @@ class RunningCalls:
         return self._calls[-1].within if self._calls else None
 
     def settle(self, frame: FrameType | None) -> bool:
-        """Forget the calls of this thread that belong neither to this frame nor to any of its callers; return whether
-        there were any.
+        """Forget this thread's calls that neither this frame nor any of its callers runs. Return whether there were
+        any.
 
         Calls that began in another thread stay, because they wait for this thread: autograd runs backward passes in its
         own threads.
@@ -73,13 +73,13 @@ class RunningCalls:
         """Record the beginning of a call that this frame runs. Call `settle` first.
 
         Args:
-            within: another object that the call is part of, such as a node of autograd's graph.
+            within: an object in which the call runs, such as a node of autograd's graph.
         """
         self._calls.append(_Call(name, threading.get_ident(), id(frame), frame.f_code, within))
 
     def leave(self, frame: FrameType) -> str | None:
-        """Record the end of a call that this frame or its caller runs, and the ends of all calls above it. Return its
-        name.
+        """Record the end of the call that this frame or its caller runs, and of all calls above that call. Return the
+        call's name.
 
         The name is None if the call began before the hooks existed.
         """
@@ -98,7 +98,7 @@ class RunningCalls:
 def caller_of_hook(frame: FrameType) -> FrameType:
     """The frame that runs a module's call, given the frame that calls its first hook.
 
-    PyTorch runs the module and its hooks in a function inside the call's own function. Only the outer function sees the
-    call fail.
+    PyTorch runs the module and its hooks in a function inside the call's own function. If the call fails, only the
+    outer function still runs.
     """
     return frame.f_back if frame.f_back is not None else frame

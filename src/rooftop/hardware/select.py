@@ -1,12 +1,12 @@
-"""Choose GPUs, and work on several of them at a time from one process.
+"""Choose GPUs, and use several of them at a time from one process.
 
 `select_devices` chooses by free memory, compute capability and NVLink; `on_each` gives jobs to devices as they become
 free; `Ensemble` runs one model on each device.
 
 The host starts the work of each device from a separate thread, in the grad mode, inference mode and autocast of the
-calling thread. Other thread state is not carried over: a TorchDispatchMode (such as a counting mode) of the calling
-thread does not see what these threads run. Threads suffice for two to eight devices if each piece of work takes some
-milliseconds. A training loop needs a process for each device (torchrun).
+calling thread. Other thread state is not carried over: a TorchDispatchMode of the calling thread (such as a counting
+mode) does not see the operators of these threads. Threads suffice for two to eight devices if each piece of work takes
+some milliseconds. A training loop needs a process for each device (torchrun).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NVLINK_PATHS = ("NVLink", "NVLink switch")
 
 
 class DeviceSelectionError(RooftopError, ValueError):
-    """Fewer GPUs qualify than requested; the message gives the reason for each GPU that does not."""
+    """Fewer GPUs qualify than requested. The message gives the reason for each GPU that does not qualify."""
 
 
 def select_devices(
@@ -42,14 +42,14 @@ def select_devices(
     min_capability: tuple[int, int] | None = None,
     near: torch.device | str | int | None = None,
 ) -> list[torch.device]:
-    """Choose qualifying GPUs, those with the most free memory first.
+    """Choose GPUs that qualify. GPUs with the most free memory come first.
 
     Args:
         count: the number of GPUs.
-        min_free_bytes: free bytes on each. The driver counts memory that torch caches in this process as used.
-        min_capability: least compute capability, e.g. (9, 0).
-        near: a GPU with which the chosen GPUs will work; it is not chosen itself. GPUs connected to it by NVLink come
-            first, then those whose memory it can access directly, then the rest; each group by free memory.
+        min_free_bytes: bytes that must be free on each GPU. The driver counts memory that torch caches in this process
+        as used. min_capability: lowest compute capability, e.g. (9, 0). near: a GPU with which the chosen GPUs will
+        work. It is not chosen itself. GPUs connected to it by NVLink come first, then GPUs whose memory it can access
+        directly, then the rest. Each group is sorted by free memory.
 
     Raises:
         DeviceSelectionError: fewer than `count` GPUs qualify.
@@ -75,7 +75,7 @@ def _gpu_of(near: torch.device | str | int, gpus: list[Gpu]) -> Gpu:
     device = torch.device("cuda", near) if isinstance(near, int) else with_index(torch.device(near))
     found = next((gpu for gpu in gpus if device == torch.device("cuda", gpu.index)), None)
     if found is None:
-        raise ValueError(f"near={near!r} is not a GPU of this machine: torch can use {len(gpus)} (cuda:0 is the first)")
+        raise ValueError(f"near={near!r} is not a GPU of this machine: torch can use {len(gpus)} GPUs, from cuda:0")
     return found
 
 
@@ -87,7 +87,7 @@ def _free_bytes(gpu: Gpu) -> int:
 def _reasons(
     gpu: Gpu, free: int, min_free_bytes: int, min_capability: tuple[int, int] | None, partner: Gpu | None
 ) -> list[str]:
-    """The reasons why a GPU does not qualify; empty if it does."""
+    """The reasons why a GPU does not qualify; empty if it qualifies."""
     reasons = []
     if free < min_free_bytes:
         reasons.append(f"{_size(free)} free of {_size(gpu.memory_bytes)}")
@@ -135,14 +135,13 @@ def on_each(
 ) -> list[Result]:
     """Run jobs on several devices at a time. Each device takes the next job from a queue when it is free.
 
-    Each device has a thread and, on a GPU, its own stream; device and stream are current in the thread. The stream
-    first waits for the work that the calling thread has launched on its current streams of all devices. A job ends when
+    Each device has a thread and, on a GPU, its own stream. Device and stream are current in the thread. The stream
+    first waits for the work that the calling thread has launched on the current streams of all devices. A job ends when
     its work on the stream has ended.
 
     Args:
-        jobs: functions, each called with its device; the result may be on that device.
-        devices: default: all GPUs that torch can use, or the CPU if there are none. A device named twice runs two jobs
-            at a time.
+        jobs: functions that take a device. A result may be on that device. devices: the devices to use. By default all
+        GPUs that torch can use, or the CPU if there are none. A device that is named twice runs two jobs at a time.
 
     Returns:
         The results, in the order of the jobs. Their tensors (in lists, tuples and dicts) are safe to use on the
@@ -151,7 +150,7 @@ def on_each(
     Raises:
         ValueError: there are no devices.
         BaseException: the first exception of a job, with the job's number and device as a note. After the first error
-            no job is started; the error is raised when the running jobs have ended.
+            no job is started, and the error is raised when the running jobs have ended.
     """
     places = places_of(devices)
     modes = Modes.of_this_thread()
@@ -179,25 +178,27 @@ def on_each(
         run_together(threads, calls, cancel=waiting.clear)
     ordered = [results[number] for number in range(len(jobs))]
     for tensor in tree_leaves(ordered):
-        # the memory of a result belongs to the stream on which it was allocated
+        # the allocator ties a result's memory to the job's stream, on which it was allocated
         if isinstance(tensor, Tensor) and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return ordered
 
 
 class Ensemble(nn.Module):
-    """Models that all get the same input, each on its own device, at the same time.
+    """Run several models on the same input at the same time, each model on its own device.
 
-    Each model runs on the calling thread's current stream of its device; `forward` does not wait for the GPUs. Two
-    models on one GPU run one after the other. Gradients flow back to the input and to every model.
+    Each model runs on the calling thread's current stream of the model's device. `forward` does not wait for the GPUs.
+    Two models on one GPU run one after the other. Gradients flow back to the input and to every model.
 
     Args:
-        modules: the models; they are moved to their devices, in place. They may not share parameters across devices.
-        devices: one for each model. Default: the choice of `select_devices`, or the CPU if there are no GPUs.
-        combine: makes one result from the list of outputs, all of them on the first device. Default: `torch.stack`.
+        modules: the models, which are moved to their devices in place. Models on different devices may not share
+        parameters. devices: one device for each model. By default the choice of `select_devices`, or the CPU if there
+        are no GPUs. combine: function that makes one result from the list of outputs, which are all on the first
+        device. By default `torch.stack`.
 
     Raises:
-        ValueError: there are no modules, the numbers of devices and modules differ, or two modules share a parameter.
+        ValueError: there are no modules, the numbers of devices and modules differ, or two modules on different devices
+            share a parameter.
         DeviceSelectionError: no devices are named, and there are fewer GPUs than modules.
     """
 
@@ -215,8 +216,8 @@ class Ensemble(nn.Module):
         self.devices = places_of(["cpu"] * len(modules) if devices is None else devices)
         if len(self.devices) != len(modules):
             raise ValueError(
-                f"{len(modules)} modules need {len(modules)} devices, got {len(self.devices)}: name one for each (a "
-                "device may be named twice)"
+                f"{len(modules)} modules need {len(modules)} devices, got {len(self.devices)}: name a device for each "
+                "module (a device may be named twice)"
             )
         self.combine = _stacked if combine is None else combine
         self.models = nn.ModuleList(module.to(device) for module, device in zip(modules, self.devices, strict=True))
@@ -236,17 +237,18 @@ class Ensemble(nn.Module):
 
         Raises:
             TypeError: an output is not a tensor, and `combine` is not given.
-            BaseException: the first exception of a model, with its number and device as a note, when all have ended.
+            BaseException: the first exception of a model, with its number and device as a note, after all models have
+            ended.
         """
         modes = Modes.of_this_thread()
         streams = [caller_stream(device) for device in self.devices]
-        # A copy from a GPU runs on that GPU's stream: it must be launched before that GPU's own model.
+        # A copy from a GPU runs on that GPU's stream, so launch the copy before that GPU's own model.
         inputs = [_copied((args, kwargs), device, from_gpu=True) for device in self.devices]
         outputs: dict[int, Any] = {}
 
         def run(number: int, device: torch.device) -> None:
             with modes.entered(), current(streams[number]), noted(f"model {number} on {device}"):
-                # A copy from pageable memory keeps the host busy, so each thread does its own.
+                # A copy from pageable memory keeps the host busy, so each thread copies its own arguments.
                 own_args, own_kwargs = _copied(inputs[number], device, from_gpu=False)
                 outputs[number] = self.models[number](*own_args, **own_kwargs)
 
@@ -258,7 +260,7 @@ class Ensemble(nn.Module):
         return self.combine(gathered)
 
     def _running_threads(self) -> ThreadPoolExecutor:
-        """The threads are kept between calls, because starting a thread takes longer than giving it a call."""
+        """The threads, which are kept between calls, because starting a thread takes longer than handing it a call."""
         if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
             self._threads = ThreadPoolExecutor(len(self.devices), "rooftop-ensemble")
             self._process = os.getpid()
@@ -269,8 +271,8 @@ class Ensemble(nn.Module):
         return {**self.__dict__, "_threads": None}
 
     def _check_places(self) -> None:
-        """Check that each parameter and buffer is on its model's device. A parameter that two models share has moved
-        with the last model.
+        """Check that each parameter and buffer is on its model's device. (A parameter that two models share has moved
+        with the last model.)
         """
         for number, (model, device) in enumerate(zip(self.models, self.devices, strict=True)):
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -299,7 +301,7 @@ def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
     def copy(tensor: Tensor) -> Tensor:
         if from_gpu is not None and tensor.is_cuda != from_gpu:
             return tensor
-        # Only a blocking copy to the host is safe, because the reader could not know when another copy is done.
+        # A copy to the host must block, because its reader cannot know when a non-blocking copy is complete.
         return tensor.to(device, non_blocking=device.type == "cuda")
 
     return tree_map_only(Tensor, copy, values)
@@ -307,5 +309,6 @@ def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
 
 @cache
 def _own_stream(device: torch.device, worker: int) -> torch.cuda.Stream | None:
-    """A stream of the device. It is cached, because libraries keep a workspace for every stream that they have seen."""
+    """A cached stream of the device. Libraries keep a workspace for every stream that they have used, so new streams
+    would cost memory."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -1,18 +1,19 @@
-"""The time of a step in a sequence of steps, and the time of one step alone.
+"""Measure the time of a step in a sequence of steps, and the time of one step alone.
 
-In a loop the host prepares the next step while the device works on this one. So a step takes as long as the slower of
-the two: its **wall** time. One step from an idle device also waits for the host's first launches: this **latency** is
-the waiting time of a single request. The two are measured separately and never mixed.
+In a loop the host prepares the next step while the device works on the present step. So a step takes as long as the
+slower of host and device: its **wall** time. A single step from an idle device also waits for the host's first
+launches. Its time, the **latency**, is the waiting time of a single request. Wall time and latency are measured
+separately and never mixed.
 
-- A *block* is a run of steps between which this module does not synchronize. The first steps of a block fill the queue
-  and bring the device to its sustained clocks; they are not counted.
-- On a GPU an event is recorded between steps; on a CPU the host's clock is read there.
+- A *block* is a run of steps between which this module does not synchronize. The first steps of a block are not
+  counted: they fill the queue and bring the device to its sustained clocks.
+- Between steps, an event is recorded on a GPU, and the host's clock is read on a CPU.
 - Blocks run at several moments of an analysis, since a host's speed varies over time. On a CPU the memory that an
   analysis uses can make steps faster (see `page_faults`). Blocks whose page faults differ from those of the first block
   are excluded.
-- Ten steps in a row are a *window*, and the time is the lower tenth of all windows. Other work of a host only adds to a
-  step: on a shared H100 host the median of the same program varied by 40% between processes, the fastest windows by 6%.
-  The interval ranges from the fastest window to the median, so it shows the effect of the other work.
+- Ten steps in a row are a *window*, and the time is the lower tenth of all windows. Other work of a host can only
+  lengthen a step. On a shared H100 host, the median of the same program varied by 40% between processes, the fastest
+  windows by 6%. The interval reaches from the fastest window to the median, so it shows the effect of other work.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ import torch
 from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 
 LEAD_STEPS, LEAD_S = 2, 0.15
-"""Uncounted first steps: at least this many, and for at least this time. After a pause, an H100 runs matrix products
-for some 50 ms at clocks above those that its power limit sustains. A CPU needs one step.
+"""The first steps are not counted: at least this many, and for at least this many seconds. After a pause, an H100 runs
+matrix products for some 50 ms at higher clocks than its power limit sustains. A CPU needs one uncounted step.
 """
 REST_S = 0.1
-"""Pause of a GPU before the latency of single steps is measured."""
-LEAST_STEPS, MOST_STEPS = 3, 2000  # steps of a block
+"""Seconds for which a GPU pauses before the latency of single steps is measured."""
+LEAST_STEPS, MOST_STEPS = 3, 2000  # smallest and largest number of steps in a block
 WINDOW_STEPS, LEAST_WINDOWS = 10, 10
 LOWER_TENTH = 0.1
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of a step in ms, with an interval around it.
+    """The time of a step in ms, with an interval.
 
     Attributes:
         ms: the time.
-        low_ms, high_ms: the interval: the fastest window, and the median of all.
-        steps, blocks: numbers of timed steps, and of their blocks.
+        low_ms, high_ms: the ends of the interval: the fastest window, and the median of all windows. steps, blocks: the
+        number of timed steps, and the number of their blocks.
         mean: whether the time is the mean of all steps.
-        drift_ms: the difference between the medians of the blocks.
+        drift_ms: the largest difference between medians of blocks.
     """
 
     ms: float
@@ -61,13 +62,13 @@ class StepTime:
 
     @property
     def spread(self) -> float:
-        """Width of the interval, relative to the time."""
+        """The width of the interval, divided by the time."""
         return (self.high_ms - self.low_ms) / self.ms if self.ms > 0 else 0.0
 
     @classmethod
     def of(cls, blocks: Sequence[Sequence[float]]) -> StepTime:
-        """The time of a step that always does the same work, from the ms of each step of each block (at least one in
-        total).
+        """The time of a step that always does the same work, from the ms of each step in each block (at least one step
+        in total).
         """
         windows, steps = _windows(blocks)
         ms = windows[int(LOWER_TENTH * (len(windows) - 1))]
@@ -77,8 +78,8 @@ class StepTime:
 
     @classmethod
     def of_loop(cls, durations_ms: Sequence[float]) -> StepTime:
-        """The time of the steps of a program's own loop, which differ. The time is the mean, because work that occurs
-        in only some steps (a printed value) counts for all steps. The interval holds the middle half of the windows.
+        """The time of a step in a program's own loop, whose steps differ. The time is the mean, because work that only
+        some steps do (printing a value) counts for all steps. The interval holds the middle half of the windows.
         """
         windows, steps = _windows([durations_ms])
         mean, quarter = statistics.fmean(durations_ms), len(windows) // 4
@@ -87,7 +88,7 @@ class StepTime:
 
 
 def _windows(blocks: Sequence[Sequence[float]]) -> tuple[list[float], int]:
-    """Means over windows of successive steps of a block, ascending; and the number of steps.
+    """The means over windows of successive steps of a block, in ascending order, and the number of steps.
 
     Steps left over at the end of a block join its last window.
     """
@@ -110,10 +111,10 @@ class OtherState:
 
 
 class StepClock:
-    """Times one step repeatedly, whenever its methods are called.
+    """Time a step repeatedly. Each call of a method runs and times more steps.
 
     Args:
-        step: runs one step; it may synchronize by itself.
+        step: function that runs one step. It may synchronize.
         device: the device of the step.
         beside: a function to call after each block.
     """
@@ -125,11 +126,11 @@ class StepClock:
         self._blocks: list[list[float]] = []
         self._alone_ms: list[float] = []
         self._launching_ms: list[float] = []
-        self._faults: list[PageFaults] = []  # page faults of a step, block by block
+        self._faults: list[PageFaults] = []  # page faults per step, for each block
 
     @property
     def blocks(self) -> int:
-        """The number of blocks, including the excluded ones."""
+        """The number of blocks, including excluded blocks."""
         return len(self._blocks)
 
     @property
@@ -167,12 +168,12 @@ class StepClock:
     def launching_ms(self) -> float | None:
         """The shortest time from the call of a single step until its return; None on a CPU.
 
-        Other work of the host only adds to this time, so the shortest of several is the program's own.
+        Other work of the host can only lengthen this time, so the shortest of several is taken.
         """
         return min(self._launching_ms, default=None) if self._device.type == "cuda" else None
 
     def run_block(self, seconds: float) -> StepTime:
-        """Time one more block of about `seconds`; returns that block's own result."""
+        """Time one more block of about `seconds`. Return the result of this block alone."""
         on_gpu = self._device.type == "cuda"
         least, lead = LEAD_STEPS if on_gpu else 1, 0
         began = time.perf_counter()
@@ -181,7 +182,7 @@ class StepClock:
             lead += 1
         if self._blocks:
             took_s = 1e-3 * statistics.median(self._blocks[-1])
-        else:  # the time of a step is not known yet
+        else:  # the time of a step is still unknown
             synchronize(self._device)
             took_s = (time.perf_counter() - began) / lead
             self._step()
@@ -195,7 +196,7 @@ class StepClock:
     def run_alone(self, times: int) -> None:
         """Time single steps, each from an idle device to the end of its work.
 
-        A GPU pauses first, because a GPU that has just worked at its power limit is slower than one that waits for a
+        A GPU first rests, because a GPU that has just run at its power limit is slower than a GPU that waits for a
         request.
         """
         synchronize(self._device)
@@ -230,6 +231,6 @@ class StepClock:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done its work."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

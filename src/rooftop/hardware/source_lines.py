@@ -1,4 +1,4 @@
-"""The line of the user's program that made a call: the innermost line outside of torch and Rooftop."""
+"""Find the line of the user's program that made a call: the innermost line outside torch and Rooftop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SourceLine:
 
 
 def user_line(frames: Iterable[tuple[str, int]]) -> SourceLine | None:
-    """The innermost of these (file, line) pairs that is outside of torch and Rooftop; None if there is none."""
+    """The innermost of these (file, line) pairs that is outside torch and Rooftop; None if there is none."""
     for file, line in frames:
         if not file.startswith((*LIBRARIES, "<frozen ")) and line > 0:
             return SourceLine(file, line)

@@ -1,4 +1,4 @@
-"""Work on a second CUDA stream, with the two steps that are easily forgotten: waiting, and `record_stream`.
+"""Run work on a second CUDA stream, including two steps that are easily forgotten: waiting, and `record_stream`.
 
     side = side_stream()
     with on_stream(side, x):     # side waits for the current stream, and x lives until side is done with it
@@ -6,11 +6,12 @@
     g()                          # runs at the same time as f
     join(side, y)                # the current stream waits for side, and y lives until that stream is done with it
 
-A kernel on one stream does not wait for those on another. Without the wait, it reads data that are not yet written. And
-the caching allocator reuses freed memory at once for the stream that allocated it. Without `record_stream`, it does so
-while the other stream still reads. `rooftop.debugging.stream_races.check_streams` finds both mistakes.
+A kernel on one stream does not wait for kernels on another stream. Without the wait, it reads data that are not yet
+written. And the caching allocator reuses freed memory at once for the stream that allocated it. Without
+`record_stream`, it reuses the memory while the other stream still reads it.
+`rooftop.debugging.stream_races.check_streams` finds both mistakes.
 
-Without CUDA there are no streams: `side_stream` is None, and the code runs as if the other calls were absent.
+Without CUDA there are no streams: `side_stream()` returns None, and the other calls do nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from torch.utils import _pytree as pytree
 
 
 def side_stream(device: torch.device | int | None = None, *, priority: int = 0) -> torch.cuda.Stream | None:
-    """A stream of PyTorch's pool other than the current one; None without CUDA.
+    """A stream from PyTorch's pool that is not the current stream; None without CUDA.
 
     Args:
         device: by default the current GPU.
-        priority: lower runs first (0 or negative).
+        priority: 0 or negative. Streams with lower numbers run first.
     """
     return torch.cuda.Stream(device, priority=priority) if torch.cuda.is_available() else None
 
@@ -39,8 +40,8 @@ def on_stream(stream: torch.cuda.Stream | None, *inputs: Any) -> Iterator[None]:
     """Run the block's kernels on `stream`, after the work launched on the current stream so far.
 
     Args:
-        stream: None: the block runs on the current stream.
-        inputs: every tensor that the block uses and that another stream allocated (or lists, tuples, dicts of them).
+        stream: the stream. None: the block runs on the current stream. inputs: every tensor that the block uses and
+        that another stream allocated (or lists, tuples and dicts of such tensors).
     """
     if stream is None:
         yield
@@ -52,11 +53,11 @@ def on_stream(stream: torch.cuda.Stream | None, *inputs: Any) -> Iterator[None]:
 
 
 def join(stream: torch.cuda.Stream | None, *outputs: Any) -> None:
-    """Make the current stream wait for the work launched on `stream` so far; the host does not wait.
+    """Make the current stream wait for the work launched on `stream` so far. The host does not wait.
 
     Args:
-        stream: None: nothing happens.
-        outputs: every tensor that `stream` allocated and the current stream will use (or lists, tuples, dicts of them).
+        stream: the stream. None: the call does nothing. outputs: every tensor that `stream` allocated and the current
+        stream will use (or lists, tuples and dicts of such tensors).
     """
     if stream is None:
         return

@@ -1,4 +1,4 @@
-"""Start work on several devices from one process, with a thread for each device, in the state of the calling thread."""
+"""Start work on several devices from one process. Each device has a thread with the calling thread's modes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def places_of(named: Sequence[torch.device | str] | None) -> list[torch.device]:
-    """The devices, with their indices; by default all GPUs, or the CPU if there are none."""
+    """The given devices, with indices. By default all GPUs, or the CPU if there are none."""
     if named is None:
         named = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
     if not named:
@@ -26,7 +26,7 @@ def places_of(named: Sequence[torch.device | str] | None) -> list[torch.device]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device as tensors name it: a GPU with its index, the CPU without one."""
+    """The device as tensors name it: a GPU with its index, the CPU without an index."""
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device
@@ -34,7 +34,7 @@ def with_index(device: torch.device) -> torch.device:
 
 @dataclass(frozen=True)
 class Modes:
-    """The part of a thread's state that affects operators."""
+    """The part of a thread's state that affects operators: grad mode, inference mode and autocast."""
 
     grad: bool
     inference: bool
@@ -43,7 +43,7 @@ class Modes:
 
     @classmethod
     def of_this_thread(cls) -> Modes:
-        """The present modes."""
+        """The current modes of the calling thread."""
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         return cls(
             torch.is_grad_enabled(),
@@ -56,7 +56,7 @@ class Modes:
     def entered(self) -> Iterator[None]:
         """Set these modes in this thread."""
         with ExitStack() as stack:
-            # this sets the grad mode too, which the next line corrects
+            # inference_mode also sets the grad mode; the next line sets it again
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocasts:
@@ -76,13 +76,13 @@ def current(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
         return
     with torch.cuda.stream(stream):
-        stream.record_event()  # CUDA makes the context current at a thread's first call; cuBLAS warns without one
+        stream.record_event()  # a thread's first CUDA call makes the context current; without it, cuBLAS warns
         yield
 
 
 @contextmanager
 def noted(note: str) -> Iterator[None]:
-    """Add a note with the origin to an exception that is raised inside."""
+    """Add a note that names the origin to an exception raised in the block."""
     try:
         yield
     except BaseException as error:
@@ -97,7 +97,7 @@ def run_together(
 
     Args:
         threads: a pool with at least one thread per call.
-        cancel: called at an exception in a call or in this thread (a keyboard interrupt).
+        cancel: called when a call or this thread raises (a keyboard interrupt).
     """
     failures: list[BaseException] = []
 
@@ -119,4 +119,4 @@ def run_together(
         if failures:
             raise failures[0]
     finally:
-        failures.clear()  # exceptions hold this frame, and the frame would hold them: a cycle
+        failures.clear()  # break the cycle: the exceptions hold this frame, and the frame holds the exceptions

@@ -1,12 +1,12 @@
-"""The one timing policy of the project.
+"""The project's timing policy.
 
 - Warm up for a given time, so that clocks, caches, allocators and autotuners have settled.
-- On a GPU measure between device events, on a CPU with the host's clock; short calls are timed many at a time, so that
-  the resolution of the events does not matter.
-- Report the median and the spread (interquartile range divided by median), because a disturbed sample changes neither
-  much.
-- Compare variants interleaved in one process, in orders in which each variant follows each other equally often. So
-  drift affects all variants alike, and so does the state that the previous variant left (clocks, caches).
+- Measure between device events on a GPU, and with the host's clock on a CPU. Time many short calls in one sample, so
+  that the resolution of the clock does not matter.
+- Report the median and the spread (interquartile range divided by median), because a disturbed sample hardly changes
+  them.
+- Compare variants interleaved in one process, in orders in which each variant follows every other equally often. So
+  drift, and the state that the previous variant left (clocks, caches), affect all variants alike.
 - Rotate the inputs if a repeated call would find them in L2 but a real program would not.
 - Replay small GPU work from a CUDA graph to see the device's time without the host's.
 """
@@ -31,7 +31,7 @@ LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
 SLOW_SAMPLES = 2
 SURE_ROUNDS = 3
-LEAST_SAMPLE_S = 1e-3  # a CUDA event has a resolution of about 0.5 us, 0.05% of this
+LEAST_SAMPLE_S = 1e-3  # a CUDA event has a resolution of about 0.5 us: 0.05% of a sample
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Timing:
     Attributes:
         median_ms, best_ms: median and fastest sample.
         spread: (75th - 25th percentile) / median.
-        samples: their number.
+        samples: number of samples.
     """
 
     median_ms: float
@@ -61,7 +61,7 @@ def measure(
     """Time one callable.
 
     Args:
-        fn: called without arguments; it must run on `device` and, on a GPU, need not synchronize.
+        fn: function without arguments. It must run on `device`, and need not synchronize with a GPU.
         device: the device on which the call runs.
         seconds, warm_up_seconds: about how long to measure and to warm up (at least `LEAST_SAMPLES` samples).
         graph: capture the call in a CUDA graph and time its replays (GPU only).
@@ -81,9 +81,9 @@ def compare(
     warm_up_seconds: float = WARM_UP_S,
     graph: bool = False,
 ) -> dict[str, Timing]:
-    """Time several callables in turns. `seconds` and the other arguments hold for each callable (see `measure`).
+    """Time several callables in turns. `seconds` and the other arguments apply to each callable (see `measure`).
 
-    Rounds use the orders of `balanced_orders`, because the previous call determines the clocks with which a GPU begins.
+    Rounds use the orders of `balanced_orders`, because the previous call determines the clocks at which a GPU begins.
     """
     device = torch.device(device)
     if graph and device.type != "cuda":
@@ -110,7 +110,7 @@ def compare(
 def compare_slow(variants: Mapping[str, Callable[[], object]], samples: int = SLOW_SAMPLES) -> dict[str, Timing]:
     """Time callables on the CPU that take tenths of a second, by single calls, interleaved as in `compare`.
 
-    There is no warm-up: call each variant once before.
+    There is no warm-up, so call each variant once before.
     """
     found: dict[str, list[float]] = {name: [] for name in variants}
     names, orders = list(variants), itertools.cycle(balanced_orders(len(variants)))
@@ -125,7 +125,7 @@ def compare_slow(variants: Mapping[str, Callable[[], object]], samples: int = SL
 def balanced_orders(count: int) -> list[list[int]]:
     """Orders of `count` items in which each item directly follows every other item equally often.
 
-    One Latin square for an even count, two for an odd count: Williams 1949, "Experimental designs balanced for the
+    An even count takes one Latin square, an odd count two: Williams 1949, "Experimental designs balanced for the
     estimation of residual effects of treatments".
     """
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, ...
@@ -134,13 +134,13 @@ def balanced_orders(count: int) -> list[list[int]]:
 
 
 def rotated(fn: Callable[..., object], argument_sets: Sequence[Sequence[Tensor]]) -> Callable[[], object]:
-    """A call that takes the next set of arguments each time."""
+    """A call that uses the next set of arguments each time, in rotation."""
     sets = itertools.cycle(argument_sets)
     return lambda: fn(*next(sets))
 
 
 def rotated_copies(tensors: Sequence[Tensor], cache_bytes: int) -> list[list[Tensor]]:
-    """The tensors, and enough copies that all together are at least twice the size of the cache."""
+    """The tensors and copies of them, enough that all together are at least twice the size of the cache."""
     size = max(1, sum(t.numel() * t.element_size() for t in tensors))
     count = max(1, math.ceil(2 * cache_bytes / size))
     return [list(tensors)] + [
@@ -183,14 +183,14 @@ def _warm_up(fn: Callable[[], object], seconds: float, synchronize: Callable[[],
     while calls == 0 or time.perf_counter() - began < seconds:
         fn()
         calls += 1
-        if calls % 64 == 0:  # limits how far the host runs ahead of the device
+        if calls % 64 == 0:  # limit how far the host runs ahead of the device
             synchronize()
     synchronize()
     return max(1, math.ceil(LEAST_SAMPLE_S * calls / (time.perf_counter() - began)))
 
 
 def timing_of(samples: Sequence[float]) -> Timing:
-    """The timing from samples in ms per call, taken with any clock."""
+    """Make a `Timing` from samples in ms per call, taken with any clock."""
     median = statistics.median(samples)
     if len(samples) == 1:
         return Timing(median, median, 0.0, 1)

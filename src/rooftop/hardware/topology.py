@@ -1,7 +1,7 @@
-"""How the GPUs of this machine are connected: their NVLink links, and the path from each GPU to each other.
+"""Describe how this machine's GPUs are connected: their NVLink links, and the path between each pair of GPUs.
 
 The kinds of path, best first: NVLink directly to the other GPU; NVLink to a switch to which the other GPU is also
-connected; otherwise the nearest common point on PCIe (in brackets the term of `nvidia-smi topo -m`).
+connected; the nearest common point on PCIe. The text in brackets is the term of `nvidia-smi topo -m`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from rooftop.hardware.nvml import Nvml
 
 VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
-"""NVML_NVLINK_VERSION_*."""
+"""NVML_NVLINK_VERSION_* -> the version of NVLink."""
 
 PCIE_PATHS = {
     0: "same board",
@@ -36,8 +36,7 @@ class NvLink:
         number: number of the link on its GPU.
         version: version of NVLink, e.g. "4.0".
         rate: bytes/s in each direction, as the driver reports it.
-        remote: the kind of the other end: "gpu", "switch" or "other".
-        remote_pci: the other end's PCI address.
+        remote: what is at the other end: "gpu", "switch" or "other". remote_pci: PCI address of the other end.
     """
 
     number: int
@@ -52,7 +51,8 @@ class Peer:
     """The path from one GPU to another.
 
     Attributes:
-        path: "NVLink", "NVLink switch", or the point on PCIe where the two meet; None if the driver does not tell.
+        path: "NVLink", "NVLink switch", or the nearest common point of the GPUs on PCIe; None if the driver does not
+            report it.
         links: NVLink links that serve the path.
         peer_access: whether the GPU can read and write the other GPU's memory without the host.
     """
@@ -67,13 +67,13 @@ class Peer:
 
 
 def nv_links(nvml: Nvml, uuid: str | None) -> tuple[NvLink, ...] | None:
-    """The active links of a GPU; empty on a GPU without NVLink. None if the driver does not tell."""
+    """The active NVLink links of a GPU; empty on a GPU without NVLink. None if the driver does not report them."""
     numbers = nvml.gpu(uuid, _links_up)
     return None if numbers is None else tuple(_link(nvml, uuid, number) for number in numbers)
 
 
 def _links_up(module: Any, handle: Any) -> list[int]:
-    """Numbers of the active links. For a link that this GPU does not have, NVML raises an error of a separate kind."""
+    """Numbers of the active links. For a link that this GPU lacks, NVML raises a distinct error."""
     up = []
     for number in range(module.NVML_NVLINK_MAX_LINKS):
         try:
@@ -99,15 +99,13 @@ def _link(nvml: Nvml, uuid: str | None, number: int) -> NvLink:
 
 
 def _field(module: Any, handle: Any, field: int, scope: int) -> int | None:
-    """One unsigned field of NVML; None if this GPU does not have it."""
+    """An unsigned field of NVML; None if this GPU lacks it."""
     (found,) = module.nvmlDeviceGetFieldValues(handle, [(field, scope)])
     return int(found.value.uiVal) if found.nvmlReturn == 0 else None
 
 
 def _address(pci: str | bytes | None) -> str | None:
-    """A PCI address in one spelling: old versions of NVML return bytes, and calls differ in case and in leading
-    zeros.
-    """
+    """Normalize a PCI address: old versions of NVML return bytes, and NVML's calls differ in case and leading zeros."""
     if not pci:
         return None
     text = pci.decode() if isinstance(pci, bytes) else pci
@@ -122,7 +120,7 @@ def peers(
     links: Sequence[tuple[NvLink, ...] | None],
     access: Mapping[int, bool],
 ) -> dict[str, Peer]:
-    """The paths from GPU `index` to each other GPU.
+    """The path from GPU `index` to every other GPU.
 
     Args:
         uuids, links: UUIDs and NVLink links of all GPUs, by index.
@@ -139,7 +137,7 @@ def peers(
 def _path(
     nvml: Nvml, index: int, other: int, uuids: Sequence[str | None], links: Sequence[tuple[NvLink, ...] | None]
 ) -> tuple[str | None, int]:
-    """(path, NVLink links that serve it)."""
+    """Find (path, NVLink links that serve the path)."""
     here, there = links[index] or (), links[other] or ()
     address = _address(nvml.gpu(uuids[other], lambda m, h: m.nvmlDeviceGetPciInfo(h).busId))
     direct = sum(link.remote == "gpu" and link.remote_pci == address for link in here) if address else 0
@@ -155,8 +153,8 @@ def _path(
 
 
 def _to_switches(here: tuple[NvLink, ...], there: tuple[NvLink, ...]) -> int:
-    """Links from `here` to switches to which `there` is also connected. A virtual machine may hide which switches these
-    are."""
+    """Links from `here` to switches to which `there` is also connected. A virtual machine may hide the identity of the
+    switches."""
     known = {link.remote_pci for link in there if link.remote == "switch"}
     mine = [link.remote_pci for link in here if link.remote == "switch"]
     return sum(pci in known or (bool(known) and (pci is None or None in known)) for pci in mine)

@@ -1,11 +1,11 @@
-"""The raw events of PyTorch's profiler, without its own processing.
+"""Read the raw events of PyTorch's profiler, without the profiler's own processing.
 
-- At the end of its `with` block PyTorch's profiler turns its events into a tree of Python objects. That tree is not
-  used here, and takes 3 s for 15,000 operators.
+- At the end of its `with` block PyTorch's profiler turns its events into a tree of Python objects. That takes 3 s for
+  15,000 operators. This module does not make the tree.
 - The native result is freed at once. PyTorch's profiler is part of a reference cycle, so Python would free its result
-  at some later collection. If another profiler has begun by then, Kineto's destructor ends the process with a
+  at some later collection. If another profiler has begun by then, Kineto's destructor crashes the process with a
   segmentation fault (seen with PyTorch 2.11 and 2.13).
-- CUPTI does not stay attached on a GPU, where it would slow the program down (see `cupti`).
+- On a GPU, CUPTI is detached afterwards, because it would slow the program down (see `cupti`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftop.hardware import cupti
 
-# The profiler's native part prints to stderr at each start unless this is disabled before its first use.
+# set before the profiler's first use: without this, its native part prints to stderr at each start
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def let_profiler_say_its_word() -> None:
-    """Suppress, once in this process, a message of PyTorch's profiler. PyTorch prints it when a memory block is
-    released that was not allocated under the profiler: for the first such block, and then for each thousandth.
+    """Suppress, once in this process, a message of PyTorch's profiler. PyTorch prints it when the program releases a
+    memory block that was not allocated under the profiler: for the first such block, and for every thousandth.
 
     Call this before a watched program begins, because output to stderr during this call (0.1 ms) is lost.
     """
     block = torch.empty(1, device="cpu")
     try:
         heard = os.dup(2)
-    except OSError:  # nothing reads the output
+    except OSError:  # stderr is closed, so the message cannot appear
         return
     silence = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -50,9 +50,9 @@ def let_profiler_say_its_word() -> None:
 
 
 class Label:
-    """A label for the profiler around a `with` block, as `torch.profiler.record_function`.
+    """A profiler label around a `with` block, like `torch.profiler.record_function`.
 
-    A label begins and ends with operators, which are hidden from the program's dispatch modes.
+    PyTorch begins and ends a label with operators. They are hidden from the program's dispatch modes.
     """
 
     def __init__(self, name: str) -> None:
@@ -72,17 +72,17 @@ def _unseen() -> AbstractContextManager[Any]:
 
 
 class Trace:
-    """The profiler around a `with` block.
+    """Run PyTorch's profiler around a `with` block.
 
     Args:
-        device: if this is a GPU, its work is recorded.
-        host: records operators, labels and calls of the CUDA runtime, too.
+        device: if this is a GPU, its work is recorded. host: whether to record operators, labels and calls of the CUDA
+        runtime, too.
         save_to: a file for the events in Chrome's format, which Perfetto opens.
-        read: called with the native result at the end of the block; the result does not outlive it.
+        read: called with the native result at the end of the block. The native result is freed when `read` returns.
         options: options of `torch.profiler.profile` (`profile_memory`, `record_shapes`).
 
     Attributes:
-        events: all events, of host and device, in no order; after the block.
+        events: all events of host and device, in no particular order. Available after the block.
         found: the result of `read`.
         beginning: whether a profiler of this class is starting now.
         switching: returns a context around each start and each end of a profiler.

@@ -1,14 +1,15 @@
-"""Ladders: one piece of work, done better rung by rung; each rung is checked, measured and compared with the roof.
+"""Ladders: one piece of work in ever faster versions, the rungs. Each rung is checked, measured and compared with the
+roof.
 
     rooftop ladder vector|indexing|reduction|matmul|layer    kernels in CUDA C++ and in Triton
     rooftop ladder python                                    one function, from plain Python to the roof
     rooftop ladder memory                                    rate and latency of each level of the memory
 
-`LADDERS` lists the ladders of kernels; `build` makes one, and `climb` checks and times its rungs. docs/ladder.md says
-what each rung changes and why that should be faster. The rungs are for learning; the operators to use are in
+`LADDERS` lists the ladders of kernels; `build` makes one, and `climb` checks and times its rungs. docs/ladder.md
+explains what each rung changes and why that should be faster. The rungs are for learning; the operators to use are in
 `rooftop.kernels`. docs/speed.md is the guide to the `python` ladder.
 
-Names are loaded when they are first used: worker processes import this package and do not need torch.
+Names are loaded when they are first used, because worker processes import this package but do not need torch.
 """
 
 from __future__ import annotations

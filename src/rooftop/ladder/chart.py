@@ -1,4 +1,4 @@
-"""A chart of measured ladders on one HTML page that needs no network: each rung's percent of the roof."""
+"""Draw a chart of measured ladders, with each rung's percent of the roof, on one HTML page that needs no network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = {CPU: "#9a9a9a", CUDA: "#76a92c", TRITON: "#4c9fd6", PYTORCH: "#e0703a
 
 
 def require_plotly(option: str = "--chart") -> None:
-    """Check that the chart of an option can be drawn, before the work begins.
+    """Check, before the work begins, that plotly is installed for the chart that an option requests.
 
     Raises:
         MissingExtraError: plotly is not installed.
@@ -28,7 +28,7 @@ def require_plotly(option: str = "--chart") -> None:
 
 
 def page(climbs: Sequence[Climb]) -> str:
-    """The HTML page of the climbs. Rungs without a time are left out; a climb without any has no chart."""
+    """The HTML page of the climbs. Rungs without a time are left out. A climb without timed rungs has no chart."""
     charts = "".join(_chart(climb, first=place == 0) for place, climb in enumerate(climbs))
     return framed("The ladder", charts)
 
@@ -36,7 +36,7 @@ def page(climbs: Sequence[Climb]) -> str:
 def framed(
     heading: str, charts: str, above: Sequence[str] = (), below: Sequence[str] = (), *, title: str | None = None
 ) -> str:
-    """An HTML page around charts, with paragraphs above and below them; its title is the heading unless given."""
+    """An HTML page around charts, with paragraphs above and below. By default the heading is also the page's title."""
     before, after = ("".join(f"<p>{html.escape(text)}</p>\n" for text in texts) for texts in (above, below))
     return f"""<!doctype html>
 <html lang="en">

@@ -1,7 +1,7 @@
-"""Climbing: each rung is checked against the reference; then all are timed together and compared with the roof.
+"""Climb a ladder: check each rung against the reference, then time all rungs together and compare them with the roof.
 
-Without a GPU no times are shown. There, the rungs on the CPU and Triton's rungs (through its interpreter) are checked;
-those in CUDA C++ are compiled for sm_90 but do not run.
+Without a GPU no times are shown. The rungs on the CPU, and Triton's rungs (through its interpreter), are checked. The
+rungs in CUDA C++ are compiled for sm_90 but do not run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Outcome:
     """The result of a rung.
 
     Attributes:
-        status: "measured" and "checked" mean a right result; "compiled" was not run; "absent" has no code here; "wrong"
-            gave a wrong result and "failed" gave none: `note` says more.
+        status: "measured" and "checked": the result is right. "compiled": the rung was not run. "absent": it has no
+            code here. "wrong": the result is wrong. "failed": there is no result. `note` says more.
         ms, spread: time of one call and its spread; None unless measured.
         rate: bytes/s or flop/s that the rung reached. percent_of_roof: 100 * roof / ms.
     """
@@ -47,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Climb:
-    """A ladder that was climbed. `roof_ms` and `bound` are None without a GPU."""
+    """The results of climbing a ladder. `roof_ms` and `bound` are None without a GPU."""
 
     ladder: str
     work: str
@@ -60,7 +60,7 @@ class Climb:
 
     @property
     def failures(self) -> tuple[Outcome, ...]:
-        """Rungs that are wrong or failed."""
+        """The rungs that are wrong or failed."""
         return tuple(rung for rung in self.rungs if rung.status in (WRONG, FAILED))
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,11 +75,11 @@ def climb(
     seconds: float = 0.1,
     progress: Progress = lambda what, fraction: None,
 ) -> Climb:
-    """Check each rung, and time those that are right.
+    """Check each rung, and time the rungs that are right.
 
     Args:
         ladder: made by `build`.
-        ceilings: ceilings of the GPU that holds the tensors; with None the rungs are checked but not timed.
+        ceilings: ceilings of the GPU that holds the tensors. With None the rungs are checked but not timed.
         seconds: about how long to time each rung.
         progress: called with (the current activity, fraction done).
     """
@@ -105,7 +105,7 @@ def climb(
 
 
 def _checked(ladder: Ladder, rung: Rung) -> Outcome:
-    """The rung after one check of its result against the reference."""
+    """Check a rung's result once against the reference."""
     outcome = Outcome(rung.name, rung.tool, CHECKED, rung.note)
     if rung.run is None:
         return replace(outcome, status=ABSENT)
@@ -115,7 +115,7 @@ def _checked(ladder: Ladder, rung: Rung) -> Outcome:
         tensor.fill_(torch.nan)
     try:
         wrong = difference(ladder, rung.run())
-    except Exception as error:  # any tool may raise: the error is shown, and the other rungs go on
+    except Exception as error:  # any tool may raise: show the error, and continue with the other rungs
         return replace(outcome, status=FAILED, note=f"{type(error).__name__}: {error}")
     return replace(outcome, status=WRONG, note=wrong) if wrong else outcome
 
@@ -132,13 +132,13 @@ def _compiled(ladder: Ladder, rung: Rung, outcome: Outcome) -> Outcome:
 
 
 def difference(ladder: Ladder, result: Tensor) -> str:
-    """A sentence that says how a result differs from the exact one; empty if it does not."""
+    """A sentence that says how a result differs from the exact result; empty if it does not differ."""
     exact = ladder.exact
     if result.shape != exact.shape:
         return f"a result of shape {tuple(result.shape)}, expected {tuple(exact.shape)}"
     result = result.to(exact.device)
     off = (result.to(exact.dtype) - exact).abs()
-    far = ~(off <= ladder.atol + ladder.rtol * exact.abs())  # NaN counts as far off
+    far = ~(off <= ladder.atol + ladder.rtol * exact.abs())  # written so that NaN counts as far off
     count = int(far.sum())
     if not count:
         return ""
@@ -148,7 +148,7 @@ def difference(ladder: Ladder, result: Tensor) -> str:
 
 
 def _timed(ladder: Ladder, outcomes: list[Outcome], roof_ms: float, seconds: float) -> list[Outcome]:
-    """The outcomes with times: all right rungs are timed, interleaved with those that use the same clock."""
+    """Time all right rungs, and return the outcomes. Rungs on the same clock are interleaved."""
     timings: dict[int, Timing] = {}
     for clock in ("graph", "device", "host"):
         calls: dict[str, Callable[[], object]] = {

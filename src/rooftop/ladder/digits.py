@@ -1,8 +1,8 @@
 """Train a network on the handwritten digits of scikit-learn (1,797 images of 8 x 8): once with only the ladder's
-kernels, and once in PyTorch. It has two layers, h = sigmoid(x W1^T + b1) and y = sigmoid(h W2^T + b2).
+kernels, and once in PyTorch. The network has two layers, h = sigmoid(x W1^T + b1) and y = sigmoid(h W2^T + b2).
 
-The loss is the cross entropy, summed over the ten sigmoids and averaged over the batch. Its gradient before the last
-sigmoid is y - one_hot(target), divided by the batch size; the other gradients are products:
+The loss is the cross entropy, summed over the ten sigmoids and averaged over the batch. The gradient before the last
+sigmoid is y - one_hot(target), divided by the batch size. The other gradients are matrix products:
 
     dz2 = (y - one_hot) / batch      dz1 = (dz2 W2) * h (1 - h)
     W2 -= rate * dz2^T h             W1 -= rate * dz1^T x           b -= rate * sum of dz over the batch
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 PLAIN, SIGMOID, GRADIENT, STEP = range(4)
-"""layer.cu says what happens to a product before it is stored."""
+"""What the kernel does to a product before it stores it, as layer.cu defines it."""
 
 HIDDEN, BATCH, RATE = 32, 64, 1.0
-EPOCHS, FEW_EPOCHS = 20, 3  # on a GPU, and where kernels are interpreted
-TRAINING = 1437  # images for training; accuracy is measured on the other 360
+EPOCHS, FEW_EPOCHS = 20, 3  # epochs on a GPU, and epochs where kernels are interpreted
+TRAINING = 1437  # number of images for training; accuracy is measured on the other 360
 
 
 class Operations(Protocol):
-    """The operations of training; each writes into a given tensor."""
+    """The operations of training. Each operation writes its result into a given tensor."""
 
     def product(
         self, a: Tensor, b: Tensor, c: Tensor, epilogue: int, extra: Tensor | None = None, rate: float = 0.0
@@ -51,7 +51,7 @@ class Parameters:
 
 
 def initial(device: torch.device, seed: int = 0) -> Parameters:
-    """The initial parameters, the same in every run."""
+    """The initial parameters, which are the same in every run."""
     random = torch.Generator().manual_seed(seed)
     shapes = ((HIDDEN, 64), (HIDDEN,), (10, HIDDEN), (10,))
     values = [torch.randn(shape, generator=random) / shape[-1] ** 0.5 for shape in shapes]
@@ -66,7 +66,7 @@ def step(operations: Operations, parameters: Parameters, x: Tensor, target: Tens
     operations.product(x, p.w1.t(), h, SIGMOID, p.b1)
     operations.product(h, p.w2.t(), y, SIGMOID, p.b2)
     operations.output_gradient(y, target, dz2)
-    operations.product(dz2, p.w2, dz1, GRADIENT, h)  # computed before w2 changes
+    operations.product(dz2, p.w2, dz1, GRADIENT, h)  # the product must read w2 before the step changes it
     operations.product(dz2.t(), h, p.w2, STEP, rate=rate)
     operations.product(dz1.t(), x, p.w1, STEP, rate=rate)
     operations.bias_step(dz2, p.b2, rate)
@@ -74,7 +74,7 @@ def step(operations: Operations, parameters: Parameters, x: Tensor, target: Tens
 
 
 def step_in_pytorch(parameters: Parameters, x: Tensor, target: Tensor, rate: float) -> None:
-    """The same step, with autograd."""
+    """The same step of gradient descent, with autograd."""
     tensors = [value.detach().requires_grad_() for value in vars(parameters).values()]
     w1, b1, w2, b2 = tensors
     z = torch.sigmoid(x @ w1.t() + b1) @ w2.t() + b2
@@ -110,7 +110,7 @@ def accuracy(parameters: Parameters, x: Tensor, target: Tensor) -> float:
 
 
 def images(device: torch.device) -> tuple[Tensor, Tensor]:
-    """All images (1797, 64) from -1 to 1 in a fixed random order, and their digits.
+    """All images (1797, 64), with values from -1 to 1, in a fixed random order, and their digits.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -124,7 +124,7 @@ def images(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def train_and_compare(tools: Mapping[str, Operations], device: torch.device) -> Sequence[str]:
-    """A sentence that compares the accuracy of the network trained by each tool with that in PyTorch."""
+    """A sentence that compares the accuracies of the networks that each tool and PyTorch have trained."""
     try:
         x, target = images(device)
     except ImportError:

@@ -1,7 +1,7 @@
 """The indexing ladder: C = A + B of n x n float32, with grids of one, two and three dimensions laid over the matrix.
 
-The work is that of the vector ladder. Two figures are predicted before anything is measured: how many sectors of 32
-bytes a warp's access touches (4 are enough for 32 floats), and how many of the warps that the GPU can hold have work.
+The work is the same as in the vector ladder. Two figures are predicted before anything is measured: how many 32-byte
+sectors a warp's access touches (32 floats need 4), and how many of the warps that the GPU can hold have work.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ WIDE, TALL = "2-D, blocks of 32 x 8", "2-D, blocks of 4 x 64"
 SWAPPED, SLABS = "2-D, 32 x 8, x down the rows", "3-D, blocks of 32 x 8"
 WARP, SECTOR_BYTES = 32, 32
 SLAB = 1024  # rows
-WITHOUT_GPU = ((9, 0), 132)  # without a GPU, predictions are for an H200: compute capability, multiprocessors
+# compute capability and multiprocessors of an H200, for which predictions are made without a GPU
+WITHOUT_GPU = ((9, 0), 132)
 
 Sizes = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the grid and its blocks lie over a matrix.
+    """How the grid and its blocks cover a matrix.
 
     Attributes:
-        instance: the kernel. block: threads in x, y, z. grid: function that maps rows and columns to blocks.
-        place: function that gives the row and column at which a thread (x, y) of the first block begins.
+        instance: the kernel. block: threads in x, y, z. grid: function from (rows, columns) to the number of blocks.
+        place: function from a thread (x, y) of the first block to the row and column at which it begins.
     """
 
     instance: str
@@ -79,7 +80,7 @@ LAYOUTS = {
 
 
 def make(size: int, device: torch.device) -> Ladder:
-    """Matrices of `size` rows and columns."""
+    """The indexing ladder for matrices of `size` rows and columns."""
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     c = torch.empty(size, size, device=device)
     without = Rung(SWAPPED, TRITON, None, note="Triton orders a tile's threads itself")
@@ -103,14 +104,15 @@ def make(size: int, device: torch.device) -> Ladder:
 
 
 def sectors(layout: Layout, columns: int) -> int:
-    """Count the sectors of 32 bytes that one access of the first warp touches in an aligned matrix of float32 rows."""
+    """Count the 32-byte sectors that one access of the first warp touches in an aligned float32 matrix."""
     width = layout.block[0]
     places = [layout.place(thread % width, thread // width) for thread in range(WARP)]
     return len({4 * (row * columns + column) // SECTOR_BYTES for row, column in places})
 
 
 def warps_with_work(layout: Layout, rows: int, columns: int, capability: tuple[int, int], units: int) -> float:
-    """The share with work among the warps that `units` multiprocessors can hold, given the occupancy and the grid."""
+    """The share of warps with work among all warps that `units` multiprocessors can hold, given the occupancy and the
+    grid."""
     threads = layout.block[0] * layout.block[1] * layout.block[2]
     registers = cuda.compile(source(FILE), layout.instance, arch=f"sm_{capability[0]}{capability[1]}").binary.registers
     allowed = occupancy(threads, registers or 0, 0, capability)
@@ -120,7 +122,7 @@ def warps_with_work(layout: Layout, rows: int, columns: int, capability: tuple[i
 
 
 def predicted(layout: Layout, c: Tensor) -> str:
-    """Both predictions in words; empty if no compiler is available to count the kernel's registers."""
+    """A sentence with both predictions; empty if no compiler is available to count the kernel's registers."""
     capability, units = (torch.cuda.get_device_capability(c.device), processors(c)) if c.is_cuda else WITHOUT_GPU
     (rows, columns), where = c.shape, "predicted" if c.is_cuda else "predicted for an H200"
     try:

@@ -1,5 +1,5 @@
-"""The Triton kernels that correspond to `indexing.cu`: each program takes a tile, and Triton arranges its threads so
-that neighbouring threads touch neighbouring addresses wherever the tile has some."""
+"""The Triton kernels that correspond to `indexing.cu`: each program takes a tile. Triton arranges the threads so that
+neighbouring threads touch neighbouring addresses where the tile has such addresses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_rows(a, b, c, rows, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_tile(a, b, c, rows, columns, slab, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Each program adds one tile; the third dimension of the grid counts slabs of `slab` rows."""
+    """Each program adds one tile. The third dimension of the grid counts slabs of `slab` rows."""
     within = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     row = tl.program_id(2) * slab + within
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]

@@ -1,8 +1,8 @@
-"""The layer ladder: y = sigmoid(x W^T + b) in float32, from n rows of n features to n rows of n features, on the CPU
-and on the GPU.
+"""The layer ladder: y = sigmoid(x W^T + b) in float32, for n rows with n input and n output features, on the CPU and on
+the GPU.
 
-The layer takes 2 n^3 flops for 12 n^2 bytes, so arithmetic bounds it once n is in the hundreds. TF32 is off: all rungs
-multiply in float32. The same kernels also train a network: see `digits.py`.
+The layer takes 2 n^3 flops for 12 n^2 bytes, so arithmetic bounds it if n is in the hundreds or more. TF32 is off: all
+rungs multiply in float32. The same kernels also train a network: see `digits.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rooftop.ladder.rungs import (
 from rooftop.launch.triton_launch import launch
 
 FILE = "layer.cu"
-BLOCK = 256  # threads, or elements of a program
-TILE = 64  # rows and columns of the CUDA C++ product
-TRITON_TILE = (64, 64, 32, 4, 2)  # rows, columns, depth, warps, stages; not tuned
+BLOCK = 256  # threads of a block, or elements of a program
+TILE = 64  # rows and columns of a tile of the CUDA C++ product
+TRITON_TILE = (64, 64, 32, 4, 2)  # rows, columns and depth of a tile, warps, stages; not tuned
 EACH, APART, FUSED = "one thread per output", "tiles; bias and sigmoid apart", "tiles; bias and sigmoid fused"
 
 

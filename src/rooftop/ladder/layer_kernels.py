@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PLAIN = tl.constexpr(0)  # what happens to a sum, as in layer.cu
+PLAIN = tl.constexpr(0)  # what the kernel does with each sum, as in layer.cu
 SIGMOID = tl.constexpr(1)
 GRADIENT = tl.constexpr(2)
 STEP = tl.constexpr(3)
@@ -44,7 +44,7 @@ def product(
 
 @triton.jit
 def bias_sigmoid(y, bias, count, columns, BLOCK: tl.constexpr):  # (rows, columns), (columns,)
-    """Apply bias and sigmoid in place, in a kernel of their own."""
+    """Apply bias and sigmoid in place, in a separate kernel."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(y + at, mask=at < count, other=0.0) + tl.load(bias + at % columns, mask=at < count, other=0.0)
     tl.store(y + at, tl.sigmoid(z), mask=at < count)

@@ -1,8 +1,8 @@
-// C = A B, square, row by row, half precision in and out, float32 sums. n is a multiple of 8.
+// C = A B for square row-major matrices in half precision, with float32 sums. n is a multiple of 8.
 #include <cuda_fp16.h>
 
-// One thread computes one element, and reads a row of A and a column of B for it. Neighbouring threads take neighbouring
-// columns: their reads of B are coalesced, that of A is one for all.
+// Each thread computes one element, for which it reads a row of A and a column of B. Neighbouring threads take
+// neighbouring columns: their reads of B are coalesced, and their reads of A are the same address.
 __global__ void one_each(const __half* a, const __half* b, __half* c, int n) {
     const int row = blockIdx.y * blockDim.y + threadIdx.y, column = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= n || column >= n) return;
@@ -12,7 +12,7 @@ __global__ void one_each(const __half* a, const __half* b, __half* c, int n) {
     c[row * static_cast<long long>(n) + column] = __float2half_rn(sum);
 }
 
-// The block fetches tiles of A and B into shared memory, and each element of them serves TILE threads.
+// The block loads tiles of A and B into shared memory. Each element of a tile serves TILE threads.
 template <int TILE> __global__ void tiled(const __half* a, const __half* b, __half* c, int n) {
     __shared__ float of_a[TILE][TILE], of_b[TILE][TILE];
     const int x = threadIdx.x, y = threadIdx.y;
@@ -33,15 +33,15 @@ struct alignas(8) Four {
     __half at[4];
 };
 
-// Each of 256 threads computes 8 x 8 elements of a tile of 128 x 128: for 64 products it reads 16 values from shared
-// memory instead of 128.
+// Each of 256 threads computes 8 x 8 elements of a tile of 128 x 128. For 64 products it reads 16 values from shared
+// memory, not 128.
 __global__ void __launch_bounds__(256) register_blocked(const __half* a, const __half* b, __half* c, int n) {
     constexpr int TILE = 128, DEPTH = 8, HALF = TILE / 2;
-    __shared__ float of_a[DEPTH][TILE + 4], of_b[DEPTH][TILE];  // A transposed
+    __shared__ float of_a[DEPTH][TILE + 4], of_b[DEPTH][TILE];  // of_a holds A transposed
     const int t = threadIdx.x;
     const long long top = blockIdx.y * TILE, left = blockIdx.x * TILE;
     const int a_row = t / 2, a_column = t % 2 * 4, b_row = t / 32, b_column = t % 32 * 4;
-    const int y = t / 16 * 4, x = t % 16 * 4;  // rows y.. and 64 + y.., columns x.. and 64 + x..: four each
+    const int y = t / 16 * 4, x = t % 16 * 4;  // four rows each from y and 64 + y; columns likewise
     float sums[8][8] = {};
     for (int first = 0; first < n; first += DEPTH) {
         Four loaded = {};
@@ -87,7 +87,7 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Four matrices of 8 x 8 halves: lanes 8 i to 8 i + 7 have the addresses of the rows of matrix i.
+// Load four matrices of 8 x 8 halves. Lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i.
 __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], cons
                  : "r"(shared_address(row)) : "memory");
 }
 
-// c (16 x 8) += a (16 x 16) b (16 x 8): one instruction of the tensor cores for the whole warp.
+// c (16 x 8) += a (16 x 16) b (16 x 8), as one tensor core instruction of the whole warp.
 __device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
                  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 16 bytes to shared memory without a register, while the thread goes on; zeros from outside.
+// Copy 16 bytes to shared memory asynchronously, without a register. Outside the matrix, fill with zeros.
 __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
@@ -119,15 +119,16 @@ template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
 }
 #endif
 
-// Tiles of 128 x 128 by 32, eight warps of 64 x 32 each. With two STAGES the next tiles are on their way while the tensor
-// cores work on these. Rows of shared memory are padded so that the eight rows of a matrix lie in different banks.
+// Tiles of 128 x 128 by 32, divided among eight warps of 64 x 32 each. With two STAGES, the next tiles are loaded while
+// the tensor cores multiply these. Rows of shared memory are padded, so that a matrix's eight rows are in different
+// banks.
 template <int STAGES> __global__ void __launch_bounds__(256) tensor_cores(const __half* a, const __half* b, __half* c, int n) {
     constexpr int TILE = 128, DEPTH = 32, PAD = 8;
     alignas(16) __shared__ __half of_a[STAGES][TILE][DEPTH + PAD], of_b[STAGES][DEPTH][TILE + PAD];
     const int t = threadIdx.x, lane = t % 32, warp_row = t / 32 / 4 * 64, warp_column = t / 32 % 4 * 32;
     const long long top = blockIdx.y * TILE, left = blockIdx.x * TILE;
 
-    const auto fetch = [&](int stage, int first) {  // 512 pieces of 8 halves of each: two a thread
+    const auto fetch = [&](int stage, int first) {  // 512 pieces of 8 halves from each matrix: two per thread
         #pragma unroll
         for (int piece = t; piece < 512; piece += 256) {
             const int row = piece / 4, k = piece % 4 * 8;
@@ -143,7 +144,7 @@ template <int STAGES> __global__ void __launch_bounds__(256) tensor_cores(const 
         commit_copies();
     };
 
-    float sums[4][4][4] = {};  // 4 x 4 products of 16 x 8
+    float sums[4][4][4] = {};  // 4 x 4 tiles of 16 x 8
     if (STAGES == 2) fetch(0, 0);
     int stage = 0;
     for (int first = 0; first < n; first += DEPTH) {
@@ -152,7 +153,7 @@ template <int STAGES> __global__ void __launch_bounds__(256) tensor_cores(const 
             wait_for_copies<0>();
         } else if (first + DEPTH < n) {
             fetch(1 - stage, first + DEPTH);
-            wait_for_copies<1>();  // these are here, the next ones need not be
+            wait_for_copies<1>();  // these tiles have arrived; the next tiles may still be loading
         } else {
             wait_for_copies<0>();
         }

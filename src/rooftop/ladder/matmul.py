@@ -1,7 +1,7 @@
-"""The matmul ladder: C = A B, n x n, half precision, float32 sums. With 2 n^3 flops for 6 n^2 bytes, arithmetic bounds
-it.
+"""The matmul ladder: C = A B for n x n matrices in half precision, with float32 sums. It takes 2 n^3 flops for 6 n^2
+bytes, so arithmetic bounds it.
 
-The roof is that of the tensor cores. The first rungs convert to float32 and multiply on the ordinary cores: a line
+The roof is that of the tensor cores. The first rungs convert to float32 and multiply on the ordinary cores. A line
 below the table gives the limit of those rungs.
 """
 
@@ -21,16 +21,16 @@ FILE = "matmul.cu"
 EACH, TILED, REGISTERS = "one thread per element", "tiles in shared memory", "register blocking"
 TENSOR, AHEAD, PERSISTENT = "tensor cores", "tensor cores, tiles fetched ahead", "persistent, descriptors"
 CUBLAS = "cuBLAS"
-TILE = 32  # tile of TILED; the other instances define theirs in the source
-GROUP = 8  # rows of tiles in a group; programs compute group by group
-TILES = {  # for the Triton rungs: rows, columns, depth, warps, stages
+TILE = 32  # tile of the kernel TILED; the source defines the tiles of the other instances
+GROUP = 8  # rows of tiles in a group: programs compute one group after another
+TILES = {  # tiles of the Triton rungs: rows, columns, depth, warps, stages
     TILED: (32, 32, 32, 4, 1),
     REGISTERS: (128, 64, 16, 8, 2),
     TENSOR: (128, 128, 32, 8, 1),
     AHEAD: (128, 128, 64, 8, 3),
     PERSISTENT: (128, 256, 64, 8, 3),
 }
-"""Not tuned. Where a CUDA C++ rung has tiles, these are the same; the last is from Triton's own tutorial."""
+"""Not tuned. Rungs that also exist in CUDA C++ have the same tiles. The last entry is from Triton's own tutorial."""
 
 
 def make(size: int, device: torch.device) -> Ladder:
@@ -52,8 +52,8 @@ def make(size: int, device: torch.device) -> Ladder:
             *interleave((*in_cuda(a, b, c), *only), (*without, *triton)),
             Rung("torch.mm", library, lambda: torch.mm(a, b, out=c)),
         ),
-        rtol=2.0**-10,  # half precision rounds to 2^-11
-        atol=1e-3 * size**0.5,  # for sums with a standard deviation of size^0.5
+        rtol=2.0**-10,  # rounding to half precision has a relative error of 2^-11
+        atol=1e-3 * size**0.5,  # the sums have a standard deviation of size^0.5
         poisoned=(c,),
         remarks=lambda ceilings: _ordinary_roof(size, ceilings),
     )

@@ -1,10 +1,11 @@
-// Latency and rate of each level of a GPU's memory. Addresses come as numbers, so that the host's page-locked memory can
-// be read, too. Chains: each address is the result of the load before. Streams: all loads of a thread are independent.
+// Latency and rate of each level of a GPU's memory. Addresses are passed as numbers, so that the host's page-locked
+// memory can be read, too. In a chain, each address is the result of the previous load. In a stream, all loads of a
+// thread are independent.
 
-enum Place { THROUGH_L1, FROM_L2 };  // loads that L1 may serve; loads that pass it by
+enum Place { THROUGH_L1, FROM_L2 };  // loads that L1 may serve; loads that bypass L1
 
 #ifdef __CUDACC__
-// volatile: a load is neither left out nor taken out of a loop.
+// volatile: the compiler may neither drop a load nor move it out of a loop.
 template <int PLACE> __device__ __forceinline__ int load(const int* from) {
     int value;
     if constexpr (PLACE == THROUGH_L1) asm volatile("ld.global.ca.s32 %0, [%1];" : "=r"(value) : "l"(from));
@@ -33,8 +34,8 @@ inline float4 load_shared(const float4* from) { return *from; }
 
 __device__ __forceinline__ float sum_of(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 
-// One thread multiplies and adds `hops` times, each time to the result of the time before. With a factor of 1 the result
-// is start + hops * step.
+// One thread does `hops` multiply-adds, each on the result of the previous one. With a factor of 1 the result is
+// start + hops * step.
 __global__ void chain_registers(float* out, float start, float factor, float step, int hops) {
     float value = start;
     #pragma unroll 16
@@ -42,9 +43,10 @@ __global__ void chain_registers(float* out, float start, float factor, float ste
     out[0] = value;
 }
 
-// One thread in memory of `count` elements, each of which says which is next. It goes on where out[0] says and leaves
-// there how far it came: a launch after another finds nothing in a cache that only the one before has brought there.
-constexpr int MOST_SHARED = 4096;  // elements: 16 KB
+// One thread follows a chain through `count` elements, each of which holds the index of the next. It starts at out[0]
+// and stores the index that it reached there. So a second launch does not repeat loads that the first has left in a
+// cache.
+constexpr int MOST_SHARED = 4096;  // elements, which take 16 KB
 __global__ void chain_shared(const int* following, int* out, int count, int hops) {
     __shared__ int kept[MOST_SHARED];
     for (int i = threadIdx.x; i < count; i += blockDim.x) kept[i] = following[i];
@@ -62,8 +64,8 @@ template <int PLACE> __global__ void chain(unsigned long long address, int* out,
     out[0] = place;
 }
 
-// Each thread keeps CHAINS sums of products going, which begin at 0, 1, 2, ...: were they alike, a compiler could make one
-// of them all. A factor of 1 adds step * times to each. A multiply-add reads three registers and writes one.
+// Each thread runs CHAINS independent chains of multiply-adds. They begin at 0, 1, 2, ...: a compiler could merge equal
+// chains. With a factor of 1, each chain grows by step * times. A multiply-add reads three registers and writes one.
 template <int CHAINS> __global__ void stream_registers(float* out, float factor, float step, int times) {
     float sums[CHAINS];
     #pragma unroll
@@ -78,7 +80,7 @@ template <int CHAINS> __global__ void stream_registers(float* out, float factor,
     out[blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x] = total;
 }
 
-// Each block copies `vectors` of 16 bytes to shared memory, which its threads then read `times` times.
+// Each block copies `vectors` vectors of 16 bytes to shared memory. Its threads then read them `times` times.
 constexpr int MOST_VECTORS = 1024;  // 16 KB
 __global__ void stream_shared(const float4* values, float* out, int vectors, int times) {
     __shared__ float4 kept[MOST_VECTORS];
@@ -92,8 +94,9 @@ __global__ void stream_shared(const float4* values, float* out, int vectors, int
     out[blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x] = sum;
 }
 
-// Blocks read `vectors` of 16 bytes `times` times; a thread has FLIGHT loads on their way. Each block reads its own
-// piece, of `vectors`, of which `apart` says how far one lies from the next; or, with apart = 0, all blocks share one.
+// Blocks read `vectors` vectors of 16 bytes `times` times. Each thread has FLIGHT loads in flight. With apart = 0, the
+// blocks divide the vectors among them. With apart > 0, each block reads its own vectors, `apart` after the previous
+// block's.
 template <int PLACE, int FLIGHT>
 __global__ void stream(unsigned long long address, float* out, long long vectors, long long apart, int times) {
     const float4* values = reinterpret_cast<const float4*>(address) + blockIdx.x * apart;

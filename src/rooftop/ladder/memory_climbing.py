@@ -1,4 +1,4 @@
-"""Climb the ladder of memory on a CPU or a GPU."""
+"""Climb the memory ladder on a CPU or a GPU."""
 
 from __future__ import annotations
 

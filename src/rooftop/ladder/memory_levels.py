@@ -1,9 +1,9 @@
-"""The memory ladder: for each level of the memory, how long one load takes and how many bytes arrive per second.
+"""The memory ladder: how long one load takes from each level of the memory, and how many bytes arrive per second.
 
-Little's law (Little 1961, "A proof for the queuing formula L = lambda W") connects the two: if loads take `latency` and
-the memory delivers `rate` bytes/s, rate x latency bytes must be in flight to keep it busy. The loads in flight are the
-product of concurrency (loads that one thread starts before it uses the first) and parallelism (threads that load at the
-same time).
+Little's law (Little 1961, "A proof for the queuing formula L = lambda W") connects latency and rate: if a load takes
+`latency` and the memory delivers `rate` bytes/s, rate x latency bytes must be in flight to keep the memory busy. The
+number of loads in flight is concurrency (loads that one thread starts before it uses the first) times parallelism
+(threads that load at the same time).
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ class Level:
     Attributes:
         name: "registers", "shared memory", "L1", "L2", "L3", "DRAM", "device memory", "host memory".
         working_set_bytes: size of the memory that the loads read; 0 for registers.
-        latency_ns: latency of a load whose address is the result of the previous load; for registers, of a
+        latency_ns: latency of a load whose address is the result of the previous load. For registers, latency of a
             multiply-add.
         rate: bytes/s that all cores or multiprocessors load together.
-        units: number of cores or multiprocessors that loaded.
-        line_bytes: bytes that one load of the chain brings.
+        units: number of cores or multiprocessors that loaded. line_bytes: bytes that one load of the chain fetches.
     """
 
     name: str
@@ -41,14 +40,14 @@ class Level:
 
 @dataclass(frozen=True)
 class Flight:
-    """Loads from the farthest memory of the device, at one concurrency and one parallelism.
+    """Loads from the device's farthest memory, at one concurrency and one parallelism.
 
     Attributes:
         concurrency: loads that a thread has in flight.
         parallelism: threads that load at the same time.
         bytes_each: bytes of one load.
         rate: bytes/s, measured.
-        expected: bytes/s by Little's law: bytes in flight divided by the latency, but at most the level's rate.
+        expected: bytes/s by Little's law: the bytes in flight divided by the latency, and at most the level's rate.
     """
 
     concurrency: int
@@ -65,7 +64,8 @@ class Flight:
 
 @dataclass(frozen=True)
 class MemoryClimb:
-    """All levels of a device's memory, nearest first, and a test of Little's law in the farthest level on the device.
+    """All levels of a device's memory, the nearest first, and a test of Little's law in the farthest level on the
+    device.
 
     Attributes:
         device, kind: the device's name; "cpu" or "cuda".

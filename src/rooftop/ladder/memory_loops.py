@@ -9,7 +9,7 @@ from rooftop.launch.numba_loops import kept_loop
 
 @kept_loop
 def chase(following: Any, place: Any, hops: Any) -> Any:
-    """The place after `hops` hops: each address is the result of the previous load."""
+    """Follow a chain for `hops` hops and return the place reached. Each address is the result of the previous load."""
     for _ in range(hops):
         place = following[place]
     return place
@@ -17,8 +17,8 @@ def chase(following: Any, place: Any, hops: Any) -> Any:
 
 @kept_loop
 def chase_several(following: Any, places: Any, hops: Any) -> None:
-    """Follow several independent chains, interleaved: the processor loads for one while it waits for another. `places`
-    is advanced."""
+    """Follow several independent chains, interleaved, so that the processor loads for one chain while it waits for
+    another. This advances `places`."""
     for _ in range(hops):
         for chain in range(places.size):
             places[chain] = following[places[chain]]
@@ -26,8 +26,8 @@ def chase_several(following: Any, places: Any, hops: Any) -> None:
 
 @kept_loop
 def read(values: Any, times: Any) -> Any:
-    """The sum of values ^ 0, values ^ 1, ..., computed in vectors; the changing operand keeps the compiler from leaving
-    out a pass.
+    """The sum of values ^ 0, values ^ 1, ..., computed in vectors. The changing operand keeps the compiler from
+    dropping a pass.
     """
     total = 0
     for turn in range(times):

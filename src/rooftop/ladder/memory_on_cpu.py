@@ -1,6 +1,4 @@
-"""The memory of a CPU, caches and DRAM, measured by loops of Numba: chains of loads on one core and sums on all
-cores.
-"""
+"""Measure a CPU's caches and DRAM with Numba loops: chains of loads on one core, and sums on all cores."""
 
 from __future__ import annotations
 
@@ -19,15 +17,14 @@ from rooftop.hardware.load import other_load
 from rooftop.ladder.memory_levels import Flight, Level, MemoryClimb, expected_rate
 from rooftop.launch.numba_loops import numba_works
 
-LINE_BYTES = 64  # bytes of a line, on every x86 and most ARM processors
+LINE_BYTES = 64  # bytes of a cache line on every x86 and most ARM processors
 CHAINS = (1, 2, 4, 8, 16)
-BEYOND = 4  # times the last cache: size of the array for DRAM, so that the cache serves at most a quarter of the loads
-LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20  # limits of the size of that array
-HOPS, HOPS_IN_THREADS = (
-    2_000,
-    20_000,
-)  # few, so that some samples are undisturbed; starting threads takes less time
-READ_BYTES = 8 << 20  # read by a thread in one call, which takes long compared with starting the thread
+BEYOND = 4  # size of the array for DRAM, in last-level caches: the cache serves at most a quarter of the loads
+LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20  # limits of the size of the array for DRAM
+# Hops of a sample, on one core and in threads: few, so that some samples are undisturbed. Starting the threads takes
+# less time than these hops.
+HOPS, HOPS_IN_THREADS = 2_000, 20_000
+READ_BYTES = 8 << 20  # bytes that a thread reads in one call: reading them takes longer than starting the thread
 SECONDS = 0.15
 FARTHEST = "DRAM"
 
@@ -35,17 +32,18 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def working_sets(caches: dict[str, int]) -> dict[str, int]:
-    """The size in bytes of the array for each level: half of each cache, and several times the last cache for DRAM."""
+    """The size in bytes of the array for each level: half of the level's cache; for DRAM several times the last
+    cache."""
     sizes = {name.removesuffix("d"): size // 2 for name, size in sorted(caches.items())}
     largest = max(caches.values(), default=LEAST_BYTES // BEYOND)
     return {**sizes, FARTHEST: min(MOST_BYTES, max(LEAST_BYTES, BEYOND * largest))}
 
 
 def ring(size_bytes: int, seed: int = 0) -> Array:
-    """Indices that lead through all lines of `size_bytes` in random order, once around: no prefetcher can guess the
-    next.
+    """Indices that lead once through all cache lines of `size_bytes`, in random order, so that no prefetcher can guess
+    the next.
 
-    They are int64, one at the beginning of each line; the rest of a line is not used.
+    The indices are int64, one at the beginning of each line. The rest of a line is not used.
     """
     lines = max(2, size_bytes // LINE_BYTES)
     order = np.random.default_rng(seed).permutation(lines) * (LINE_BYTES // 8)
@@ -87,7 +85,7 @@ def latency_ns(size_bytes: int) -> float:
     from rooftop.ladder.memory_loops import chase
 
     following, place = ring(size_bytes), 0
-    chase(following, 0, following.size // (LINE_BYTES // 8))  # once around: the caches now hold what fits
+    chase(following, 0, following.size // (LINE_BYTES // 8))  # one round, so that the caches hold the lines that fit
 
     def hop() -> None:
         nonlocal place
@@ -97,8 +95,8 @@ def latency_ns(size_bytes: int) -> float:
 
 
 def rate(size_bytes: int, threads: int, pool: ThreadPoolExecutor) -> float:
-    """The bytes/s of all threads together, each reading its own array of `size_bytes`; the threads share the levels
-    beyond L2.
+    """The bytes/s of all threads together. Each thread reads its own array of `size_bytes`; the threads share the
+    levels beyond L2.
     """
     from rooftop.ladder.memory_loops import read
 
@@ -118,7 +116,7 @@ def rate(size_bytes: int, threads: int, pool: ThreadPoolExecutor) -> float:
 
 
 def flown(level: Level, threads: int, pool: ThreadPoolExecutor) -> list[Flight]:
-    """Chains on one core, then on all cores: the rate at each number of loads in flight."""
+    """Measure the rate at each number of loads in flight: chains on one core, then on all cores."""
     from rooftop.ladder.memory_loops import chase_several
 
     following = ring(level.working_set_bytes)
@@ -151,12 +149,12 @@ def _in_turns(
 
 
 def _best_ms(call: Callable[[], None]) -> float:
-    """The time of the fastest sample: a rate is what the memory can do when undisturbed."""
+    """The time of the fastest sample, since a rate is what the undisturbed memory can deliver."""
     return compare({"": call}, device="cpu", seconds=SECONDS, warm_up_seconds=SECONDS / 4)[""].best_ms
 
 
 def remarks(level: Level, flights: list[Flight], threads: int) -> list[str]:
-    """What Little's law says about this machine."""
+    """Sentences about what Little's law means for this machine."""
     alone = [each for each in flights if each.parallelism == 1]
     most = max(alone, key=lambda each: each.rate)
     needed = level.in_flight_bytes / LINE_BYTES

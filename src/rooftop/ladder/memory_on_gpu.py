@@ -1,7 +1,7 @@
-"""The memory of a GPU: registers, shared memory, L1, L2, device memory, and the host's memory over the bus.
+"""Measure the memory of a GPU: registers, shared memory, L1, L2, device memory, and the host's memory over the bus.
 
-A latency is the difference between the times of two chains of loads by one thread, one twice as long as the other. So
-it includes neither the launch nor the misses of the first round in a small ring.
+A latency comes from the difference between the times of two chains of loads by one thread. One chain is twice as long
+as the other. So the latency includes neither the launch nor the misses of the first round in a small ring.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rooftop.ladder.rungs import kernel
 FILE = "memory.cu"
 LINE_BYTES = 128
 THROUGH_L1, FROM_L2 = 0, 1
-NEAR_BYTES = 16 << 10  # bytes of shared memory and of L1 to load from, for one block
+NEAR_BYTES = 16 << 10  # bytes of shared memory, and of L1, from which one block loads
 MOST_FAR_BYTES, HOST_BYTES = 1 << 30, 64 << 20
 BEYOND = 8  # times L2
-FMA_BYTES = 16  # three registers read, one written
+FMA_BYTES = 16  # a multiply-add reads three registers of 4 bytes and writes one
 REGISTER_CHAINS, FLIGHT = 8, 4
 WIDE_BLOCK, BLOCK = 1024, 256  # threads
 RESIDENT = 2048 // BLOCK
@@ -37,9 +37,9 @@ VECTOR_BYTES = 16
 
 
 def ring(size_bytes: int, line_bytes: int, device: torch.device | str) -> Tensor:
-    """Indices that lead through all lines of `size_bytes` in random order, once around.
+    """Indices that lead once through all lines of `size_bytes`, in random order.
 
-    They are int32, one at the beginning of each line; the rest of a line is not used.
+    The indices are int32, one at the beginning of each line. The rest of a line is not used.
     """
     step = line_bytes // 4
     lines = max(2, size_bytes // line_bytes)
@@ -54,8 +54,7 @@ class Chain:
     """A chain of dependent loads (or multiply-adds) that one thread follows.
 
     Attributes:
-        run: follows it for `hops` hops.
-        place: index that the chain has reached, (1,).
+        run: function that follows the chain for `hops` hops. place: index that the chain has reached, (1,).
     """
 
     run: Callable[[int], None]
@@ -63,7 +62,7 @@ class Chain:
 
 
 def register_chain(device: torch.device) -> Chain:
-    """place = 1 * 1 + 1 * hops."""
+    """A chain of multiply-adds in registers; at its end, place = 1 * 1 + 1 * hops."""
     place = torch.zeros(1, device=device)
     return Chain(lambda hops: kernel(FILE, "chain_registers", device).launch(1, 1, place, 1.0, 1.0, 1.0, hops), place)
 
@@ -91,8 +90,8 @@ class Stream:
     """Independent loads by many threads.
 
     Attributes:
-        run: executes the reads; sums (threads,) receives each thread's sum.
-        loaded_bytes: bytes loaded in one call.
+        run: function that executes the reads and stores each thread's sum in sums (threads,). loaded_bytes: bytes
+        loaded in one call.
     """
 
     run: Callable[[], None]
@@ -132,7 +131,8 @@ def memory_stream(
     apart: int = 0,
     flight: int = 1,
 ) -> Stream:
-    """Blocks read values, either together (apart = 0) or each from its own `apart` vectors of 16 bytes."""
+    """With apart = 0, the blocks divide the values among them. With apart > 0, each block reads its own `apart` vectors
+    of 16 bytes."""
     sums = torch.empty(blocks * block, device=device)
     vectors = apart or values.nbytes // VECTOR_BYTES
     name = f"stream<{level}, {flight}>"
@@ -182,9 +182,9 @@ Measured = tuple[Chain, int, Stream, int]
 
 
 def _levels(device: torch.device, units: int, l2: int, far: int) -> dict[str, Callable[[], Measured]]:
-    """The levels, nearest first: each with its chain and hops, its stream, and the size in bytes of the memory that it
-    reads."""
-    wide = 2 * units  # blocks of 1,024 threads: all that a multiprocessor holds
+    """The levels, the nearest first. Each has a chain and its number of hops, a stream, and the size in bytes of the
+    memory that they read."""
+    wide = 2 * units  # two blocks of 1,024 threads per multiprocessor: all that it holds
 
     def registers() -> Measured:
         return register_chain(device), NEAR_HOPS, register_stream(RESIDENT * units, 4096, device), 0
@@ -228,7 +228,7 @@ def _levels(device: torch.device, units: int, l2: int, far: int) -> dict[str, Ca
 
 
 def latency_ns(chain: Chain, hops: int, device: torch.device) -> float:
-    """The latency of one hop."""
+    """The latency of one hop in ns."""
     calls = {"short": lambda: chain.run(hops), "long": lambda: chain.run(2 * hops)}
     found = compare(calls, device=device, seconds=SECONDS, graph=True)
     return (found["long"].best_ms - found["short"].best_ms) * 1e6 / hops
@@ -255,7 +255,8 @@ def _flights(level: Level, far: int, units: int, device: torch.device) -> list[F
 
 
 def _remarks(level: Level, device: torch.device) -> list[str]:
-    """Remarks on what Little's law requires of a kernel, compared with what occupancy gives."""
+    """Remarks that compare the loads in flight that Little's law requires with the loads in flight that occupancy
+    provides."""
     each = level.in_flight_bytes / level.units
     said = [
         f"Little's law: {level.rate / 1e12:.3g} TB/s at {level.latency_ns:.0f} ns need "

@@ -1,4 +1,4 @@
-"""The memory ladder in the terminal, and as a chart."""
+"""Show the memory ladder in the terminal and as a chart."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def heading(climb: MemoryClimb) -> str:
-    """The name of the memory, with rich's markup."""
+    """The heading of the table, with rich's markup."""
     return f"[bold]memory[/bold]: latency and rate of each level, {escape(climb.device)}"
 
 
 def table(climb: MemoryClimb) -> Table:
-    """A row for each level."""
+    """A table with a row for each level."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("level", no_wrap=True)
     of_unit = f"B/s of a {climb.unit}"
@@ -43,13 +43,13 @@ def table(climb: MemoryClimb) -> Table:
 
 
 def flight_table(climb: MemoryClimb) -> Table:
-    """A row for each concurrency and parallelism: the law's prediction, and the measurement."""
+    """A table with a row for each concurrency and parallelism: the prediction by Little's law, and the measurement."""
     shown = Table(box=None, padding=(0, 2, 0, 0), title=f"Little's law in {climb.flown}", title_justify="left")
     for name in ("loads of a thread", "threads", "bytes in flight", "B/s expected", "B/s measured", "of it"):
         shown.add_column(name, justify="right")
     for flight in climb.flights:
         percent = 100 * flight.rate / flight.expected
-        flag = " (!)" if percent > 100 else ""  # the latency was measured too long, or the rate too low
+        flag = " (!)" if percent > 100 else ""  # the measured latency is too long, or the measured rate too low
         shown.add_row(
             f"{flight.concurrency}",
             f"{flight.parallelism:,}",
@@ -62,18 +62,18 @@ def flight_table(climb: MemoryClimb) -> Table:
 
 
 def said(climb: MemoryClimb) -> list[str]:
-    """The remarks, and a note if other programs ran during the measurement."""
+    """The remarks below the tables, and a note if other programs ran during the measurement."""
     if climb.other_cores <= BUSY_CORES:
         return list(climb.remarks)
     busy = (
-        f"Other programs kept {climb.other_cores:.1f} cores busy during the measurement, and they share caches and "
-        "memory with this one."
+        f"Other programs kept {climb.other_cores:.1f} cores busy during the measurement, and share caches and "
+        "memory with it."
     )
     return [*climb.remarks, busy]
 
 
 def size_text(size_bytes: float) -> str:
-    """ "16 KiB", "1.5 MiB"; empty for none."""
+    """ "16 KiB", "1.5 MiB"; empty if there is no size."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.3g} {name}"
@@ -86,7 +86,7 @@ def latency_text(nanoseconds: float) -> str:
 
 
 def page(climb: MemoryClimb) -> str:
-    """One HTML page that needs no network: a chart of the levels by latency and rate, then one of rates by bytes in
+    """One HTML page that needs no network: a chart of the levels by latency and rate, then a chart of rates by bytes in
     flight.
     """
     charts = "\n".join(
@@ -98,7 +98,8 @@ def page(climb: MemoryClimb) -> str:
 
 
 def _levels(climb: MemoryClimb) -> Any:
-    """The rates by latency, both logarithmic; levels on one dotted line have equally many bytes in flight."""
+    """A chart of rate by latency, on logarithmic axes. Levels on the same dotted line have the same number of bytes in
+    flight."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
@@ -144,7 +145,8 @@ def _power(exponent: int) -> str:
 
 
 def _law(climb: MemoryClimb) -> Any:
-    """The measured rates by bytes in flight, with a line for each parallelism and the line of Little's law."""
+    """A chart of the measured rate by bytes in flight, with a line for each parallelism and the line of Little's
+    law."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure()

@@ -1,8 +1,8 @@
-// The squared distance of each point to the nearest of some centres. Points lie as all x, all y, all z: neighbouring
-// threads read neighbouring addresses. Each thread has POINTS points in registers, so that a centre that it reads from
-// shared memory serves all of them.
+// The squared distance of each point to the nearest of some centres. Points are stored as all x, all y, all z, so that
+// neighbouring threads read neighbouring addresses. Each thread holds POINTS points in registers, so that a centre that
+// it reads from shared memory serves all of them.
 
-constexpr int MOST_CENTRES = 1024;  // 12 KB; those beyond are left out
+constexpr int MOST_CENTRES = 1024;  // 12 KB; further centres are ignored
 
 template <int POINTS>
 __global__ void nearest(const float* points, const float* centres, float* distances, long long n, int count) {

@@ -1,9 +1,9 @@
 """The work of the python ladder: the squared distance of each point to the nearest of some centres.
 
-It is the inner loop of k-means, of reducing a picture to a palette, and of finding the nearest station. Points and
-centres have integer coordinates from 0 to 255: float32 holds every squared distance exactly, so every order of the
-sums, with or without fused multiply-add, gives the same bits. This file needs neither torch nor Numba: worker processes
-import it.
+This is the inner loop of k-means, of reducing a picture to a palette, and of finding the nearest station. Points and
+centres have integer coordinates from 0 to 255, so float32 holds every squared distance exactly. Every order of the
+sums, with or without fused multiply-add, gives the same bits. This file needs neither torch nor Numba, because worker
+processes import it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 FLOPS_PER_PAIR = 9  # three differences, three products, two sums, one minimum
-INSTRUCTIONS_PER_PAIR = 7  # three differences, a product, two fused multiply-adds, a minimum
+INSTRUCTIONS_PER_PAIR = 7  # with fused multiply-adds: three differences, a product, two multiply-adds, a minimum
 CENTRES = 64
 LARGEST = 255
 
@@ -23,14 +23,14 @@ Point = tuple[float, float, float]
 
 
 def made_points(count: int) -> tuple[Array, Array]:
-    """Points (3, count) and centres (CENTRES, 3) in float32, the same in each call."""
+    """Make points (3, count) and centres (CENTRES, 3) in float32, the same in each call."""
     drawn = np.random.default_rng(0)
     points = drawn.integers(0, LARGEST + 1, (3, count)).astype(np.float32)
     return points, drawn.integers(0, LARGEST + 1, (CENTRES, 3)).astype(np.float32)
 
 
 def in_python(points: Sequence[Point], centres: Sequence[Point]) -> list[float]:
-    """The straightforward version."""
+    """The straightforward version in plain Python."""
     nearest = []
     for x, y, z in points:
         best = float("inf")
@@ -44,13 +44,13 @@ def in_python(points: Sequence[Point], centres: Sequence[Point]) -> list[float]:
 
 
 def broadcast(points: Array, centres: Array) -> Array:
-    """One expression: NumPy stores several arrays of all pairs. (3, n) and (k, 3) to (n,)."""
+    """One NumPy expression, which stores several arrays of all pairs. (3, n) and (k, 3) to (n,)."""
     differences = points.T[:, None, :] - centres[None, :, :]  # (n, k, 3)
     smallest: Array = (differences**2).sum(axis=2).min(axis=1)
     return smallest
 
 
-BLOCK = 4096  # points of a block: five arrays of them, 80 KB, stay in a core's L2
+BLOCK = 4096  # points of a block, so that its five arrays (80 KB) stay in a core's L2
 
 
 def in_place(points: Array, centres: Array) -> Array:

@@ -1,6 +1,7 @@
 """The loops of the python ladder that Numba compiles. Importing this file imports Numba.
 
-Each releases the GIL and is cached on disk, so that worker processes load what their parent has compiled.
+Each loop releases the GIL. Numba caches the compiled loops on disk, so that worker processes load what their parent has
+compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from rooftop.ladder.nearest import Array
 from rooftop.launch.numba_loops import kept_loop
 
-BLOCK = 1024  # points of a block: four arrays of them, 16 KB, stay in a core's L1
+BLOCK = 1024  # points of a block, so that its four arrays (16 KB) stay in a core's L1
 
 
 @kept_loop
@@ -32,10 +33,10 @@ def as_written(points: Any, centres: Any, nearest: Any, first: Any, last: Any) -
 
 @kept_loop
 def for_vectors(points: Any, centres: Any, nearest: Any, first: Any, last: Any) -> None:
-    """The inner loop goes over points, which are neighbours in memory: the compiler uses vectors.
+    """The inner loop runs over points, which are neighbours in memory, so the compiler uses vector instructions.
 
-    It takes four centres at a time: a point that is loaded serves four distances. The number of centres must be a
-    multiple of four.
+    The loop takes four centres at a time, so that each loaded point serves four distances. The number of centres must
+    be a multiple of four.
     """
     for begin in range(first, last, BLOCK):
         end = min(begin + BLOCK, last)
@@ -60,15 +61,15 @@ def for_vectors(points: Any, centres: Any, nearest: Any, first: Any, last: Any) 
 
 
 def of_part(points: Array, centres: Array) -> Array:
-    """`for_vectors` on all of the given points: (3, n) and (k, 3) to (n,)."""
+    """Run `for_vectors` on all of the given points: (3, n) and (k, 3) to (n,)."""
     nearest = np.empty(points.shape[1], np.float32)
     for_vectors(points, centres, nearest, 0, nearest.size)
     return nearest
 
 
 def parallel_loop() -> Any:
-    """A function that runs `for_vectors(points, centres, nearest)` by blocks on all of Numba's threads; it is compiled
-    when it is first called.
+    """A function that runs `for_vectors(points, centres, nearest)` by blocks on all of Numba's threads. Numba compiles
+    it at its first call.
     """
     inner = for_vectors
 

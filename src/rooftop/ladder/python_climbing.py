@@ -1,4 +1,5 @@
-"""Climbing the python ladder: every rung is compared with the first, timed, and shown with the roof that limits it."""
+"""Climb the python ladder: compare every rung with the first, time it, and find its share of the roof that limits
+it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from rooftop.ladder.climbing import ABSENT, CHECKED, FAILED, MEASURED, WRONG
 from rooftop.ladder.nearest import FLOPS_PER_PAIR, INSTRUCTIONS_PER_PAIR, Array
 from rooftop.ladder.python_ladder import ALL, GPU, NUMBA, ONE, PROCESSES, SpeedLadder, SpeedRung
 
-SLOW_S = 0.2  # rungs that take longer are timed one call at a time
-# the attainable share of a rate that counts fused multiply-adds as two
+SLOW_S = 0.2  # rungs whose call takes longer are timed one call at a time
+# share of the peak that this work can reach: the peak counts a fused multiply-add as two flops
 FMA_SHARE = FLOPS_PER_PAIR / (2 * INSTRUCTIONS_PER_PAIR)
 
 
@@ -33,14 +34,14 @@ class SpeedOutcome:
     """The result of a rung.
 
     Attributes:
-        status: "measured"; "absent" cannot run here; "wrong" gave another result than the first rung, "failed" gave
-            none.
+        status: "measured". "absent": the rung cannot run here. "wrong": its result differs from the first rung's.
+            "failed": it gave no result.
         roof: the roof that limits the rung: "one core", "all cores" or "GPU".
-        stop: says when this rung is fast enough. note: a remark; after an error, its message.
+        stop: says when this rung is fast enough. note: a remark, or after an error the error's message.
         copied_bytes: bytes that one call copies between processes, or to and from the GPU; None if nothing is copied.
-        ms: time of the fastest call, because other programs disturb a CPU, and a roof is a fastest time too. spread:
-            that of all calls.
-        speed_up: the first rung's time over this rung's. percent_of_roof: 100 * roof / ms.
+        ms: time of the fastest call, because other programs disturb a CPU, and a roof is also a fastest time. spread:
+            spread of all calls. speed_up: the first rung's time divided by this rung's time. percent_of_roof: 100 *
+            roof / ms.
     """
 
     name: str
@@ -61,11 +62,11 @@ class SpeedClimb:
     """The results of climbing the python ladder.
 
     Attributes:
-        devices: the CPU, and the GPU if there is one. threads, processes: how many the rungs on all cores use.
-        roofs_ms: roofs of the work, by "one core", "all cores", "GPU".
+        devices: the CPU, and the GPU if there is one. threads, processes: how many threads and processes the rungs on
+        all cores use. roofs_ms: roofs of the work, by "one core", "all cores", "GPU".
         rungs: in the ladder's order.
         other_cores: cores that other programs kept busy during the measurement.
-        remarks: sentences below the table.
+        remarks: sentences to print below the table.
     """
 
     work: str
@@ -79,7 +80,7 @@ class SpeedClimb:
 
     @property
     def failures(self) -> tuple[SpeedOutcome, ...]:
-        """Rungs that are wrong or failed."""
+        """The rungs that are wrong or failed."""
         return tuple(rung for rung in self.rungs if rung.status in (WRONG, FAILED))
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,12 +95,12 @@ def climb_python(
     seconds: float = 0.1,
     progress: Progress = lambda what, fraction: None,
 ) -> SpeedClimb:
-    """Check every rung, and time those that are right.
+    """Check every rung, and time the rungs that are right.
 
     Args:
         ladder: made by `python_ladder`.
         device: device of the rungs on a GPU; "cpu" if there is none.
-        seconds: about how long to time a rung. A rung that takes longer than 0.2 s a call is called twice; plain Python
+        seconds: about how long to time a rung. A rung whose call takes longer than 0.2 s is called twice. Plain Python
             is timed on 128 of the points.
         progress: called with (the current activity, fraction done).
     """
@@ -123,13 +124,14 @@ def climb_python(
 
 
 def _roofs(ladder: SpeedLadder, device: torch.device) -> tuple[dict[str, float], tuple[str, ...]]:
-    """The work's time in ms at the ceilings of one core, all cores and the GPU; and the names of the devices."""
+    """The work's time in ms at the ceilings of one core, all cores and the GPU, and the names of the devices."""
     roofs = {}
     for which, threads in ((ONE, 1), (ALL, torch.get_num_threads())):
         with _threads(threads):
             found = measure_ceilings("cpu", precisions=("fp32",), transfers=False, links=False)
         roofs[which] = roof(ladder.cost, found).ms
-    roofs[ALL] = min(roofs.values())  # more cores do not raise this time; if they seem to, other programs used them
+    # more cores cannot raise this time: a longer time means that other programs used the cores
+    roofs[ALL] = min(roofs.values())
     devices = [found.device]
     if device.type == "cuda":
         found = measure_ceilings(device, precisions=("fp32",), transfers=False, links=False)
@@ -149,15 +151,15 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def as_array(result: object) -> Array:
-    """The distances that a rung gave, as float64 on the host."""
+    """The distances that a rung computed, as float64 on the host."""
     return np.array(result.cpu().numpy() if isinstance(result, Tensor) else result, dtype=np.float64)
 
 
 def difference(found: Array, expected: Array) -> str:
-    """A sentence that says how distances differ from the first rung's; empty if they are the same."""
+    """A sentence that says how distances differ from the first rung's distances; empty if they are the same."""
     if found.shape != expected.shape:
         return f"a result of shape {found.shape}, expected {expected.shape}"
-    far = np.flatnonzero(found != expected)  # NaN counts as far off
+    far = np.flatnonzero(found != expected)  # NaN counts as different
     if not far.size:
         return ""
     place = int(far[0])
@@ -168,9 +170,10 @@ def difference(found: Array, expected: Array) -> str:
 
 
 def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome], list[float]]:
-    """Compare each rung with the first; return the outcomes and the time of one call of each.
+    """Compare each rung with the first. Return the outcomes, and the time of one call of each rung.
 
-    If the first call was slow, a second is made: the first may also have compiled, or started processes.
+    If the first call was slow, a second call is made, because the first may have included compiling or starting
+    processes.
     """
     expected, outcomes, took = np.empty(0), [], []
     for done, rung in enumerate(ladder.rungs):
@@ -193,7 +196,7 @@ def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome
                     began = perf_counter()
                     rung.run()
                     seconds = perf_counter() - began
-            except Exception as error:  # any tool may raise: the error is shown, and the other rungs go on
+            except Exception as error:  # any tool may raise: show the error, and continue with the other rungs
                 outcome = replace(outcome, status=FAILED, note=f"{type(error).__name__}: {error}")
         outcomes.append(outcome)
         took.append(seconds)
@@ -203,7 +206,7 @@ def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome
 def _timed(
     ladder: SpeedLadder, outcomes: list[SpeedOutcome], took: list[float], device: torch.device, seconds: float
 ) -> dict[int, Timing]:
-    """The timings of all right rungs, by place; rungs on the same clock are interleaved."""
+    """Time all right rungs. Return the timings by the rung's place. Rungs on the same clock are interleaved."""
     found: dict[int, Timing] = {}
     right = {place: rung for place, rung in enumerate(ladder.rungs) if outcomes[place].status == CHECKED}
 
@@ -248,7 +251,7 @@ def _with_times(
 
 
 def _remarks(outcomes: list[SpeedOutcome]) -> list[str]:
-    """Remarks that follow from the available figures."""
+    """Remarks for which the climb has the figures."""
     remarks = [
         f"The roof assumes {FLOPS_PER_PAIR} operations per pair, at a measured rate that counts a fused "
         f"multiply-add as two. A pair takes at least {INSTRUCTIONS_PER_PAIR} instructions, so no rung can exceed "
@@ -269,8 +272,8 @@ def _remarks(outcomes: list[SpeedOutcome]) -> list[str]:
     plain = by_name.get((NUMBA, "the same loops, compiled"))
     if best is not None and best.percent_of_roof is not None and plain is not None:
         remarks.append(
-            f"The fastest on the CPU is {best.tool}, {best.name}: {percent_text(best.percent_of_roof)} of the roof of "
-            f"{best.roof}, {best.speed_up or 0.0:,.0f} times as fast as plain Python. The original loops, "
-            f"only compiled, are {plain.speed_up or 0.0:,.0f} times as fast."
+            f"The fastest rung on the CPU is {best.tool}, {best.name}: {percent_text(best.percent_of_roof)} of the "
+            f"roof of {best.roof}, {best.speed_up or 0.0:,.0f} times as fast as plain Python. The original loops, only "
+            f"compiled, are {plain.speed_up or 0.0:,.0f} times as fast."
         )
     return remarks

@@ -1,6 +1,6 @@
-"""The python ladder: the nearest centre of each point, from plain Python to the roof.
+"""The python ladder: find the nearest centre of each point, from plain Python to the roof.
 
-With 64 centres, a point takes 576 operations, and 16 bytes move: the point and its result. So arithmetic limits the
+With 64 centres, a point takes 576 operations and moves 16 bytes (the point and its result). So arithmetic limits the
 work on every machine, and each rung has a clear roof: the measured float32 rate of one core, of all cores, or of the
 GPU.
 """
@@ -30,10 +30,11 @@ PYTHON, NUMPY, NUMBA, PROCESSES, DASK = "Python", "NumPy", "Numba", "processes",
 ONE, ALL, GPU = "one core", "all cores", "GPU"
 Clock = Literal["host", "graph", "device"]
 
-SIZE, LEAST, LARGEST_SIZE = 1 << 15, 64, 1 << 22  # number of points; with the last, plain Python takes a minute or more
-PART_POINTS = 128  # points that take plain Python a millisecond: short enough that some samples are undisturbed
+# default, smallest and largest number of points; for the largest, plain Python takes a minute or more
+SIZE, LEAST, LARGEST_SIZE = 1 << 15, 64, 1 << 22
+PART_POINTS = 128  # plain Python takes a millisecond for these points, short enough that some samples are undisturbed
 FILE = "nearest.cu"
-POINTS, THREADS = 4, 128  # points of a thread, threads of a block
+POINTS, THREADS = 4, 128  # points per thread, threads per block
 NEEDS_NUMBA = 'not installed: pip install "rooftop[ladder]"'
 NEEDS_DASK = 'not installed: pip install "rooftop[cluster]"'
 NEEDS_GPU = "needs an NVIDIA GPU"
@@ -43,15 +44,13 @@ NEEDS_GPU = "needs an NVIDIA GPU"
 class SpeedRung:
     """One way to do the work.
 
-    Attributes: name, tool: what it does, and with which tool.
-        run: gives the distances (n,) as a list, an array or a tensor; None where `note` says why it cannot run.
-        roof: the unit whose rate limits it: ONE, ALL or GPU.
-        stop: says when this rung is fast enough.
-        copied: bytes that one call copies between processes, or between host and GPU; None if nothing is copied.
-        clock: how it is timed: called on the host, replayed from a CUDA graph, or called between events on the GPU.
-        note: a remark in a few words.
-        part: computes one of many equal parts, which all take the same time. Other programs disturb the timing of a
-            part less than that of a whole call.
+    Attributes: name, tool: what the rung does, and with which tool. run: function that returns the distances (n,) as a
+        list, an array or a tensor. None if the rung cannot run; `note` says why. roof: the unit whose rate limits the
+        rung: ONE, ALL or GPU. stop: says when this rung is fast enough. copied: bytes that one call copies between
+        processes, or between host and GPU; None if nothing is copied. clock: how the rung is timed: called on the host,
+        replayed from a CUDA graph, or called between events on the GPU. note: a remark in a few words. part: function
+        that computes one of many equal parts, which all take the same time. Other programs disturb a part's timing less
+        than a whole call's.
     """
 
     name: str
@@ -70,7 +69,7 @@ class SpeedLadder:
     """The rungs of the python ladder; the first is the reference.
 
     Attributes:
-        work: the work in words. cost: what any rung must compute and move.
+        work: a description of the work. cost: what any rung must compute and move.
         processes: how many the ladder uses. rungs: usually from the slowest to the fastest.
         parts: how many parts make up the whole, for a rung that has a `part`.
     """
@@ -84,14 +83,14 @@ class SpeedLadder:
 
 @contextmanager
 def python_ladder(size: int | None = None, device: torch.device | str | None = None) -> Iterator[SpeedLadder]:
-    """Make the points and start the processes; these end with the `with` block.
+    """Make the points and start the processes. The processes end with the `with` block.
 
     Args:
         size: number of points, from `LEAST` to `LARGEST_SIZE`; None means `SIZE`.
         device: device of the rungs on a GPU; None means the GPU if there is one.
 
     Raises:
-        ValueError: a size that the ladder cannot have.
+        ValueError: the size is not from `LEAST` to `LARGEST_SIZE`.
     """
     count = SIZE if size is None else size
     if not LEAST <= count <= LARGEST_SIZE:
@@ -119,7 +118,7 @@ def python_ladder(size: int | None = None, device: torch.device | str | None = N
 
 
 def tuples(points: Array) -> list[Any]:
-    """Points (3, n) as plain Python would hold them: a list of n tuples."""
+    """Convert points (3, n) to the form of plain Python: a list of n tuples."""
     return list(map(tuple, points.T.tolist()))
 
 
@@ -153,7 +152,7 @@ def in_plain_python(points: Array, centres: Array, threads: int, stack: ExitStac
 
 
 def in_numpy(points: Array, centres: Array) -> tuple[SpeedRung, ...]:
-    """The rungs in NumPy, which work on whole arrays at a time."""
+    """The rungs in NumPy, which process whole arrays at a time."""
     temporaries = 4 * CENTRES * points.shape[1] * 7
     return (
         SpeedRung(
@@ -175,7 +174,7 @@ def in_numpy(points: Array, centres: Array) -> tuple[SpeedRung, ...]:
 
 
 def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> tuple[SpeedRung, ...]:
-    """The rungs in Numba: compiled loops, on one core and on all."""
+    """The rungs in Numba: compiled loops, on one core and on all cores."""
     names = {
         "the same loops, compiled": (ONE, "it is fast enough: the function itself stays unchanged"),
         "loops for vectors": (ONE, "it is near the roof of one core, or other programs use the other cores"),
@@ -192,7 +191,7 @@ def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> t
     count, pool = distances.size, stack.enter_context(ThreadPoolExecutor(threads))
     before = torch.get_num_threads()
     in_parallel, most = parallel_loop(), numba.get_num_threads()
-    torch.set_num_threads(before)  # Numba sets it to its own number of threads, if it starts its own OpenMP
+    torch.set_num_threads(before)  # Numba changes torch's number of threads if it starts its own OpenMP
 
     def on_one_core(loop: Callable[..., None]) -> Array:
         distances.fill(np.nan)
@@ -225,7 +224,7 @@ def in_numba(points: Array, centres: Array, threads: int, stack: ExitStack) -> t
 
 
 def in_torch(points: Array, centres: Array) -> SpeedRung:
-    """The rung in PyTorch, which works on whole tensors at a time, on all cores."""
+    """The rung in PyTorch, which processes whole tensors at a time, on all cores."""
     x = torch.from_numpy(points)
     return SpeedRung(
         "in place",
@@ -237,7 +236,7 @@ def in_torch(points: Array, centres: Array) -> SpeedRung:
 
 
 def torch_call(points: Tensor, centres: Tensor) -> Callable[[], Tensor]:
-    """A function that does the work by operators on tensors that already exist: (3, n), (k, 3) to (n,), on any
+    """A function that does the work with PyTorch operators on existing tensors, (3, n) and (k, 3) to (n,), on any
     device.
     """
     best, difference, distance = torch.empty(3, points.shape[1], device=points.device)
@@ -262,7 +261,7 @@ def torch_call(points: Tensor, centres: Tensor) -> Callable[[], Tensor]:
 
 
 def in_processes(points: Array, centres: Array, count: int, stack: ExitStack) -> tuple[SpeedRung, ...]:
-    """The rungs in processes: plain Python in a Pool; the compiled loop, with each of Python's ways to pass data;
+    """The rungs in processes: plain Python in a Pool, the compiled loop with each of Python's ways to pass data, and
     Dask.
     """
     numba = find_spec("numba") is not None
@@ -406,7 +405,7 @@ def in_dask(
 
 
 def on_gpu(points: Array, centres: Array, device: torch.device) -> tuple[SpeedRung, ...]:
-    """The rungs on a GPU: the same operators of PyTorch, a kernel, and the kernel together with its transfers."""
+    """The rungs on a GPU: the same PyTorch operators, a kernel, and the kernel together with its transfers."""
     names: dict[str, tuple[str, str]] = {
         "in place, on the GPU": (PYTORCH, "the data are on the GPU, and the rest of the program takes longer"),
         "one kernel": (CUDA, "it is near the roof of the GPU"),

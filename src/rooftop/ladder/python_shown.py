@@ -1,4 +1,4 @@
-"""The python ladder in the terminal, and as a chart."""
+"""Show the python ladder in the terminal and as a chart."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rooftop.ladder.python_climbing import SpeedClimb, SpeedOutcome
 from rooftop.ladder.python_ladder import ALL, GPU, ONE
 
 COLOURS = {ONE: "#9a9a9a", ALL: "#4c9fd6", GPU: "#76a92c"}
-BUSY_CORES = 0.2  # cores that other programs used: below this the figures are hardly disturbed
+BUSY_CORES = 0.2  # if other programs used fewer cores than this, the figures are hardly disturbed
 
 
 def heading(climb: SpeedClimb) -> str:
-    """The work, the devices and the roofs, with rich's markup."""
+    """The heading: the work, the devices and the roofs, with rich's markup."""
     roofs = ", ".join(
         f"{time_text(ms)} on {'the GPU' if where == GPU else where}" for where, ms in climb.roofs_ms.items()
     )
@@ -26,8 +26,8 @@ def heading(climb: SpeedClimb) -> str:
 
 
 def table(climb: SpeedClimb) -> Table:
-    """A row for each rung: its time, its speed-up over the first, the percent of its roof, and the bytes that it
-    copies."""
+    """A table with a row for each rung: its time, its speed-up over the first rung, its percent of roof, and the bytes
+    that it copies."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("rung", overflow="fold")
     shown.add_column("in", no_wrap=True)
@@ -56,7 +56,7 @@ def stops(climb: SpeedClimb) -> Table:
 def _figures(rung: SpeedOutcome) -> list[str]:
     if rung.ms is None or rung.percent_of_roof is None:
         return [f"[red]{rung.status}[/red]" if rung.status in (WRONG, FAILED) else "-", "", ""]
-    flag = " (!)" if rung.percent_of_roof > 100 else ""  # an error of the measurement or the model, never a success
+    flag = " (!)" if rung.percent_of_roof > 100 else ""  # above 100% the measurement or the model is wrong
     faster = (
         "" if rung.speed_up is None else f"{rung.speed_up:,.3g}" if rung.speed_up < 100 else f"{rung.speed_up:,.0f}"
     )
@@ -64,7 +64,7 @@ def _figures(rung: SpeedOutcome) -> list[str]:
 
 
 def disturbed(climb: SpeedClimb) -> str:
-    """A note that other programs ran during the measurement; empty if there was hardly any such work."""
+    """A note that other programs ran during the measurement; empty if they used hardly any cores."""
     if climb.other_cores <= BUSY_CORES:
         return ""
     return (

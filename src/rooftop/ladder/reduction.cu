@@ -1,9 +1,9 @@
-// The sum of n elements. All kernels but the last give a sum for each block, sums[blockIdx.x], and are launched again on
-// those until one is left. They differ in how the threads of a block add what they have.
+// The sum of n elements. All kernels except the last write a sum for each block, sums[blockIdx.x]. They are launched
+// again on these sums until one is left. The kernels differ in how the threads of a block add their values.
 
 constexpr int WARP = 32;
 
-// The active threads of each step are spread over all warps: every warp runs every step, mostly idle.
+// The active threads of each step are spread over all warps, so every warp runs every step, mostly idle.
 template <int BLOCK> __global__ void divergent(const float* x, float* sums, long long n) {
     __shared__ float kept[BLOCK];
     const int t = threadIdx.x;
@@ -17,7 +17,7 @@ template <int BLOCK> __global__ void divergent(const float* x, float* sums, long
     if (t == 0) sums[blockIdx.x] = kept[0];
 }
 
-// The same pairs, added by neighbouring threads: whole warps fall idle, but those that work meet in the same banks.
+// Neighbouring threads add the same pairs. Whole warps become idle, but the active threads have bank conflicts.
 template <int BLOCK> __global__ void neighboured(const float* x, float* sums, long long n) {
     __shared__ float kept[BLOCK];
     const int t = threadIdx.x;
@@ -32,7 +32,7 @@ template <int BLOCK> __global__ void neighboured(const float* x, float* sums, lo
     if (t == 0) sums[blockIdx.x] = kept[0];
 }
 
-// Of every UNROLL * BLOCK elements each thread takes every BLOCK-th: all its loads are on their way at the same time.
+// Of UNROLL * BLOCK elements, each thread loads every BLOCK-th. All its loads are in flight at the same time.
 template <int UNROLL, int BLOCK> __device__ float loaded(const float* x, long long n) {
     const long long first = blockIdx.x * static_cast<long long>(UNROLL * BLOCK) + threadIdx.x;
     float values[UNROLL], sum = 0.0f;
@@ -43,8 +43,8 @@ template <int UNROLL, int BLOCK> __device__ float loaded(const float* x, long lo
     return sum;
 }
 
-// The upper half is added to the lower half: neighbouring threads, neighbouring addresses. The size of the block is a
-// value of the launch, so the loop stays a loop. With UNROLL > 1 a thread adds as many elements before.
+// Each step adds the upper half to the lower half: neighbouring threads access neighbouring addresses. The block size
+// is known only at the launch, so the loop is not unrolled. With UNROLL > 1, each thread first adds UNROLL elements.
 template <int UNROLL, int BLOCK> __global__ void sequential(const float* x, float* sums, long long n) {
     __shared__ float kept[BLOCK];
     const int t = threadIdx.x;
@@ -57,7 +57,7 @@ template <int UNROLL, int BLOCK> __global__ void sequential(const float* x, floa
     if (t == 0) sums[blockIdx.x] = kept[0];
 }
 
-// The same with every step written out by the compiler; the last warp needs no barrier of the block.
+// The same steps, but unrolled by the compiler. The last warp needs no block-wide barrier.
 template <int UNROLL, int BLOCK> __global__ void unrolled(const float* x, float* sums, long long n) {
     __shared__ float kept[BLOCK];
     const int t = threadIdx.x;
@@ -86,7 +86,7 @@ __device__ float sum_of_warp(float value) {
     return value;
 }
 
-// In every thread of the first warp.
+// The result is valid in every thread of the first warp.
 template <int BLOCK> __device__ float sum_of_block(float value) {
     __shared__ float kept[BLOCK / WARP];
     value = sum_of_warp(value);
@@ -95,14 +95,14 @@ template <int BLOCK> __device__ float sum_of_block(float value) {
     return sum_of_warp(threadIdx.x % WARP < BLOCK / WARP ? kept[threadIdx.x % WARP] : 0.0f);
 }
 
-// Registers to registers within a warp; shared memory holds one value a warp.
+// Threads of a warp add by shuffles between registers. Shared memory holds one value per warp.
 template <int UNROLL, int BLOCK> __global__ void shuffled(const float* x, float* sums, long long n) {
     const float sum = sum_of_block<BLOCK>(loaded<UNROLL, BLOCK>(x, n));
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-// One launch: as many blocks as the GPU holds go over x, 16 bytes an access, FLIGHT of them on their way; whichever
-// block is done last adds the sums of all, always in the same order. `done` is 0 before and after.
+// A single launch: as many blocks as the GPU holds read x, in 16-byte accesses, FLIGHT of them in flight. The block
+// that finishes last adds the sums of all blocks, always in the same order. `done` is 0 before and after the launch.
 template <int FLIGHT, int BLOCK>
 __global__ void one_pass(const float4* x, float* sums, float* result, int* done, long long n) {
     __shared__ bool last;
@@ -123,7 +123,7 @@ __global__ void one_pass(const float4* x, float* sums, float* result, int* done,
     sum = sum_of_block<BLOCK>(sum);
     if (threadIdx.x == 0) {
         sums[blockIdx.x] = sum;
-        __threadfence();  // the sum is seen before the count
+        __threadfence();  // other blocks must see the sum before the count
         last = atomicAdd(done, 1) == static_cast<int>(gridDim.x) - 1;
     }
     __syncthreads();
@@ -131,7 +131,7 @@ __global__ void one_pass(const float4* x, float* sums, float* result, int* done,
     __threadfence();
     sum = 0.0f;
     for (int block = threadIdx.x; block < static_cast<int>(gridDim.x); block += BLOCK)
-        sum += *const_cast<volatile float*>(sums + block);  // not from a cache that other blocks do not write to
+        sum += *const_cast<volatile float*>(sums + block);  // volatile: not from L1, which other blocks do not write
     sum = sum_of_block<BLOCK>(sum);
     if (threadIdx.x == 0) {
         result[0] = sum;

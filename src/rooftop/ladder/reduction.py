@@ -1,6 +1,7 @@
-"""The reduction ladder: the sum of n float32. One addition for each 4 bytes: memory bounds it at every size.
+"""The reduction ladder: the sum of n float32 numbers. It takes one addition for each 4 bytes, so memory bounds it at
+every size.
 
-The elements are small integers whose partial sums float32 holds exactly: every order of the additions gives the same
+The elements are small integers, whose partial sums float32 holds exactly. Every order of the additions gives the same
 sum to the last bit, so a missing element is noticed.
 """
 
@@ -17,7 +18,7 @@ from rooftop.launch.triton_launch import launch, processors
 
 FILE = "reduction.cu"
 BLOCK = 256  # threads
-RESIDENT = 8  # blocks of 256 threads fill the 2,048 threads of a multiprocessor
+RESIDENT = 8  # this many blocks of 256 threads fill a multiprocessor, which holds 2,048 threads
 FLIGHT = 4
 LARGEST = 4  # largest magnitude of the elements: the sum of 2^30 of them is far below 2^24 (their signs are random)
 DIVERGENT, NEIGHBOURED, SEQUENTIAL = "interleaved pairs, divergent", "interleaved pairs, neighbouring threads", "halves"
@@ -30,7 +31,8 @@ def make(size: int, device: torch.device) -> Ladder:
     """The reduction ladder for `size` elements."""
     x = torch.randint(-LARGEST, LARGEST + 1, (size,), device=device, dtype=torch.int8).float()
     result = torch.empty(1, device=device)
-    sums = [torch.empty(-(-size // BLOCK), device=device) for _ in range(2)]  # sums of blocks, then of those sums
+    # for the sums of blocks, then for the sums of these sums
+    sums = [torch.empty(-(-size // BLOCK), device=device) for _ in range(2)]
     names = (SEQUENTIAL, *UNROLLED.values(), ONE_PASS)
     without = tuple(Rung(name, TRITON, None, note=OWN) for name in (DIVERGENT, NEIGHBOURED, TEMPLATES, SHUFFLE))
     triton = triton_rungs(device, lambda: in_triton(x, result, sums), names)
@@ -63,7 +65,7 @@ def on_cpu(x: Tensor) -> tuple[Rung, ...]:
 def staged(
     x: Tensor, result: Tensor, sums: list[Tensor], per_block: int, stage: Callable[[int, Tensor, Tensor, int], None]
 ) -> Tensor:
-    """Launch `stage(blocks, source, target, elements)` on x, then on the sums of its blocks, until one sum is left."""
+    """Launch `stage(blocks, source, target, elements)` on x, then on the sums of the blocks, until one sum is left."""
     source, count, turn = x, x.numel(), 0
     while True:
         blocks = -(-count // per_block)

@@ -1,5 +1,5 @@
-"""The Triton kernels that correspond to `reduction.cu`. Within a program Triton itself adds by shuffles and shared
-memory (`tl.sum`), so the rungs that differ in how threads of a block add have no counterpart here."""
+"""The Triton kernels that correspond to `reduction.cu`. Within a program, Triton itself chooses shuffles and shared
+memory for an addition (`tl.sum`). So the rungs that differ in how a block's threads add have no counterpart here."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import triton.language as tl
 
 @triton.jit
 def sum_blocks(x, sums, n, BLOCK: tl.constexpr):  # (n,), (programs,)
-    """Store a sum for each BLOCK elements."""
+    """Each program stores the sum of its BLOCK elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(sums + tl.program_id(0), tl.sum(tl.load(x + at, mask=at < n, other=0.0)))
 
 
 @triton.jit
 def sum_one_pass(x, sums, result, done, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):  # PROGRAMS: padded
-    """As many programs as the GPU holds go over x; the last one to finish adds up the sums of all programs."""
+    """The grid has as many programs as the GPU holds, and together they read all of x. The program that finishes last
+    adds up the sums of all programs."""
     lanes = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""A ladder: a piece of work, its reference, and the rungs that do it. Each other file in this folder builds one
+"""A ladder: a piece of work, its reference, and the rungs that do the work. `LADDERS` names the file that builds each
 ladder.
 """
 
@@ -29,12 +29,11 @@ class Rung:
     """One way to do the work.
 
     Attributes:
-        name: what it adds to the previous rung.
-        tool: CUDA, TRITON, PYTORCH (or the library it calls) or CPU.
-        run: does the work and gives the result; None where `note` says why it cannot run.
-        clock: how it is timed on a GPU: replayed from a graph ("graph"), called between events ("device"), or on the
-            CPU ("host").
-        kernels: instances of the ladder's CUDA C++ source that it launches.
+        name: what the rung adds to the previous rung. tool: CUDA, TRITON, PYTORCH (or the library that it calls) or
+        CPU. run: function that does the work and returns the result. None if the rung cannot run; `note` says why.
+        clock: how the rung is timed on a GPU: replayed from a graph ("graph"), called between events ("device"), or on
+        the CPU ("host").
+        kernels: the instances of the ladder's CUDA C++ source that the rung launches.
         note: a remark in a few words.
     """
 
@@ -51,17 +50,13 @@ class Ladder:
     """One piece of work and the rungs that do it.
 
     Attributes:
-        name: as on the command line.
-        work: the formula, sizes and dtypes.
-        unit: unit of its rate, "B/s" or "FLOP/s".
-        source: its CUDA C++.
+        name: the name on the command line. work: the formula, sizes and dtypes. unit: unit of the rates, "B/s" or
+        "FLOP/s". source: the CUDA C++ source.
         cost: bytes and flops that any rung needs.
         exact: the correct result.
-        rtol, atol: how far an element may differ; 0 where every order of the sums gives the same result.
-        rungs: from the first to the best.
-        poisoned: output tensors of the rungs: filled with NaN before each rung is checked.
-        remarks: function that is called with the ceilings, tries something, and gives sentences to print below the
-            table.
+        rtol, atol: how far an element may differ; 0 if every order of the sums gives the same result. rungs: from the
+        first to the best. poisoned: output tensors of the rungs, which are filled with NaN before each rung is checked.
+        remarks: function that takes the ceilings, tries something, and returns sentences to print below the table.
     """
 
     name: str
@@ -82,10 +77,10 @@ class Entry:
     """A ladder that can be built.
 
     Attributes:
-        module: its file. summary: one line for the help text.
-        size: default on a GPU. small: default where Triton is interpreted. most: the largest size, limited by 16 GB of
+        module: the ladder's file. summary: one line for the help text. size: default size on a GPU. small: default size
+        if Triton's interpreter runs the kernels. most: the largest size, limited by 16 GB of
             GPU memory or by the indices.
-        what: the quantity that the size counts. multiple: the size must be a multiple of this.
+        what: what the size counts, such as "elements". multiple: number of which the size must be a multiple.
     """
 
     module: str
@@ -97,7 +92,7 @@ class Entry:
     multiple: int = 1
 
 
-LADDERS = {  # in the order in which one learns
+LADDERS = {  # in the order of learning
     "vector": Entry("vector", "z = x + y", "elements", 1 << 26, 10_001, 1 << 29),
     "indexing": Entry("indexing", "matrices added with 1-D, 2-D and 3-D grids", "rows and columns", 8192, 70, 16384),
     "reduction": Entry("reduction", "the sum of a vector", "elements", 1 << 28, 10_001, 1 << 30),
@@ -107,13 +102,13 @@ LADDERS = {  # in the order in which one learns
 
 
 def build(name: str, size: int | None = None, device: torch.device | str | None = None) -> Ladder:
-    """A ladder, with its inputs on the device.
+    """Make a ladder, with its inputs on the device.
 
     Args:
         name: one of `LADDERS`.
-        size: None means the ladder's own size, or a small one without a GPU.
-        device: None means the GPU if there is one. On "cpu" the Triton rungs run through Triton's interpreter (in a
-            process with TRITON_INTERPRET=1), and those in CUDA C++ can be compiled.
+        size: the size. None means the ladder's own size, or without a GPU its small size.
+        device: None means the GPU if there is one. On "cpu" the Triton rungs run in Triton's interpreter (in a process
+            with TRITON_INTERPRET=1), and the rungs in CUDA C++ can be compiled.
 
     Raises:
         ValueError: there is no such ladder, or it cannot have this size.
@@ -134,12 +129,12 @@ def build(name: str, size: int | None = None, device: torch.device | str | None 
 
 @cache
 def source(file: str) -> str:
-    """A file of CUDA C++ in this folder."""
+    """The text of a CUDA C++ file in this folder."""
     return Path(__file__).with_name(file).read_text(encoding="utf-8")
 
 
 def kernel(file: str, name: str, device: torch.device) -> cuda.Kernel:
-    """An instance of a kernel, for launching on the device."""
+    """An instance of a CUDA C++ kernel, to launch on the device."""
     return cuda.compile(source(file), name, device=device)
 
 
@@ -157,7 +152,7 @@ def triton_missing(device: torch.device) -> str:
 
 
 def triton_rungs(device: torch.device, make: Callable[[], Sequence[Rung]], names: Sequence[str]) -> tuple[Rung, ...]:
-    """The Triton rungs. Where Triton cannot run, the rungs have only their names and the reason; `make`, which imports
+    """The Triton rungs. If Triton cannot run, the rungs have only their names and the reason, and `make`, which imports
     the kernels, is not called.
     """
     missing = triton_missing(device)
@@ -165,8 +160,6 @@ def triton_rungs(device: torch.device, make: Callable[[], Sequence[Rung]], names
 
 
 def interleave(*groups: Sequence[Rung]) -> tuple[Rung, ...]:
-    """All rungs, in the order of names in the first group: a rung with the same name in another tool follows it
-    directly.
-    """
+    """All rungs in the order of the first group. After each rung come the rungs of the same name in other tools."""
     order = {name: place for place, name in enumerate(dict.fromkeys(r.name for group in groups for r in group))}
     return tuple(sorted((rung for group in groups for rung in group), key=lambda rung: order[rung.name]))

@@ -1,4 +1,4 @@
-"""A climb as a table in the terminal."""
+"""Show a climb as a table in the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATUS = {COMPILED: "compiled, not run", "checked": "right", "absent": "-"}
 
 
 def table(climb: Climb) -> Table:
-    """A row for each rung: its time if it was measured, else whether the result is right."""
+    """A table with a row for each rung: its time, or if it was not timed, whether the result is right."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("rung", overflow="fold")
     shown.add_column("in")
@@ -36,7 +36,7 @@ def table(climb: Climb) -> Table:
 
 
 def heading(climb: Climb) -> str:
-    """The work, the device and the roof, with rich's markup."""
+    """The heading: the work, the device and the roof, with rich's markup."""
     text = f"[bold]{climb.ladder}[/bold]: {escape(climb.work)}, {escape(climb.device)}"
     if climb.roof_ms is None:
         return text
@@ -48,7 +48,7 @@ def _figures(rung: Outcome) -> list[str]:
         return ["", "", "", _status(rung)]
     percent = rung.percent_of_roof
     bar = "█" * round(BAR * min(1.0, percent / 100))
-    flag = " (!)" if percent > 100 else ""  # an error of the measurement or the model, never a success
+    flag = " (!)" if percent > 100 else ""  # above 100% the measurement or the model is wrong
     colour = "cyan" if rung.tool == CUDA else "green"
     figures = [time_text(rung.ms), quantity_text(rung.rate).rstrip(), percent_text(percent) + flag]
     return [*figures, f"[{colour}]{bar}[/{colour}]"]

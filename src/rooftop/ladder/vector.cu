@@ -1,4 +1,4 @@
-// z = x + y of n elements. Every kernel gives the same; they differ in which thread takes which elements.
+// z = x + y for n elements. All kernels give the same result. They differ in which thread takes which elements.
 
 __global__ void one_block(const float* x, const float* y, float* z, long long n) {
     for (long long i = threadIdx.x; i < n; i += blockDim.x) z[i] = x[i] + y[i];
@@ -15,8 +15,8 @@ __global__ void grid_stride(const float* x, const float* y, float* z, long long 
         z[i] = x[i] + y[i];
 }
 
-// 16 bytes an access. A thread has FLIGHT of them from each input on their way before it uses the first; neighbouring
-// threads read neighbouring addresses in each. The last n % 4 elements go one by one.
+// Accesses of 16 bytes. A thread has FLIGHT loads from each input in flight before it uses the first. In each load,
+// neighbouring threads read neighbouring addresses. The last n % 4 elements are added one by one.
 template <int FLIGHT> __global__ void wide(const float4* x, const float4* y, float4* z, long long n) {
     const long long vectors = n / 4;
     const long long first = blockIdx.x * static_cast<long long>(FLIGHT) * blockDim.x + threadIdx.x;

@@ -1,4 +1,4 @@
-"""The vector ladder: z = x + y in float32. 12 bytes move for one addition: memory bounds it at every size."""
+"""The vector ladder: z = x + y in float32. One addition moves 12 bytes, so memory bounds it at every size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rooftop.launch.triton_launch import launch, processors
 
 FILE = "vector.cu"
 BLOCK = 256  # threads
-RESIDENT = 8  # blocks of 256 threads fill the 2,048 threads of a multiprocessor
+RESIDENT = 8  # this many blocks of 256 threads fill a multiprocessor, which holds 2,048 threads
 FLIGHT = 4
 ALONE, NARROW, EACH = "one block", "one thread per element, blocks of 32", "one thread per element, blocks of 256"
 STRIDE, WIDE, IN_FLIGHT = "grid-stride loop", "16-byte accesses", f"16-byte accesses, {FLIGHT} in flight"
@@ -83,7 +83,7 @@ def _numba_add() -> Callable[..., None]:
 
         threads = torch.get_num_threads()
         numba.set_num_threads(min(threads, numba.get_num_threads()))
-        torch.set_num_threads(threads)  # Numba sets it to its own number of threads, if it starts its own OpenMP
+        torch.set_num_threads(threads)  # Numba changes torch's number of threads if it starts its own OpenMP
         _compiled.append(add)
     return _compiled[0]
 
@@ -137,7 +137,8 @@ def in_triton(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
 
 
 def with_transfers(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
-    """The rungs with transfers: x and y come from the host's memory, z goes back, and the host waits for it."""
+    """The rungs with transfers: x and y are copied from the host's memory, z is copied back, and the host waits for
+    it."""
     if not z.is_cuda:
         return tuple(
             Rung(name, CUDA, None, note="needs a GPU") for name in ("with transfers", "with transfers, pinned")
@@ -164,7 +165,7 @@ def with_transfers(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
 
 
 def wrong_launches(x: Tensor, y: Tensor, z: Tensor) -> Sequence[str]:
-    """Remarks on wrong launches: one that no GPU allows, and one that leaves elements out."""
+    """Try two wrong launches, one that no GPU allows and one that leaves elements out. Return remarks on them."""
     n, found = z.numel(), []
     if cuda.runs_on(z):
         add = kernel(FILE, "one_each", z.device)

@@ -1,5 +1,5 @@
-"""The Triton kernels that correspond to `vector.cu`. A program corresponds to a block; Triton divides BLOCK elements
-among its threads, and makes accesses of 16 bytes wherever four neighbouring elements fall to one thread."""
+"""The Triton kernels that correspond to `vector.cu`. A program corresponds to a block. Triton divides BLOCK elements
+among the threads, and makes 16-byte accesses wherever one thread gets four neighbouring elements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_block(x, y, z, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_grid_stride(x, y, z, n, BLOCK: tl.constexpr):
-    """Each of as many programs as the GPU holds at a time adds block after block."""
+    """As many programs run as the GPU holds at a time. Each program adds block after block."""
     for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         tl.store(z + at, tl.load(x + at, mask=at < n) + tl.load(y + at, mask=at < n), mask=at < n)

@@ -1,8 +1,7 @@
-"""Processes that compute parts of the python ladder's work, with each of Python's ways to pass data.
+"""Worker processes that compute parts of the python ladder's work, with each of Python's ways to pass data.
 
-The bytes that are copied are counted: an object that goes through a Pool, a Queue or a Pipe is pickled, written to a
-pipe by one process, read by the other, and unpickled. Tensors after `share_memory_` lie in memory that both processes
-map.
+The copied bytes are counted. For a Pool, a Queue or a Pipe, one process pickles an object and writes it to a pipe; the
+other process reads and unpickles it. Tensors after `share_memory_` are in memory that both processes map.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from typing import Any, cast
 
 from rooftop.ladder.nearest import Array
 
-MOST = 16  # the largest number of processes; more show nothing new
+MOST = 16  # largest number of processes: more would show nothing new
 JOIN_S = 10.0
-ANSWER_S = 120.0  # time limit for a queue, since a worker that has died never answers
+ANSWER_S = 120.0  # seconds to wait for a queue, since a dead worker never answers
 SERVER = "forkserver"
 
 
 def context() -> BaseContext:
-    """How processes are started: never by fork, which copies locks that other threads hold.
+    """The start method of the processes. It is never fork, which copies locks that other threads hold.
 
-    A fork server, if there is one, imports once what all workers need.
+    A fork server, if the system has one, imports once what all workers need.
     """
     if SERVER not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -43,7 +42,7 @@ def bounds(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def pickled_bytes(objects: Iterable[object]) -> int:
-    """These objects as the bytes that go through a pipe."""
+    """The bytes that are written to a pipe for these objects."""
     return sum(len(ForkingPickler.dumps(each)) for each in objects)
 
 
@@ -66,8 +65,8 @@ def by_pipe(connection: Connection) -> None:
 
 
 def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest: Any) -> None:
-    """A worker on tensors that its parent also sees: it takes (first, last) from a pipe and sends True back, until it
-    gets None.
+    """A worker on tensors that it shares with its parent. It takes (first, last) from a pipe and sends True back, until
+    it gets None.
     """
     from rooftop.ladder.nearest_loops import for_vectors
 
@@ -79,14 +78,13 @@ def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest:
 
 @dataclass
 class Workers:
-    """Running worker processes, equally many of each kind.
+    """Running worker processes, the same number of each kind.
 
     Attributes:
         count: number of workers of each kind.
-        pool: for `starmap`.
-        tasks, results: queues of the workers of `by_queue`.
-        pipes: those to the workers of `by_pipe`. shared: those to the workers of `by_shared_memory`.
-        distances: shared results of the workers, (n,) float32.
+        pool: a pool for `starmap`. tasks, results: queues of the workers of `by_queue`. pipes: pipes to the workers of
+        `by_pipe`. shared: pipes to the workers of `by_shared_memory`. distances: results that the workers share, (n,)
+        float32.
     """
 
     count: int
@@ -100,9 +98,9 @@ class Workers:
 
     @classmethod
     def start(cls, count: int, points: Array, centres: Array) -> Workers:
-        """Start all workers. Points and centres that are to be shared are copied once, here."""
+        """Start all workers. This copies points and centres once into shared memory."""
         import torch
-        import torch.multiprocessing  # teaches pickle to send handles of shared tensors instead of their data
+        import torch.multiprocessing  # with this import, pickle sends handles of shared tensors instead of their data
 
         started, stack = context(), ExitStack()
         try:
@@ -129,20 +127,20 @@ class Workers:
         self._stack.close()
 
     def through_queue(self, parts: Sequence[Array], centres: Array) -> list[Array]:
-        """Each part goes to a free worker; returns the distances in order."""
+        """Send each part to a free worker through a queue. Return the distances in order."""
         for number, part in enumerate(parts):
             self.tasks.put((number, part, centres))
         found = dict(self.results.get(timeout=ANSWER_S) for _ in parts)
         return [found[number] for number in range(len(parts))]
 
     def through_pipes(self, parts: Sequence[Array], centres: Array) -> list[Array]:
-        """Send part n to worker n; returns the distances in order."""
+        """Send part n to worker n through a pipe. Return the distances in order."""
         for pipe, part in zip(self.pipes, parts, strict=True):
             pipe.send((part, centres))
         return [pipe.recv() for pipe in self.pipes]
 
     def through_shared_memory(self, parts: Sequence[tuple[int, int]]) -> Array:
-        """Only the bounds of the parts go through the pipes."""
+        """Compute the parts on shared tensors. Only the bounds of the parts pass through the pipes."""
         for pipe, part in zip(self.shared, parts, strict=True):
             pipe.send(part)
         for pipe in self.shared:

@@ -1,4 +1,4 @@
-"""One model on several GPUs: which rank computes which part, and ranks that start and fail together.
+"""One model on several GPUs: split models and batches over ranks, and start and end ranks together.
 
     from rooftop.parallel import Layout, join, launched
 
@@ -6,7 +6,7 @@
     with join(layout) as world:
         groups = layout.process_groups()
 
-Names are loaded on first use.
+The package imports each name at its first use.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Attention over blocks: the results of some queries over some keys, merged by log-sum-exp.
+"""Attention by blocks: attention of some queries over some keys, with partial results merged by their log-sum-exp.
 
-Partial results are merged in float32, so that the error does not grow with the number of blocks. Backward starts from
-the merged result and its log-sum-exp, so no result of a block is kept (`rooftop.kernels.attentions.parts`).
+Partial results are merged in float32, so that the error does not grow with the number of blocks. Backward uses only the
+merged result and its log-sum-exp, so no block's result is saved (`rooftop.kernels.attentions.parts`).
 
-Large blocks run one by one in the fastest back end for their shape. Small units, such as short documents, run together
-in one launch of flash attention's kernels for packed sequences.
+Large blocks run one by one in the back end that is fastest for their shape. Small blocks, such as short documents, run
+together in one launch of flash attention's kernels for packed sequences.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rooftop.parallel.uploads import uploaded
 aten = torch.ops.aten
 
 TOGETHER = 1024
-"""Number of queries up to which blocks run together."""
-WIDEST = 256  # features of a head that flash attention supports
+"""Blocks with at most this many queries run together in one launch."""
+WIDEST = 256  # maximum head dimension that flash attention supports
 
 
 class Blocks:
-    """Blocks of one kind, prepared once and computed in each layer of a model.
+    """Blocks of one kind. They are prepared once and used by each layer of a model.
 
     Args:
-        blocks: the blocks, either all causal or none. No two share a query.
-        batch, queries, keys: sizes of the tensors: B, S and T.
+        blocks: the blocks. All are causal or none is. No two blocks share a query.
+        batch, queries, keys: the sizes B, S and T of the tensors.
         device: the device of the tensors.
     """
 
@@ -52,14 +52,14 @@ class Blocks:
     def attended(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """(out, log-sum-exp) of causal blocks that contain each query once.
+        """Compute (out, log-sum-exp) for causal blocks that contain each query once.
 
         Args:
             query: (B, H, S, D).
             key, value: (B, H_k, T, D), where H_k divides H.
             scale: factor of the scores.
-            dtype: dtype of the result, which has the layout of `empty_like_rows`. The log-sum-exp (B, H, S) has the
-                dtype `wide_dtype`.
+            dtype: dtype of `out`, whose memory layout is `empty_like_rows`'s. The log-sum-exp (B, H, S) has the dtype
+                `wide_dtype`.
         """
         if self._only is not None and self._only.block.queries == self._all_queries:
             out, lse = self._only.attended(query, key, value, scale)
@@ -70,7 +70,7 @@ class Blocks:
         return out, lse
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        """Write the results of causal blocks into `out` and `lse`; merge those of other blocks.
+        """Write the results of causal blocks into `out` and `lse`, or merge the results of other blocks into them.
 
         Args:
             query, key, value, scale: as in `attended`.
@@ -80,12 +80,12 @@ class Blocks:
             unit.attend(query, key, value, scale, out, lse)
 
     def gradients(self, given: Given, key: Tensor, value: Tensor, dtype: torch.dtype) -> Three:
-        """The gradients of queries, keys and values, in the memory layout of `empty_like_rows`.
+        """Compute the gradients of queries, keys and values, in the memory layout of `empty_like_rows`.
 
         The blocks must be causal, and contain each query and each key once.
 
         Args:
-            given: gradients and results of the queries.
+            given: gradients and forward results of the queries.
             key, value: as in `attended`.
             dtype: the dtype of the gradients.
         """
@@ -99,11 +99,11 @@ class Blocks:
     def add_gradients(
         self, given: Given, key: Tensor, value: Tensor, dquery: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Add the gradient of queries to `dquery`; return the gradients of keys and values.
+        """Add the gradient of the queries to `dquery`, and return the gradients of keys and values.
 
         Args:
             given, key, value, dtype: as in `gradients`.
-            dquery: as in `empty_like_rows`.
+            dquery: the gradient to add to, in the memory layout of `empty_like_rows`.
         """
         if self._only is not None and self._only.block.keys == self._all_keys:
             part, dkey, dvalue = self._only.gradients(given, key, value)
@@ -116,7 +116,7 @@ class Blocks:
         return dkey.to(dtype), dvalue.to(dtype)
 
     def _units(self, query: Tensor) -> Iterator[_Unit]:
-        """The units that run one after another."""
+        """Yield the units, which run one after another."""
         yield from self._alone
         for group in self._small:
             if runs_packed(query) and len(group.blocks) > 1:
@@ -127,12 +127,12 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Given:
-    """The values that backward needs from the queries.
+    """The queries' tensors that backward needs.
 
     Attributes:
         dout: gradient of the merged result, (B, H, S, D).
         query: (B, H, S, D).
-        out, lse: the merged result in the queries' dtype, and its log-sum-exp (B, H, S).
+        out, lse: the merged result, in the queries' dtype, and its log-sum-exp (B, H, S).
         scale: the factor of the scores.
     """
 
@@ -144,7 +144,7 @@ class Given:
 
 
 Three = tuple[Tensor, Tensor, Tensor]
-"""Gradients of queries, keys and values."""
+"""The gradients of queries, keys and values."""
 
 
 def _three(gradients: Iterable[Tensor]) -> Three:
@@ -153,7 +153,7 @@ def _three(gradients: Iterable[Tensor]) -> Three:
 
 
 class _Unit(Protocol):
-    """Blocks that run in one launch. `gradients` returns those of the unit's own queries and keys."""
+    """Blocks that run in one launch. `gradients` returns the gradients of only the unit's queries, keys and values."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor
@@ -163,16 +163,16 @@ class _Unit(Protocol):
 
     def put(
         self, parts: Three, into: Three, *, first: bool
-    ) -> None: ...  # `first`: stores the parts; otherwise adds them
+    ) -> None: ...  # stores the gradients if `first`, adds them if not
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which parts of x are merged and summed."""
+    """The dtype in which partial results with the dtype of x are merged and summed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def empty_like_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory with the shape of x (B, H, S, D) and the layout of (B, S, H, D)."""
+    """Allocate a tensor with x's shape (B, H, S, D) and the memory layout of (B, S, H, D)."""
     batch, heads, length, features = x.shape
     return x.new_empty((batch, length, heads, features), dtype=dtype or x.dtype).transpose(1, 2)
 
@@ -184,8 +184,8 @@ def runs_packed(query: Tensor) -> bool:
 
 
 def seen_positions(queries: int, keys: int, device: torch.device, window: int | None) -> Tensor:
-    """(queries, keys): True where a query attends to a key. A query attends to all keys up to its own position, or with
-    a window to the last of these. The queries are the last positions.
+    """A mask (queries, keys), True where a query attends to a key. A query attends to the keys up to its own position,
+    or to the last `window` of them. The queries are the last positions of the sequence.
     """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return seen if window is None else seen.triu(keys - queries - window + 1)
@@ -202,7 +202,7 @@ Place = tuple[slice, slice, slice]
 
 @dataclass(frozen=True)
 class _Alone:
-    """A block in a separate launch."""
+    """A unit of one block, which has its own launch."""
 
     block: Block
     device: torch.device
@@ -258,7 +258,7 @@ class _Alone:
 
 
 def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
-    """Whether two of the places have a key in common. A place is (sequence, keys); None stands for all sequences."""
+    """Whether two of the places share a key. A place is (sequence, keys). A sequence of None means all sequences."""
     rows = {row for row, _ in places}
     if None in rows and len(rows) > 1:
         return True
@@ -279,7 +279,7 @@ def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Blocks of one kind, no two of which share a query, as packed sequences."""
+    """A unit of several blocks as packed sequences. The blocks are of one kind, and no two share a query."""
 
     blocks: tuple[Block, ...]
     batch: int
@@ -292,7 +292,7 @@ class _Group:
         return self.blocks[0].causal
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        """Merge the results into out and lse; causal blocks come first for their queries."""
+        """Merge the results into out and lse. Causal blocks store theirs, since they are the first of their queries."""
         part, part_lse, *_ = aten._flash_attention_forward(
             *(self._query_rows(query), self._key_rows(key), self._key_rows(value)),
             *self._lengths,
@@ -315,7 +315,7 @@ class _Group:
         lse.copy_(row_lse.unflatten(0, (self.batch, self.queries)).transpose(1, 2))
 
     def gradients(self, given: Given, key: Tensor, value: Tensor) -> Three:
-        seed = torch.zeros((), dtype=torch.int64, device=self.device)  # a placeholder for the dropout, which is absent
+        seed = torch.zeros((), dtype=torch.int64, device=self.device)  # a placeholder for dropout's state
         row_lse = given.lse.transpose(1, 2).flatten(0, 1)[self._query_index].t().contiguous()
         return _three(
             aten._flash_attention_backward(
@@ -350,13 +350,13 @@ class _Group:
 
     @cached_property
     def _spans(self) -> list[tuple[int, Span, Span]]:
-        """(row, queries, keys) of each block; a block for all rows gives one for each row."""
+        """(row, queries, keys) for each block. A block for all rows has an entry for each row."""
         rows = ([block.row] if block.row is not None else range(self.batch) for block in self.blocks)
         return [(row, block.queries, block.keys) for block, each in zip(self.blocks, rows, strict=True) for row in each]
 
     @cached_property
     def _lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        """The start of each sequence in the rows of queries and of keys, and the longest lengths."""
+        """The start of each sequence in the packed queries and keys, and the maximum lengths."""
         queries, keys = (
             [end - first for first, end in borders] for borders in (self._query_borders, self._key_borders)
         )
@@ -367,7 +367,7 @@ class _Group:
 
     @cached_property
     def _query_borders(self) -> list[Span]:
-        """The borders of each sequence, in the rows (B S, H, D)."""
+        """The start and end of each sequence in the packed rows (B S, H, D)."""
         return [(row * self.queries + first, row * self.queries + end) for row, (first, end), _ in self._spans]
 
     @cached_property
@@ -388,11 +388,11 @@ def _index(borders: Sequence[Span]) -> Tensor:
 
 
 def _follow_each_other(borders: Sequence[Span], length: int) -> bool:
-    """Whether the spans cover all rows in order."""
+    """Whether the spans cover all rows in order, without gaps."""
     ends = [0, *(end for _, end in borders)]
     return ends[:-1] == [first for first, _ in borders] and ends[-1] == length
 
 
 def _flat(x: Tensor) -> Tensor:
-    """View x (B, H, S, D), whose memory has the layout (B, S, H, D), as (B S, H, D)."""
+    """View x (B, H, S, D), which has the memory layout of (B, S, H, D), as (B S, H, D)."""
     return x.transpose(1, 2).view(-1, x.shape[1], x.shape[3])

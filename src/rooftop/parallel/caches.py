@@ -1,7 +1,7 @@
-"""Recognize and join the key and value caches that Hugging Face's models return.
+"""Recognize and join the key-value caches that Hugging Face's models return.
 
 A cache contains layers, and a layer contains tensors and values that describe them. `BATCH_DIMS` gives the sample
-dimension of each tensor; a tensor that is not listed raises.
+dimension of each tensor. A tensor that it does not list raises TypeError.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from torch import Tensor
 from rooftop.parallel.containers import full_name, holds_tensors
 
 BATCH_DIMS = {
-    "keys": 0,  # (B, heads, T, D), and values
+    "keys": 0,  # (B, heads, T, D), like the values
     "values": 0,
-    "conv_states": 0,  # for linear attention: {number of the state: (B, channels, kernel)}
+    "conv_states": 0,  # of linear attention: {index of the state: (B, channels, kernel)}
     "recurrent_states": 0,
-    "indexer_keys": 0,  # for sparse attention: (B, T, D)
+    "indexer_keys": 0,  # of sparse attention: (B, T, D)
     "indexer_position_ids": 1,  # (kinds of position, B, T)
 }
 
 CONSTANTS = frozenset({"_sliding_window_tensor"})
-"""Tensors that are the same in all replicas if a number next to them says so."""
+"""Tensors that are the same in all replicas if the number next to them is."""
 
 PARTS = frozenset({"layers", "self_attention_cache", "cross_attention_cache"})
-"""Attributes of a cache that contain layers or other caches."""
+"""Attributes of a cache that hold layers or other caches."""
 
 Join = Callable[[list[Any], int], Any]
 
 
 def is_cache(value: Any) -> bool:
-    """Whether this is one of transformers' caches."""
-    module = sys.modules.get("transformers.cache_utils")  # a program that has a cache has imported transformers
+    """Whether a value is one of transformers' caches."""
+    module = sys.modules.get("transformers.cache_utils")  # no cache can exist before transformers is imported
     kind = getattr(module, "Cache", None)
     return kind is not None and isinstance(value, kind)
 
 
 def joined_caches(caches: Sequence[Any], device: torch.device, join: Join) -> Any:
-    """Join several caches of one class into one with the samples of all.
+    """Join several caches of one class into a cache with the samples of all.
 
     Args:
         caches: the replicas' caches, in order.
         device: the device of the resulting tensors.
-        join: makes one value from the replicas' values; its second argument is the sample dimension.
+        join: makes one value from the replicas' values. Its second argument is the sample dimension.
 
     Raises:
-        TypeError: a tensor in an attribute with an unknown sample dimension.
+        TypeError: the caches differ, or the sample dimension of a tensor is unknown.
     """
     return _joined(list(caches), device, join)
 
@@ -59,7 +59,9 @@ def _joined(parts: list[Any], device: torch.device, join: Join) -> Any:
     first = parts[0]
     kinds = {type(part) for part in parts}
     if len(kinds) > 1 or any(vars(part).keys() != vars(first).keys() for part in parts):
-        raise TypeError(f"replicas gave caches that differ: {', '.join(sorted(map(full_name, parts)))}")
+        raise TypeError(
+            f"the replicas returned caches of different classes: {', '.join(sorted(map(full_name, parts)))}"
+        )
     made = copy(first)
     for name in vars(first):
         vars(made)[name] = _attribute(name, first, [vars(part)[name] for part in parts], device, join)
@@ -76,7 +78,8 @@ def _attribute(name: str, owner: Any, values: list[Any], device: torch.device, j
         counts = {len(layers) for layers in values}
         if len(counts) > 1:
             raise TypeError(
-                f"replicas gave caches of {', '.join(map(str, sorted(counts)))} layers: expected the same number"
+                f"the replicas returned caches with {', '.join(map(str, sorted(counts)))} layers, expected the same "
+                f"number in each"
             )
         return [_joined(list(layers), device, join) for layers in zip(*values, strict=True)]
     if name in CONSTANTS and isinstance(first, Tensor):
@@ -85,7 +88,7 @@ def _attribute(name: str, owner: Any, values: list[Any], device: torch.device, j
         return device
     if any(map(holds_tensors, values)):
         raise TypeError(
-            f"outputs of the type {full_name(owner)} cannot be gathered: the position of the samples in its "
+            f"outputs of the type {full_name(owner)} cannot be gathered: the sample dimension of its "
             f"attribute {name!r} is unknown. Call the module with use_cache=False"
         )
     return first if isinstance(first, type) else join(values, 0)

@@ -1,8 +1,8 @@
-"""End CUDA graphs before the communication inside them.
+"""Destroy CUDA graphs before the NCCL communicators that they use.
 
 An NCCL communicator counts the CUDA graphs that contain its work. Destroying the communicator waits until the last of
-these graphs is gone (NVIDIA, NCCL User Guide, "Using NCCL with CUDA Graphs"). If a trainer, a traceback or a reference
-cycle still holds such a graph, the process never ends.
+these graphs is destroyed (NVIDIA, NCCL User Guide, "Using NCCL with CUDA Graphs"). If a trainer, a traceback or a
+reference cycle still holds such a graph, the process hangs at its end.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 
 @contextmanager
 def graphs_end_here() -> Iterator[None]:
-    """Reset all CUDA graphs that were captured in the `with` block, even if other code captured or still holds them.
+    """Reset all CUDA graphs that were captured within the `with` block, even if other code captured or still holds
+    them.
 
-    PyTorch raises a RuntimeError if such a graph is replayed afterwards. The tensors of the graph keep their memory.
+    Replaying such a graph afterwards raises RuntimeError. The graph's tensors keep their memory.
     """
     begin = torch.cuda.CUDAGraph.capture_begin
     graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()

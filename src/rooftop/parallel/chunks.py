@@ -1,10 +1,10 @@
-"""The positions of a sequence on a rank: some of its equal chunks.
+"""The positions of a sequence that a rank holds: some of the sequence's equal chunks.
 
     Chunks.zigzag(16, index=1, count=2)          positions 4 to 7 and 8 to 11 of 16
     Chunks.whole(16).part(index=1, count=4)      positions 4 to 7
 
-Under a causal mask, later positions attend to more keys than earlier ones. A context parallel rank therefore takes one
-chunk from the front and one from the back: all ranks then have the same number of visible pairs.
+Under a causal mask, later positions attend to more keys than earlier positions. A context parallel rank therefore takes
+one chunk from the front and one from the back, so that all ranks have the same number of visible pairs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Chunks:
     """Positions of a sequence, in ascending order.
 
     Attributes:
-        length: positions of the whole sequence.
-        size: positions of a chunk; it divides `length`.
-        places: ascending numbers of the rank's chunks.
+        length: number of positions in the whole sequence.
+        size: number of positions in a chunk. It divides `length`.
+        places: ascending indices of the rank's chunks.
 
     Raises:
-        ValueError: the size does not divide the length, or the places are not ascending numbers of chunks.
+        ValueError: the size does not divide the length, or the places are not ascending indices of chunks.
     """
 
     length: int
@@ -38,7 +38,7 @@ class Chunks:
 
     def __post_init__(self) -> None:
         if self.length < 0 or self.size < 1 or self.length % self.size:
-            raise ValueError(f"Chunks: a size of {self.size} does not divide the {self.length} positions")
+            raise ValueError(f"Chunks: got a size of {self.size}, expected a divisor of the length {self.length}")
         ascending = all(a < b for a, b in zip(self.places, self.places[1:], strict=False))
         if not ascending or not all(0 <= place < self.length // self.size for place in self.places):
             raise ValueError(
@@ -52,11 +52,11 @@ class Chunks:
 
     @staticmethod
     def zigzag(length: int, index: int, count: int) -> Chunks:
-        """Two of 2 `count` chunks: chunk `index` from the front and chunk `index` from the back. A single rank gets all
+        """Chunk `index` from the front and chunk `index` from the back, of 2 `count` chunks. A single rank gets all
         chunks.
 
         Raises:
-            ValueError: the length is not a multiple of twice the ranks.
+            ValueError: the length is not a multiple of twice the number of ranks.
         """
         _check_place(index, count)
         if count == 1:
@@ -73,10 +73,10 @@ class Chunks:
         return self.size * len(self.places)
 
     def part(self, index: int, count: int) -> Chunks:
-        """Part `index` of `count` equal parts of these positions, such as a sequence parallel rank's part.
+        """Part `index` of `count` equal parts of these positions, such as the part of a sequence parallel rank.
 
         Raises:
-            ValueError: the positions cannot be split this way.
+            ValueError: the positions cannot be split into such parts.
         """
         _check_place(index, count)
         if len(self) % count:
@@ -87,7 +87,7 @@ class Chunks:
         return Chunks(self.length, size, tuple(finer[index * held // size : (index + 1) * held // size]))
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """(first, end) of each run of positions without a gap."""
+        """(first, end) of each run of consecutive positions."""
         start = end = -1
         for place in self.places:
             if place * self.size != end:
@@ -104,10 +104,11 @@ class Chunks:
         return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device=device)
 
     def of(self, whole: Tensor, dim: int) -> Tensor:
-        """These positions of a tensor with all positions along a dimension; a view if they are contiguous.
+        """Take these positions from a tensor that has all positions along a dimension. The result is a view if they are
+        contiguous.
 
         Raises:
-            ValueError: the tensor has more or fewer positions.
+            ValueError: the tensor does not have `length` positions along the dimension.
         """
         if whole.shape[dim] != self.length:
             raise ValueError(
@@ -120,7 +121,7 @@ class Chunks:
     def boxes(self, box: Box, dim: int) -> list[Box]:
         """Cut these positions out of a box that covers the whole sequence along a dimension.
 
-        Returns one box for each group of equally spaced chunks, in the order of the positions.
+        The result has one box for each group of equally spaced chunks, in the order of the positions.
         """
         assert box.size[dim] == box.shape[dim] == self.length, (box, dim, self)
         shape = (*box.shape[:dim], self.length // self.size, self.size, *box.shape[dim + 1 :])
@@ -135,7 +136,7 @@ class Chunks:
         ]
 
     def _progressions(self) -> Iterator[tuple[int, int, int]]:
-        """The places as runs (first, count, distance) of equally spaced places."""
+        """Group the places into runs (first, count, distance) of equally spaced places."""
         left = self.places
         while left:
             pace, count = left[1] - left[0] if len(left) > 1 else 1, 1
@@ -147,4 +148,4 @@ class Chunks:
 
 def _check_place(index: int, count: int) -> None:
     if count < 1 or not 0 <= index < count:
-        raise ValueError(f"Chunks: expected a rank from 0 to {count - 1} of at least one, got {index} of {count}")
+        raise ValueError(f"Chunks: expected a part from 0 to {count - 1} of at least one, got {index} of {count}")

@@ -1,8 +1,8 @@
-"""Take values out of tuples, lists, mappings and dataclasses in a module's inputs and outputs, and put new ones into
+"""Unpack containers (tuples, lists, mappings, dataclasses) in a module's inputs and outputs, and pack new values into
 similar containers.
 
-Additional attributes of a container (a subclass of dict, a UserDict) count as values too. Otherwise a share of a batch
-could keep the mask of the whole batch there.
+Extra attributes of a container (such as a dict subclass or a UserDict) count as values, too. If they did not, a part of
+a batch could keep the mask of the whole batch in an attribute.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ CODE = (type, ModuleType, FunctionType)
 """Types whose objects are never searched."""
 
 BOUND = (MethodType, BuiltinMethodType, MethodWrapperType)
-"""Functions bound to an object."""
+"""Types of functions that are bound to an object."""
 
 _ABSENT = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """The values of a container, and how to make a similar container with other values.
+    """The values of a container, and a function that makes a similar container with other values.
 
     Attributes:
-        names: names of the values: indices, keys, then "attribute ..." for values in attributes.
+        names: the names of the values: indices or keys, then "attribute ..." for values in attributes.
         values: the values, in the order of the names.
-        made: a container of the same kind with other values, in the same order and number (lists and tuples: any
-            number). Raises TypeError, with a remedy, if its class does not allow that.
+        made: makes a container of the same kind from other values, in the same order and number (any number for lists
+            and tuples). If the class does not allow this, it raises a TypeError that names a remedy.
     """
 
     names: list[Any]
@@ -48,12 +48,12 @@ class Opened:
 
 
 def opened(part: Any) -> Opened | None:
-    """Open a container: its values, and a function that makes a similar container from as many other values. None if
-    the value is not a container.
+    """Open a container: return its values, and a function that makes a similar container from as many other values.
+    Return None if the value is not a container.
 
     Containers are tuples, named tuples, operators' return types (torch.return_types), lists, deques, UserLists,
-    Mappings, UserDicts and dataclasses, with their subclasses. A PackedSequence is not a container, because its rows
-    are not samples.
+    Mappings, UserDicts and dataclasses, with their subclasses. A PackedSequence does not count as a container, because
+    its rows are not samples.
     """
     if isinstance(part, (*PLAIN, Tensor, nn.Module, PackedSequence, type)):
         return None
@@ -71,7 +71,7 @@ def opened(part: Any) -> Opened | None:
 
 
 def mapped(structure: Any, function: Callable[[Any], Any]) -> Any:
-    """The same structure with `function` applied to each value that is not a container."""
+    """Apply `function` to each value that is not a container, and return the results in the same structure."""
     found = opened(structure)
     if found is None:
         return function(structure)
@@ -79,7 +79,7 @@ def mapped(structure: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(structure: Any) -> Iterator[Any]:
-    """The values that are not containers, in order."""
+    """Yield the values that are not containers, in order."""
     found = opened(structure)
     if found is None:
         yield structure
@@ -89,11 +89,11 @@ def leaves(structure: Any) -> Iterator[Any]:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a tensor can be reached from an object: in containers, sets, attributes, or bound arguments.
+    """Whether an object holds a tensor in its containers, sets, attributes or bound arguments.
 
     Modules, classes and functions are not searched.
     """
-    seen: dict[int, Any] = {}  # keeps the objects alive, so that no other object gets the same id meanwhile
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no new object gets the id of one of them
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -107,7 +107,7 @@ def holds_tensors(value: Any) -> bool:
 
 
 def full_name(value: Any) -> str:
-    """The full name of a value's class, for error messages."""
+    """The qualified name of a value's class, for error messages."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -124,7 +124,7 @@ def _within(part: Any) -> list[Any]:
 
 
 def _attributes(part: Any) -> dict[str, Any]:
-    """The attributes of an instance: those in its slots, then those in its dict."""
+    """The attributes of an instance, first from its slots, then from its dict."""
     slots = [
         name
         for kind in type(part).__mro__
@@ -149,7 +149,7 @@ def _opened_tuple(part: tuple[Any, ...]) -> Opened | None:
         return Opened(list(part._fields), values, kind._make)  # type: ignore[attr-defined]
     if hasattr(part, "n_fields") and kind.__module__ == "torch.return_types":
         return Opened(list(range(len(values))), values, kind)
-    return None  # torch.Size, and classes with an unknown constructor
+    return None  # torch.Size, and classes whose constructor is unknown
 
 
 def _opened_list(part: list[Any] | deque[Any]) -> Opened:
@@ -167,14 +167,14 @@ def _opened_list(part: list[Any] | deque[Any]) -> Opened:
 
 
 def _opened_dict(part: dict[Any, Any]) -> Opened:
-    """A dict whose items are also its attributes (ModelOutput, `self.__dict__ = self`) keeps this property in the
-    copy."""
+    """Open a dict. If its items are also its attributes (as in ModelOutput, or by `self.__dict__ = self`), the copy's
+    are, too."""
     keys, own = list(part), dict(getattr(part, "__dict__", {}))
     twice = [name for name, value in own.items() if name in part and part[name] is value]
     attributes = {name: value for name, value in own.items() if name not in twice}
 
     def made(values: list[Any]) -> Any:
-        new = copy.copy(part)  # has the same class and order
+        new = copy.copy(part)  # keeps the class and the order of keys
         items = dict(zip(keys, values[: len(keys)], strict=True))
         for key, value in items.items():
             new[key] = value
@@ -187,7 +187,7 @@ def _opened_dict(part: dict[Any, Any]) -> Opened:
 
 
 def _opened_attributes(part: UserDict[Any, Any] | UserList[Any]) -> Opened:
-    """A container whose items are in its attribute `data`."""
+    """Open a container whose items are in its attribute `data`."""
     attributes = dict(vars(part))
 
     def made(values: list[Any]) -> Any:
@@ -210,7 +210,9 @@ def _opened_mapping(part: Mapping[Any, Any]) -> Opened:
         except Exception as error:
             raise TypeError(f"a {full_name(part)} cannot be rebuilt with other values ({error}): use a dict") from error
         if not _has(new, keys, others) or _plain_attributes(twin) != _plain_attributes(part):
-            raise TypeError(f"a {full_name(part)} has attributes besides its items, which would be lost: use a dict")
+            raise TypeError(
+                f"a {full_name(part)} has attributes besides its items, which a new one would lose: use a dict"
+            )
         return new
 
     return Opened(keys, values, made)
@@ -228,7 +230,7 @@ def _opened_dataclass(part: Any) -> Opened:
     fields = {field.name: field.init for field in dataclasses.fields(part) if hasattr(part, field.name)}
     values = {name: getattr(part, name) for name in fields} | dict(getattr(part, "__dict__", {}))
     derives = hasattr(part, "__post_init__")
-    if derives:  # values computed from its fields (such as the number of samples) are computed again
+    if derives:  # __post_init__ recomputes values that depend on its fields, such as the number of samples
         values = {name: value for name, value in values.items() if fields.get(name) or holds_tensors(value)}
 
     def made(others: list[Any]) -> Any:
@@ -244,13 +246,13 @@ def _opened_dataclass(part: Any) -> Opened:
 
 
 def _initialized(part: Any, arguments: list[str], given: dict[str, Any]) -> Any:
-    """Another dataclass by its __init__ and __post_init__, with the attributes that were set later."""
+    """Make a new dataclass by __init__ and __post_init__, and copy the attributes that were set later."""
     new = dataclasses.replace(part, **{name: given[name] for name in arguments})
     changed = [name for name in arguments if not _same(getattr(new, name), given[name])]
     if changed:
         raise TypeError(
-            f"a {full_name(part)} cannot be rebuilt with other values: its __post_init__ changes "
-            f"{', '.join(changed)}, and would do so twice. Make these changes before, or use a dict"
+            f"a {full_name(part)} cannot be rebuilt with other values: its __post_init__ would change "
+            f"{', '.join(changed)} twice. Make these changes before, or use a dict"
         )
     there = _attributes(new)
     later = {name: value for name, value in _attributes(part).items() if name not in there}
@@ -260,14 +262,13 @@ def _initialized(part: Any, arguments: list[str], given: dict[str, Any]) -> Any:
 
 
 def _set(instance: Any, attributes: Mapping[str, Any]) -> None:
-    """Set attributes; this also works if the class is frozen."""
+    """Set attributes, even if the class is frozen."""
     for name, value in attributes.items():
         object.__setattr__(instance, name, value)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether the values are the same objects or the same memory. Tensor values are not read, since they may be on a
-    GPU."""
+    """Whether the values are the same objects or share memory. This does not read tensors, which may be on a GPU."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (
             (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

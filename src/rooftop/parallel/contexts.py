@@ -1,19 +1,19 @@
-"""Context parallelism: every activation is split along the sequence, and attention exchanges the rows that it needs.
+"""Context parallelism: ranks split every activation along the sequence, and exchange the rows that attention needs.
 
     context = Context(groups["cp"], "p2p")
     packing = context.packing(length, documents)
-    chunks = packing.held[context.index]                   # the positions of this rank
+    chunks = packing.held[context.index]                   # this rank's positions
     model(chunks.of(tokens, 1), chunks.of(targets, 1), positions=chunks.positions(), packing=packing)
 
 | transport | what moves | attention |
 |---|---|---|
-| `all_gather` | all keys and values that a rank needs, at once; their gradients return | in one step |
-| `p2p` | the same rows, from one rank after the other, while others are being used | in a step for each rank, merged |
-| `a2a` | queries, keys and values: positions exchanged for heads; the result returns | some heads, whole sequences |
-| `a2a+p2p` | `a2a` within groups of neighbours, `p2p` between the groups | of both kinds |
+| `all_gather` | all keys and values that a rank needs, at once; their gradients are sent back | in one step |
+| `p2p` | the same rows, from one rank after another, during computation | one step per rank; results are merged |
+| `a2a` | queries, keys and values, positions against heads; the result is sent back | some heads of whole sequences |
+| `a2a+p2p` | `a2a` within groups of neighbours, `p2p` between the groups | combines both |
 
-A rank sends only rows that the receiver's queries attend to. For backward, a rank keeps its own keys and values, and
-receives those of other ranks again.
+A rank sends only rows that the receiver's queries attend to. For backward, a rank saves only its own keys and values,
+and receives other ranks' keys and values again.
 
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889); Jacobs et al. 2023,
 "DeepSpeed Ulysses" (arXiv:2309.14509); Llama Team 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), section 3.3.2.
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
     from rooftop.parallel.self_attentions import ParallelSelfAttention
 
 TRANSPORTS = ("p2p", "all_gather", "a2a", "a2a+p2p")
-"""Names as in Megatron's `--cp-comm-type`."""
+"""The names of transports, as for Megatron's `--cp-comm-type`."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Ranks that share sequences, and how attention exchanges keys and values among them.
+    """The ranks that split sequences, and the transport by which they exchange keys and values.
 
     Attributes:
-        group: the ranks; None: this one has whole sequences.
+        group: the ranks; None: this rank has whole sequences.
         transport: one of `TRANSPORTS`.
-        near, far: for "a2a+p2p", the neighbours that exchange heads, and the ranks at the same index in the groups of
-            neighbours, which exchange keys and values; `groups_of` creates them.
+        near, far: for "a2a+p2p", two groups, which `Context.of` creates: the neighbours, which exchange heads, and the
+            ranks with the same index in all groups of neighbours, which exchange keys and values.
 
     Raises:
-        ValueError: the transport is unknown, or "a2a+p2p" lacks the two groups.
+        ValueError: the transport is unknown, or the two groups for "a2a+p2p" are missing.
     """
 
     group: Group = None
@@ -78,12 +78,13 @@ class Context:
 
     @staticmethod
     def of(group: Group, transport: str = "p2p", near: int | None = None) -> Context:
-        """The context of a group. All ranks of all such groups call it together, since the call may create groups.
+        """Create the context of a group. All ranks of all context parallel groups must call this together, since it may
+        create groups.
 
         Args:
-            group: as in `Layout.process_groups()["cp"]`.
+            group: this rank's group, such as `Layout.process_groups()["cp"]`.
             transport: one of `TRANSPORTS`.
-            near: for "a2a+p2p", the number of neighbours that exchange heads; it divides the ranks.
+            near: for "a2a+p2p", the number of neighbours that exchange heads. It divides the number of ranks.
         """
         if transport != "a2a+p2p" or group is None or group.size() == 1:
             return Context(group, transport)
@@ -110,7 +111,7 @@ class Context:
         return place_in(self.group)[1]
 
     def packing(self, length: int, documents: Documents | None = None, parts: int = 1) -> Packing:
-        """The positions of each rank, as in `Packing.of`. Without documents, each call returns the same object."""
+        """Compute the positions of each rank, by `Packing.of`. Without documents, each call returns the same object."""
         if documents is not None:
             return Packing.of(length, self.ranks, documents, parts)
         if (length, parts) not in self._packings:
@@ -119,11 +120,11 @@ class Context:
 
 
 class ContextAttention:
-    """Attention for a rank's positions, for the layers of a model (as `Remembered`).
+    """Attention of a rank's positions, used by all layers of a model (like `Remembered`).
 
     Args:
         context: the ranks.
-        packing: which rank has which positions. Data prepared for one layer are reused by the next layers.
+        packing: which rank has which positions. The first layer prepares tables that the next layers reuse.
     """
 
     def __init__(self, context: Context, packing: Packing) -> None:
@@ -131,7 +132,8 @@ class ContextAttention:
         self._seen: dict[int | None, Tensor] = {}
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query (B, H, S, D), key and value (B, H_k, S, D) of this rank's positions; returns (B, H, S, D)."""
+        """Compute attention for this rank's positions: query (B, H, S, D), key and value (B, H_k, S, D). Returns (B, H,
+        S, D)."""
         if attention.weights_dropout is not None and attention.training:
             return self._with_dropout(attention, query, key, value)
         context, packing = self.context, self.packing
@@ -166,13 +168,13 @@ class ContextAttention:
         return self.packing.ready[place]
 
     def _with_dropout(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention in plain PyTorch, over all keys, whatever the transport."""
+        """Attention with dropout, in plain PyTorch over all keys. It gathers all keys, whatever the transport."""
         order = uploaded(order_of(self.packing.held), query.device)
         key, value = (gather_of_ranks(each, 2, self.context.group)[:, :, order] for each in (key, value))
         return attention.attend_in_pytorch(query, key, value, self._seen_by(attention.window, query.device))
 
     def _seen_by(self, window: int | None, device: torch.device) -> Tensor:
-        """The positions that this rank's queries attend to: (S, T), or with documents (B, 1, S, T)."""
+        """The mask of positions that this rank's queries attend to: (S, T), or with documents (B, 1, S, T)."""
         if window not in self._seen:
             packing = self.packing
             queries = packing.held[self.context.index].positions(device)[:, None]
@@ -188,7 +190,7 @@ class ContextAttention:
 
 
 def _joined(held: Sequence[Chunks], near: int) -> tuple[Chunks, ...]:
-    """The positions of groups of `near` neighbours together."""
+    """Join the positions of each group of `near` neighbours."""
     return tuple(
         Chunks(held[0].length, held[0].size, tuple(sorted(p for each in held[at : at + near] for p in each.places)))
         for at in range(0, len(held), near)
@@ -200,13 +202,13 @@ def _joined(held: Sequence[Chunks], near: int) -> tuple[Chunks, ...]:
 
 @dataclass(frozen=True)
 class _Step:
-    """Rows that arrive together, and the computation with them.
+    """A step: the rows that arrive together, and the blocks to compute with them.
 
     Attributes:
         sent: the rows that this rank sends to each rank, as indices into its own rows.
         received: the number of rows from each rank.
-        order: the indices of the arriving rows, in ascending order of their positions.
-        blocks: blocks of this rank's queries and these rows.
+        order: indices that sort the arriving rows by position.
+        blocks: the attention blocks of this rank's queries with these rows.
     """
 
     sent: tuple[Tensor, ...]
@@ -217,7 +219,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _RankPlan:
-    """The sends, receives and computations of a rank in each step."""
+    """What a rank sends, receives and computes in each step."""
 
     packing: Packing
     group: Group
@@ -232,8 +234,8 @@ class _RankPlan:
 
     @cached_property
     def own(self) -> Blocks | None:
-        """The work while the first rows are in transit: this rank's rows attend to each other. With a window, None,
-        because a window may reach into rows of other ranks.
+        """The blocks to compute while the first rows are in transit, in which this rank's rows attend to each other.
+        None with a window, which may reach into other ranks' rows.
         """
         if self.window is not None:
             return None
@@ -241,7 +243,7 @@ class _RankPlan:
 
     @cached_property
     def steps(self) -> tuple[_Step, ...]:
-        """All steps in which rows arrive; with a window this rank's own rows are included."""
+        """All steps in which rows arrive. With a window, the rows include this rank's own rows."""
         index, ranks = self.index, place_in(self.group)[1]
         everybody = set(range(ranks)) - (set() if self.window is not None else {index})
         if not everybody:
@@ -252,8 +254,8 @@ class _RankPlan:
         return tuple(self._step({to}, {of}) for to, of in zip(apart, apart[::-1], strict=True))
 
     def dtype_of_sums(self, x: Tensor) -> torch.dtype:
-        """The dtype in which parts of x are merged and summed. With at most two parts this is the dtype of x, because
-        the result is rounded only once anyway.
+        """The dtype in which partial results of x are merged and summed. With at most two parts, this is x's dtype,
+        because the result is then rounded only once.
         """
         return wide_dtype(x) if len(self.steps) > 1 else x.dtype
 
@@ -281,7 +283,7 @@ class _RankPlan:
 
 
 def _places_in(held: Chunks, spans: Sequence[Span]) -> Tensor:
-    """The indices of positions in a rank's rows."""
+    """The indices of the given positions in a rank's rows."""
     wanted = torch.cat([torch.arange(first, end) for first, end in spans]) if spans else torch.zeros(0).long()
     return torch.searchsorted(held.positions(), wanted)
 
@@ -291,8 +293,8 @@ Rows = tuple[Tensor, Tensor]
 
 
 def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[], Rows]:
-    """Start to send this rank's rows of a step. The returned function waits for the arriving rows, and returns them in
-    ascending order.
+    """Start to send this rank's rows for a step. The returned function waits for the arriving rows, and returns them in
+    ascending order of position.
     """
     both = torch.cat([key, value], 1).transpose(0, 2)  # (S, 2 H_k, B, D)
     out = both.index_select(0, torch.cat(step.sent)).contiguous()
@@ -309,8 +311,8 @@ def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[],
 
 
 def _send_back(step: _Step, dkey: Tensor, dvalue: Tensor, group: Group) -> Callable[[Tensor, Tensor], None]:
-    """Start to return the gradients of rows that have arrived. The returned function waits for the gradients of this
-    rank's own rows, and adds them.
+    """Start to send the gradients of arrived rows back to their ranks. The returned function waits for the gradients of
+    this rank's own rows, and adds them.
     """
     both = torch.cat([dkey, dvalue], 1).transpose(0, 2)  # (T, 2 H_k, B, D)
     out = torch.empty_like(both, memory_format=torch.contiguous_format)
@@ -330,7 +332,7 @@ def _send_back(step: _Step, dkey: Tensor, dvalue: Tensor, group: Group) -> Calla
 def _start_exchange(
     arriving: Tensor, received: Sequence[int], out: Tensor, sent: Sequence[int], group: Group
 ) -> Callable[[], None]:
-    """Start an all-to-all exchange of rows; each pair of ranks may exchange a different number of rows, or none."""
+    """Start an all-to-all exchange of rows. Each pair of ranks may exchange a different number of rows, or none."""
     if group is None:
         arriving.copy_(out)
         return lambda: None
@@ -346,8 +348,8 @@ def _start_exchange(
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a rank's queries to the rows of all ranks: each step uses the rows that have arrived, while the next
-    ones are in transit. Backward keeps only this rank's keys and values."""
+    """Attention of a rank's queries to the rows of all ranks. Each step computes with rows that have arrived, while the
+    next rows are in transit. Only this rank's keys and values are saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _RankPlan, scale: float) -> Tensor:
@@ -384,7 +386,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _arriving(plan: _RankPlan, key: Tensor, value: Tensor) -> Iterator[tuple[_Step, Rows]]:
-    """Each step with its arrived rows, while the rows of the next step are in transit."""
+    """Yield each step with its arrived rows, while the next step's rows are in transit."""
     pending = [_send(step, key, value, plan.group) for step in plan.steps[:1]]
 
     def steps() -> Iterator[tuple[_Step, Rows]]:

@@ -1,15 +1,15 @@
-"""Data parallelism in one process: a batch is split over several devices, with a replica of the module on each.
+"""Data parallelism in one process: split a batch over several devices, with a replica of the module on each device.
 
-Four steps, each a function: `scatter` splits the inputs, `replicate` copies the module, `parallel_apply` runs each
-replica on its share, `gather` joins the outputs. All four are differentiable, so backward takes the reverse path, and
-the gradients of all replicas end up in the module's parameters. `DataParallel` combines the four in order, with the
-semantics of torch.nn.DataParallel.
+It has four steps, each a function. `scatter` splits the inputs, `replicate` copies the module, `parallel_apply` runs
+each replica on its share, and `gather` joins the outputs. All four are differentiable, so backward runs them in reverse
+and accumulates the gradients of all replicas in the module's parameters. `DataParallel` combines the four in order,
+with the semantics of torch.nn.DataParallel.
 
-Its limits: one Python process launches for all devices, parameters go out and gradients come back through the first
-device at every step, and nothing overlaps with the backward. It is meant for small jobs and for learning. One process
-per GPU (torchrun and DistributedDataParallel) has none of these limits.
+Its limits: One Python process launches the kernels of all devices. In each step, the first device sends parameters to
+the other devices and gets their gradients back. No communication overlaps with backward. Use it for small jobs and for
+learning. One process per GPU (torchrun and DistributedDataParallel) has none of these limits.
 
-On the CPU, "cpu" can be named several times, which the tests do.
+For tests on a CPU, `devices` may list "cpu" several times.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ __all__ = ["DataParallel", "gather", "parallel_apply", "replicate", "scatter"]
 
 
 class DataParallel(nn.Module):
-    """A module whose batches are split over several devices.
+    """Wrap a module, and split its batches over several devices.
 
-    Each forward creates replicas on the devices that get a share, and drops them afterwards; gradients are those of the
-    whole batch. As with torch.nn.DataParallel:
+    Each forward creates replicas on the devices that get a share of the batch, and drops them afterwards. Gradients are
+    those of the whole batch. As with torch.nn.DataParallel:
 
-    - The first replica is the module itself, and the only one that is kept. Running statistics of batch norms come from
-      its share of the batch, and each replica normalizes its own share.
+    - The first replica is the module itself; only this replica is kept. So running statistics of batch norms come from
+      its share of the batch. Each replica normalizes its own share.
     - Hooks of the module and its submodules run once for each replica, in separate threads.
     - Keys of `state_dict` begin with "module.".
-    - An output without dimensions (a mean loss) becomes a vector, with a value for each replica. The mean of the
-      shares' losses is the batch's mean only if all shares have the same size: let the module return a value for each
+    - A scalar output (such as a mean loss) becomes a vector with one value per replica. The mean of these losses is the
+      batch's mean loss only if all shares have the same size. To be exact, let the module return a value for each
       sample.
 
     It differs from torch.nn.DataParallel in some ways. Shares differ by at most one sample. A parameter that no replica
-    uses has no gradient instead of zeros. `parameters()` works in a replica, and tensors in attributes are copied too.
-    Dropout differs between GPUs after `torch.manual_seed`, which gives all of them the same seed (here a GPU with the
-    seed of an earlier one gets the next free seed). On the CPU replicas draw from one generator, in any order.
+    uses gets no gradient, instead of zeros. `parameters()` works in a replica, and tensors in attributes are copied,
+    too. Dropout masks differ between GPUs even after `torch.manual_seed`, which gives all GPUs the same seed: a GPU
+    with the seed of an earlier GPU gets the next free seed. On the CPU, replicas draw from one generator in any order.
 
     Args:
-        module: the module; it is moved to the first device, in place.
-        devices: default: all GPUs, or the CPU if there are none. A device may be named several times.
-        output_device: where outputs are gathered. Default: the first device.
+        module: the module. It is moved to the first device in place.
+        devices: the devices. Default: all GPUs, or the CPU if there are none. The list may repeat a device.
+        output_device: the device that gathers the outputs. Default: the first device.
         dim: dimension along which inputs are split and outputs are joined.
 
     Raises:
-        ValueError: there are no devices, or one is neither an existing GPU nor the CPU.
+        ValueError: the list of devices is empty, or a device is neither an existing GPU nor the CPU.
     """
 
     def __init__(
@@ -75,16 +75,17 @@ class DataParallel(nn.Module):
         self.module = module.to(self.devices[0])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on its arguments, split as `scatter` does.
+        """Run the module on its arguments, which `scatter` splits over the devices.
 
-        Without arguments only the first device runs; with arguments but no tensors, all devices do.
+        Without arguments, only the first device runs. With arguments but no tensors, all devices run.
 
         Returns:
             The result of `gather` for the outputs.
 
         Raises:
-            ValueError, TypeError: as in the four functions. Errors in arguments are raised before any replica runs.
-            BaseException: the first exception of a replica, with its number and device as a note.
+            ValueError, TypeError: raised by one of the four functions. Errors in arguments are raised before any
+                replica runs.
+            BaseException: the first exception of a replica. A note names the replica's number and device.
         """
         given: dict[Any, Any] = dict(enumerate(args)) | kwargs
         shares = scatter(given, self.devices, self.dim) if given else [{}]
@@ -106,24 +107,25 @@ def parallel_apply(
     kwargs: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[torch.device | str] | None = None,
 ) -> list[Any]:
-    """Call each module with its inputs, all at the same time, in a thread for each.
+    """Call all modules at the same time, each with its inputs in a separate thread.
 
-    Threads have the grad mode, inference mode and autocast of the caller; each uses the caller's current stream of its
-    device. A single module is called in the calling thread.
+    Threads inherit the caller's grad mode, inference mode, autocast, and its current stream on each device. A single
+    module is called in the calling thread.
 
     Args:
         modules: the modules to call.
-        inputs: for each module, the positional arguments in a tuple or list, or a single argument of any other type.
+        inputs: for each module, a tuple or list of positional arguments, or a single argument of any other type.
         kwargs: for each module, the keyword arguments. Default: none.
-        devices: the device of each module. Default: the device of the first tensor in its arguments, else the CPU.
+        devices: the device of each module. Default: the device of the first tensor in the module's arguments, or the
+            CPU if there is no tensor.
 
     Returns:
-        Their outputs, in order; nothing waits for the GPUs.
+        The modules' outputs, in order. The host does not wait for the GPUs.
 
     Raises:
-        ValueError: the number of inputs, keyword arguments or devices differs from that of modules.
-        BaseException: a module raised an exception. The first one is raised after all modules have ended, with its
-            traceback, and with the module's number and device as a note.
+        ValueError: the number of inputs, keyword arguments or devices differs from the number of modules.
+        BaseException: the first exception of a module, raised after all modules have ended. It has its traceback, and a
+            note with the module's number and device.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     for what, given in (("inputs", inputs), ("keyword arguments", kwargs), ("devices", devices)):
@@ -155,10 +157,10 @@ def _device_of(arguments: Any, kwargs: Mapping[str, Any]) -> torch.device:
 
 
 def _give_different_seeds(devices: Sequence[torch.device]) -> None:
-    """Give generators of GPUs with the seed of an earlier device another seed."""
+    """Change the seeds of GPUs' generators that have the same seed as an earlier device."""
     gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
     if gpus:
-        torch.cuda.init()  # without it there are no generators yet
+        torch.cuda.init()  # creates the generators
     taken: set[int] = set()
     for device in gpus:
         generator = torch.cuda.default_generators[device.index]

@@ -1,16 +1,16 @@
-"""Weight gradients that are computed later than the rest of backward, as zero-bubble schedules need.
+"""Compute weight gradients later than the rest of backward, as zero-bubble schedules need.
 
     deferral = defer_weight_gradients(model)
     with deferral.collecting() as later:
-        loss.backward()      # gradients of inputs, norms, biases, embeddings
-    later.make()             # weights of linear layers
+        loss.backward()      # computes the gradients of inputs, norms, biases, embeddings
+    later.make()             # computes the gradients of linear layers' weights
 
 The previous rank waits for the gradient of the input, but no rank waits for the gradient of a weight. So a linear layer
-with a deferral computes the input's gradient at once and postpones the product for the weight's gradient. Both are in
-one autograd function of our own, so nothing depends on PyTorch's graph. Outside `collecting`, backward computes
-everything at once, with the same products and sums.
+with a deferral computes the input's gradient at once, and postpones the matrix product for the weight's gradient. A
+single custom autograd function does both, so that nothing depends on PyTorch's graph. Outside `collecting`, backward
+computes everything at once, with the same products and sums.
 
-A layer that may defer is opaque to torch.compile: a compiled block is compiled around it.
+torch.compile treats a layer that may defer as opaque, and compiles the rest of a block around it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 
 class Later:
-    """Weight gradients that are still to be computed."""
+    """The weight gradients that backward has deferred."""
 
     def __init__(self) -> None:
         self._left: list[tuple[GradientEdge, Callable[[], Tensor]]] = []
@@ -33,27 +33,27 @@ class Later:
         return len(self._left)
 
     def add(self, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
-        """Add the gradient of a weight; `make` computes it."""
+        """Add the deferred gradient of a weight, which `make` computes."""
         self._left.append((weight, make))
 
     def make(self) -> None:
         """Compute all gradients, one after another, and add each to its weight's `.grad`. Hooks run as in backward."""
         left, self._left = self._left, []
-        for weight, make in left:  # in the order of backward
+        for weight, make in left:  # in the order in which backward deferred them
             _accumulate(weight, make)
 
 
 class Deferral:
-    """A place where the linear layers of a model store the deferred gradients of their weights, during collection.
+    """Collects the deferred weight gradients of a model's linear layers within `collecting`.
 
-    The state is an attribute instead of thread-local, since autograd runs the backward of a GPU in its own threads.
+    The state is an attribute instead of thread-local, since autograd runs a GPU's backward in a separate thread.
     """
 
     def __init__(self) -> None:
         self.later: Later | None = None
 
     def add(self, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
-        """Defer a weight's gradient to the collector; without a collector, compute it now."""
+        """Defer a weight's gradient within `collecting`; outside, compute it at once."""
         if self.later is not None:
             self.later.add(weight, make)
         else:
@@ -61,13 +61,14 @@ class Deferral:
 
     @contextmanager
     def collecting(self) -> Iterator[Later]:
-        """Within the block, backward leaves the gradients of linear layers' weights to the returned object.
+        """Within the block, backward adds the gradients of linear layers' weights to the returned object, and does not
+        compute them.
 
         Raises:
-            RuntimeError: gradients are being collected already.
+            RuntimeError: a `collecting` block is already active.
         """
         if self.later is not None:
-            raise RuntimeError("Deferral: weight gradients are already being collected")
+            raise RuntimeError("Deferral: a `collecting` block is already active; end it before the next one")
         self.later = Later()
         try:
             yield self.later
@@ -82,13 +83,14 @@ def _accumulate(weight: GradientEdge, make: Callable[[], Tensor]) -> None:
 
 
 class Deferring:
-    """A linear layer that may leave its weight's gradient to a deferral; without one, backward computes it."""
+    """A linear layer that can leave its weight's gradient to a deferral. Without a deferral, backward computes the
+    gradient."""
 
     deferral: Deferral | None = None
 
 
 def defer_weight_gradients(model: nn.Module) -> Deferral:
-    """Set the deferral of all `ColumnParallelLinear` and `RowParallelLinear` of a model."""
+    """Create a deferral, and set it in all `ColumnParallelLinear` and `RowParallelLinear` layers of a model."""
     deferral = Deferral()
     for module in model.modules():
         if isinstance(module, Deferring):

@@ -1,12 +1,13 @@
-"""Copies of tensors on other devices, whose gradients are summed on the tensors' own device.
+"""Copy tensors to other devices, and sum the copies' gradients on the tensors' own device.
 
-In forward every tensor goes to every device; in backward the gradients of the copies return and are added. This is a
-broadcast and a reduction, each the derivative of the other. Both are bound by the link or, for small tensors, by the
-launch of a copy. So tensors of up to `COALESCED_BYTES` travel together, in one buffer for each dtype. Larger tensors
-are copied directly, without a second pass through memory.
+Forward copies every tensor to every device. Backward copies the gradients back and adds them. This is a broadcast and a
+reduction, each the derivative of the other. The link bounds their time or, for small tensors, the launch of a copy. So
+tensors of up to `COALESCED_BYTES` are copied together, in one buffer per dtype. Larger tensors are copied directly,
+without a second pass through memory.
 
-Each copy has its tensor's strides (channels last stays channels last), an address that is aligned for vector loads
-(`ALIGNMENT_BYTES`), and its own version counter, so that one copy may be written to while autograd keeps another.
+Each copy has its tensor's strides (channels last stays channels last), and an address that is aligned for vector loads
+(`ALIGNMENT_BYTES`). Each copy has its own version counter, so that a program may write to one copy while autograd has
+saved another.
 """
 
 from __future__ import annotations
@@ -22,30 +23,31 @@ from torch import Tensor, nn
 from rooftop.hardware.threads import caller_stream, current
 
 COALESCED_BYTES = 1 << 20
-"""At 100 GB/s this takes 10 us; the host of an H200 launches an operator in 6.6 us (`machines/h200.json`)."""
+"""Tensors of at most this size are copied together. Copying this size takes 10 us at 100 GB/s. An H200's host launches
+an operator in 6.6 us (`machines/h200.json`)."""
 
 ALIGNMENT_BYTES = 256
-"""CUDA's own allocations begin at multiples of this."""
+"""The alignment of copies. CUDA's own allocations also start at multiples of this."""
 
 Streams = dict[torch.device, torch.cuda.Stream]
 
 
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """A copy of each tensor on each device; in grad mode, gradients flow back through it to the tensor.
+    """Copy each tensor to each device. In grad mode, gradients flow back through the copies to the tensor.
 
-    A tensor without a used copy gets no gradient (None, not zeros). The host does not wait for a GPU, unless tensors go
-    from a GPU to the CPU.
+    If no copy of a tensor is used, the tensor gets no gradient (None instead of zeros). The host waits for a GPU only
+    to copy tensors from a GPU to the CPU.
 
     Args:
         tensors: the tensors to copy, all on one device.
-        devices: the devices, with indices. A repeated device, or the tensors' own, still gets separate copies.
+        devices: the devices, with indices. Repeated devices, and the tensors' own device, also get separate copies.
 
     Returns:
         For each device, the copies in the order of the tensors.
     """
     learning = [n for n, tensor in enumerate(tensors) if tensor.requires_grad and torch.is_grad_enabled()]
-    # A tensor that was computed gets a separate node. In a common node, each backward would traverse the graphs of all
-    # these tensors.
+    # A non-leaf tensor gets a separate autograd node. With a common node, each backward would traverse the graphs of
+    # all tensors.
     computed = [n for n in learning if tensors[n].grad_fn is not None]
     leaves = [n for n in learning if tensors[n].grad_fn is None]
     fixed = [n for n in range(len(tensors)) if n not in set(learning)]
@@ -60,12 +62,13 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
 
 
 class _Copies(torch.autograd.Function):
-    """Tensors of one device -> their copies: all of the first device, then all of the second, ..."""
+    """Copies the tensors of one device. The results are all copies on the first device, then all on the second device,
+    ..."""
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.home, ctx.count = tensors[0].device, len(tensors)
-        # The replicas run on these streams, and so do their gradients.
+        # The replicas and their gradients run on these streams.
         ctx.streams = _current_streams([ctx.home, *devices])
         ctx.set_materialize_grads(False)
         return tuple(chain.from_iterable(_copied(tensors, device) for device in devices))
@@ -77,9 +80,9 @@ class _Copies(torch.autograd.Function):
 
 
 class _Sums(torch.autograd.Function):
-    """Tensors of several devices, in the order of `_Copies` -> their sums on one device.
+    """Sums tensors of several devices, given in the order of `_Copies`' results, on one device.
 
-    None counts as zero; if all summands are None, the sum is None.
+    A summand of None counts as zero. If all summands are None, the sum is None.
     """
 
     @staticmethod
@@ -104,13 +107,14 @@ class _Sums(torch.autograd.Function):
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """The tensors, all on one device, on another device; unchanged if already there."""
+    """Copy tensors from one device to another. Tensors that are already there are returned unchanged."""
     return tensors if not tensors or tensors[0].device == device else _copied(tensors, device)
 
 
 @torch.no_grad()
 def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """New tensors with the same values and strides. Only a blocking copy to the host is safe to read."""
+    """Copy tensors with their values and strides. Copies to the host block, since a pending copy is not safe to
+    read."""
     to_gpu = device.type == "cuda"
     together: dict[torch.dtype, list[int]] = {}
     made: dict[int, Tensor] = {}
@@ -125,13 +129,13 @@ def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         buffer = torch.empty(size, dtype=dtype, device=group[0].device)
         torch._foreach_copy_(_slices(buffer, group, starts), group)
         arrived = buffer.to(device, non_blocking=to_gpu)
-        # .data: unlike slices, the results are not views and do not share a version counter.
+        # .data: unlike slices, the results are no views, and have separate version counters.
         made |= {n: part.data for n, part in zip(numbers, _slices(arrived, group, starts), strict=True)}
     return [made[number] for number in range(len(tensors))]
 
 
 def _may_go_with_others(tensor: Tensor) -> bool:
-    """Whether a tensor is small, plain, and without gaps or overlaps in memory."""
+    """Whether a tensor is small, is a plain tensor, and has no gaps or overlaps in memory."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
@@ -141,7 +145,7 @@ def _may_go_with_others(tensor: Tensor) -> bool:
 
 
 def _places_in_buffer(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """The start of each tensor in one buffer for all, and the size of the buffer, both in elements."""
+    """The start of each tensor in a common buffer, and the size of the buffer, in elements."""
     step = ALIGNMENT_BYTES // tensors[0].element_size()
     starts, size = [], 0
     for tensor in tensors:
@@ -151,7 +155,7 @@ def _places_in_buffer(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def _slices(buffer: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-    """A part of the buffer for each tensor, with the tensor's shape and strides."""
+    """A slice of the buffer for each tensor, with the tensor's shape and strides."""
     return [buffer.as_strided(t.shape, t.stride(), start) for t, start in zip(tensors, starts, strict=True)]
 
 
@@ -162,11 +166,11 @@ def _current_streams(devices: Sequence[torch.device]) -> Streams:
 
 @contextmanager
 def _entered(streams: Streams, home: torch.device) -> Iterator[None]:
-    """Enter these streams within an autograd node, which only knows one device.
+    """Make these streams current within an autograd node, for which autograd handles only one device.
 
-    Autograd adds gradients on a device's default stream unless it knows a better one. Autograd assumes that a node's
-    results are ready on the default stream of its device or on the node's own. So this context makes those default
-    streams and these streams wait for each other.
+    Autograd accumulates gradients on a device's default stream unless it knows the right stream. It assumes that a
+    node's results are ready on the device's default stream or on the node's own stream. So this context makes the given
+    streams wait for those streams at the start, and those streams wait for the home stream at the end.
     """
     autograds = [(torch.cuda.current_stream(device), torch.cuda.default_stream(device)) for device in streams]
     for stream, others in zip(streams.values(), autograds, strict=True):

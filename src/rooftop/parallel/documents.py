@@ -1,10 +1,10 @@
-"""Documents packed in sequences: where each begins and ends.
+"""The start and end of each document that is packed in a sequence.
 
-    documents = Documents.of_tokens(tokens, end=0)   # tokens (B, S): a document ends with each 0
+    documents = Documents.of_tokens(tokens, end=0)   # tokens (B, S): each token 0 ends a document
     documents.spans[0]                               # ((0, 5), (5, 9), ...) of the first sequence
 
-Attention then includes only the positions of a query's own document. Borders are plain numbers on the host: they decide
-which kernels run, and which rows ranks exchange.
+A query then attends only to positions of its own document. The borders are plain numbers on the host, because they
+decide which kernels run and which rows ranks exchange.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Span = tuple[int, int]
-"""(first, end): positions from `first` up to `end`, without it."""
+"""(first, end): the positions from `first` to `end` - 1."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Documents:
     """The documents of a batch of sequences of one length.
 
     Attributes:
-        length: positions of a sequence.
-        spans: the documents of each sequence, in order; together they cover the whole sequence.
+        length: number of positions in a sequence.
+        spans: for each sequence, (first, end) of its documents in order. Together they cover the whole sequence.
 
     Raises:
         ValueError: the spans do not follow each other from 0 to `length`.
@@ -50,9 +50,9 @@ class Documents:
 
     @staticmethod
     def of_tokens(tokens: Tensor, end: int) -> Documents:
-        """The documents in tokens (B, S). A document ends at each token `end`, and at the end of the sequence.
+        """Find the documents in tokens (B, S). A document ends after each token `end`, and at the end of the sequence.
 
-        Tokens on a GPU are copied to the host, and the host waits for them.
+        Tokens on a GPU are copied to the host, which waits for the copy.
         """
         if isinstance(end, bool) or not isinstance(end, int):
             raise ValueError(f"Documents: the end must be a token (an int), got {end!r}")
@@ -66,15 +66,14 @@ class Documents:
 
     @staticmethod
     def of_ends(length: int, ends: list[list[int]]) -> Documents:
-        """Documents from the ascending ends of each sequence's documents. The last end may be omitted if it is
-        `length`."""
+        """Create documents from the ascending ends in each sequence. A last end that equals `length` may be omitted."""
         rows = (
             [0, *each] if each and each[-1] == length else [0, *each, *([length] if length else [])] for each in ends
         )
         return Documents(length, tuple(tuple(pairwise(row)) for row in rows))
 
     def starts(self) -> Tensor:
-        """For each position the first position of its document, (B, S) int64 on the CPU."""
+        """The first position of each position's document, (B, S) int64 on the CPU."""
         rows = [
             torch.repeat_interleave(
                 torch.tensor([first for first, _ in spans], dtype=torch.int64),
@@ -85,7 +84,7 @@ class Documents:
         return torch.stack(rows) if rows else torch.zeros(0, self.length, dtype=torch.int64)
 
     def positions(self) -> Tensor:
-        """For each position its index in its document, (B, S) int64 on the CPU."""
+        """The index of each position within its document, (B, S) int64 on the CPU."""
         return torch.arange(self.length) - self.starts()
 
 

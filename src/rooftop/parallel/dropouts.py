@@ -1,11 +1,12 @@
-"""Dropout whose masks depend on the seed, a name, the step and the position in the whole batch, and not on the layout.
+"""Dropout whose masks depend only on the seed, a name, the step and the position in the whole batch. They are the same
+in every layout of ranks.
 
     dropouts = CounterDropouts(seed=1, batch=(dp_rank, dp))
     model = Gpt(config, dropouts=dropouts)
     model(tokens, targets, step=7)
 
-Masks are not stored: backward and recomputation generate them again. With several micro-batches in flight, each one is
-recomputed with its own place:
+Masks are not stored: backward and recomputation generate them again. If several micro-batches are in flight, recompute
+each with its own place:
 
     place = dropouts.place
     with dropouts.at(place):
@@ -31,13 +32,13 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a forward pass in the whole training.
+    """The place of a forward pass within the whole training run.
 
     Attributes:
-        step: training step, from 0: each step has other masks. A tensor is allowed, too, as for
+        step: training step, from 0. Each step has other masks. It may be a tensor, as for
             `rooftop.kernels.counter_dropout`.
-        batch: the part of the step's whole batch, along dimension 0.
-        chunks: the positions of its sequences; None: all.
+        batch: which part of the step's whole batch this pass computes, along dimension 0.
+        chunks: the positions of the sequences that this pass computes; None: all.
     """
 
     step: int | Tensor = 0
@@ -46,18 +47,18 @@ class Place:
 
 
 class CounterDropouts:
-    """Create the dropouts of a model on this rank, by probability and name.
+    """Creates the dropouts of a model on this rank, each from its probability and name.
 
     Args:
         seed: seed of the masks, from 0 to 2^64 - 1.
         batch: this rank's part of the whole batch, along dimension 0.
-        split: with sequence parallelism, this rank's part of the group's positions, along dimension 1.
-        heads: this rank's part of the heads; for attention's weights (B, H, S, T), whose names end in
+        split: with sequence parallelism, this rank's part of the tensor group's positions, along dimension 1.
+        heads: this rank's part of the heads, for attention weights (B, H, S, T). Their dropouts' names end in
             "weights_dropout".
 
     Attributes:
-        place: the place of the next forward pass in the training.
-        half: the part of the local batch that is being computed.
+        place: the place of the next forward pass in the training run.
+        half: which part of the local batch is being computed.
     """
 
     def __init__(self, seed: int, batch: Part = (0, 1), split: Part = (0, 1), heads: Part = (0, 1)) -> None:
@@ -66,7 +67,7 @@ class CounterDropouts:
         self.split, self.heads = split, heads
 
     def __call__(self, probability: float, name: str) -> CounterDropout:
-        """The dropout at a place of the model, from its name in the whole model."""
+        """Create the dropout with this name in the whole model."""
         return CounterDropout(probability, name, self, of_weights=name.endswith("weights_dropout"))
 
     @property
@@ -80,7 +81,7 @@ class CounterDropouts:
 
     @contextmanager
     def at(self, place: Place) -> Iterator[None]:
-        """Within the block, use the masks of the given place, even if training has moved on."""
+        """Within the block, use the masks of the given place, even if training is already at a later place."""
         before, self.place = self.place, place
         try:
             yield
@@ -97,8 +98,8 @@ class CounterDropouts:
             self.half = before
 
     def boxes(self, shape: tuple[int, ...], of_weights: bool) -> list[Box]:
-        """The parts of the whole mask for a local tensor of this shape. The parts follow each other along dimension 1,
-        or along dimension 2 for attention's weights."""
+        """The parts of the whole mask that cover a local tensor of this shape. They follow each other along dimension
+        1, or along dimension 2 for attention weights."""
         (batch, batches), (half, halves) = self.place.batch, self.half
         part, parts = self.heads if of_weights else self.split
         chunks, along = self.place.chunks, 2 if of_weights else 1
@@ -121,8 +122,8 @@ class CounterDropout(nn.Module):
         self.probability, self.name, self.made_by, self.of_weights = probability, name, made_by, of_weights
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, S, ...), or attention's weights (B, H, S, T); batch, heads and S may be parts of the whole; the result
-        is like x."""
+        """Apply dropout to x (B, S, ...) or to attention weights (B, H, S, T), which may be a rank's part of batch,
+        heads or positions."""
         if not self.training or not x.numel():
             return x
         along = 2 if self.of_weights else 1

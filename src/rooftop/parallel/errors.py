@@ -6,6 +6,6 @@ from rooftop.errors import RooftopError
 
 
 class RankError(RooftopError, RuntimeError):
-    """A rank failed, is missing or was started with other settings than the rest. Every rank raises this error, which
-    names that rank.
+    """A rank failed, is missing, or was started with other settings than the other ranks. Every rank raises this error,
+    which names the rank at fault.
     """

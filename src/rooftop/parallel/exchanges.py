@@ -1,17 +1,17 @@
-"""Collectives of a group's ranks, forward and backward. The gradient of each function is another of these functions.
+"""Differentiable collectives of a group's ranks. The backward of each function is another of these functions.
 
 | function | forward | backward |
 |---|---|---|
-| `copy_to_ranks` | the same | sum over the ranks |
-| `sum_of_ranks` | sum over the ranks | the same |
+| `copy_to_ranks` | x, unchanged | sum over the ranks |
+| `sum_of_ranks` | sum over the ranks | the gradient, unchanged |
 | `gather_of_ranks` | the ranks' parts, joined | this rank's part of the sum over the ranks |
 | `scattered_sum_of_ranks` | this rank's part of the sum over the ranks | the ranks' parts, joined |
 | `join_of_ranks` | the ranks' parts, joined | this rank's part |
 
-The first two surround the layers that tensor parallel ranks split. The next two replace the first two if the
-activations between these layers are split along the sequence. The last one, `join_of_ranks`, is for a result that all
-ranks use alike. Without a group nothing is communicated, and each function returns its argument. Gradients can be
-differentiated again, since they consist of the same functions.
+`copy_to_ranks` and `sum_of_ranks` surround the layers that tensor parallel ranks split. `gather_of_ranks` and
+`scattered_sum_of_ranks` replace them if the activations between these layers are split along the sequence.
+`join_of_ranks` is for a result that all ranks use in the same way. Without a group, each function returns its argument
+and communicates nothing. Double backward works, since gradients consist of the same functions.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.2.2.
@@ -36,9 +36,9 @@ Group = ProcessGroup | None
 # ---- without gradients -------------------------------------------------------------------------------------------
 
 Pending = Callable[[], Tensor]
-"""A started operation. Calling it waits for the operation and returns the result."""
+"""An operation in progress. Calling it waits for the operation and returns the result."""
 
-# torch 2.13 has new names for the same functions.
+# torch 2.13 renamed these functions.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -49,7 +49,7 @@ def place_in(group: Group) -> tuple[int, int]:
 
 
 def start_sum(x: Tensor, group: Group) -> Pending:
-    """Start the sum of all ranks' x. A contiguous x is overwritten, and must not be used before the sum is complete."""
+    """Start to sum all ranks' x. The sum overwrites a contiguous x. Do not use x before the sum is complete."""
     if group is None or group.size() == 1:
         return lambda: x
     total = x.contiguous()
@@ -58,7 +58,7 @@ def start_sum(x: Tensor, group: Group) -> Pending:
 
 
 def start_gather(x: Tensor, dim: int, group: Group) -> Pending:
-    """Start to join all ranks' x along a dimension; all have the same shape."""
+    """Start to join all ranks' x along a dimension. All have the same shape."""
     if group is None or group.size() == 1:
         return lambda: x
     part = x.movedim(dim, 0).contiguous()
@@ -68,7 +68,7 @@ def start_gather(x: Tensor, dim: int, group: Group) -> Pending:
 
 
 def start_scattered_sum(x: Tensor, dim: int, group: Group) -> Pending:
-    """This rank's part, along a dimension, of the sum of all ranks' x.
+    """Start to sum all ranks' x, for this rank's part of the sum along a dimension.
 
     Raises:
         ValueError: the dimension cannot be split among the ranks.
@@ -96,12 +96,12 @@ def _check(x: Tensor, dim: int, group: ProcessGroup) -> None:
     if x.shape[dim] % group.size():
         raise ValueError(
             f"dimension {dim} of {tuple(x.shape)} cannot be split among {group.size()} ranks: its length must be a "
-            "multiple of the ranks (with sequence_parallel, pad the sequence or leave sequence_parallel out)"
+            f"multiple of the number of ranks (with sequence_parallel, pad the sequence or leave out sequence_parallel)"
         )
 
 
 def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's part of x along a dimension, as a view; nothing is communicated.
+    """Take this rank's part of x along a dimension, as a view and without communication.
 
     Raises:
         ValueError: the dimension cannot be split among the ranks.
@@ -117,18 +117,18 @@ def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
-    """x, the same on all ranks; its gradient is the sum of the ranks' gradients."""
+    """Return x, which is the same on all ranks. Its gradient is the sum of the ranks' gradients."""
     return x if group is None else _Copy.apply(x, group)  # type: ignore[no-any-return]
 
 
 def sum_of_ranks(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' x, of any shape. The sum and its gradient are the same on all ranks."""
+    """Sum all ranks' x, of any shape. The sum and its gradient are the same on all ranks."""
     return x if group is None else _Sum.apply(x, group)  # type: ignore[no-any-return]
 
 
 def gather_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
-    """All ranks' parts joined along a dimension. Each rank uses the result differently, so the gradient is the sum over
-    the ranks.
+    """Join all ranks' parts along a dimension. Each rank uses the result differently, so backward sums the gradient
+    over the ranks.
 
     Raises:
         ValueError: in backward, if the dimension cannot be split among the ranks.
@@ -137,7 +137,7 @@ def gather_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def scattered_sum_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's part, along a dimension, of the sum of all ranks' x.
+    """Sum all ranks' x, and return this rank's part of the sum along a dimension.
 
     Raises:
         ValueError: the dimension cannot be split among the ranks.
@@ -146,7 +146,7 @@ def scattered_sum_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def join_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
-    """All ranks' parts joined along a dimension; all ranks use it alike, so its gradient needs no sum."""
+    """Join all ranks' parts along a dimension. All ranks use the result in the same way, so backward needs no sum."""
     return x if group is None else _Join.apply(x, dim, group)  # type: ignore[no-any-return]
 
 

@@ -1,21 +1,24 @@
-"""PyTorch's flight recorder of communication: the operations that a rank has launched and that have not ended.
+"""Read PyTorch's flight recorder of communication: the operations that a rank has launched and that have not ended.
 
-    operations = unfinished(recorded(), ranks_of_groups())       # of this rank, oldest first
+    operations = unfinished(recorded(), ranks_of_groups())       # this rank's operations, oldest first
     print(lacking({0: operations, 1: ()}))                       # rank 1 lacks the all_reduce ..., which rank 0 awaits
 
-PyTorch keeps the last operations of NCCL and of gloo in a ring of TORCH_FR_BUFFER_SIZE entries (2000; formerly
-TORCH_NCCL_TRACE_BUFFER_SIZE; 0: none) and returns them as a pickled dict. The fields that this module reads:
+PyTorch keeps the last operations of NCCL and of gloo in a ring buffer of TORCH_FR_BUFFER_SIZE entries (default 2000, 0
+to disable; formerly TORCH_NCCL_TRACE_BUFFER_SIZE). It returns them as a pickled dict. This module reads these fields:
 
 | key | |
 |---|---|
-| `pg_config` | NCCL: for each group, by its name, `ranks` as text, "[0, 1]" | | `pg_status` | for each group,
-`last_enqueued_collective` and `last_completed_collective` | | `entries` | for each operation, the fields below | |
-`process_group` | (name, description) | | `profiling_name` | "nccl:all_reduce" | | `collective_seq_id`, `p2p_seq_id`,
-`is_p2p` | its number; whether it is a send or receive | | `input_sizes`, `input_dtypes` | sizes and dtypes of its
-tensors | | `time_created_ns` | when it was launched | | `state`, `retired` | "scheduled", "started" or "completed";
-whether it has ended |
+| `pg_config` | NCCL: for each group, by its name, `ranks` as text, "[0, 1]" |
+| `pg_status` | for each group, `last_enqueued_collective` and `last_completed_collective` |
+| `entries` | for each operation, the fields below |
+| `process_group` | (name, description) |
+| `profiling_name` | "nccl:all_reduce" |
+| `collective_seq_id`, `p2p_seq_id`, `is_p2p` | the operation's number; whether it is a send or receive |
+| `input_sizes`, `input_dtypes` | sizes and dtypes of the operation's tensors |
+| `time_created_ns` | time of the launch |
+| `state`, `retired` | "scheduled", "started" or "completed"; whether the operation has ended |
 
-Ranks count the collectives of a group in the same order, so equal numbers are the same collective.
+All ranks of a group count its collectives in the same order, so equal numbers mean the same collective.
 
 Source: https://docs.pytorch.org/tutorials/prototype/flight_recorder_tutorial.html
 """
@@ -32,7 +35,7 @@ from typing import Any
 import torch.distributed as dist
 
 RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
-"""Functions of torch's extension: NCCL's recorder, in builds that have it, and gloo's, since PyTorch 2.9."""
+"""Functions of torch's extension that read the recorders of NCCL (in builds with NCCL) and gloo (PyTorch 2.9)."""
 DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -42,20 +45,20 @@ DTYPES = {
     "Int": "int32",
     "Long": "int64",
 }
-"""ATen's dtype names that differ from torch's in more than case."""
+"""ATen's names of dtypes that differ from torch's names in more than case."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A communication that a rank has launched.
+    """A collective, send or receive that a rank has launched.
 
     Attributes:
-        name: "all_reduce".
+        name: the operation's name, such as "all_reduce".
         group: the group's name.
         ranks: the group's ranks.
-        number: counts the group's collectives from 1; sends and receives are counted separately.
-        what: shape and dtype of its first tensor; "" without one.
-        between_two: whether this is a send or a receive.
+        number: number among the group's collectives, from 1. Sends and receives are counted separately.
+        what: shape and dtype of the first tensor; "" without tensors.
+        between_two: whether the operation is a send or a receive.
     """
 
     name: str
@@ -67,7 +70,7 @@ class Operation:
 
     @property
     def words(self) -> str:
-        """ "all_reduce of 7 float32 (ranks 0-3)", as it stands within a longer message."""
+        """ "all_reduce of 7 float32 (ranks 0-3)", for use within a longer message."""
         return f"{self._called} ({ranks_in_words(self.ranks)})"
 
     @property
@@ -81,16 +84,16 @@ class Operation:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The dumps of this process, from each recorder in this build of PyTorch."""
+    """This process's dumps, one from each recorder that this build of PyTorch has."""
     return [pickle.loads(dump(True, False, False)) for dump in _recorders()]
 
 
 def progress() -> tuple[tuple[str, int, int], ...]:
-    """For each group: its number, and the numbers of the last launched and the last ended collective. This takes 0.1
-    ms.
+    """Return for each group its number, and the numbers of its last launched and its last ended collective. This takes
+    0.1 ms.
 
-    A group's number counts all groups that this process has made. Unlike its name, the number is not used again once
-    the group is destroyed.
+    A group's number counts all groups that this process has created. Unlike a name, a number is never reused after the
+    group is destroyed.
     """
     states = [pickle.loads(dump(False, False, True)).get("pg_status", {}) for dump in _recorders()]
     return tuple(
@@ -118,7 +121,7 @@ def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[in
 
     Args:
         dumps: the dumps of this rank.
-        groups: ranks by a group's name, if a dump does not include them.
+        groups: the ranks of each group, by name, for dumps that do not include them.
     """
     found = [
         (entry.get("time_created_ns") or 0, operation)
@@ -130,7 +133,7 @@ def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[in
 
 
 def newest(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[int, ...]]) -> Operation | None:
-    """The last operation that a rank has launched. (A failed operation counts as ended.)"""
+    """The last operation that a rank has launched. A failed operation counts as ended."""
     found = [
         (entry.get("time_created_ns") or 0, operation)
         for dump in dumps
@@ -177,12 +180,12 @@ def _tensor(entry: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Lack:
-    """A collective that some ranks of its group have not launched or not reached.
+    """A collective that some ranks of its group have not launched, or have launched but not reached.
 
     Attributes:
-        operation: the operation, as the waiting ranks record it.
-        by: the ranks that lack the operation.
-        awaited_by: the ranks that wait in the operation.
+        operation: the collective, as recorded by the ranks that wait.
+        by: the ranks that lack the collective.
+        awaited_by: the ranks that wait in the collective.
     """
 
     operation: Operation
@@ -200,10 +203,10 @@ class Lack:
 
 
 def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
-    """All collectives in which ranks wait. If a rank that lacks a collective is not waiting itself, that collective
-    comes first.
+    """All collectives in which ranks wait. Collectives come first if a rank that lacks them is not itself waiting
+    elsewhere.
 
-    A rank that lacks one collective may be waiting in another. Such a rank is held up, and is not the cause.
+    A rank that lacks one collective may be waiting in another. Such a rank is blocked, and is not the cause.
 
     Args:
         unfinished_of: for each rank, its launched operations that have not ended.
@@ -226,7 +229,7 @@ def lacking(unfinished_of: Mapping[int, Sequence[Operation]], by: Collection[int
 
     Args:
         unfinished_of: for each rank, its launched operations that have not ended.
-        by: ranks to name first.
+        by: ranks whose missing collectives come first.
     """
     found = sorted(lacks(unfinished_of), key=lambda each: not set(by) & set(each.by))
     return found[0].words if found else ""

@@ -1,4 +1,4 @@
-"""Join the outputs of replicas to the output of the whole batch."""
+"""Join the outputs of replicas into the output of the whole batch."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from rooftop.parallel.replicas import places_of
 from rooftop.parallel.scattering import moved
 
 COMPARABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""Types of values that outputs may contain besides tensors. Such values must be equal in all replicas."""
+"""Types of values that outputs may have besides tensors. Such values must be equal in all replicas."""
 
 
 def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> Any:
     """Join the replicas' outputs.
 
     Args:
-        outputs: one for each replica, all of one structure: tensors in tuples, named tuples, lists, Mappings (with the
-            same keys) and dataclasses, including Hugging Face's ModelOutput and caches. Other values are None, numbers,
-            strings and the like, and must be equal in all outputs.
+        outputs: one per replica, all with the same structure. It consists of tensors in tuples, named tuples, lists,
+            Mappings (with the same keys) and dataclasses, including Hugging Face's ModelOutput and caches. Other
+            values, such as None, numbers and strings, must be equal in all outputs.
         device: the device of the result.
-        dim: the dimension along which tensors are joined; may be negative. Tensors without dimensions become a vector
+        dim: the dimension along which tensors are joined. It may be negative. Scalar tensors become a vector
             (replicas,).
 
     Returns:
-        The same structure.
+        The joined values, in the structure of the outputs.
 
     Raises:
-        ValueError: there are no outputs; tensors lack the dimension `dim`, or differ in dtype or in another size; dicts
-            have different keys; or other values differ.
+        ValueError: there are no outputs; tensors lack the dimension `dim`, or differ in dtype or in the size of another
+            dimension; dicts have different keys; or other values differ.
         TypeError: the structures differ, or values cannot be joined.
     """
     place = places_of([device])[0]
@@ -62,7 +62,7 @@ def _joined(parts: list[Any], device: torch.device, dim: int) -> Any:
 
 
 def _rows(parts: list[Any]) -> list[list[Any]]:
-    """The values in containers of one type, in the order of the first one's names."""
+    """The values of each container, in the order of the first container's names. All containers have one type."""
     all_opened = [found for part in parts if (found := opened(part)) is not None]
     first = all_opened[0]
     kind = type(parts[0]).__name__
@@ -71,12 +71,12 @@ def _rows(parts: list[Any]) -> list[list[Any]]:
             continue
         if isinstance(parts[0], Mapping):
             raise ValueError(
-                f"replica {number} gave a {kind} with the keys {found.names}, replica 0 one with {first.names}: all "
-                "must return the same keys"
+                f"replica {number} returned a {kind} with the keys {found.names}, replica 0 one with {first.names}: "
+                "all must return the same keys"
             )
         raise ValueError(
-            f"replica {number} gave a {kind} of {len(found.names)}, replica 0 one of {len(first.names)}: all must "
-            "return the same number of values"
+            f"replica {number} returned a {kind} of {len(found.names)} values, replica 0 of {len(first.names)}: all "
+            f"must return the same number"
         )
     by_name = [dict(zip(found.names, found.values, strict=True)) for found in all_opened]
     return [[values[name] for name in first.names] for values in by_name]
@@ -87,8 +87,8 @@ def _joined_tensors(parts: list[Tensor], device: torch.device, dim: int) -> Tens
     if len(kinds) > 1 or not (parts[0].dim() == 0 or -parts[0].dim() <= dim < parts[0].dim()):
         given = ", ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
         raise ValueError(
-            f"outputs of the replicas cannot be joined along dim {dim}: {given}; they must agree in dtype and in all "
-            "other sizes (pad them inside the module)"
+            f"outputs of the replicas cannot be joined along dim {dim}: {given}; they must have the same dtype and the "
+            f"same sizes in all other dimensions (pad them inside the module)"
         )
     there = [moved(part, device) for part in parts]
     return torch.stack(there) if parts[0].dim() == 0 else torch.cat(there, dim)
@@ -105,13 +105,15 @@ def _same_value(parts: list[Any]) -> Any:
     if first is None or (isinstance(first, COMPARABLE) and all(part == first for part in parts)):
         return first
     if isinstance(first, COMPARABLE):
-        raise ValueError(f"replicas gave different values, {', '.join(map(repr, parts))}: return them as tensors")
+        raise ValueError(
+            f"the replicas returned different values, {', '.join(map(repr, parts))}: return them as tensors"
+        )
     if isinstance(first, PackedSequence):
         raise TypeError(
-            "outputs of the type torch.nn.utils.rnn.PackedSequence cannot be gathered: their rows are sorted by time. "
-            "Return the padded tensor (torch.nn.utils.rnn.pad_packed_sequence, with total_length)"
+            "outputs of the type torch.nn.utils.rnn.PackedSequence cannot be gathered, since their rows are sorted by "
+            "time. Return the padded tensor (torch.nn.utils.rnn.pad_packed_sequence, with total_length)"
         )
     raise TypeError(
-        f"outputs of the type {full_name(first)} cannot be gathered: return tensors, in tuples, lists, dicts or "
-        "dataclasses"
+        f"outputs of the type {full_name(first)} cannot be gathered: return tensors, or tuples, lists, dicts or "
+        f"dataclasses of tensors"
     )

@@ -1,4 +1,5 @@
-"""Gradients of a split model: summed over the ranks that hold the same parameters, and their norm over all ranks.
+"""Sum the gradients of a split model over the ranks that hold the same parameters, and compute their norm over all
+ranks.
 
     gradients = ModelGradients(model, layout.process_groups(), sequence_parallel=layout.sequence_parallel)
     with gradients.summing():
@@ -7,15 +8,18 @@
     norm = gradients.clip_(1.0)
     optimizer.step()
 
-| parameter | gradient from a rank's backward | summed over | |---|---|---| | split | all of its gradient | | | whole,
-with sequence parallelism (norms, biases of row layers, positions) | that of its positions | the tensor ranks | | whole,
-without | all of it | | | heads of keys and values that several ranks hold | that of its queries | those ranks | | any |
-that of its sequences | the data ranks | | tied, with a pipeline | that of the embedding, or of the head | the first and
-the last stage |
+| parameter | gradient from a rank's backward | summed over |
+|---|---|---|
+| split | the whole gradient | |
+| not split, with sequence parallelism (norms, row layers' biases, positions) | of the rank's positions | tensor ranks |
+| not split, without sequence parallelism | the whole gradient | |
+| heads of keys and values that several ranks hold | of the rank's queries | these ranks |
+| any | of the rank's sequences | data ranks |
+| tied, with a pipeline | of the embedding, or of the head | the first and the last stage |
 
-Gradients are summed once a step, however many micro-batches it has: after backward, or over the data ranks during the
-last backward (`summing`). If the parameters are sharded over the data ranks (`fully_sharded`), backward itself sums
-over them, and each rank holds some rows.
+Gradients are summed once a step, however many micro-batches it has. The sums run after backward; over the data ranks,
+they may run during the last backward (`summing`). If the parameters are sharded over the data ranks (`fully_sharded`),
+backward itself sums over the data ranks, and each rank holds some rows.
 """
 
 from __future__ import annotations
@@ -37,27 +41,27 @@ from rooftop.parallel.shards import shards_of
 from rooftop.parallel.sums import Sums
 from rooftop.parallel.weight_places import WeightPlaces
 
-ZERO = 1e-6  # added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_
+ZERO = 1e-6  # added to the norm, by which `clip_` divides, as in torch.nn.utils.clip_grad_norm_
 
 
 class ModelGradients:
-    """The operations on a model's gradients after backward.
+    """Sums, norm and clipping of a model's gradients after backward.
 
-    All ranks must create it and call its methods together, because they communicate.
+    All ranks must create this object and call its methods together, because the calls communicate.
 
     Args:
-        model: this rank's model; the `shards` of its layers say what is split. Data ranks may share it
+        model: this rank's model. The `shards` of its layers say what is split. Data ranks may share the model
             (`fully_sharded`).
-        groups: groups by name, "tp" and "dp-cp", with a pipeline also "tp-pp" and "embedding", as in
-            `Layout.process_groups`.
+        groups: groups by name, as from `Layout.process_groups`: "tp" and "dp-cp", and with a pipeline also "tp-pp" and
+            "embedding".
         sequence_parallel: whether the tensor ranks' activations were split along the sequence.
-        tied: the name of the parameter that the first and the last stage of a pipeline both hold, on different ranks
-            (`rooftop.models.gpt.stages.GptStages.tied`); None if this rank has none.
+        tied: the name of the parameter that the first and the last stage of a pipeline hold on different ranks
+            (`rooftop.models.gpt.stages.GptStages.tied`); None if this rank has no such parameter.
 
     Attributes:
-        parameters: the parameters with these gradients, by name.
+        parameters: the parameters that have gradients, by name.
         gradient_of: finds a parameter's gradient, in any dtype; None if there is none.
-        widen: called with a parameter before its gradient is changed; afterwards the gradient is in `.grad`.
+        widen: called with a parameter before its gradient is changed. It must leave the gradient in `.grad`.
     """
 
     def __init__(
@@ -70,12 +74,12 @@ class ModelGradients:
     ) -> None:
         groups = groups or {}
         self.tensor, self.data = groups.get("tp"), groups.get("dp-cp")
-        self.of_model = groups.get("tp-pp", self.tensor)  # these ranks hold the parts of one model
+        self.of_model = groups.get("tp-pp", self.tensor)  # the ranks that together hold one model
         self.sequence_parallel = sequence_parallel
         self.tied, self.tied_group = tied, groups.get("embedding") if tied is not None else None
         shards = shards_of(model)
         self._places = WeightPlaces(model)
-        # Tied parameters are listed once, under the first of their names.
+        # A tied parameter is listed once, under its first name.
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._own = dict(self.parameters)
         self._during: _During | None = None
@@ -87,7 +91,7 @@ class ModelGradients:
         self._sharing = {count: self._group_of(count) for count in sorted(holders)}
 
     def _group_of(self, holders: int) -> Group:
-        """The group of all ranks that hold the same parameter as this rank."""
+        """The group of ranks that hold the same part of this parameter."""
         index, count = place_in(self.tensor)
         if holders == count or self.tensor is None:
             return self.tensor
@@ -97,13 +101,13 @@ class ModelGradients:
 
     @contextmanager
     def summing(self) -> Iterator[None]:
-        """Within the block, backward starts to sum each gradient over the data ranks when it is ready; `sum_` then
-        waits for the sums.
+        """Within the block, backward starts to sum each gradient over the data ranks as soon as it is ready. `sum_`
+        later waits for the sums.
 
-        All ranks use this for the last backward of a step. Gradients must not be changed until `sum_`.
+        All ranks must use this for the last backward of a step. Do not change gradients before `sum_`.
 
         Raises:
-            RuntimeError: there is a second backward, or earlier sums are not finished.
+            RuntimeError: a second backward runs within the block, or earlier sums are not finished.
         """
         if self._during is not None:
             raise RuntimeError("ModelGradients: sums have already begun: call sum_ once for each summing()")
@@ -113,7 +117,7 @@ class ModelGradients:
         hooks = [
             own.register_post_accumulate_grad_hook(partial(self._is_there, name))
             for name, own in self._own.items()
-            if own.requires_grad  # the parameter may have been frozen since
+            if own.requires_grad  # a parameter may have been frozen meanwhile
         ]
         self._during = _During(self._in_order(), Sums(self.data))
         try:
@@ -126,7 +130,8 @@ class ModelGradients:
                 hook.remove()
 
     def _is_there(self, name: str, _: Tensor) -> None:
-        """Start the sum of this gradient, and of the gradients that waited for it. All ranks sum in the same order."""
+        """Start to sum this gradient, and the gradients that waited for it, since all ranks must sum in the same
+        order."""
         assert self._during is not None
         self._during.add(name, self._changed)
 
@@ -134,12 +139,12 @@ class ModelGradients:
     def sum_(self) -> None:
         """Sum all gradients over the ranks that hold the same parameters, in place.
 
-        A mean loss must be the mean of the whole batch: use `reduction="sum"`, divided by the targets of all ranks
-        (`targets_of_all_ranks`).
+        The loss must be a mean over the whole batch: use `reduction="sum"`, and divide by the number of targets on all
+        ranks (`targets_of_all_ranks`).
 
         Raises:
-            RuntimeError: other tensors replaced the model's parameters (`load_state_dict` with assign=True), so these
-                gradients would not belong to them.
+            RuntimeError: other tensors have replaced the model's parameters (`load_state_dict` with assign=True), so
+                their gradients are not known here.
         """
         self._places.check("ModelGradients.sum_")
         during, self._during = self._during or _During(self._in_order(), Sums(self.data)), None
@@ -156,18 +161,18 @@ class ModelGradients:
         _sum((self._changed(name) for name, _ in self._here() if name == self.tied), self.tied_group)
 
     def _in_order(self) -> list[str]:
-        """The order in which backward usually computes the gradients."""
+        """The names in the order in which backward usually computes the gradients."""
         return [*reversed(self.parameters)]
 
     def _here(self) -> Iterator[tuple[str, Tensor]]:
-        """The existing gradients by name; for sharded parameters, this rank's rows."""
+        """Yield the existing gradients by name; of sharded parameters, this rank's rows."""
         for name, parameter in self.parameters.items():
             gradient = self.gradient_of(parameter)
             if gradient is not None:
                 yield name, local_of(gradient)
 
     def _changed(self, name: str) -> Tensor:
-        """An existing gradient, for a change in place."""
+        """An existing gradient, ready to be changed in place."""
         self.widen(self.parameters[name])
         gradient = self.parameters[name].grad
         assert gradient is not None
@@ -181,12 +186,13 @@ class ModelGradients:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The 2-norm of the whole model's gradient, (), float32, or float64 for float64: the same on all ranks.
+        """The 2-norm of the whole model's gradient, (), the same on all ranks. It is float32, or float64 if a parameter
+        is.
 
         Tensors that several ranks hold count once.
         """
         counted = list(self._counted())
-        every = list(self.parameters.values())  # the same dtype on all ranks, some of which may count nothing
+        every = list(self.parameters.values())  # the same dtype also on ranks that count no gradient
         wide = torch.float64 if any(each.dtype == torch.float64 for each in every) else torch.float32
         device = every[0].device if every else torch.device("cpu")
         norms = _norms(counted, wide)
@@ -195,11 +201,11 @@ class ModelGradients:
         return (start_sum(total, self.data)() if self.data_shares else total).sqrt()
 
     def _counted(self) -> Iterator[Tensor]:
-        """The gradients, or parts of them, that this rank counts."""
+        """Yield the gradients, or parts of gradients, that this rank adds to the norm."""
         first = place_in(self.tensor)[0] == 0
         for name, gradient in self._here():
             if name == self.tied and place_in(self.tied_group)[0] > 0:
-                continue  # the first stage counts this gradient
+                continue  # the first stage adds this gradient
             if name in self.shards:
                 yield from (part for piece, part in self.shards[name].parts(gradient) if piece.first)
             elif first:
@@ -207,10 +213,10 @@ class ModelGradients:
 
     @torch.no_grad()
     def clip_(self, most: float) -> Tensor:
-        """Scale all gradients, in place, so that their norm is at most `most`; return the norm before.
+        """Scale all gradients in place, so that their norm is at most `most`. Return the norm before scaling.
 
         Raises:
-            ValueError: `most` is NaN, 0 or negative. (A negative one would reverse the gradients.)
+            ValueError: `most` is NaN, 0 or negative. (A negative value would reverse the gradients.)
         """
         norm, scale = self.scale_for(most)
         gradients = [self._changed(name) for name, _ in self._here()]
@@ -220,22 +226,23 @@ class ModelGradients:
 
     @torch.no_grad()
     def scale_for(self, most: float) -> tuple[Tensor, Tensor]:
-        """(the norm, the factor with which `clip_` would multiply all gradients), () both, for an optimizer that scales
-        them itself.
+        """Return the norm, and the factor by which `clip_` would multiply all gradients, () each. It is for optimizers
+        that scale gradients themselves.
 
         Raises:
             ValueError: as in `clip_`.
         """
         if not most > 0:
-            raise ValueError(f"ModelGradients: the largest norm must be more than 0 (inf: any), got {most}")
+            raise ValueError(f"ModelGradients: the maximum norm must be above 0 (inf: no limit), got {most}")
         norm = self.norm()
         return norm, (most / (norm + ZERO)).clamp(max=1.0) if most < math.inf else torch.ones_like(norm)
 
 
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
-    """The number of targets that count over all data ranks, (), int64, by which the sum of their losses is divided.
+    """The number of targets on all data ranks that are not ignored, (), int64. Divide the sum of their losses by this
+    number.
 
-    The number is at least 1. So if no target counts, the loss and its gradient are 0.
+    The number is at least 1. So if all targets are ignored, the loss and its gradient are 0.
     """
     counted: Tensor = start_sum((targets != ignore_index).sum(), data)()
     return counted.clamp(min=1)
@@ -256,10 +263,10 @@ def _sum(tensors: Iterable[Tensor], group: Group) -> None:
 
 
 class _During:
-    """The sums that backward has started, and those that it has not started yet.
+    """The sums that backward has started, and the sums that it has yet to start.
 
     Args:
-        order: names, in the order in which all ranks sum.
+        order: names in the order in which all ranks sum.
     """
 
     def __init__(self, order: list[str], sums: Sums) -> None:
@@ -267,7 +274,7 @@ class _During:
         self._there: set[str] = set()
 
     def add(self, name: str, gradient_of: Callable[[str], Tensor]) -> None:
-        """Mark a gradient as ready, and start the sums of all ready ones, up to the first that is not."""
+        """Mark a gradient as ready. In the common order, start all sums before the first gradient that is not ready."""
         if name in self._there:
             raise RuntimeError(
                 f"ModelGradients: a second backward within summing(), for {name}: use summing() only for the last "
@@ -281,8 +288,8 @@ class _During:
 
 
 def _norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each tensor, (), in a few launches for each dtype. The results are grouped by dtype, not in the
-    order of the tensors.
+    """The 2-norm of each tensor, (), in a few launches for each dtype. The results are grouped by dtype, and not in the
+    tensors' order.
     """
     of_dtypes: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:

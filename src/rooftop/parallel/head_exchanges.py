@@ -1,4 +1,5 @@
-"""Exchange positions for heads: from all heads of a rank's positions to some heads of all positions, and back.
+"""Exchange positions for heads (all-to-all): from all heads of a rank's positions to some heads of all positions, and
+back.
 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
 """
@@ -19,19 +20,19 @@ from rooftop.parallel.exchanges import Group, place_in
 
 
 def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
-    """This rank's heads of all positions in the group.
+    """Exchange to this rank's heads of all positions in the group.
 
     Args:
-        x: (B, H, S, D), of this rank's positions. If there are fewer heads than ranks, several ranks get the same head,
-            and its gradient is the sum of theirs.
-        order: result of `order_of`, on the device of x. All ranks hold equally many positions.
+        x: (B, H, S, D) of this rank's positions. If there are fewer heads than ranks, several ranks get the same head.
+            Its gradient is the sum of these ranks' gradients.
+        order: result of `order_of`, on the device of x. All ranks hold the same number of positions.
         group: the ranks.
 
     Returns:
         (B, H / ranks, ranks S, D), positions in ascending order.
 
     Raises:
-        ValueError: heads and ranks do not divide each other.
+        ValueError: neither number (heads, ranks) divides the other.
     """
     ranks, heads = place_in(group)[1], x.shape[1]
     if group is None or ranks == 1:
@@ -47,8 +48,8 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
 
 
 def positions_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
-    """All heads of this rank's positions: the reverse of `heads_here`. x is (B, H / ranks, ranks S, D); returns (B, H,
-    S, D).
+    """Exchange back to all heads of this rank's positions: the inverse of `heads_here`. x is (B, H / ranks, ranks S,
+    D). Returns (B, H, S, D).
     """
     if group is None or group.size() == 1:
         return x
@@ -56,13 +57,13 @@ def positions_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
 
 
 def order_of(held: Sequence[Chunks]) -> Tensor:
-    """For each position, in ascending order, its index in the joined positions of all ranks."""
+    """The index of each position, in ascending order, among the joined positions of all ranks."""
     return torch.cat([each.positions() for each in held]).argsort()
 
 
 def _to_heads(x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
     ranks = group.size()
-    parts = x.unflatten(1, (ranks, -1)).movedim(1, 0).contiguous()  # (ranks, B, H / ranks, S, D), by receiver
+    parts = x.unflatten(1, (ranks, -1)).movedim(1, 0).contiguous()  # (receivers, B, H / ranks, S, D)
     found = torch.empty_like(parts)
     dist.all_to_all_single(found, parts, group=group)
     return found.movedim(0, 2).flatten(2, 3)[:, :, order]
@@ -79,7 +80,7 @@ def _to_positions(x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """To heads or back to positions; each is the other's backward."""
+    """The exchange to heads or back to positions. Each is the backward of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, group: ProcessGroup, to_heads: bool) -> Tensor:

@@ -1,12 +1,12 @@
-"""Read from the launcher this process's rank, the number of ranks, and the address where they meet.
+"""Read this process's rank, the number of ranks and the rendezvous address from the launcher's environment variables.
 
-| started by | known by |
+| launcher | its variables |
 |---|---|
 | `torchrun`, or whatever sets the same variables | `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK` |
 | `srun` | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_STEP_NODELIST`, `SLURM_JOB_ID` |
-| nothing: a single process | none of these |
+| none: a single process | none of these |
 
-A script in a SLURM allocation without `srun` is a single process, because it lacks the variables of a step.
+A script in a SLURM allocation that runs without `srun` is a single process, because it lacks a step's variables.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from dataclasses import dataclass
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
-FIRST_PORT, PORTS = 20_000, 12_000  # below 32768, where the ports begin that Linux assigns itself
+FIRST_PORT, PORTS = 20_000, 12_000  # all below 32768, where Linux's ephemeral ports begin
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among all processes that were started together.
+    """This process's place among all processes that were started together.
 
     Attributes:
         rank, size: rank of this process, and the number of ranks.
-        local_rank: index of this rank among the ranks on this machine.
+        local_rank: index of this rank among this machine's ranks.
         launcher: "torchrun", "slurm" or "alone".
-        address, port: the address at which the ranks meet; meaningless for a single process.
-        served: whether the launcher runs the store at that address; if not, rank 0 runs it.
-        attempt: the number of times that the launcher has restarted the ranks. If there are several launchers, each
-            counts for itself.
-        elastic: whether torchrun itself started this process, and ends with it.
+        address, port: the rendezvous address of the ranks; meaningless for a single process.
+        served: whether the launcher runs the store at this address; if not, rank 0 runs it.
+        attempt: how often the launcher has restarted the ranks. If there are several launchers, each has its own count.
+        elastic: whether torchrun itself started this process, and ends when it ends.
     """
 
     rank: int = 0
@@ -48,10 +47,10 @@ class Launch:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Read the launcher's environment variables of this process, without any communication.
+    """Read the launcher's environment variables in this process, without communication.
 
     Raises:
-        ValueError: a variable of the launcher is missing, is not a number or contradicts another.
+        ValueError: a variable of the launcher is missing, is not a number, or contradicts another variable.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _by_torchrun(environment)
@@ -95,7 +94,7 @@ def _by_slurm(environment: Mapping[str, str]) -> Launch:
 
 
 def first_host(hosts: str) -> str:
-    """The first of a list of hosts as SLURM writes it: "gpu[003-006,9],login" -> "gpu003"."""
+    """The first host in SLURM's notation for a list of hosts: "gpu[003-006,9],login" -> "gpu003"."""
     return re.sub(r"\[(\d+)[^]]*]", r"\1", hosts).split(",")[0]
 
 

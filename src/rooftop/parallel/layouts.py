@@ -1,15 +1,15 @@
-"""A layout of ranks along four axes, in Megatron's rank order: which rank computes which part.
+"""A layout of ranks along four axes, in Megatron's rank order. It says which rank computes which part.
 
     layout = Layout(dp=2, tp=2, pp=4)
     layout.groups()["tp"]     # [[0, 1], [2, 3], ...]
     layout.coordinates(5)     # {"tp": 1, "cp": 0, "dp": 0, "pp": 1}
 
-`order` names the axes, from the one whose ranks are adjacent to the one whose ranks are farthest apart. With
-"tp-cp-dp-pp" the rank is `tp + TP * (cp + CP * (dp + DP * pp))`, with small letters for coordinates and capitals for
-sizes. Tensor parallel ranks communicate most, so they are neighbours on one machine. Pipeline stages, which communicate
-least, may be on different machines. A layout is arithmetic: only `mesh` and `process_groups` need torch.
+`order` names the axes, fastest first. With "tp-cp-dp-pp", the rank is `tp + TP * (cp + CP * (dp + DP * pp))`, with
+small letters for coordinates and capitals for sizes. Tensor parallel ranks communicate most, so they are neighbours on
+one machine. Pipeline stages communicate least, so they may be on different machines. A layout is only arithmetic: just
+`mesh` and `process_groups` need torch.
 
-Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053); the order is that of Megatron-Core's `parallel_state`.
+Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053); the order follows Megatron-Core's `parallel_state`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 AXES = ("tp", "cp", "dp", "pp")
 COMBINED = ("dp-cp", "tp-cp", "tp-pp")
-"""Groups along two axes. Ranks of "dp-cp" hold the same parameters and average their gradients, those of "tp-cp" hold
-the parts of one stage's activations, and those of "tp-pp" hold the parts of one model, whose gradient norms add up.
+"""Groups along two axes. Ranks of "dp-cp" hold the same parameters and average their gradients. Ranks of "tp-cp" hold
+the parts of one stage's activations. Ranks of "tp-pp" hold the parts of one model, whose gradient norms add up.
 """
 NEAREST = 3
-"""Number of layouts that an error names."""
+"""Number of fitting layouts that an error message names."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of ranks for each kind of parallelism.
+    """The number of ranks along each axis of parallelism.
 
     Attributes:
-        dp: data parallel: ranks with the same parameters and different sequences.
-        tp: tensor parallel: ranks with parts of each layer.
-        pp: pipeline parallel: ranks with different layers.
-        cp: context parallel: ranks with different positions of the same sequences.
-        sequence_parallel: whether tensor ranks also split norms and dropout, along the sequence.
+        dp: data parallel ranks, with the same parameters and different sequences.
+        tp: tensor parallel ranks, with parts of each layer.
+        pp: pipeline parallel ranks, with different layers.
+        cp: context parallel ranks, with different positions of the same sequences.
+        sequence_parallel: whether tensor ranks also split norms and dropout along the sequence.
         order: the axes, fastest first, joined by "-".
 
     Raises:
@@ -73,10 +73,10 @@ class Layout:
         sequence_parallel: bool = False,
         order: str = "tp-cp-dp-pp",
     ) -> Layout:
-        """The layout of all ranks of a world: the ranks that remain after `tp`, `pp` and `cp` are data parallel.
+        """The layout of a whole world. `dp` follows from `world_size`, `tp`, `pp` and `cp`.
 
         Raises:
-            ValueError: `tp * pp * cp` does not divide `world_size`; the message has the nearest sizes that do.
+            ValueError: `tp * pp * cp` does not divide `world_size`. The message has the nearest sizes that do.
         """
         _positive("world_size", world_size)
         layout = cls(1, tp, pp, cp, sequence_parallel, order)
@@ -98,19 +98,19 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the layout: the product of its sizes."""
+        """The number of ranks: the product of the sizes."""
         return self.dp * self.tp * self.pp * self.cp
 
     def size(self, name: str) -> int:
-        """Ranks in a group along an axis ("tp") or several ("dp-cp").
+        """The number of ranks in a group along an axis ("tp") or several axes ("dp-cp").
 
         Raises:
-            ValueError: no axis has such a name, or one is named twice.
+            ValueError: an axis is unknown or named twice.
         """
         return math.prod(getattr(self, axis) for axis in _named(name))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank on each axis, fastest first.
+        """The coordinate of a rank on each axis, fastest first.
 
         Raises:
             ValueError: there is no such rank.
@@ -123,29 +123,28 @@ class Layout:
         return found
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates; omitted axes are at 0.
+        """The rank at these coordinates. Omitted axes are at 0.
 
         Raises:
-            ValueError: an unknown axis, or a coordinate outside of it.
+            ValueError: an axis is unknown, or a coordinate is out of range.
         """
         _named("-".join(coordinates) or "tp")
         rank, stride = 0, 1
         for axis in self.axes:
             size, at = getattr(self, axis), coordinates.get(axis, 0)
             if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < size:
-                raise ValueError(f"{axis}={at!r}: in the layout {self} its index goes from 0 to {size - 1}")
+                raise ValueError(f"{axis}={at!r}: the layout {self} has indices 0 to {size - 1} on this axis")
             rank, stride = rank + stride * at, stride * size
         return rank
 
     def groups_along(self, name: str) -> list[list[int]]:
-        """All groups along an axis ("tp") or several ("dp-cp"): their ranks differ only in these axes.
+        """All groups along an axis ("tp") or several axes ("dp-cp"). The ranks of a group differ only in these axes.
 
         Returns:
-            Each group in ascending order, the groups in the order of their first ranks. Every rank is in exactly one
-            group.
+            Groups of ascending ranks, in the order of their first ranks. Every rank is in exactly one group.
 
         Raises:
-            ValueError: no axis has such a name, or one is named twice.
+            ValueError: an axis is unknown or named twice.
         """
         within = _named(name)
         found: dict[tuple[int, ...], list[int]] = {}
@@ -157,11 +156,11 @@ class Layout:
     def groups(self) -> dict[str, list[list[int]]]:
         """The groups that training needs, by name.
 
-        - "tp", "cp", "dp", "pp": along one axis;
-        - "dp-cp": gradients are averaged over it; "tp-cp": one stage's activations are spread over it; "tp-pp": one
-          model's parameters are spread over it;
-        - "embedding": the first and the last stage of each pipeline, which sum the gradients of tied embeddings. This
-          group has one rank if there is one stage. Ranks of the stages in between are in no such group.
+        - "tp", "cp", "dp", "pp": groups along one axis;
+        - "dp-cp": ranks that average gradients; "tp-cp": ranks that split a stage's activations; "tp-pp": ranks that
+          split a model's parameters;
+        - "embedding": the first and the last stage of each pipeline, which sum the gradients of tied embeddings. With
+          one stage, this group has one rank. Ranks of other stages are in no such group.
         """
         named = {name: self.groups_along(name) for name in (*AXES, *COMBINED)}
         return {**named, "embedding": [sorted({group[0], group[-1]}) for group in named["pp"]]}
@@ -181,27 +180,27 @@ class Layout:
         micro_batch: int | None = None,
         axes: Collection[str] = AXES,
     ) -> None:
-        """Raise an error if the layout does not fit the world, the model or the batch. Omitted arguments are not
-        checked.
+        """Raise an error if the layout does not fit the world, the model or the batch. The check skips omitted
+        arguments.
 
         Args:
             world_size: number of ranks.
-            heads: heads of attention, split among the tensor ranks.
-            kv_heads: heads of keys and values; tensor ranks split them, or several ranks share each.
-            hidden: width of the model, which attention splits among the tensor ranks.
-            feed_forward: width within the MLP, split among the tensor ranks.
-            vocabulary: rows of the embedding. Tensor ranks may get unequal parts, but none may get nothing.
-            layers: number of layers. Stages may get unequal parts, but none may get nothing.
+            heads: attention heads, which the tensor ranks split.
+            kv_heads: heads of keys and values. The tensor ranks split them, or several ranks share each head.
+            hidden: width of the model, which the tensor ranks split within attention.
+            feed_forward: width within the MLP, which the tensor ranks split.
+            vocabulary: rows of the embedding. Tensor ranks may get unequal parts, but each must get at least one row.
+            layers: number of layers. Stages may get unequal parts, but each must get at least one layer.
             sequence: length of a sequence. Each context rank gets two chunks, one from the front and one from the back,
-                so that causal work is balanced; with `sequence_parallel` the tensor ranks split a context rank's part.
-            batch: sequences of one optimizer step over all ranks, split among the data ranks.
-            micro_batch: sequences that a rank computes at once (1 if not given).
-            axes: the axes that may have several ranks in the proposed layouts.
+                which balances causal work. With `sequence_parallel`, the tensor ranks split a context rank's part.
+            batch: sequences of one optimizer step over all ranks, which the data ranks split.
+            micro_batch: sequences that a rank computes at once (default: 1).
+            axes: the axes that may have several ranks in the layouts that the error proposes.
 
         Raises:
-            ValueError: the layout does not fit. The message lists everything that does not fit, and the nearest layouts
-                of the world that do. Also raised if a size is not a positive integer or `kv_heads` does not divide
-                `heads`, since no layout fits these.
+            ValueError: the layout does not fit; the message lists everything that does not fit, and the nearest layouts
+                of the world that fit. Or a size is not a positive integer, or `kv_heads` does not divide `heads`, so
+                that no layout fits.
         """
         given = {
             "heads": heads,
@@ -232,12 +231,12 @@ class Layout:
             raise ValueError(f"the layout {self} does not fit: {'; '.join(wrong)}. {nearest}")
 
     def mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """The ranks as a mesh of torch.distributed, its dimensions named by the axes, slowest first.
+        """Create torch.distributed's device mesh of the ranks, with the axes as names of its dimensions, slowest first.
 
-        Every rank must call this: it creates the groups along each axis.
+        Every rank must call this, since it creates the groups along each axis.
 
         Args:
-            device_type: "cuda" or "cpu"; by default that of the process group.
+            device_type: "cuda" or "cpu". Default: the process group's device type.
 
         Raises:
             RuntimeError: there is no process group yet.
@@ -248,8 +247,8 @@ class Layout:
 
         if not dist.is_initialized():
             raise RuntimeError(
-                "a mesh needs the process group that `with rooftop.parallel.join(layout):` creates for several "
-                "processes (start them with torchrun); a single process has none and needs none"
+                "a mesh needs a process group: start several processes with torchrun, and create the mesh within `with "
+                "rooftop.parallel.join(layout):`. A single process needs no mesh"
             )
         self.check(dist.get_world_size())
         slowest_first = self.axes[::-1]
@@ -260,16 +259,16 @@ class Layout:
         )
 
     def process_groups(self, mesh: DeviceMesh | None = None) -> dict[str, ProcessGroup | None]:
-        """This rank's process group for each name in `groups()`.
+        """Create this rank's process group for each name in `groups()`.
 
-        Every rank must call this. Groups of the same ranks are one group. A rank between the first and the last stage
-        is in no "embedding" group, and lacks that name.
+        Every rank must call this. If two names have the same ranks, they share one group. A rank between the first and
+        the last stage is in no "embedding" group, so its result lacks this name.
 
         Args:
-            mesh: result of `mesh()`, whose groups are used; by default a new one.
+            mesh: the result of `mesh()`, whose groups are reused. Default: a new mesh.
 
         Returns:
-            Name -> group; None for all names in a single process, which has no other ranks.
+            The group for each name. In a single process, every group is None.
 
         Raises:
             RuntimeError: there are several ranks, but no process group yet.
@@ -281,7 +280,7 @@ class Layout:
             return dict.fromkeys(self.groups())
         mesh = mesh or self.mesh()
         made: dict[str, ProcessGroup | None] = {}
-        known: dict[str, ProcessGroup | None] = {}  # the partition of the ranks as text -> this rank's part
+        known: dict[str, ProcessGroup | None] = {}  # partition of the ranks, as text -> this rank's group in it
         for name, partition in self.groups().items():
             if name in AXES:
                 known.setdefault(str(partition), mesh.get_group(name))
@@ -305,7 +304,7 @@ def _named(name: str) -> tuple[str, ...]:
 
 
 def _misfits(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
-    """The sizes of a model or batch that cannot be split this way."""
+    """Describe the sizes of a model or batch that this layout cannot split."""
     tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, layout.dp
     chunks = 2 * cp if cp > 1 else 1
     parts = cp * tp if layout.sequence_parallel else 1
@@ -316,8 +315,8 @@ def _misfits(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
         "feed_forward": (tp, f"tp={tp}"),
         "sequence": (
             math.lcm(chunks, parts),
-            f"{math.lcm(chunks, parts)} (two chunks for each of cp={cp}"
-            + (f", and tp={tp} parts of what a context rank has)" if layout.sequence_parallel else ")"),
+            f"{math.lcm(chunks, parts)} (two chunks for each of the cp={cp} ranks"
+            + (f", each context rank's part split into tp={tp} parts)" if layout.sequence_parallel else ")"),
         ),
         "batch": (rows, f"dp={dp}" if "micro_batch" not in sizes else _rows_in_words(dp, sizes["micro_batch"])),
     }
@@ -331,7 +330,7 @@ def _misfits(layout: Layout, sizes: Mapping[str, int]) -> list[str]:
         wrong.append(f"kv_heads={kv_heads} neither divides tp={tp} nor is divisible by it")
     for name, ranks, words in (("vocabulary", tp, f"tp={tp}"), ("layers", pp, f"pp={pp}")):
         if sizes.get(name, ranks) < ranks:
-            wrong.append(f"{name}={sizes[name]} is less than {words}: some ranks would have nothing")
+            wrong.append(f"{name}={sizes[name]} is less than {words}: some ranks would get nothing")
     return wrong
 
 
@@ -341,13 +340,13 @@ def _rows_in_words(dp: int, micro_batch: int) -> str:
 
 
 def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int], axes: Collection[str] = AXES) -> str:
-    """A sentence that names the fitting layouts of the world that are closest to this one, by the ratios of their
-    sizes. If this layout has no pipelines or context ranks, layouts without them are preferred."""
+    """Name the layouts of this world that fit and are closest to `layout`, by the ratios of their sizes. If `layout`
+    has no pipeline or context ranks, layouts without them are preferred."""
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
 
     def distance(other: Layout) -> tuple[float, ...]:
         ratios = {axis: abs(math.log2(getattr(other, axis) / getattr(layout, axis))) for axis in AXES}
-        asked_for = sum(ratios[axis] for axis in ("tp", "pp", "cp"))  # dp takes the remaining ranks
+        asked_for = sum(ratios[axis] for axis in ("tp", "pp", "cp"))  # dp follows from the other sizes
         return round(asked_for, 9), round(ratios["dp"], 9), other.tp, other.pp, other.cp
 
     fitting = [
@@ -367,7 +366,7 @@ def _nearest(layout: Layout, world_size: int, sizes: Mapping[str, int], axes: Co
 
 
 def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as an ordered product."""
+    """All ways to write a number as an ordered product of `parts` factors."""
     if parts == 1:
         yield (number,)
         return

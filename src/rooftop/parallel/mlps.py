@@ -1,6 +1,6 @@
-"""The MLP of a transformer, with its hidden features split over tensor parallel ranks.
+"""A transformer's MLP whose hidden features are split over tensor parallel ranks.
 
-A gated MLP packs its two input projections in one weight; each rank has the same features of both.
+A gated MLP packs its two input projections into one weight. Each rank has the same features of both.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Shazeer, "GLU Variants" (arXiv:2002.05202).
 """
@@ -20,18 +20,18 @@ from rooftop.parallel.turns import Phases
 
 
 class ParallelMLP(nn.Module):
-    """Two linear layers and the activation between them: (B, S, W) -> (B, S, W).
+    """Two linear layers with an activation between them: (B, S, W) -> (B, S, W).
 
-    With sequence parallelism input and output are this rank's part of the sequence.
+    With sequence parallelism, input and output are this rank's part of the sequence.
 
     Args:
         width: W, features of a position.
         hidden: total number of hidden features.
-        activation: "swiglu", which is gated; or one of `rooftop.nn.LinearAct`.
+        activation: "swiglu", which is gated, or an activation of `rooftop.nn.LinearAct`.
         bias: whether the linear layers have a bias.
-        dropout: dropout of the result.
+        dropout: the dropout that is applied to the result.
         group: the ranks; None: only this rank.
-        sequence_parallel: whether activations outside are split along the sequence.
+        sequence_parallel: whether the ranks split activations outside the MLP along the sequence.
         selective: whether backward recomputes the activated features (`rooftop.parallel.recomputing`).
 
     Raises:
@@ -72,12 +72,12 @@ class ParallelMLP(nn.Module):
         return self._dropped(self.down(swiglu(hidden) if self.gated else hidden).view(x.shape))
 
     def summand(self, x: Tensor, sums: NormSums) -> Summand:
-        """`forward` without the sum over the ranks, which the next norm computes; for inference."""
+        """Run `forward` for inference without the sum over the ranks, which the next norm computes."""
         hidden = self.up(x)
         return Summand(self.down.summand(swiglu(hidden) if self.gated else hidden), self.down.bias, sums)
 
     def in_phases(self, x: Tensor) -> Phases[Tensor]:
-        """`forward`, for `rooftop.parallel.turns`."""
+        """Run `forward` in phases, for `rooftop.parallel.turns`."""
         entering = self.up.begin(self._rows(x))
         yield
         hidden = self.up.product_of(entering.arrived())
@@ -87,7 +87,7 @@ class ParallelMLP(nn.Module):
         return self._dropped(self.down.with_bias(leaving.arrived()).view(x.shape))
 
     def _made_again(self, x: Tensor) -> Tensor:
-        """The result of the last layer. Autograd keeps the activation's input, not its result."""
+        """Compute the last layer. For backward, autograd saves the activation's input instead of its result."""
         if self.gated:
             hidden = self.up(self._rows(x))
             activated = swiglu(hidden)
@@ -98,8 +98,8 @@ class ParallelMLP(nn.Module):
         with made_again((activated,), lambda before: (activation_of(before, activation).view(shape),), before):
             return self.down(activated)  # type: ignore[no-any-return]
 
-    # No position depends on another here. With sequence parallelism, the rows of the positions stay in the order in
-    # which the ranks' parts arrive, so nothing is copied into sequence order and back.
+    # Each position is independent here. So with sequence parallelism, rows stay in the order in which the ranks' parts
+    # arrive, which saves copies to sequence order and back.
 
     def _rows(self, x: Tensor) -> Tensor:
         return x.flatten(0, -2) if self.up.sequence_parallel else x

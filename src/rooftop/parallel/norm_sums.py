@@ -1,11 +1,10 @@
-"""A sum over tensor parallel ranks together with the operations after it in a transformer: the residual connection and
-a norm.
+"""Fuse a sum over tensor parallel ranks with what follows it in a transformer: the residual connection and a norm.
 
-A decoding step has two such sums in each layer, each with one row per sequence. NCCL and a separate norm take two
-kernels for each, bound by latency. `rooftop.kernels.norms.rank_sums` is one kernel that does both, through memory that
-the ranks write to directly.
+A decoding step has two such sums in each layer, with one row per sequence. NCCL and a separate norm take two
+latency-bound kernels for each sum. `rooftop.kernels.norms.rank_sums` is one kernel that does both. In it, ranks write
+directly into each other's memory.
 
-    sums = norm_sums(group, device)                           # all ranks
+    sums = norm_sums(group, device)                           # called by all ranks
     if not sums.refused(rows, columns, dtype):
         total, normed = Summand(part, bias, sums).summed_and_normed(norm, x)
 """
@@ -29,19 +28,19 @@ from rooftop.parallel.exchanges import Group
 from rooftop.parallel.peer_memory import of_all, peer_memory, stop_of_waits
 
 WORDS = 32_768
-"""The most that a rank sends in a call: 128 KiB of data, such as 16 rows of 4096 in half precision. More rows are left
-to NCCL, which does not send a number with every word. On two H200s, for that size, the kernel takes 5.6 µs, and NCCL
-with a norm 12.6 (benchmarks/norm_sums.py). Larger limits were not tried.
+"""The maximum that a rank sends in a call: 128 KiB of data, such as 16 rows of 4096 in half precision. NCCL sums more
+rows, since it does not send a sequence number with every word. For that size on two H200s, the kernel takes 5.6 µs, and
+NCCL with a norm takes 12.6 µs (benchmarks/norm_sums.py). Larger limits were not tried.
 """
 
 
 @dataclass(frozen=True)
 class NormSums:
-    """Sums over the ranks of a group, and norms of these sums. As with NCCL, all ranks must make the same calls in the
-    same order, on one stream at a time.
+    """Computes sums over a group's ranks, and norms of these sums. As with NCCL, all ranks must make the same calls in
+    the same order, on one stream at a time.
 
     Attributes:
-        mailboxes: memory of the ranks; None: the ranks cannot write into each other's memory.
+        mailboxes: the ranks' shared memory; None: the ranks cannot write into each other's memory.
         reason: why the ranks cannot write into each other's memory.
     """
 
@@ -49,18 +48,19 @@ class NormSums:
     reason: str = ""
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
-        """The reason why NCCL must sum these rows; empty if the kernel can. The answer is the same on all ranks."""
+        """The reason why the kernel cannot sum such rows and NCCL must; empty if the kernel can. It is the same on all
+        ranks."""
         return self.reason if self.mailboxes is None else self.mailboxes.refused(rows, columns, dtype)
 
     def summed_and_normed(
         self, norm: nn.Module, x: Tensor | None, part: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(total, norm(total)): total is the sum of all ranks' `part`, plus bias and x, which are the same on all
-        ranks.
+        """Compute (total, norm(total)). The total is the sum of all ranks' `part`, plus bias and x, which are the same
+        on all ranks.
 
         Args:
             norm: a plain `LayerNorm` or `RMSNorm` (see `takes`).
-            x, part: (..., N); x None: nothing.
+            x, part: (..., N). x may be None: nothing is added.
         """
         assert self.mailboxes is not None
         assert isinstance(norm, LayerNorm | RMSNorm)
@@ -72,12 +72,12 @@ class NormSums:
 
 
 class Summand(NamedTuple):
-    """This rank's part of a sum over ranks, which the next norm computes.
+    """This rank's summand in a sum over ranks, which the next norm computes.
 
     Attributes:
         part: (B, S, W), different on each rank.
-        bias: (W,), added to the sum; None: nothing.
-        sums: computes the sum.
+        bias: (W,), added to the sum; None: no bias.
+        sums: the object that computes the sum.
     """
 
     part: Tensor
@@ -85,12 +85,12 @@ class Summand(NamedTuple):
     sums: NormSums
 
     def summed_and_normed(self, norm: nn.Module, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x + sum, norm(x + sum))."""
+        """Compute (x + sum, norm(x + sum))."""
         return self.sums.summed_and_normed(norm, x, self.part, self.bias)
 
 
 def takes(norm: nn.Module) -> bool:
-    """Whether the kernel computes this norm: one over the last dimension, without hooks."""
+    """Whether the kernel can compute this norm: it must be over the last dimension and have no hooks."""
     return (is_plain(norm, LayerNorm) or is_plain(norm, RMSNorm)) and len(norm.normalized_shape) == 1  # type: ignore[arg-type]
 
 
@@ -98,7 +98,8 @@ _of_groups: WeakKeyDictionary[ProcessGroup, NormSums] = WeakKeyDictionary()
 
 
 def norm_sums(group: Group, device: torch.device) -> NormSums:
-    """The sums of a group. The first call creates them; all ranks must make this call, which waits for all of them."""
+    """The `NormSums` of a group. The first call creates it. All ranks must make this call, which waits for all
+    ranks."""
     if group is None or group.size() == 1:
         return NormSums(reason="there is one rank")
     if device.type != "cuda":
@@ -111,7 +112,7 @@ def norm_sums(group: Group, device: torch.device) -> NormSums:
 
 
 def first_refusal(own: str, group: Group) -> str:
-    """The reason of the first rank that refuses; empty if none does. `own`: this rank's reason."""
+    """The reason of the first rank that refuses; empty if no rank refuses. `own` is this rank's reason."""
     if group is None:
         return own
     return next((f"rank {rank}: {each}" for rank, each in enumerate(of_all(own, group)) if each), "")
@@ -125,7 +126,7 @@ def _made(group: ProcessGroup, device: torch.device) -> NormSums:
 
 
 def _lacking() -> str:
-    """The missing tools without which this rank cannot compile the kernel."""
+    """What this rank lacks to compile the kernel; empty if nothing."""
     try:
         require_cuda_core()
     except MissingExtraError as error:

@@ -1,15 +1,15 @@
-"""Compute which positions attend to which when sequences are split among context parallel ranks. This is arithmetic,
-without processes.
+"""Compute which positions attend to which when context parallel ranks split sequences. This is only arithmetic, without
+processes.
 
     packing = Packing.of(length=16, ranks=2)           # chunks from the front and from the back
     packing.held[0]                                    # positions of rank 0
-    packing.rows(0, 1)                                 # which rows of rank 1's keys rank 0 needs
-    packing.blocks(0, 1)                               # which of its queries see which of these rows
+    packing.rows(0, 1)                                 # the rows of rank 1's keys that rank 0 needs
+    packing.blocks(0, 1)                               # which of rank 0's queries attend to which of these rows
 
-The work of a rank is a list of blocks. In a block some queries attend to some keys: all keys, or those up to their own
-position. No block crosses the border of a document, so the ranks neither compute nor send anything that a mask would
-exclude. With documents, chunks are assigned to ranks by their numbers of visible pairs. All ranks get equally many
-chunks.
+The work of a rank is a list of blocks. In a block, each query attends to all keys, or to the keys up to its own
+position. No block crosses the border of a document, so ranks neither compute nor send anything that a mask would
+exclude. With documents, chunks are distributed over ranks by their numbers of visible pairs. All ranks get the same
+number of chunks.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.documents import Documents, Span
 
 CHUNKS_OF_RANK = (2, 4, 8, 16, 32, 64)
-"""Numbers of chunks per rank to try for packed documents. The smallest number that balances the work is used, since few
+"""Numbers of chunks per rank to try for packed documents. The smallest number that balances the work wins, since few
 chunks make large blocks."""
 BALANCED = 1.01
-"""Largest work of a rank divided by the mean. Once the ratio is below this, no finer chunks are tried."""
+"""Work counts as balanced, and no finer chunks are tried, if a rank's maximum work divided by the mean is below
+this."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries, and the keys to which these queries attend.
+    """A range of queries, and the range of keys that they attend to.
 
     Attributes:
-        row: the sequence of the batch; None: all sequences alike.
-        queries, keys: indices in the rank's positions, and in the rows that it received.
+        row: index of the sequence in the batch; None: the block applies to all sequences.
+        queries, keys: ranges of indices into the rank's positions, and into the rows that it has received.
         causal: whether each query attends to the keys up to its own position. The queries are then the last of the
-            positions of the keys. Without a window a block has as many keys as queries. If not causal, each query
-            attends to all keys.
+            keys' positions. Without a window, a causal block has as many keys as queries. In a block that is not
+            causal, each query attends to all keys.
         window: the number of positions that a query of a causal block attends to, including itself; None: all positions
             up to itself.
     """
@@ -53,7 +54,7 @@ class Block:
 
     @property
     def pairs(self) -> int:
-        """Visible pairs, of one sequence."""
+        """The number of visible pairs in one sequence."""
         queries, keys = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
         if not self.causal:
             return queries * keys
@@ -63,13 +64,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Packing:
-    """The sequences of a batch, and the positions of each rank in them.
+    """Which positions of a batch's sequences each rank holds.
 
     Attributes:
-        length: positions of a sequence.
-        held: positions of each rank; the same for all sequences.
-        documents: the documents in the sequences; None: each sequence is one document.
-        ready: tables that attention prepared, for the next layer and the next step.
+        length: number of positions in a sequence.
+        held: positions of each rank, which are the same in all sequences.
+        documents: the documents in the sequences; None: each sequence is a single document.
+        ready: tables that attention has prepared, which later layers and steps reuse.
     """
 
     length: int
@@ -94,13 +95,13 @@ class Packing:
         """Give each rank the same number of positions and about the same work.
 
         Args:
-            length: positions of a sequence.
-            ranks: number of ranks that share them.
-            documents: documents of a batch's sequences.
-            parts: equal parts that the positions of a rank must have, as with sequence parallelism.
+            length: number of positions in a sequence.
+            ranks: number of ranks that split a sequence.
+            documents: the documents in a batch's sequences.
+            parts: number of equal parts into which a rank's positions must split, as for sequence parallelism.
 
         Raises:
-            ValueError: the length cannot be split this way, or the documents have another length.
+            ValueError: the length cannot be split over these ranks and parts, or the documents have another length.
         """
         if length < 1 or ranks < 1 or parts < 1:
             raise ValueError(f"Packing: length, ranks and parts must be positive, got {length}, {ranks} and {parts}")
@@ -117,7 +118,7 @@ class Packing:
         return Packing(length, tuple(held), documents)
 
     def drawn(self, width: int = 64) -> str:
-        """A text picture: for each rank a line with its positions and its share of the visible pairs."""
+        """Draw a text picture: one line per rank, with its positions and its share of the visible pairs."""
         width = max(2, min(width, self.length))
         lines = [f"positions 0{f'{self.length - 1:,}':>{width - 1}}"]
         for rank, chunks in enumerate(self.held):
@@ -130,14 +131,15 @@ class Packing:
 
     @property
     def spans(self) -> tuple[tuple[int | None, tuple[Span, ...]], ...]:
-        """The documents of each sequence. Sequences with the same documents are listed once, under None."""
+        """The documents of each sequence, by row. If all sequences have the same documents, they are listed once, under
+        None."""
         if self.documents is None:
             return ((None, ((0, self.length),) if self.length else ()),)
         rows = self.documents.spans
         return ((None, rows[0]),) if rows and len(set(rows)) == 1 else tuple(enumerate(rows))
 
     def rows(self, to: int, of: int, window: int | None = None) -> tuple[Span, ...]:
-        """The positions of rank `of` that rank `to` needs, as ascending runs."""
+        """The positions that rank `to` needs from rank `of`, as ascending runs."""
         needed = _united(
             (max(first, run[0] - window + 1) if window else first, end)
             for _, spans in self.spans
@@ -147,26 +149,26 @@ class Packing:
         return tuple(_common(needed, list(self.held[of].runs())))
 
     def blocks(self, to: int, of: Sequence[int], window: int | None = None) -> list[Block]:
-        """The blocks that rank `to` computes with the rows that it needs from some ranks, in ascending order of their
-        positions."""
+        """The blocks that rank `to` computes with the rows that it needs from the ranks `of`. Rows are in ascending
+        order of position."""
         runs = _united(run for each in of for run in self.rows(to, each, window))
         return list(self._blocks(list(self.held[to].runs()), runs, window))
 
     def own_blocks(self, rank: int) -> list[Block]:
-        """The blocks within a rank's own rows: a causal block for each document.
+        """The blocks of a rank's queries with its own rows: a causal block for each document.
 
-        A rank's rows are in ascending order. So the rows before a query in memory are before it in the document too,
-        even if other ranks have rows in between.
+        A rank's rows are in ascending order. So rows before a query in memory also precede it in the document, even if
+        other ranks have rows in between.
         """
         place = _counter(list(self.held[rank].runs()))
         spans = ((row, (place(first), place(end))) for row, documents in self.spans for first, end in documents)
         return [Block(row, at, at, True) for row, at in spans if at[0] < at[1]]
 
     def full_blocks(self, rank: int, spans: Iterable[Span]) -> list[Block]:
-        """The blocks that a rank computes with other ranks' rows at some positions: their queries attend to all of
-        their keys.
+        """The blocks that a rank computes with other ranks' rows at the positions `spans`. In a block, all queries
+        attend to all keys.
 
-        No query is in two blocks, and neighbouring queries that attend to the same keys are in one block.
+        No query is in two blocks. Neighbouring queries that attend to the same keys are in one block.
         """
         place, found = _counter(_united(spans)), list[Block]()
         for row, documents in self.spans:
@@ -189,10 +191,10 @@ class Packing:
         for row, spans in self.spans:
             for query, here in _placed(queries):
                 for first, end in _met(query, spans):
-                    begin = max(first, query[0])  # start of the queries in this document, which end with `end`
+                    begin = max(first, query[0])  # the queries in this document are [begin, end)
                     at = (begin - query[0] + here, end - query[0] + here)
                     for key, there in placed[_first_after(keys, first) : bisect_left(keys, (end, 0))]:
-                        if window is not None:  # the visible keys are one run
+                        if window is not None:  # the visible keys form one run
                             seen = max(first, begin - window + 1)
                             if key[0] <= seen and end <= key[1]:
                                 yield Block(row, at, (seen - key[0] + there, end - key[0] + there), True, window)
@@ -205,7 +207,8 @@ class Packing:
 
     @cached_property
     def pairs(self) -> tuple[int, ...]:
-        """The visible pairs of each rank, over all sequences of the batch (of one, without documents)."""
+        """The number of visible pairs of each rank, over all sequences of the batch, or for one sequence without
+        documents."""
         batch = len(self.documents.spans) if self.documents is not None else 1
         ranks = range(len(self.held))
         return tuple(
@@ -215,13 +218,13 @@ class Packing:
 
 
 def _met(run: Span, spans: Sequence[Span]) -> Iterator[Span]:
-    """For each document that overlaps a run: the first position of the document, and the end of the overlap."""
+    """Yield, for each document that overlaps a run, the document's first position and the end of the overlap."""
     for first, end in spans[_first_after(spans, run[0]) : bisect_left(spans, (run[1], 0))]:
         yield first, min(end, run[1])
 
 
 def _counter(runs: Sequence[Span]) -> Callable[[int], int]:
-    """A function that counts the positions of ascending runs before a given position."""
+    """Return a function that counts how many positions of ascending runs precede a given position."""
     firsts, before = [first for first, _ in runs], [0, *accumulate(end - first for first, end in runs)]
 
     def count(position: int) -> int:
@@ -232,12 +235,12 @@ def _counter(runs: Sequence[Span]) -> Callable[[int], int]:
 
 
 def _first_after(spans: Sequence[Span], position: int) -> int:
-    """The index of the first of ascending spans that ends after a position."""
+    """The index of the first span that ends after a position. The spans are ascending."""
     return bisect_right(spans, position, key=lambda span: span[1])
 
 
 def _placed(runs: Iterable[Span]) -> Iterator[tuple[Span, int]]:
-    """Each run with the number of positions before it."""
+    """Yield each run with the number of positions in the runs before it."""
     before = 0
     for first, end in runs:
         yield (first, end), before
@@ -261,7 +264,8 @@ def _common(one: list[Span], other: list[Span]) -> Iterator[Span]:
 
 
 def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
-    """Equal chunks distributed by their visible pairs, the largest first, each to the rank with the fewest so far."""
+    """Distribute equal chunks over ranks. In descending order of visible pairs, each chunk gets the rank with the
+    fewest pairs so far."""
     length, best = documents.length, list[Chunks]()
     least = float("inf")
     for count in CHUNKS_OF_RANK:
@@ -276,7 +280,7 @@ def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
 
 
 def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chunks], float]:
-    """The positions of each rank with `count` chunks per rank, and the largest work of a rank relative to the mean."""
+    """The positions of each rank with `count` chunks per rank, and the maximum work of a rank relative to the mean."""
     size = documents.length // (count * ranks)
     pairs = [0] * (count * ranks)
     for spans in documents.spans:
@@ -295,7 +299,7 @@ def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chun
 
 
 def _swap(places: list[list[int]], sums: list[int], pairs: Sequence[int]) -> None:
-    """Let the ranks with the most and the least work exchange a chunk, as long as that makes them more equal."""
+    """Swap a chunk between the ranks with the most and the least work, as long as this balances them better."""
     ranks = range(len(places))
     while True:
         most, least = max(ranks, key=lambda rank: sums[rank]), min(ranks, key=lambda rank: sums[rank])

@@ -1,8 +1,8 @@
-"""Memory on each rank's GPU into which the other ranks' GPUs write. Kernels get the address of this memory.
+"""Memory on each rank's GPU that the other ranks' GPUs can write to. Kernels get its addresses.
 
-Each rank allocates memory with the driver, and passes a handle (CUDA IPC) to the other ranks, which map the memory. A
-kernel may then store to it over NVLink or PCIe. Memory stays until the process ends, because another rank may still
-have it mapped. NVLink multicast is not used.
+Each rank allocates memory by the CUDA driver, and sends a CUDA IPC handle to the other ranks, which map the memory.
+Kernels can then store to it over NVLink or PCIe. The memory is never freed before the process ends, because another
+rank may still have it mapped. NVLink multicast is not used.
 
 Source: NVIDIA, CUDA Driver API, "Unified Addressing" and "Memory Management" (cuIpcGetMemHandle, cuIpcOpenMemHandle).
 """
@@ -22,18 +22,19 @@ from rooftop.hardware.device import gpu_uuid
 from rooftop.parallel.process_states import Process
 
 ALIGNMENT_BYTES = 2 << 20
-"""Sizes are multiples of this: smaller allocations may share a block, and its handle would show their neighbours."""
+"""Sizes are rounded up to multiples of this. Smaller allocations may share a block, whose handle would expose their
+neighbours."""
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """The memory of all ranks, as one rank sees it.
+    """One rank's view of the memory of all ranks.
 
     Attributes:
-        addresses: addresses of each rank's memory, by index in the group, valid on this rank's GPU; empty if refused.
-        refused: why the ranks cannot write into each other's memory, the same on all of them; empty if they can.
+        addresses: address of each rank's memory, by index in the group, valid on this rank's GPU; empty if refused.
+        refused: why the ranks cannot write into each other's memory, the same on all ranks; empty if they can.
     """
 
     addresses: tuple[int, ...] = ()
@@ -42,9 +43,7 @@ class PeerMemory:
 
 @dataclass(frozen=True)
 class Offer:
-    """A rank's message to the others: its machine and GPU, and the handle of its memory or the reason why there is
-    none.
-    """
+    """A rank's message to the others: its machine and GPU, and its memory's handle or the reason why it has none."""
 
     machine: str
     gpu: str
@@ -53,10 +52,11 @@ class Offer:
 
 
 def peer_memory(bytes: int, group: ProcessGroup, device: torch.device, lacking: str = "") -> PeerMemory:
-    """Memory of `bytes`, filled with zeros, on each rank's GPU. All ranks call it; it waits for them and for the GPU.
+    """Allocate `bytes` of zeros on each rank's GPU, and map them on all ranks. All ranks must call this. It waits for
+    all ranks and for the GPU.
 
     Args:
-        lacking: what this rank lacks to use the memory, if anything; all ranks are then refused.
+        lacking: what this rank lacks to use the memory, or "". If any rank lacks something, all ranks are refused.
     """
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)  # makes the context current, since the driver allocates in it
@@ -77,7 +77,7 @@ def peer_memory(bytes: int, group: ProcessGroup, device: torch.device, lacking: 
 
 
 def refusal(offers: list[Offer]) -> str:
-    """The reason why these ranks cannot share memory; empty if they may try."""
+    """The reason why these ranks cannot map each other's memory; empty if they may try."""
     failures = [f"rank {rank}: {offer.failed}" for rank, offer in enumerate(offers) if offer.failed]
     if failures:
         return failures[0]
@@ -89,7 +89,7 @@ def refusal(offers: list[Offer]) -> str:
 
 
 def _offered(bytes: int, device: torch.device, lacking: str) -> tuple[int, Offer]:
-    """The address of new memory, and the offer of it."""
+    """Allocate memory, and return its address and the offer for the other ranks."""
     machine, gpu = Process.here().machine, gpu_uuid(torch.cuda.current_device()) or str(device)
     if lacking:
         return 0, Offer(machine, gpu, failed=lacking)
@@ -97,13 +97,13 @@ def _offered(bytes: int, device: torch.device, lacking: str) -> tuple[int, Offer
         address, handle = allocated(bytes)
     except OSError as error:
         return 0, Offer(machine, gpu, failed=str(error))
-    # the zeros must be there before others write, which they may once they have the offer
+    # the zeros must be written before other ranks get the offer, after which they may write
     torch.cuda.synchronize(device)
     return address, Offer(machine, gpu, handle)
 
 
 def of_all(own: Any, group: ProcessGroup) -> list[Any]:
-    """The values that the ranks give, by their index in the group."""
+    """All ranks' values, by index in the group."""
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, own, group=group)
     return found
@@ -112,17 +112,17 @@ def of_all(own: Any, group: ProcessGroup) -> list[Any]:
 # ---- waits that end ------------------------------------------------------------------------------------------------
 
 _stops: list[Tensor] = []
-"""The stops of all groups so far. Stops are kept for kernels that still wait after their group has ended."""
+"""The stop tensors of all groups so far. They are kept for kernels that still wait after their group has ended."""
 
 
 def stop_of_waits() -> Tensor:
-    """A pinned tensor (1,), int32, which kernels read while they wait for other ranks; `end_waits` sets it to 1."""
+    """A pinned tensor (1,), int32, which kernels poll while they wait for other ranks. `end_waits` sets it to 1."""
     _stops.append(torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available()))
     return _stops[-1]
 
 
 def end_waits() -> None:
-    """End all present and later waits of kernels for other ranks, for groups that have failed. Results are then
+    """End all waits of kernels for other ranks, now and later, after a group has failed. The kernels' results are then
     undefined.
     """
     for stop in _stops:
@@ -139,7 +139,7 @@ class _Handle(ctypes.Structure):
 
 
 def allocated(bytes: int) -> tuple[int, bytes]:
-    """The address of new zeros on the current device, and the handle by which other processes map them.
+    """Allocate zeros on the current device. Return their address, and the handle by which other processes map them.
 
     Raises:
         OSError: there is no driver, or it refuses.
@@ -153,10 +153,10 @@ def allocated(bytes: int) -> tuple[int, bytes]:
 
 
 def mapped(handle: bytes) -> int:
-    """The address, on the current device, of another process's memory.
+    """Map another process's memory, and return its address on the current device.
 
     Raises:
-        OSError: the driver refuses, as it does between GPUs that cannot access each other.
+        OSError: the driver refuses, for example between GPUs that cannot access each other.
     """
     address = ctypes.c_uint64()
     given = _Handle.from_buffer_copy(handle)

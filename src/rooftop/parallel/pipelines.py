@@ -1,20 +1,20 @@
-"""Run a pipeline rank: follow its instructions, and exchange activations and gradients with other ranks.
+"""Run one rank of a pipeline: execute its instructions, and exchange activations and gradients with other ranks.
 
     pipeline = Pipeline(schedule, group=groups["pp"], shape=(B, S, W), dtype=torch.bfloat16, device=world.device)
     losses = pipeline.run(lambda stage, micro_batch, x: model(...))   # afterwards, gradients are in the parameters
 
-The tensors between stages always have one shape and dtype, so no sizes are exchanged. For a micro-batch in flight a
-rank keeps autograd's tensors and the stage's input; it keeps the stage's output only until it is sent.
-`rooftop.parallel.transfers` orders sends and receives so that no rank waits forever.
+The tensors between stages always have the same shape and dtype, so ranks need not exchange sizes. For a micro-batch in
+flight, a rank keeps the tensors that autograd has saved and the stage's input. It keeps the stage's output only until
+the output is sent. `rooftop.parallel.transfers` orders sends and receives so that no rank waits forever.
 
-If a schedule splits backwards, the linear layers of the model defer their weights' gradients
-(`rooftop.parallel.deferred`). The sums are the same, in the same order of micro-batches.
+If a schedule splits backward, the model's linear layers defer their weights' gradients (`rooftop.parallel.deferred`).
+The gradients are then summed in the same order of micro-batches, with the same results.
 
-A wait that another rank will never end fails like every communication within `rooftop.parallel.join`, and the error
-says which instruction was awaited, and from which rank. On a GPU, the error names the position of the GPU instead of
-Python's.
+If a rank waits for another rank that will never answer, the wait fails like any communication within
+`rooftop.parallel.join`. The error names the awaited instruction and its rank. On a GPU, the error names the GPU's
+position instead of Python's.
 
-The host does not wait during a step, so a CUDA graph can contain the step with its sends and receives.
+The host does not wait during a step, so a CUDA graph can capture the step with its sends and receives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rooftop.parallel.transfers import AHEAD, Receive, Send, Transfer, program_o
 
 Compute = Callable[[int, int, Tensor | None], Tensor]
 """A function of the stage, the micro-batch and the previous stage's result (None at the first stage). It returns the
-input of the next stage; at the last stage the micro-batch's share of the loss, ().
+next stage's input or, at the last stage, the micro-batch's share of the loss, ().
 """
 
 
@@ -46,17 +46,17 @@ class Pipeline:
     """One rank of a pipeline. All ranks of the pipeline create a `Pipeline` and call it together.
 
     Args:
-        schedule: a schedule for the group's number of ranks.
+        schedule: a schedule for as many ranks as the group has.
         group: the ranks of the pipeline; None: only this one.
-        shape: shape of the tensors between stages, on this rank.
+        shape: this rank's shape of the tensors between stages.
         dtype, device: dtype and device of these tensors.
-        deferral: deferral of the model's layers; a schedule that splits backwards needs it.
+        deferral: the deferral of the model's layers, which a schedule that splits backward needs.
 
     Attributes:
         program: this rank's work in a step.
 
     Raises:
-        ValueError: the schedule is for another number of ranks, or it splits backwards and there is no deferral.
+        ValueError: the schedule is for another number of ranks, or it splits backward and there is no deferral.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Pipeline:
         self.progress = Progress(self._places(), device) if device.type == "cuda" else None
 
     def _places(self) -> Iterator[str]:
-        """For each instruction, the words for its wait and for its computation."""
+        """For each instruction, the descriptions of its wait and of its computation."""
         arriving = {each.transfer.made_by: each.transfer for each in self.program if isinstance(each, Receive)}
         for instruction in (each for each in self.program if isinstance(each, Instruction)):
             awaited = [arriving[each] for each in self.schedule.needs(instruction) if each in arriving]
@@ -96,21 +96,21 @@ class Pipeline:
         yield "waiting for others to receive what it has sent"
 
     def awaited(self, transfer: Transfer) -> str:
-        """The description of a wait for a transfer."""
+        """Describe a wait for a transfer."""
         return f"awaiting the {transfer.made_by.words} of rank {self.global_rank(transfer.source)}"
 
     def run(self, compute: Compute) -> list[Tensor]:
-        """Run one step: all micro-batches forward and backward. Gradients are added to those of the parameters.
+        """Run one step: forward and backward of all micro-batches. Gradients are accumulated in the parameters.
 
         Args:
-            compute: runs a stage on a micro-batch. It is called at this rank's stages, in the schedule's order.
+            compute: runs a stage on a micro-batch. It is called for this rank's stages, in the schedule's order.
 
         Returns:
-            The losses of the micro-batches in order, () each, detached; empty on a rank without the last stage.
+            The detached losses of the micro-batches in order, () each; empty on a rank without the last stage.
 
         Raises:
-            RuntimeError: a rank failed (a note says what was computed or awaited), or a stage returned something other
-                than a tensor of the common shape and dtype.
+            RuntimeError: a rank failed (a note says what this rank was computing or awaiting), or a stage did not
+                return a tensor of the common shape and dtype.
         """
         step = _Step(self, compute)
         for each in self.program:
@@ -126,10 +126,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, compute: Compute, micro_batches: int) -> list[Tensor]:
-        """Run micro-batches forward only, as for a validation; returns and errors as `run`.
+        """Run only forward, as for validation. Returns and raises the same as `run`.
 
-        All ranks work in one order, micro-batch after micro-batch, so no rank can wait forever. A rank with one stage
-        does not wait for later stages.
+        All ranks process the micro-batches in the same order, so no rank can wait forever. A rank with one stage does
+        not wait for later stages.
         """
         rank_of, stages = self.schedule.rank_of, self.schedule.stages
         losses, sending, made = list[Tensor](), list[_Posted](), torch.empty(0)
@@ -160,19 +160,19 @@ class Pipeline:
         return losses
 
     def taken(self, transfer: Transfer) -> str:
-        """The description of a wait until a transfer is received."""
+        """Describe a wait until another rank receives a transfer."""
         towards = stage_after(transfer.made_by, self.schedule.stages)
         target = self.global_rank(transfer.target)
         return f"waiting for rank {target}, for stage {towards}, to receive the {transfer.made_by.words}"
 
     def global_rank(self, rank: int) -> int:
-        """The global rank of a rank of the pipeline."""
+        """The global rank of a pipeline rank."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 @dataclass
 class _Posted:
-    """A transfer in progress, and its memory."""
+    """A transfer in progress, with its tensor."""
 
     transfer: Transfer
     work: Any
@@ -184,15 +184,15 @@ class _Step:
     """The state of a rank during a step.
 
     Attributes:
-        inputs, outputs: the input of a stage and the start of its backward, by (stage, micro-batch). Both are kept from
-            F to B or I.
-        receiving: data in transit to this rank, by the instruction that computes them.
-        made: data to send next, or for another stage of this rank, by the instruction that computed them.
-        sending: sends that are not known to have arrived. On a GPU, sends posted before a completed receive from the
-            same rank have arrived. gloo reports arrival only when waited for, at the end.
-        later: deferred weight gradients, from I to W.
-        losses: the losses, by micro-batch.
-        place: place of the next instruction in `Pipeline.progress`.
+        inputs, outputs: a stage's input, and the output from which its backward starts, by (stage, micro-batch). Both
+            are kept from F to B or I.
+        receiving: transfers to this rank in progress, by the instruction that computes their data.
+        made: results to send next, or for another stage of this rank, by the instruction that computed them.
+        sending: sends that may not have arrived. On a GPU, sends that were posted before a completed receive from the
+            same rank have arrived. gloo reports arrival only in a wait, at the end of the step.
+        later: deferred weight gradients, kept from I to W.
+        losses: the loss of each micro-batch.
+        place: the next instruction's place in `Pipeline.progress`.
     """
 
     pipeline: Pipeline
@@ -207,7 +207,7 @@ class _Step:
     place: int = 0
 
     def at(self, place: int) -> None:
-        """Mark the GPU's position, so that it can be queried later."""
+        """Mark this place in the GPU's stream, so that the GPU's position can be queried."""
         if self.pipeline.progress is not None:
             self.pipeline.progress.mark(place)
 
@@ -270,8 +270,8 @@ class _Step:
         pipeline = self.pipeline
         if tuple(output.shape) != pipeline.shape or output.dtype != pipeline.dtype:
             raise RuntimeError(
-                f"Pipeline: stage {stage} gave {tuple(output.shape)} {output.dtype}, expected {pipeline.shape} "
-                f"{pipeline.dtype}, which the next stage expects: create the pipeline for the actual shape and dtype"
+                f"Pipeline: stage {stage} returned {tuple(output.shape)} {output.dtype}, expected {pipeline.shape} "
+                f"{pipeline.dtype} for the next stage: create the pipeline with the actual shape and dtype"
             )
 
     # ---- transfers ----
@@ -292,13 +292,13 @@ class _Step:
         self.sending.append(_Posted(transfer, work, tensor))
 
     def _given(self, made_by: Instruction) -> Tensor:
-        """The result of another stage, which may be on this rank or another one."""
+        """The result of another stage, which is on this rank or on another rank."""
         if made_by in self.made:
             return self.made.pop(made_by)
         posted = self.receiving.pop(made_by)
         with _noting(self.pipeline.awaited(posted.transfer)):
             posted.work.wait()
-        if posted.tensor.device.type == "cuda":  # between two ranks NCCL executes one transfer after the other
+        if posted.tensor.device.type == "cuda":  # NCCL runs the transfers between two ranks in order
             self.sending = [
                 each
                 for each in self.sending
@@ -307,7 +307,7 @@ class _Step:
         return posted.tensor
 
     def finish(self) -> None:
-        """Wait until the sent data have arrived."""
+        """Wait until all sends have arrived."""
         self.at(self.place)
         for posted in self.sending:
             with _noting(self.pipeline.taken(posted.transfer)):
@@ -316,7 +316,7 @@ class _Step:
 
 @contextmanager
 def _noting(what: str) -> Iterator[None]:
-    """Add this rank's activity to an exception. Other ranks may ask what this rank is waiting for."""
+    """Add this rank's activity as a note to any exception. While the block runs, other ranks can query the activity."""
     try:
         with awaiting(what.removeprefix("awaiting ")) if what.startswith("awaiting ") else nullcontext():
             yield

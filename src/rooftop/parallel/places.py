@@ -1,11 +1,10 @@
-"""The present activity of this process, in words. Other ranks quote it when this process fails or when they wait for
-it.
+"""Describe this process's current activity. Other ranks quote it when this process fails or when they wait for it.
 
-report("step 12")                         # its latest activity, as others will quote it
-with awaiting("the forward of rank 0"):   # its wait, if the flight recorder does not know of it
+report("step 12")                         # this process's latest activity
+with awaiting("the forward of rank 0"):   # a wait that the flight recorder does not record
     work.wait()
 with others_wait("measuring this machine"):
-    ...                                   # takes long, but is not a hang
+    ...                                   # long work that is not a hang
 """
 
 from __future__ import annotations
@@ -27,19 +26,20 @@ TORCH, ROOFTOP = LIBRARIES
 STANDARD = f"{threading.__file__.rpartition('/')[0]}/"
 INSTALLED = "/site-packages/"
 WAITING = "this rank was awaiting "
-"""The beginning of the words for a GPU's place, if the GPU waits there."""
+"""How the text of a GPU's place begins if the GPU waits there."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The present activity of a rank.
+    """The current activity of a rank.
 
     Attributes:
-        reported: the last line that it reported, "step 12"; "" if there is none.
-        line: the innermost line of the main thread outside of libraries, "train/gpt/trainer.py:231, in _gradients_of".
-        awaited: the rank's wait, in words, if its program or its GPU names one.
-        operations: communication that the rank has launched and that has not ended.
-        long: the other ranks are expected to wait for it.
+        reported: the line that the rank reported last, such as "step 12"; "" if there is none.
+        line: the innermost line of the main thread outside libraries, such as "train/gpt/trainer.py:231, in
+            _gradients_of".
+        awaited: the wait that the rank's program or GPU names, in words; "" if there is none.
+        operations: the rank's communication that is launched and has not ended.
+        long: whether the rank has announced long work, for which other ranks must wait.
     """
 
     reported: str = ""
@@ -50,7 +50,7 @@ class Place:
 
     @property
     def words(self) -> str:
-        """Its last position: "step 12, train/gpt/trainer.py:231, in _gradients_of"."""
+        """The rank's last position, such as "step 12, train/gpt/trainer.py:231, in _gradients_of"."""
         return ", ".join(each for each in (self.reported, self.line) if each)
 
     def to_json(self) -> str:
@@ -74,13 +74,13 @@ _here = _Here()
 
 
 def report(words: str) -> None:
-    """Report this rank's activity, which the other ranks quote if this rank dies, stops or keeps them waiting."""
+    """Report this rank's activity. Other ranks quote it if this rank dies, stops or keeps them waiting."""
     _here.reported = words
 
 
 @contextmanager
 def others_wait(words: str) -> Iterator[None]:
-    """Announce long work for which the other ranks wait, so that they do not report a hang."""
+    """Announce long work within the block, so that ranks that wait for this rank do not report a hang."""
     before = _here.reported, _here.long
     _here.reported, _here.long = words, True
     try:
@@ -91,7 +91,7 @@ def others_wait(words: str) -> Iterator[None]:
 
 @contextmanager
 def awaiting(words: str) -> Iterator[None]:
-    """Say what this rank waits for while the block runs. After an error the words stay, because other ranks may still
+    """Say what this rank waits for while the block runs. After an error, the words stay, since other ranks may still
     read them."""
     _here.awaited = words
     yield
@@ -99,24 +99,24 @@ def awaiting(words: str) -> Iterator[None]:
 
 
 def interrupted(words: str) -> None:
-    """Record the words for a wait that has failed."""
+    """Record what this rank waited for when the wait failed."""
     _here.awaited = words
 
 
 def begin() -> None:
-    """Forget earlier reports and waits, at the beginning of a block."""
+    """Forget earlier reports and waits when a block begins."""
     _here.reported = _here.awaited = ""
 
 
 def place_here(operations: tuple[Operation, ...]) -> Place:
-    """The present activity of this process; any thread may call it."""
+    """The current activity of this process. Any thread may call this."""
     on_gpu = [each for each in all_places() if each.startswith(WAITING)]
     awaited = on_gpu[0].removeprefix(WAITING) if on_gpu else _here.awaited
     return Place(_here.reported, _line(), awaited, operations, _here.long)
 
 
 def _line() -> str:
-    """The innermost line of the main thread outside of PyTorch and Python's library; preferably one of the user's."""
+    """The innermost line of the main thread outside PyTorch and Python's library, preferably in the user's code."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     ours: FrameType | None = None
     while frame is not None:
@@ -131,16 +131,16 @@ def _line() -> str:
 
 
 def _name(frame: FrameType) -> str:
-    """The name of the function. An expression has no name: the name of the enclosing function is used."""
+    """The name of the function, or of the enclosing function for a lambda or comprehension, which has no name."""
     named = [part for part in frame.f_code.co_qualname.split(".") if not part.startswith("<")]
     return named[-1] if named else frame.f_code.co_name
 
 
 def _is_start(frame: FrameType) -> bool:
-    """Whether a file is the script that only starts `rooftop`."""
+    """Whether a file is the entry script of the `rooftop` command."""
     return frame.f_code.co_name == "<module>" and frame.f_code.co_filename.rpartition("/")[2] == "rooftop"
 
 
 def _short(file: str) -> str:
-    """A path shortened to the part from the package on, or to its last two parts."""
+    """Shorten a path to the part that begins with the package, or to its last two parts."""
     return file.removeprefix(ROOFTOP) if file.startswith(ROOFTOP) else "/".join(file.split("/")[-2:])

@@ -1,4 +1,4 @@
-"""Processes as seen by other processes of the same machine: running, stopped or gone."""
+"""Query whether another process on this machine is running, stopped or gone."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 ALIVE, STOPPED, GONE = "alive", "stopped", "gone"
 OOM_KILLS = Path("/proc/vmstat")
-"""The line oom_kill of this file counts processes that the kernel has killed for lack of memory."""
+"""In this file, the line oom_kill counts processes that the Linux kernel has killed for lack of memory."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process.
+    """Identifies a process, even if its PID is reused.
 
     Attributes:
-        machine: machine and process namespace: containers on one machine count separately.
-        number: its PID.
-        began: start of the process, in ticks since the machine started; needed because PIDs are reused. 0: unknown.
-        parent: PID of the process that started it.
+        machine: the machine and process namespace. Containers on one machine count as different machines.
+        number: the PID.
+        began: start time of the process, in ticks since the machine started; it distinguishes reused PIDs. 0: unknown.
+        parent: PID of the parent process.
     """
 
     machine: str
@@ -37,7 +37,7 @@ class Process:
         return cls(f"{socket.gethostname()} {namespace}", os.getpid(), found[1], os.getppid())
 
     def state(self) -> str:
-        """ALIVE, STOPPED (by a signal; not by a debugger) or GONE; only for a process on this machine."""
+        """ALIVE, STOPPED (by a signal, not by a debugger) or GONE. The process must be on this machine."""
         found = _stat(self.number)
         if found is None or found[1] != self.began or found[0] in "ZXx":
             return GONE
@@ -45,17 +45,17 @@ class Process:
 
 
 def _stat(number: int) -> tuple[str, int] | None:
-    """(state, start); None: there is no such process."""
+    """Read (state, start) of a process; None if there is no such process."""
     try:
         text = Path(f"/proc/{number}/stat").read_text()
     except OSError:
         return None
-    parts = text.rpartition(")")[2].split()  # the name before may contain any character
+    parts = text.rpartition(")")[2].split()  # skips the process's name, which may contain any character
     return parts[0], int(parts[19])
 
 
 def oom_kills() -> int:
-    """The number of processes that this machine's kernel has killed for lack of memory; 0 if unknown."""
+    """The number of processes that the Linux kernel has killed for lack of memory; 0 if unknown."""
     try:
         lines = OOM_KILLS.read_text().splitlines()
     except OSError:

@@ -1,28 +1,28 @@
 """Ranks that start together, fail together and end together.
 
     with join(layout, settings={"seed": 1}) as world:
-        ...  # torch.distributed is up: NCCL where there is a GPU, gloo where there is none
+        ...  # torch.distributed is initialized, by NCCL on GPUs and by gloo on CPUs
 
-If anything goes wrong, every rank raises an error with the same words, and none waits for a rank that will not come:
+If anything goes wrong, every rank raises an error with the same text, and no rank waits for a rank that will not come:
 
 - before anything is communicated, each rank checks its own environment, layout and device;
-- at a roll call (`rooftop.parallel.roll_call`) all ranks learn which rank is missing, cannot start, or has other
+- at a roll call (`rooftop.parallel.roll_call`), all ranks learn which rank is missing, cannot start, or has other
   settings;
-- a rank that raises within the block reports its error, and the others raise when their communication with it breaks;
-- a thread of each rank detects a rank that was killed, stopped or hangs (`rooftop.parallel.watching`);
+- a rank that raises within the block reports its error, and the other ranks raise when communication with it fails;
+- a thread of each rank detects ranks that are killed, stopped or hanging (`rooftop.parallel.watching`);
 - no rank leaves the block before all ranks have reached its end.
 
-All this uses the store of torch.distributed and not collectives, since a failed rank cannot be relied on to join one.
-The keys of a block: for each rank R the keys with R, and two keys for all ranks:
+All this uses torch.distributed's store instead of collectives, in which a failed rank might not take part. A block has
+these keys, of which each rank R has its own keys with R:
 
 | key | |
 |---|---|
 | `beat/R` | a count that rises while the rank lives |
-| `place/R`, `told/R` | the rank's last place; whether it has reported since another rank asked |
+| `place/R`, `told/R` | the rank's last place; whether the rank has reported its place since another rank asked |
 | `seen/R` | the rank knows which rank failed |
 | `ended/R` | SIGTERM has ended the rank |
-| `done/R`, `left/R` | the rank has reached the end of the block; it knows that all ranks have |
-| `asked` | all ranks are asked to report their places |
+| `done/R`, `left/R` | the rank has reached the end of the block; the rank knows that all ranks have reached it |
+| `asked` | a rank asks all ranks to report their places |
 | `failed` | the first failure |
 """
 
@@ -58,11 +58,11 @@ from rooftop.parallel.watching import Failure, Watch, first_line, note_interrupt
 PATIENCE_S = 20.0
 TIMEOUT_S = 600.0
 LATER_S = 30.0
-"""A communication times out by itself this long after `timeout_s`. By then, the error already names the rank that keeps
-the others waiting.
+"""Communication times out by itself this many seconds after `timeout_s`. By then, an error has already named the rank
+that keeps the others waiting.
 """
 BROKEN = re.compile(r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|recvValue")
-"""Parts of the messages of errors that the end of another rank may cause."""
+"""Parts of error messages that the end of another rank may cause."""
 CUT = re.compile(r"Connection (closed|reset)|Broken pipe")
 """Parts of error messages about a broken connection."""
 
@@ -72,8 +72,8 @@ class World:
     """This process as one of the ranks.
 
     Attributes:
-        rank, size: rank of this process, and the number of ranks.
-        device: the device for computation; the current device of torch.cuda if it is a GPU.
+        rank, size: this process's rank, and the number of ranks.
+        device: the device for computation. If it is a GPU, it is torch.cuda's current device.
     """
 
     rank: int
@@ -90,25 +90,26 @@ def join(
     patience_s: float = PATIENCE_S,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[World]:
-    """Set up torch.distributed within the block, for the processes that a launcher started. Every rank must call this.
+    """Initialize torch.distributed within the block, for the processes that a launcher has started. Every rank must
+    call this.
 
-    A single process is a world of one rank, without a process group. An existing group is used, and still exists
-    afterwards. A group that is created here is destroyed at the end of the block. CUDA graphs that were captured in the
-    block are reset before: NCCL waits for graphs that contain its work.
+    A single process is a world of one rank, without a process group. If a process group exists, the block uses it and
+    does not destroy it. A group that the block creates is destroyed at the end of the block. Before that, CUDA graphs
+    that were captured within the block are reset, because NCCL waits for graphs that contain its work.
 
     Args:
-        layout: a layout, which must have as many ranks as the world.
-        settings: values that must be equal on all ranks, such as the seed or the sizes of the model; compared by
+        layout: the layout, with as many ranks as the world.
+        settings: values that must be equal on all ranks, such as the seed or the model's sizes. They are compared by
             `repr`.
-        device: "cuda" or "cpu"; a GPU if there is one. On several GPUs a rank uses the one with its index on its
-            machine, or the only one that SLURM makes visible.
-        patience_s: maximum time between the arrival of the first and the last rank.
-        timeout_s: maximum time for which ranks wait for a live rank: in a communication, and at the end of the block.
+        device: "cuda" or "cpu". Default: a GPU, if there is one. Of several GPUs, a rank uses the GPU with its local
+            rank as index, or the only GPU that SLURM makes visible.
+        patience_s: maximum time between the arrivals of the first and the last rank.
+        timeout_s: maximum time that ranks wait for a live rank, in communication and at the end of the block.
 
     Raises:
         ValueError: the launcher's variables or the layout are wrong. Nothing has been communicated.
-        RankError: a rank did not come, cannot start, has other settings or failed within the block. The rank that
-            failed first raises its own exception instead.
+        RankError: a rank is missing, cannot start, has other settings, or failed within the block. The rank that failed
+            first raises its own exception instead.
     """
     launch = launched()
     there = dist.is_available() and dist.is_initialized()
@@ -133,7 +134,7 @@ def join(
     try:
         with heard_by_a_thread() as termination, _ranks(launch, store, processes, termination, timeout_s) as ranks:
             if not there:
-                # Every block numbers its groups from 0. Otherwise ranks on which an earlier block did not start would
+                # Number the groups from 0 in every block. If not, a rank on which an earlier block did not start would
                 # use other keys.
                 dist.distributed_c10d._world.group_count = 0
                 dist.init_process_group(
@@ -157,7 +158,7 @@ def join(
 def _ranks(
     launch: Launch, store: Any, processes: list[Process], termination: Termination, timeout_s: float
 ) -> Iterator[_Ranks]:
-    """Create the ranks, which fail together within the block."""
+    """Create this rank's `_Ranks`, and make ranks fail together within the block."""
     launcher = os.getppid() if launch.elastic else None
     watch = Watch(store, launch.rank, launch.size, processes, launcher, termination, timeout_s)
     ranks = _Ranks(watch, holds_store=launch.rank == 0 and not launch.served)
@@ -166,8 +167,8 @@ def _ranks(
 
 
 def _forget_meshes() -> None:
-    """Drop the meshes that DTensor caches with its operators: they would be confused with meshes of the same ranks in a
-    later block, although their groups have ended.
+    """Drop the meshes that DTensor caches with its operators. In a later block, DTensor would take them for new meshes
+    of the same ranks, although their groups no longer exist.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -183,10 +184,10 @@ def _at_the_store(
     problem: str,
     patience_s: float,
 ) -> tuple[Any, list[Process]]:
-    """The store of block `number`, and the processes of the ranks, after their roll call.
+    """Connect to the store of block `number` and do the roll call. Return the store and the ranks' processes.
 
-    A rank may enter the next block before rank 0 has closed the previous block's store, and then connects to that
-    store. When that store closes, the rank connects again.
+    If a rank enters the next block before rank 0 has closed the previous block's store, it connects to that old store.
+    When the old store closes, the rank reconnects.
     """
     until = time.monotonic() + patience_s
     while True:
@@ -205,14 +206,14 @@ def _at_the_store(
                 raise
 
 
-_joined: Counter[tuple[str, int, int]] = Counter()  # blocks of this process, by the store at which its ranks meet
-_bound = False  # whether a group of this process was ever bound to its GPU
+_joined: Counter[tuple[str, int, int]] = Counter()  # number of blocks of this process, by store
+_bound = False  # whether a group of this process has ever been bound to its GPU
 
 
 def _bound_device(where: torch.device) -> torch.device | None:
-    """The GPU to which a group is bound. A bound group connects at once, and groups of a layout are split from it.
+    """The GPU to which the new group is bound. A bound group connects at once, and a layout's groups are split from it.
 
-    This is only done for the first group of a process, because splitting a later one ends in a segmentation fault
+    Only the first group of a process is bound, because splitting a later group causes a segmentation fault
     (pytorch/pytorch#192109).
     """
     global _bound
@@ -223,9 +224,9 @@ def _bound_device(where: torch.device) -> torch.device | None:
 
 
 def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
-    """The device of this rank, and the reason if the rank cannot start."""
+    """The device of this rank, and the reason why the rank cannot start, if there is one."""
     if kind not in ("cuda", "cpu"):
-        raise ValueError(f"device={kind!r}: expected 'cuda' or 'cpu'; the GPU follows from the rank")
+        raise ValueError(f"device={kind!r}: expected 'cuda' or 'cpu'; the rank determines the GPU's index")
     if kind == "cpu":
         return torch.device("cpu"), ""
     count = torch.cuda.device_count()
@@ -240,7 +241,7 @@ def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
 
 
 def _opened(launch: Launch, patience_s: float) -> Any:
-    """The store where the ranks meet; rank 0 runs it unless the launcher does."""
+    """Open the store where the ranks meet. Rank 0 runs the store, unless the launcher does."""
     holds = launch.rank == 0 and not launch.served
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -254,8 +255,8 @@ def _opened(launch: Launch, patience_s: float) -> Any:
         place = f"{launch.address}:{launch.port}"
         if holds:
             raise RankError(
-                f"rank 0 of {launch.size} cannot open the store at {place}, where the ranks meet; is MASTER_ADDR this "
-                f"machine, and MASTER_PORT free? ({first_line(error)})"
+                f"rank 0 of {launch.size} cannot open the store at {place}, where the ranks meet. Check that "
+                f"MASTER_ADDR is this machine and that MASTER_PORT is free ({first_line(error)})"
             ) from error
         raise RankError(
             f"rank 0 of {launch.size} did not come within {patience_s:g} s: nobody has opened the store at {place}, "
@@ -264,7 +265,7 @@ def _opened(launch: Launch, patience_s: float) -> Any:
 
 
 class _Ranks:
-    """One rank's view of the block: the error it raises when any rank fails, and how the block ends."""
+    """One rank's view of the block. It makes the rank raise an error when any rank fails, and ends the block."""
 
     def __init__(self, watch: Watch, holds_store: bool) -> None:
         self.watch, self.store, self.holds_store = watch, watch.store, holds_store
@@ -272,7 +273,7 @@ class _Ranks:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Raise when another rank fails, and report this rank's failure to the others."""
+        """Within the block, raise an error when another rank fails, and report this rank's failure to the others."""
         with self.watch.on():
             try:
                 yield
@@ -280,18 +281,18 @@ class _Ranks:
                 first, mine = self._first_failure(error)
                 say(self.store, "seen", self.rank, LINGER_S, range(self.size))
                 if first.startswith(f"rank {self.rank} of {self.size} has given no sign of life"):
-                    time.sleep(LINGER_S)  # the others report first, since a launcher ends all ranks when one is gone
+                    time.sleep(LINGER_S)  # let others report first: a launcher ends all ranks once one is gone
                 at = self.watch.at
-                of_another = isinstance(error, RankError) and at  # the block has ended as far as Python can tell
+                of_another = isinstance(error, RankError) and at  # Python's part of the block has ended
                 if not isinstance(error, Exception) or (first == mine and not of_another):
                     setattr(error, FAILURE, first)
                     raise
                 raise _heard("; ".join([first, *(at or getattr(error, "__notes__", []))]), first) from error
 
     def _first_failure(self, error: BaseException) -> tuple[str, str]:
-        """The first failure of all ranks, and how this rank has failed."""
+        """The first failure on any rank, and this rank's failure, as texts."""
         mine = f"rank {self.rank} of {self.size} failed: {_reason(error)}"
-        if isinstance(error, RankError):  # the error names the rank that failed
+        if isinstance(error, RankError):  # the error already names the rank that failed
             mine = str(error)
         failure = Failure(mine, ())
         if isinstance(error, RuntimeError) and not isinstance(error, RankError) and BROKEN.search(str(error)):
@@ -307,7 +308,7 @@ class _Ranks:
         """Wait until the block has ended on all ranks.
 
         Raises:
-            RankError: the block failed on a rank, or has not ended there within `timeout_s` of this rank.
+            RankError: the block failed on a rank, or did not end there within `timeout_s` after this rank.
         """
         everybody = [f"done/{rank}" for rank in range(self.size)]
         self.store.set(f"done/{self.rank}", "1")
@@ -322,7 +323,7 @@ class _Ranks:
 
 
 def _heard(words: str, failure: str) -> RankError:
-    """The error raised by a rank that has learned of another rank's failure."""
+    """The error to raise after another rank's failure."""
     error = RankError(words)
     setattr(error, FAILURE, failure)
     return error

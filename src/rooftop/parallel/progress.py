@@ -1,13 +1,13 @@
-"""The GPU's present position, which the host reads without waiting, even while a CUDA graph replays.
+"""Track the GPU's position in a program. The host reads it without waiting, even while a CUDA graph replays.
 
     progress = Progress(["awaiting the forward of micro-batch 0 at stage 0 of rank 0", "computing ..."], device)
-    progress.mark(0)                       # in the stream, before the work that the words name
+    progress.mark(0)                       # launched on the stream before the work that the text describes
     progress.mark(progress.DONE)
-    progress.words                         # where the GPU is now
+    progress.words                         # the GPU's position now
 
-A mark is a copy of four bytes into the host's memory, which a graph contains like any other launch. Python runs far
-ahead of a GPU, so the last launch is rarely what a rank waits for. And after communication is aborted, the GPU runs the
-rest of its queue. So `rooftop.parallel.join` queries all ranks before it aborts.
+A mark copies four bytes to host memory. A CUDA graph captures this copy like any other launch. Python runs far ahead of
+a GPU, so the last launch is rarely what a rank waits for. After communication is aborted, the GPU runs the rest of its
+queue. So `rooftop.parallel.join` queries all ranks before it aborts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 
 class Progress:
-    """Named places in a GPU's work.
+    """The named positions in a GPU's program.
 
     Args:
-        places: words that complete "this rank was ...".
+        places: texts that complete "this rank was ...".
         device: a GPU.
     """
 
@@ -35,12 +35,12 @@ class Progress:
         _all.add(self)
 
     def mark(self, place: int) -> None:
-        """Record that the stream has reached a place or, with `DONE`, has passed the last one."""
+        """Record on the stream that the GPU has reached a place or, with `DONE`, has passed the last place."""
         self._at.copy_(self._numbers[place + 1 : place + 2], non_blocking=True)
 
     @property
     def words(self) -> str | None:
-        """The present place; None: past the last place."""
+        """The GPU's current place; None if it has passed the last place."""
         place = int(self._at)
         return None if place == self.DONE else self._places[place]
 
@@ -49,6 +49,6 @@ _all: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
 def all_places() -> list[str]:
-    """The places of all GPUs of this process that have one, in sentences."""
+    """The current places of this process's GPUs, in sentences."""
     found = (progress.words for progress in list(_all))
     return [f"this rank was {words}" for words in found if words is not None]

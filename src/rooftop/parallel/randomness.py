@@ -1,9 +1,10 @@
-"""Random numbers that do not depend on the layout: initial values and dropout masks by seed, name and global position.
+"""Random numbers that do not depend on the layout. Seed, name and global position determine initial values and dropout
+masks.
 
-A rank with a part of a tensor draws exactly the values that the whole tensor has there. A `Box` describes the part. So
-a model is the same bit for bit on CPU and GPU, on any number of ranks, and for any way of splitting it. The dropout of
-this file is the same too, even when forward is recomputed. The numbers are those of `rooftop.kernels.random_normal`,
-`random_uniform` and `counter_dropout`.
+For its part of a tensor, which a `Box` describes, a rank draws exactly the values that the whole tensor has there. So a
+model is bit for bit the same on CPU and GPU, on any number of ranks, and for any way of splitting it. Dropout by this
+file is also the same, even when forward is recomputed. `rooftop.kernels.random_normal`, `random_uniform` and
+`counter_dropout` generate the numbers.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torch import Tensor, nn
 
 from rooftop.kernels import Box, counter_dropout, random_key, random_normal, random_uniform
 
-Boxes = Box | Sequence[Box]  # Several boxes follow each other along the first dimension of a local tensor.
+Boxes = Box | Sequence[Box]  # Several boxes are consecutive parts of a local tensor along its first dimension.
 
 
 @dataclass(frozen=True)
 class Stream:
-    """All random numbers of a seed, from 0 to 2^64 - 1; each name has its own.
+    """The random numbers of a seed (0 to 2^64 - 1). Each name has its own sequence.
 
-    Names are those of the whole model, the same on every rank. In each method, `box` is the part of the whole tensor.
-    Several boxes follow each other along the first dimension. None: the whole tensor.
+    Use the whole model's names, which are the same on every rank. In each method, `box` describes the part of the whole
+    tensor. Several boxes are consecutive parts along the first dimension. None: the whole tensor.
     """
 
     seed: int
@@ -44,8 +45,8 @@ class Stream:
         """Fill a tensor of any floating point dtype with normal numbers, truncated to [low, high], and return it.
 
         Raises:
-            TypeError, ValueError: as in `random_normal`; also if the boxes have another number of elements than the
-                tensor.
+            TypeError, ValueError: as in `random_normal`, or the boxes and the tensor differ in their number of
+                elements.
         """
         key = random_key(self.seed, name)
         with torch.no_grad():
@@ -62,8 +63,8 @@ class Stream:
         """Fill a tensor of any floating point dtype with uniform numbers in [low, high), and return it.
 
         Raises:
-            TypeError, ValueError: as in `random_uniform`; also if the boxes have another number of elements than the
-                tensor.
+            TypeError, ValueError: as in `random_uniform`, or the boxes and the tensor differ in their number of
+                elements.
         """
         key = random_key(self.seed, name)
         with torch.no_grad():
@@ -75,19 +76,20 @@ class Stream:
     def dropout(
         self, x: Tensor, name: str, p: float, step: int | Tensor, box: Boxes | None = None, training: bool = True
     ) -> Tensor:
-        """x / (1 - p) with elements dropped with probability p; x itself if p is 0 or not in training.
+        """Drop elements of x with probability p, and divide the others by 1 - p. Return x itself if p is 0 or
+        `training` is False.
 
         Args:
             x: any shape, bfloat16, float16, float32 or float64.
             name: name of this dropout. Two dropouts with the same name drop the same elements.
-            p: from 0 to 1.
-            step: training step, from 0: each step has another mask; count micro-batches too. It may be a tensor, as for
-                `counter_dropout`.
-            box: see the class.
-            training: as `module.training`.
+            p: probability to drop an element, from 0 to 1.
+            step: training step, from 0. Each step has another mask, so count micro-batches, too. It may be a tensor, as
+                for `counter_dropout`.
+            box: the part of the whole tensor, as in `Stream`.
+            training: whether to drop elements, like `module.training`.
 
         Raises:
-            TypeError, ValueError: as in `counter_dropout`; also if the boxes have another number of elements than x.
+            TypeError, ValueError: as in `counter_dropout`, or the boxes and x differ in their number of elements.
         """
         if not training or p == 0:
             return x
@@ -99,15 +101,15 @@ class Stream:
 
 
 def _parts(name: str, tensor: Tensor, box: Boxes | None) -> list[tuple[Tensor, Box]]:
-    """The parts of a local tensor along its first dimension, each with its box."""
+    """Split a local tensor along its first dimension into the parts that the boxes describe."""
     boxes = _listed(box) or [Box.whole(tensor.shape)]
     counts = [math.prod(each.size) for each in boxes]
     row = math.prod(tensor.shape[1:])
     if sum(counts) != tensor.numel() or (len(boxes) > 1 and any(row == 0 or count % row for count in counts)):
         raise ValueError(
-            f"{name}: the tensor has shape {tuple(tensor.shape)}, its boxes sizes {[each.size for each in boxes]}: "
-            "the numbers of elements must be equal, and each of several boxes must consist of whole rows of the "
-            "first dimension"
+            f"{name}: the tensor has shape {tuple(tensor.shape)}, its boxes have sizes "
+            f"{[each.size for each in boxes]}: both must have the same number of elements, and each of several boxes "
+            f"must be whole rows of the first dimension"
         )
     if len(boxes) == 1:
         return [(tensor, boxes[0])]
@@ -128,7 +130,7 @@ Init = Callable[[Stream, Tensor, str, Boxes | None], object]
 
 @dataclass(frozen=True)
 class Normal:
-    """A rule that fills with normal numbers, truncated if bounds are given."""
+    """An initializer with normal numbers, truncated to the bounds if there are any."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -141,7 +143,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """A rule that fills with uniform numbers in [low, high)."""
+    """An initializer with uniform numbers in [low, high)."""
 
     low: float = 0.0
     high: float = 1.0
@@ -152,7 +154,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Constant:
-    """A rule that fills with one value."""
+    """An initializer with a constant."""
 
     value: float
 
@@ -169,28 +171,28 @@ def materialize(
     device: torch.device | str = "cpu",
     whole_name: Callable[[str], str] = lambda name: name,
 ) -> nn.Module:
-    """Give memory and initial values to all parameters and buffers of a module that are on the meta device.
+    """Allocate and initialize all parameters and buffers of a module that are on the meta device.
 
-    For a tensor with a box, only that part is ever created. Tied parameters (one tensor under several names) stay one
-    tensor, with the values of the first name. A new parameter keeps the dtype, requires_grad and attributes of the old
-    one.
+    Of a tensor with a box, only the box's part is ever allocated. Tied parameters (one tensor under several names) stay
+    one tensor, with the first name's values. A new parameter keeps the dtype, requires_grad and attributes of the meta
+    parameter.
 
     Args:
-        module: changed in place. A tensor with a box has the shape of the part or of the whole.
-        rules: pairs (pattern, init). The first pattern that matches a tensor's name decides; patterns are those of a
-            shell, such as "*.bias". An init is Normal, Uniform, Constant or another function of (stream, tensor, name,
-            box).
+        module: the module, which is changed in place. A tensor with a box may have the shape of its part or of the
+            whole.
+        rules: pairs (pattern, init). The first pattern that matches a tensor's name determines its init. Patterns are
+            shell patterns, such as "*.bias". An init is Normal, Uniform, Constant or any function of (stream, tensor,
+            name, box).
         stream: the random numbers of a seed.
-        boxes: the box of each tensor that is a part, by its name in the whole model.
+        boxes: the boxes of tensors that are parts, by name in the whole model.
         device: the device of the new tensors.
-        whole_name: for stages of a pipeline, a function from a name in this module to the name in the whole model.
+        whole_name: for pipeline stages, a function from a name in this module to the name in the whole model.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: no rule matches a name, or a box belongs to no tensor of the module or has another size than its
-            tensor.
+        ValueError: no rule matches a name, a box has no tensor in the module, or a box and its tensor differ in size.
     """
     boxes = dict(boxes or {})
     planned: dict[Tensor, tuple[str, Init, tuple[int, ...]]] = {}
@@ -229,9 +231,9 @@ def init_on_meta(
     device: torch.device | str = "cpu",
     whole_name: Callable[[str], str] = lambda name: name,
 ) -> nn.Module:
-    """Build a module without memory and give it the values of a seed; the arguments are those of `materialize`.
+    """Build a module on the meta device, and `materialize` it with the same arguments.
 
-    Without boxes the result is the whole model; its parts equal, bit for bit, the results with boxes.
+    Without boxes, the result is the whole model. Its parts equal the results with boxes bit for bit.
     """
     with torch.device("meta"):
         module = build()
@@ -243,11 +245,11 @@ def _rule(name: str, rules: Sequence[tuple[str, Init]]) -> Init:
         if fnmatchcase(name, pattern):
             return init
     patterns = ", ".join(pattern for pattern, _ in rules)
-    raise ValueError(f"materialize: no rule matches {name}: add one; the rules are {patterns or 'none'}")
+    raise ValueError(f"materialize: no rule matches {name}: add a rule; the patterns are {patterns or 'none'}")
 
 
 def _local_shape(name: str, tensor: Tensor, box: Boxes | None) -> tuple[int, ...]:
-    """The local shape of a tensor that already has the part's shape, or the whole's."""
+    """The local shape of a tensor, which has the shape of its part or of the whole."""
     boxes = _listed(box)
     shape = tuple(tensor.shape)
     if not boxes or sum(math.prod(each.size) for each in boxes) == tensor.numel():
@@ -255,6 +257,6 @@ def _local_shape(name: str, tensor: Tensor, box: Boxes | None) -> tuple[int, ...
     if len(boxes) == 1 and boxes[0].shape == shape:
         return boxes[0].size
     raise ValueError(
-        f"materialize: {name} has shape {shape}, which is neither that of a part nor that of the whole of its box "
+        f"materialize: {name} has shape {shape}, which is neither the part nor the whole of its box "
         f"{', '.join(map(str, boxes))}"
     )

@@ -1,25 +1,26 @@
-"""Recomputation: backward computes tensors again instead of keeping them from forward, which trades work for memory.
+"""Activation recomputation: backward recomputes tensors that forward does not save, which trades compute for memory.
 
-| recompute | kept of a block | computed again in backward |
+| recompute | saved for a block | recomputed in backward |
 |---|---|---|
-| False | all that autograd needs | nothing |
-| "selective" | what is expensive to compute | what is cheap and large: see below |
-| True or "full" | its input | the whole block: a third more flops |
+| False | everything that autograd needs | nothing |
+| "selective" | tensors that are expensive to compute | large tensors that are cheap to compute: see below |
+| True or "full" | the block's input | the whole block, a third more flops |
 
-Selective recomputation drops tensors that elementwise work can compute again from tensors that are kept anyway:
+Selective recomputation drops tensors that elementwise work can recompute from tensors that are saved anyway:
 
-| dropped | is needed by | computed again from |
+| dropped tensor | needed by | recomputed from |
 |---|---|---|
-| the results of both norms | the weights of qkv and of the MLP's first layer | their inputs, which the norms keep |
-| normed or rotated queries and keys | attention | the projections, which the values keep |
-| attention's result in the order of positions | the weight of the output layer | attention's result |
-| the MLP's activated features | the weight of its last layer | the activation's input |
-| the weights of attention that dropout drops | attention in plain PyTorch | queries, keys, values: two products |
+| the results of both norms | weight gradients of qkv and of the MLP's first layer | the inputs that the norms save |
+| normed or rotated queries and keys | attention | the projections, which are saved for the values |
+| attention's result in the order of positions | the output layer's weight gradient | attention's result |
+| the MLP's activated features | the last layer's weight gradient | the activation's input |
+| attention weights after dropout | attention in plain PyTorch | queries, keys and values, by two products |
 
-With sequence parallelism, the layers after the norms would keep all positions. Instead, backward recomputes the
-positions of this rank, and gathers those of the others while it computes the gradient of the input.
+With sequence parallelism, the layers after the norms would save all positions. Instead, backward recomputes this rank's
+positions. It gathers the other ranks' positions while it computes the gradient of the input.
 
-Gradients are the same bit for bit: the same kernels compute the same tensors, and masks depend on their position.
+Gradients are the same bit for bit, because the same kernels compute the same tensors, and dropout masks depend only on
+positions.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
 """
@@ -39,16 +40,16 @@ from rooftop.errors import did_you_mean
 from rooftop.parallel.dropouts import CounterDropouts, Place
 
 Recompute = bool | str
-"""What backward recomputes. False: nothing; True or "full": whole blocks; "selective": see above."""
+"""What backward recomputes. False: nothing. True or "full": whole blocks. "selective": cheap, large tensors."""
 GRANULARITIES = ("full", "selective")
 Result = TypeVar("Result")
 
 
 def granularity_of(recompute: Recompute, caller: str) -> str | None:
-    """ "full", "selective", or None: nothing is recomputed.
+    """Normalize the setting to "full", "selective", or None (nothing is recomputed).
 
     Raises:
-        ValueError: the value is another word.
+        ValueError: the value is none of the settings.
     """
     if recompute is False or recompute is None:
         return None
@@ -64,12 +65,12 @@ def granularity_of(recompute: Recompute, caller: str) -> str | None:
 
 
 def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *given: Tensor | None) -> Result:
-    """Return the result of a function. Backward computes the result again, with the same dropout masks.
+    """Call a function and return its result. Backward recomputes the result, with the same dropout masks.
 
     Args:
-        masks: masks of the dropouts inside. None: there are other dropouts, or none; the generators' states are then
-            restored.
-        given: the function's arguments, which are kept.
+        masks: the function's dropouts, if they are counter-based. None: other dropouts or none; backward then restores
+            the generators' states.
+        given: the function's arguments, which are saved for backward.
     """
     place = masks.place if masks is not None else Place()
     step = place.step
@@ -90,14 +91,14 @@ def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *
 
 @contextmanager
 def made_again(made: Sequence[Tensor], make: Callable[..., Sequence[Tensor]], *sources: Tensor) -> Iterator[None]:
-    """Within the block, where autograd would keep one of `made`, backward computes make(*sources) instead.
+    """Within the block, autograd does not save the tensors in `made`; backward recomputes them by make(*sources).
 
-    A tensor that shares memory with a source is kept, because dropping it would free nothing.
+    A tensor that shares memory with a source is saved, because dropping it would free nothing.
 
     Args:
         made: the results of make(*sources).
-        make: computes the same tensors again, without gradients.
-        sources: preferably tensors that are kept anyway.
+        make: recomputes the same tensors, without gradients.
+        sources: the tensors to recompute from, preferably tensors that are saved anyway.
     """
     if not torch.is_grad_enabled():
         yield
@@ -114,23 +115,23 @@ def made_again(made: Sequence[Tensor], make: Callable[..., Sequence[Tensor]], *s
         with saved_tensors_hooks(keep, _needed):
             yield
     finally:
-        recipes.clear()  # PyTorch may keep the hooks, which must not keep the sources
+        recipes.clear()  # PyTorch may keep the hooks alive, which must not keep the sources alive
 
 
 def as_multiplied(x: Tensor) -> Tensor:
-    """x in the dtype that linear layers use, which differs under autocast."""
+    """Cast x to the dtype that linear layers use, which differs under autocast."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 
 def _memory(tensor: Tensor) -> int:
-    """A key that is equal for tensors that share memory; it also works on the meta device."""
+    """A key that is equal for tensors that share memory, also on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
 class _Kept:
-    """A kept tensor. The hooks must check that it has not changed, because PyTorch does not."""
+    """A saved tensor. It checks that nothing has changed the tensor, which PyTorch does not check with hooks."""
 
     __slots__ = ("tensor", "version")
 
@@ -141,17 +142,17 @@ class _Kept:
         if self.tensor._version != self.version:
             raise RuntimeError(
                 f"a tensor {tuple(self.tensor.shape)} that backward needs was modified by an inplace operation after "
-                "forward: call backward first, or change a copy"
+                f"forward: call backward first, or change a copy"
             )
         return self.tensor
 
 
 class _Recipe:
-    """The recomputation of tensors that were dropped together.
+    """Recomputes tensors that were dropped together.
 
     Attributes:
-        wanted: numbers of the tensors that were dropped.
-        ready: tensors that are computed but not taken yet.
+        wanted: indices of the dropped tensors.
+        ready: tensors that are recomputed and not yet taken.
     """
 
     def __init__(
@@ -169,16 +170,16 @@ class _Recipe:
                 made = self.make(*(source.needed() for source in self.sources))
             if [(each.shape, each.stride(), each.dtype) for each in made] != self.layouts:
                 raise RuntimeError(
-                    f"recompute: backward made {[tuple(each.shape) for each in made]} again, but forward had made "
-                    f"{[tuple(shape) for shape, *_ in self.layouts]}, or tensors of another dtype or memory layout: "
-                    "the model was changed in between; leave recompute out, or change it after backward"
+                    f"recompute: backward recomputed {[tuple(each.shape) for each in made]}, but forward had computed "
+                    f"{[tuple(shape) for shape, *_ in self.layouts]}, or the dtype or memory layout differs: the model "
+                    f"has changed in between. Leave recompute out, or change the model after backward"
                 )
             self.ready = {other: each for other, each in enumerate(made) if other in self.wanted}
         return self.ready.pop(place)
 
 
 class _Dropped:
-    """A view of a tensor that is computed again."""
+    """A view of a dropped tensor, which backward recomputes."""
 
     __slots__ = ("place", "recipe", "view")
 
@@ -196,7 +197,7 @@ def _needed(packed: _Kept | _Dropped) -> Tensor:
 
 
 def _autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """A function that restores the present state of autocast."""
+    """Return a function that restores the current state of autocast."""
     if not torch.amp.is_autocast_available(device):  # meta
         return nullcontext
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

@@ -1,8 +1,8 @@
-"""A module's replicas: the same module with its tensors on other devices.
+"""Replicate a module: create modules that are the same, but with tensors on other devices.
 
-A replica computes the same as the module: its parameters are copies through which gradients flow back, it has the same
-hooks, and it shares everything that is not a tensor. A hook that a replica's forward registers belongs only to that
-replica. (Hugging Face's models register hooks when hidden states are first requested. If replicas shared them, each
+A replica computes the same as the module. Its parameters are copies through which gradients flow back. It has the same
+hooks, and shares everything that is not a tensor. A hook that a replica's forward registers applies only to that
+replica. (Hugging Face's models register hooks when hidden states are first requested. If replicas shared hooks, each
 replica's hooks would run in all replicas.) Each forward creates the replicas and drops them afterwards, so writes to a
 replica are lost.
 """
@@ -23,38 +23,39 @@ from rooftop.parallel.containers import leaves, mapped, opened
 from rooftop.parallel.device_copies import copies
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Names of the attributes that torch.nn.Module itself sets."""
+"""Names of attributes that torch.nn.Module itself sets."""
 
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "hooks" in name)
-"""Names of the dicts that hold hooks."""
+"""Names of a module's dicts that hold hooks."""
 
 PLAIN = {bool, int, float, str, type(None)}
-"""Types of most attributes, checked first."""
+"""Types of most attributes, which hold no tensors and are checked first."""
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: bool = False) -> list[nn.Module]:
-    """The module on each device; gradients of the replicas' parameters are added to those of the module.
+    """Create a replica of the module on each device. The gradients of the replicas' parameters are added to the
+    module's gradients.
 
-    The first replica is the module itself. Its forward's writes to buffers (running statistics of batch norms) and
-    attributes stay; writes of the other replicas are lost. Parameters and modules with several names keep all names
-    in each replica. Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if they are on the
-    module's device, as are modules and bound methods in attributes. `parameters()` of a replica returns its tensors.
-    These are not leaves, so their `.grad` stays None.
+    The first replica is the module itself. Its writes to buffers (such as batch norms' running statistics) and
+    attributes persist; the other replicas' writes are lost. Parameters and modules with several names keep all names in
+    each replica. Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if they are on the
+    module's device. Modules and bound methods in attributes are copied, too. A replica's `parameters()` returns its
+    tensors. They are not leaves, so their `.grad` stays None.
 
     Args:
         module: a module on the first device.
-        devices: GPUs or "cpu"; one may be named several times.
-        detach: whether replicas are detached from autograd. The first one is then a replica too, which shares its
-            memory with the module.
+        devices: GPUs or "cpu". The list may repeat a device.
+        detach: whether to detach replicas from autograd. The first replica is then a separate module that shares the
+            module's memory.
 
     Returns:
         One replica for each device.
 
     Raises:
-        ValueError: there are no devices, one is neither a GPU nor the CPU, or a parameter or buffer is not on the first
-            device.
-        TypeError: the module is compiled or scripted, so it can only compute with its own parameters.
-        RuntimeError: a module is lazy and has not seen an input yet.
+        ValueError: the list of devices is empty, a device is neither a GPU nor the CPU, or a parameter or buffer is not
+            on the first device.
+        TypeError: the module is compiled or scripted, and can compute only with its own parameters.
+        RuntimeError: a module is lazy and not initialized yet.
     """
     places = places_of(devices)
     _check(module, places[0])
@@ -67,10 +68,10 @@ def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: 
 
 
 def places_of(devices: Sequence[torch.device | str] | None) -> list[torch.device]:
-    """Devices with their indices, as tensors name them; by default all GPUs, or the CPU if there are none.
+    """The devices with their indices, as in a tensor's `device`. Default: all GPUs, or the CPU if there are none.
 
     Raises:
-        ValueError: there are no devices, or one does not exist or is neither a GPU nor the CPU.
+        ValueError: the list is empty, or a device does not exist or is neither a GPU nor the CPU.
     """
     places = devices_of(devices)
     for place in places:
@@ -101,7 +102,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _holding(module: nn.Module) -> dict[str, Any]:
-    """The module's own attributes that contain tensors, modules or methods."""
+    """The module's own attributes that hold tensors, modules or bound methods."""
     own = vars(module).items()
     return {name: value for name, value in own if name not in OF_EVERY_MODULE and _holds(value)}
 
@@ -116,7 +117,7 @@ def _holds(value: Any) -> bool:
 
 
 def _tensors(holding: Mapping[nn.Module, dict[str, Any]], home: torch.device) -> list[Tensor]:
-    """All tensors that a replica must copy, each once."""
+    """All tensors that a replica must copy, without duplicates."""
     found: dict[int, Tensor] = {}
     for module, attributes in holding.items():
         for value in chain(module._parameters.values(), module._buffers.values(), leaves(attributes)):
@@ -131,7 +132,7 @@ def _replica(
     tensors: Sequence[Tensor],
     others: Sequence[Tensor],
 ) -> nn.Module:
-    """The module with its tensors replaced. `holding`: the result of `_holding` for each module in it."""
+    """Rebuild the module with other tensors. `holding` has the result of `_holding` for each submodule."""
     made = {id(child): child._replicate_for_data_parallel() for child in holding}
     instead: dict[int, Any] = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)} | made
 

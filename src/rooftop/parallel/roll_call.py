@@ -1,18 +1,18 @@
 """The roll call checks that all ranks are present, can start and have the same settings. If not, the roll call tells
 all ranks which rank is the cause.
 
-Ranks meet in a store. A launcher's store outlives the ranks: when the launcher restarts the ranks, perhaps with fewer
-or other ones, entries of the earlier ranks still exist. So ranks have numbered meetings. A rank goes to the first
-meeting that has no verdict yet. If an earlier process with the same rank was there and has ended, the rank closes that
-meeting, and all go on to the next one. Before there is a verdict, only a rank that answers counts as present. The
-restart count in the environment would not suffice, since each launcher has its own.
+Ranks meet in a store. A launcher's store outlives the ranks: when the launcher restarts the ranks, perhaps fewer or
+other ranks, the store still has entries of the earlier ranks. So meetings are numbered. A rank enters the first meeting
+that has no verdict yet. If an earlier process with the same rank has entered this meeting and has ended, the rank
+closes the meeting, and all ranks continue with the next meeting. Before the verdict, only a rank that answers counts as
+present. The restart count in the environment would not suffice, since each launcher has its own count.
 
-Keys of a meeting; none may be a key of `watching.py`, which uses the same store:
+A meeting has these keys. They must differ from the keys of `watching.py`, which uses the same store:
 
 | key | |
 |---|---|
-| `here/R` | the settings of rank R, the reason if it cannot start, its process |
-| `who` | a rank wants to decide; each rank that reads this answers |
+| `here/R` | rank R's settings, the reason if the rank cannot start, and its process |
+| `who` | a rank is about to decide; each rank that reads this key answers |
 | `answer/R` | rank R is present |
 | `verdict` | "=" and the problem ("=" alone: no problem), or `GO_ON`: continue with the next meeting |
 | `processes` | the processes of all ranks, by rank |
@@ -39,29 +39,29 @@ JUDGING = 1.2
 patience.
 """
 LINGER_S = 3.0
-"""A rank that runs the store, or has failed, stays for this many seconds so that the others can learn the reason, which
-takes a tenth of this time.
+"""A rank that runs the store or has failed stays for this many seconds, so that the others can learn the reason. They
+need a tenth of this time.
 """
 ANSWER_S = 1.0
-"""Seconds in which a waiting rank answers."""
+"""Seconds within which a waiting rank answers."""
 GO_ON = "go on"
 
 
 class StoreEnded(RankError):
-    """The store ended during the roll call."""
+    """The store closed during the roll call."""
 
 
 class MeetingOver(Exception):
-    """The verdict is about other processes; this process may belong to the next meeting."""
+    """The verdict is about other processes. This process must try the next meeting."""
 
 
 @dataclass(frozen=True)
 class RollCall:
-    """A meeting, as seen by one rank.
+    """One rank's view of a meeting.
 
     Attributes:
         store: the meeting's store.
-        holds_store: whether the store ends with this process.
+        holds_store: whether this process runs the store, which closes when the process ends.
     """
 
     store: Any
@@ -70,7 +70,7 @@ class RollCall:
     holds_store: bool
 
     def call(self, settings: Mapping[str, object], problem: str, patience_s: float) -> list[Process]:
-        """Wait until all ranks are present and agree; return their processes, by rank.
+        """Wait until all ranks are present and agree. Return their processes, by rank.
 
         Raises:
             RankError: some ranks are missing or disagree. All present ranks raise the same error.
@@ -105,19 +105,19 @@ class RollCall:
     def _answer(self, patience_s: float) -> None:
         try:
             self.store.wait(["who"], timedelta(seconds=JUDGING * patience_s))
-        except RuntimeError:  # rank 0 is not here, and the store belongs to the launcher
+        except RuntimeError:  # rank 0 is missing, and the launcher runs the store
             self._judge(time.monotonic() + ANSWER_S, patience_s)
         self.store.set(f"answer/{self.rank}", "1")
 
     def _verdict(self, patience_s: float) -> str:
         try:
             self.store.wait(["verdict"], timedelta(seconds=JUDGING * patience_s))
-        except RuntimeError:  # the rank that asked is gone
+        except RuntimeError:  # the rank that asked has ended
             self._judge(time.monotonic(), patience_s)
         return str(self.store.get("verdict").decode())
 
     def _judge(self, until: float, patience_s: float) -> None:
-        """Write the verdict, unless there already is one."""
+        """Write the verdict, unless another rank has written one."""
         self.store.set("who", "1")
         self.store.set(f"answer/{self.rank}", "1")
         everybody = [f"answer/{rank}" for rank in range(self.size)]
@@ -129,7 +129,7 @@ class RollCall:
         self._decide("=" + wrong)
 
     def _decide(self, verdict: str) -> None:
-        """Decide, unless there is a verdict already. A rank that waits to be asked then stops waiting."""
+        """Decide, unless there is a verdict already. Ranks that wait to be asked then stop waiting."""
         self.store.compare_set("verdict", "", verdict)
         self.store.set("who", "1")
 
@@ -164,11 +164,11 @@ def _differences(entries: Sequence[tuple[int, Mapping[str, str]]]) -> Iterable[s
 
 
 def say(store: Any, key: str, rank: int, linger_s: float, ranks: Iterable[int]) -> None:
-    """Set a rank's key, and wait a while until the others have set theirs."""
+    """Set a rank's key, and wait a while for the other ranks to set theirs."""
     try:
         store.set(f"{key}/{rank}", "1")
         others = [f"{key}/{each}" for each in ranks]
         if linger_s:
             poll(lambda: store.check(others), time.monotonic() + linger_s)
-    except RuntimeError:  # the store has ended: no rank is left to tell
+    except RuntimeError:  # the store has closed, so no rank can read the key
         return

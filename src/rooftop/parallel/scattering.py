@@ -1,7 +1,7 @@
-"""Split a batch into a share for each device: values are split, copied or passed on, or raise an error.
+"""Split a batch into a share for each device. Each value is split, copied or passed on, or raises an error.
 
-Tensors determine the number of samples. Lists and arrays of that length are split too; otherwise an image would get the
-label of another sample.
+Tensors determine the number of samples. Lists and arrays of that length are split, too, so that an image stays with its
+label.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rooftop.parallel.containers import full_name, holds_tensors, leaves, mapped
 from rooftop.parallel.replicas import places_of
 
 SETTINGS = (bool, int, float, complex, type(None), torch.dtype, torch.device)
-"""A tuple of these types holds settings, not samples: each device gets the whole tuple."""
+"""A tuple of these types holds settings instead of samples, so each device gets the whole tuple."""
 
 
 def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) -> list[Any]:
@@ -31,23 +31,23 @@ def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) ->
 
     Args:
         inputs: a tensor, or tensors in tuples, named tuples, lists, Mappings and dataclasses. Tensors with a dimension
-            are split, and must have the same size along `dim`, the number of samples. Tensors without a dimension are
-            copied to each device. A container with one item per sample is split with them: lists (also of one tensor
-            or dict per sample), tuples of strings or of objects other than numbers, and NumPy arrays. Any other value
-            is the same object in every share.
-        devices: with n samples at most the first n devices get a share. With no samples, only the first device gets a
-            share; without tensors to split, all devices do.
-        dim: the dimension along which tensors and arrays are split; may be negative.
+            are split. They must have the same size along `dim`, the number of samples. Scalar tensors are copied to
+            each device. Containers with one item per sample are split like tensors: lists (also of one tensor or dict
+            per sample), tuples of strings or of objects other than numbers, and NumPy arrays. Any other value is the
+            same object in every share.
+        devices: the devices. With n samples, at most the first n devices get a share. With no samples, only the first
+            device gets a share. Without tensors to split, all devices get a share.
+        dim: the dimension along which tensors and arrays are split. It may be negative.
 
     Returns:
-        The shares, each like `inputs`, in order. The first shares have one more sample if the batch cannot be divided
-        equally. A share that stays on its device is a view.
+        The shares in order, each with the structure of `inputs`. If the batch cannot be divided equally, the first
+        shares have one more sample. A share that stays on its device is a view.
 
     Raises:
-        ValueError: there are no devices, tensors lack this dimension or have different sizes along it, or the tensors
-            in a list do not show whether it has one item per sample.
-        TypeError: a value cannot be split, and contains tensors or can only be read once (other objects, a
-            PackedSequence, a cache, an iterator).
+        ValueError: there are no devices, tensors lack the dimension or have different sizes along it, or a list of
+            tensors is ambiguous (it may have one item per sample, or tensors to split).
+        TypeError: a value cannot be split, although it contains tensors or can only be read once (such as an unknown
+            object, a PackedSequence, a cache, an iterator).
     """
     places = places_of(devices)
     for leaf in leaves(inputs):
@@ -70,18 +70,19 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided or leaf.is_nested:
             kind = "nested tensor" if leaf.is_nested else f"tensor of the layout {leaf.layout}"
-            raise TypeError(f"a {kind} cannot be split: pass a dense tensor (padded, or to_dense()), or its parts")
+            raise TypeError(f"a {kind} cannot be split: pass a dense tensor (padded, or by to_dense()), or its parts")
         return
     name = full_name(leaf)
     if isinstance(leaf, PackedSequence):
         raise TypeError(
-            f"a {name} cannot be split: its rows are sorted by time. Pass the padded tensor and the lengths, and pack "
+            f"a {name} cannot be split, since its rows are sorted by time. Pass the padded "
+            f"tensor and the lengths, and pack "
             "them inside the module (torch.nn.utils.rnn.pad_packed_sequence, pack_padded_sequence)"
         )
     if is_cache(leaf):
         raise TypeError(
-            f"a {name} cannot be split: the module writes to it, and the writes of replicas to their parts would be "
-            "lost. Call the module itself to continue from a cache (parallel.module(...))"
+            f"a {name} cannot be split: the module writes to it, and the replicas' writes would be lost. To continue "
+            f"from a cache, call the module itself (parallel.module(...))"
         )
     if isinstance(leaf, Iterator) and not isinstance(leaf, IOBase):
         raise TypeError(
@@ -89,8 +90,8 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
         )
     if holds_tensors(leaf):
         raise TypeError(
-            f"a {name} holds tensors and cannot be split: pass its tensors, in tuples, lists, dicts or dataclasses; "
-            "make tensors that all samples share buffers of the module"
+            f"a {name} holds tensors and cannot be split: pass its tensors in tuples, lists, dicts or dataclasses. "
+            f"Tensors that all samples share should be buffers of the module"
         )
 
 
@@ -99,7 +100,7 @@ class _Samples:
     """The number of samples, their dimension, and the containers with one item per sample.
 
     Attributes:
-        lists_tell: whether all tensors are in lists. A list is then a list of tensors to split, not of samples.
+        lists_tell: whether all tensors are in lists. A list then has tensors to split, and not one item per sample.
     """
 
     dim: int
@@ -108,7 +109,7 @@ class _Samples:
 
     @classmethod
     def of(cls, inputs: Any, dim: int) -> _Samples | None:
-        """The samples of a batch; None if no tensor has a dimension."""
+        """Find the samples of a batch; None if no tensor has a dimension."""
         outside = list(_tensors_outside_lists(inputs, outermost=True))
         sizes = {_size(tensor, dim): tensor for tensor in outside or _with_dimensions(inputs)}
         if len(sizes) > 1:
@@ -123,19 +124,19 @@ class _Samples:
             return False
         found = list(leaves(part))
         tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
-        if type(part) is tuple:  # sizes, steps and states are often tuples, which do not contain samples
+        if type(part) is tuple:  # tuples often hold sizes, steps or states instead of samples
             return not tensors and len(set(map(type, part))) == 1 and not all(isinstance(n, SETTINGS) for n in found)
         with_dimensions = _with_dimensions(part)
         return not with_dimensions or not (self.lists_tell or all(map(self._fits, with_dimensions)))
 
     def cut_leaf(self, leaf: Any) -> bool:
-        """Whether a value that is neither container nor tensor has one item for each sample."""
+        """Whether a value that is neither a container nor a tensor has one item for each sample."""
         if isinstance(leaf, np.ndarray):
             return -leaf.ndim <= self.dim < leaf.ndim and leaf.shape[self.dim] == self.count
         return isinstance(leaf, range | array) and len(leaf) == self.count
 
     def check(self, part: Any, outermost: bool = True) -> None:
-        """Raise an error for tensors of other sizes that are not in a list of samples."""
+        """Raise an error for tensors with another number of samples, except in a list with one item per sample."""
         if isinstance(part, Tensor):
             if part.dim() and _size(part, self.dim) != self.count:
                 here = torch.empty(self.count, device="meta")
@@ -154,9 +155,9 @@ class _Samples:
             tensors = _with_dimensions(part)
             if all(map(self._fits, tensors)) and all(map(_with_dimensions, part)):
                 raise ValueError(
-                    f"a {type(part).__name__} of {len(part)} beside {self.count} samples holds tensors of this size "
-                    f"along dim {self.dim}: it may have one item per sample, or tensors that are each to be split. "
-                    "Pass a tuple to split each tensor; otherwise stack the samples into one tensor (torch.stack)"
+                    f"a {type(part).__name__} of {len(part)} items is ambiguous with {self.count} samples along dim "
+                    f"{self.dim}: it may have one item per sample, or tensors to split. To split each tensor, pass a "
+                    f"tuple. If it has one item per sample, stack the items into one tensor (torch.stack)"
                 )
         for value in _values(part):
             self.refuse_ambiguous_lists(value, outermost=False)
@@ -167,7 +168,7 @@ class _Samples:
 
 @dataclass(frozen=True)
 class _Share:
-    """Take a device's share of values: the samples from `start` to `end`, or whole values if there are no samples.
+    """Takes a device's share of values: the samples from `start` to `end`, or whole values if there are no samples.
 
     A repeated tensor is copied once.
     """
@@ -179,7 +180,7 @@ class _Share:
     done: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
 
     def opened(self, container: Any) -> Any:
-        """The share of the outermost value, which is never a list of samples itself."""
+        """The share of the outermost value, which is never itself a list with one item per sample."""
         found = opened(container)
         return self.of(container) if found is None else found.made([self.of(value) for value in found.values])
 
@@ -202,7 +203,7 @@ class _Share:
         return leaf[self.start : self.end]
 
     def _whole(self, leaf: Any) -> Any:
-        """A value of one sample, which is not split."""
+        """Move a value of one sample to the device without splitting it."""
         return self._moved(leaf, narrowed=False) if isinstance(leaf, Tensor) else leaf
 
     def _moved(self, tensor: Tensor, narrowed: bool) -> Tensor:
@@ -216,7 +217,8 @@ class _Share:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. The host waits for copies to the CPU, since only then they are safe to read."""
+    """Move a tensor to a device. The host waits for copies to the CPU, which are safe to read only once they are
+    complete."""
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
@@ -240,7 +242,9 @@ def _with_dimensions(part: Any) -> list[Tensor]:
 
 def _size(tensor: Tensor, dim: int) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"inputs are split along dim {dim}, which a tensor of shape {tuple(tensor.shape)} lacks")
+        raise ValueError(
+            f"inputs are split along dim {dim}, but a tensor of shape {tuple(tensor.shape)} has no such dimension"
+        )
     return tensor.shape[dim]
 
 

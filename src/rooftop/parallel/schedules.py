@@ -1,12 +1,14 @@
-"""Pipeline schedules: the order in which each rank computes which micro-batch at which stage. Pure data, without torch.
+"""Pipeline schedules: the order in which each rank computes micro-batches at its stages. They are pure data, without
+torch.
 
     schedule = schedule_of("1f1b", ranks=2, micro_batches=3)
     print(schedule.drawn())
     simulate(schedule).bubble        # 0.25
 
-A pipeline cuts a model into stages, and a batch into micro-batches. A schedule is a list of instructions for each rank;
-`simulate` computes when each one runs and how long ranks are idle. The executor (`rooftop.parallel.pipelines`) and the
-simulation follow the same lists, so a schedule can be judged and tested without a process.
+A pipeline splits a model into stages, and a batch into micro-batches. A schedule is a list of instructions for each
+rank. `simulate` computes when each instruction runs and how long ranks are idle. The executor
+(`rooftop.parallel.pipelines`) and the simulation follow the same lists, so a schedule can be evaluated and tested
+without processes.
 
 | schedule | stages a rank | idle share of a step, F = 1, B = 2 | micro-batches held by the first rank |
 |---|---|---|---|
@@ -16,8 +18,9 @@ simulation follow the same lists, so a schedule can be judged and tested without
 | zb-h1 | 1 | (p - 1) / (3 m + p - 1), where m >= p | p |
 | zbv | 2 | (p - 1) / (6 m + p - 1), where m >= 2 p - 1 | 2 p parts of 1 / 2 |
 
-p: ranks, m: micro-batches. The last two split a backward B into the gradient of the input, I, and the gradients of the
-weights, W. No rank waits for W, so it fills idle time. Their idle shares in the table assume F = I = W = 1.
+The table uses p for ranks, m for micro-batches and v for stages per rank. zb-h1 and zbv split a backward B into the
+gradient of the input, I, and the gradients of the weights, W. No rank waits for W, so W fills idle time. Their idle
+shares in the table assume F = I = W = 1.
 
 Sources: Huang et al. 2019, "GPipe" (arXiv:1811.06965); Narayanan et al. 2021, "Efficient Large-Scale Language Model
 Training" (arXiv:2104.04473), 1F1B and interleaving; Qi et al. 2023, "Zero Bubble Pipeline Parallelism"
@@ -39,16 +42,16 @@ from rooftop.errors import did_you_mean
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 UNITS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Default durations of instructions. A backward has two matrix products for each product of the forward."""
+"""Default durations of instructions. Backward has two matrix products for each product in forward."""
 
 
 class Instruction(NamedTuple):
-    """One unit of a rank's work: one micro-batch at one stage.
+    """One unit of a rank's work: F, B, I or W of one micro-batch at one stage.
 
     Attributes:
-        kind: one of `KINDS`: "F", "B" (a whole backward), or its halves "I" and "W".
-        stage: the stage's number in the whole pipeline, from 0.
-        micro_batch: the micro-batch's number in the step, from 0.
+        kind: one of `KINDS`: "F" (forward), "B" (a whole backward), or the halves of a backward, "I" and "W".
+        stage: index of the stage in the whole pipeline, from 0.
+        micro_batch: index of the micro-batch in the step, from 0.
     """
 
     kind: str
@@ -60,7 +63,7 @@ class Instruction(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The words for a message: "forward of micro-batch 3 at stage 1"."""
+        """The description in messages, such as "forward of micro-batch 3 at stage 1"."""
         return f"{KINDS[self.kind]} of micro-batch {self.micro_batch} at stage {self.stage}"
 
 
@@ -69,14 +72,14 @@ class Schedule:
     """The instructions of all ranks of a pipeline for one step.
 
     Attributes:
-        name: one of `SCHEDULES`, or another.
-        micro_batches: micro-batches of a step.
-        placement: stages of each rank, ascending.
-        instructions: instructions of each rank, in order.
+        name: a name in `SCHEDULES`, or any other name.
+        micro_batches: number of micro-batches in a step.
+        placement: the stages of each rank, ascending.
+        instructions: the instructions of each rank, in order.
 
     Raises:
-        ValueError: a stage has no rank or two; an instruction is missing, repeated, or on a rank without its stage; or
-            the ranks would wait for each other forever. The message names the instructions.
+        ValueError: a stage has no rank or two ranks; an instruction is missing, repeated, or on a rank without its
+            stage; or the ranks would wait for each other forever. The message names the instructions.
     """
 
     name: str
@@ -110,12 +113,12 @@ class Schedule:
 
     @cached_property
     def _gradients(self) -> Mapping[tuple[int, int], Instruction]:
-        """(stage, micro-batch) -> the instruction that computes the gradient of the stage's input."""
+        """For each (stage, micro-batch), the instruction that computes the gradient of the stage's input."""
         every = (each for instructions in self.instructions for each in instructions)
         return {(each.stage, each.micro_batch): each for each in every if each.kind in ("B", "I")}
 
     def needs(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions whose results an instruction needs; the one at the adjacent stage comes first."""
+        """The instructions whose results an instruction needs. The instruction at the adjacent stage comes first."""
         kind, stage, micro_batch = instruction
         if kind == "W":
             return [self._gradients[stage, micro_batch]]
@@ -125,12 +128,12 @@ class Schedule:
         return [*behind, Instruction("F", stage, micro_batch)]
 
     def drawn(self, units: Mapping[str, int] | None = None) -> str:
-        """A picture of the step: a row for each rank, a column for each unit of time, dots where a rank is idle.
+        """Draw the step as text: a row for each rank, a column for each unit of time, and dots where a rank is idle.
 
-        If a rank has several stages, a letter says which of them: a, b, ...
+        If ranks have several stages, letters (a, b, ...) show the stage.
 
         Args:
-            units: duration of each kind, as integers; None: as `UNITS`.
+            units: integer duration of each kind; None: `UNITS`.
 
         Raises:
             ValueError: a unit is for another kind or is not an integer, or a kind in the schedule has no unit.
@@ -161,14 +164,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The times at which the instructions of a schedule run.
+    """When each instruction of a schedule runs.
 
     Attributes:
         times: (start, end) of each instruction.
-        makespan: time from the first start to the last end on all ranks.
-        idle: time in which ranks compute nothing, summed over all ranks.
-        held: for each rank, the maximum number of (stage, micro-batch) pairs whose activations it keeps at a time: from
-            the start of their forward to the end of their backward, or of their weight gradients.
+        makespan: time from the first start to the last end over all ranks.
+        idle: idle time, summed over all ranks.
+        held: for each rank, the maximum number of (stage, micro-batch) pairs whose activations it holds at a time. It
+            holds them from the start of the forward to the end of the backward, or of the weight gradients.
     """
 
     times: Mapping[Instruction, tuple[float, float]]
@@ -178,7 +181,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle share of all ranks' time, 0 to 1."""
+        """The idle share of all ranks' time, from 0 to 1."""
         return self.idle / (self.makespan * len(self.held))
 
 
@@ -187,12 +190,12 @@ def simulate(
     seconds: Mapping[str, float] | Callable[[Instruction], float] = UNITS,
     transfer: float = 0,
 ) -> Timeline:
-    """Simulate a schedule: each rank computes its next instruction as soon as its inputs are ready.
+    """Simulate a schedule. Each rank runs its next instruction as soon as the instruction's inputs are ready.
 
     Args:
-        seconds: duration of each kind in the schedule, by its letter; or a function that returns an instruction's
+        seconds: the duration of each kind of instruction, by letter, or a function that returns an instruction's
             duration.
-        transfer: seconds from the end of an instruction to the start of one that needs its result, on another rank.
+        transfer: seconds that the result of an instruction takes to reach another rank.
 
     Raises:
         TypeError: the schedule is not a `Schedule`, or `seconds` is neither a mapping nor a function.
@@ -258,7 +261,7 @@ def _checked_seconds(
     if missing:
         raise ValueError(
             f"simulate: the schedule {schedule.name} has instructions of the kinds {', '.join(sorted(missing))}, but "
-            f"their seconds are missing: expected those of {kinds}, if the schedule has them"
+            f"their seconds are missing: expected those of {kinds}, as far as the schedule has them"
         )
     by_kind = dict(seconds)
     return lambda each: by_kind[each.kind]
@@ -281,7 +284,7 @@ def _most_held(instructions: Sequence[Instruction]) -> int:
 def _said_of_deadlock(
     schedule: Schedule, following: Sequence[int], times: Mapping[Instruction, tuple[float, float]]
 ) -> str:
-    """The circle of ranks that wait for each other, with what each waits for."""
+    """Describe the cycle of ranks that wait for each other, and what each rank waits for."""
     rank = next(rank for rank, own in enumerate(schedule.instructions) if following[rank] < len(own))
     waits: dict[int, str] = {}
     while rank not in waits:
@@ -336,7 +339,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards. This is simple, but holds the activations of all micro-batches."""
+    """Run all forwards, then all backwards. This is simple, but holds the activations of all micro-batches."""
     every = range(micro_batches)
     return _one_stage_each(
         "gpipe", micro_batches, [[*_all("F", rank, every), *_all("B", rank, every)] for rank in range(ranks)]
@@ -344,8 +347,8 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """A rank starts with as many forwards as there are later ranks; then forwards and backwards alternate. It holds at
-    most `ranks` micro-batches.
+    """Run one forward per later rank first, then alternate forwards and backwards. A rank holds at most `ranks`
+    micro-batches.
     """
     lists = []
     for rank in range(ranks):
@@ -359,11 +362,11 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
-    """1F1B with several stages per rank: the layers loop over the ranks that many times. The bubble is smaller, but
-    there are more transfers.
+    """1F1B with several stages per rank: a micro-batch passes through all ranks once per stage of a rank. The bubble is
+    smaller, but there are more transfers.
 
-    Micro-batches go through a rank's stages in groups of about as many as there are ranks. If `ranks` does not divide
-    `micro_batches`, groups are as equal as possible, and at least that large.
+    Micro-batches pass through a rank's stages in groups of `ranks` micro-batches. If `ranks` does not divide
+    `micro_batches`, the groups are larger, and as equal as possible.
     """
     rounds = max(1, micro_batches // ranks)
     groups = _shared_out(micro_batches, rounds)
@@ -383,10 +386,10 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedul
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with split backwards: a third of the bubble and the same memory. Weight gradients wait until a rank would
+    """1F1B with split backward: a third of the bubble with the same memory. Weight gradients wait until a rank would be
     idle.
 
-    Rank r computes weight gradients r micro-batches late, so that it holds as many activations as the first rank does.
+    Rank r computes weight gradients r micro-batches late, so that it holds as many activations as the first rank.
     """
     lists = []
     for rank in range(ranks):
@@ -402,12 +405,12 @@ def zb_h1(ranks: int, micro_batches: int) -> Schedule:
 
 
 def zbv(ranks: int, micro_batches: int) -> Schedule:
-    """Two stages per rank in the shape of a V, with split backwards. Ranks idle only while the pipeline fills, and
-    memory is as in 1F1B.
+    """Two stages per rank, placed in the shape of a V, with split backward. Ranks are idle only while the pipeline
+    fills, and memory is as in 1F1B.
 
-    The first half of the model goes down the ranks and the second half up again. So the first rank has both ends,
-    including embedding and head. The order is the best for forwards, input gradients and weight gradients of equal
-    duration.
+    The first half of the model is placed from the first rank to the last, the second half from the last rank to the
+    first. So the first rank has both ends, including embedding and head. The order is optimal if forwards, input
+    gradients and weight gradients take equally long.
     """
     placement = tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
     lists = []
@@ -419,8 +422,8 @@ def zbv(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _zbv_of(rank: int, ranks: int, micro_batches: int) -> Iterator[tuple[str, int, int]]:
-    """(kind, position of the stage, micro-batch) of a rank. There are always enough micro-batches to fill the pipeline,
-    even if the step has fewer.
+    """Yield (kind, position of the stage, micro-batch) for a rank. There are at least as many micro-batches as fill the
+    pipeline, even if the step has fewer.
     """
     most = max(2 * ranks - 1, micro_batches)
     made: Counter[tuple[str, int]] = Counter()
@@ -461,7 +464,7 @@ def _all(kind: str, stage: int, micro_batches: Sequence[int]) -> Iterator[Instru
 
 
 def _shared_out(number: int, parts: int) -> list[range]:
-    """The numbers from 0 on, in consecutive parts of nearly equal length, the longer ones first."""
+    """Split the numbers from 0 on into consecutive parts of nearly equal length. Longer parts come first."""
     least, more = divmod(number, parts)
     ends = [least * part + min(part, more) for part in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(ends)]
@@ -472,8 +475,8 @@ class ScheduleKind:
     """A schedule that can be requested by name.
 
     Attributes:
-        make: function of (ranks, micro-batches, stages per rank).
-        stages: stages per rank; None: any number from 2.
+        make: function of (ranks, micro-batches, stages per rank) that returns the schedule.
+        stages: stages per rank; None: any number of at least 2.
     """
 
     make: Callable[[int, int, int], Schedule]
@@ -490,12 +493,12 @@ SCHEDULES = {
 
 
 def schedule_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule with that name.
+    """Create the schedule with this name.
 
     Args:
         name: a name in `SCHEDULES`.
         ranks: number of ranks of the pipeline.
-        micro_batches: micro-batches of a step; may be fewer than the ranks.
+        micro_batches: number of micro-batches in a step, which may be smaller than the number of ranks.
         stages_per_rank: number of stages per rank; None: the schedule's own number, 1 or 2. An interleaved schedule
             needs a number.
 

@@ -1,8 +1,8 @@
-"""Causal self-attention with its heads split over tensor parallel ranks.
+"""Causal self-attention whose heads are split over tensor parallel ranks.
 
-Each rank has some query heads, and the key and value heads that these use. If there are fewer key and value heads than
-ranks, several ranks hold the same one. Its gradients are summed like those of parameters that are not split
-(`ModelGradients`).
+Each rank has some query heads, and the key and value heads that these query heads use. If there are fewer key and value
+heads than ranks, several ranks hold the same head. `ModelGradients` sums the gradients of such a head, as for
+parameters that are not split.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Ainslie et al., "GQA" (arXiv:2305.13245).
 """
@@ -34,37 +34,37 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Remembered(Protocol):
-    """A source of positions that are not in the layer's input: a cache, or other ranks."""
+    """A source of keys and values beyond the layer's input: a cache, or other ranks."""
 
     def attended(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend from new positions: queries (B, H, S, D), keys and values (B, H_k, S, D); returns (B, H, S, D)."""
+        """Attend from new positions, with queries (B, H, S, D), keys and values (B, H_k, S, D). Returns (B, H, S,
+        D)."""
 
 
 class ParallelSelfAttention(nn.Module):
-    """Causal attention of a sequence to itself, and to the positions of a cache or of other ranks: (B, S, W) -> (B, S,
-    W).
+    """Causal attention of a sequence to itself and, by `Remembered`, to a cache or other ranks: (B, S, W) -> (B, S, W).
 
-    With sequence parallelism input and output are this rank's part of the sequence.
+    With sequence parallelism, input and output are this rank's part of the sequence.
 
     Args:
         width: W, features of a position.
-        heads: number of heads of the queries.
-        kv_heads: number of heads of keys and values, which groups of queries share; None: as many as `heads`.
-        head_features: D, of each head; None: the heads share W evenly.
+        heads: number of query heads.
+        kv_heads: number of key and value heads, each of which a group of query heads shares; None: as many as `heads`.
+        head_features: D, the features of a head; None: the heads split W evenly.
         bias: whether the linear layers have a bias.
-        out_bias: whether the last linear layer has a bias; None: like the others.
-        norms_epsilon: epsilon of RMS norms of each head's queries and keys; None: no such norms.
+        out_bias: whether the output layer has a bias; None: as `bias`.
+        norms_epsilon: epsilon of the RMS norms of each head's queries and keys; None: no such norms.
         window: the number of positions that a position attends to, including itself; None: all positions up to itself.
-        layer: the layer's number, for the cache.
-        weights_dropout: dropout of attention's weights; training then uses plain PyTorch instead of the kernel.
-        dropout: dropout of the result.
-        group: the ranks; None: only this one.
-        sequence_parallel: whether activations outside are split along the sequence.
-        selective: whether backward recomputes cheap tensors (`rooftop.parallel.recomputing`).
+        layer: the layer's index in the cache.
+        weights_dropout: dropout of the attention weights. With it, training uses plain PyTorch instead of the kernel.
+        dropout: the dropout that is applied to the result.
+        group: the ranks; None: only this rank.
+        sequence_parallel: whether the ranks split activations outside the attention along the sequence.
+        selective: whether backward recomputes tensors that are cheap to compute (`rooftop.parallel.recomputing`).
 
     Raises:
-        ValueError: heads do not divide the width or each other, or cannot be split among the ranks; or the window is
-            empty.
+        ValueError: `heads` does not divide the width, `kv_heads` does not divide `heads`, heads cannot be split among
+            the ranks, or the window is empty.
     """
 
     def __init__(
@@ -107,7 +107,8 @@ class ParallelSelfAttention(nn.Module):
         self.qkv.gathers_again = selective
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, cache: Remembered | None = None) -> Tensor:
-        """x (B, S, W); rotation: the rotation of queries and keys at all positions; None without rotary positions."""
+        """Apply the layer to x (B, S, W). `rotation` rotates queries and keys at all positions; None: no rotary
+        positions."""
         seen = self._attended(self._in_order(self.qkv(self._rows(x)), x.shape), rotation, cache)
         merged = self._merged(seen, x.shape)
         with self._again((merged,), lambda seen: (self._merged(seen, x.shape),), seen):
@@ -115,12 +116,12 @@ class ParallelSelfAttention(nn.Module):
         return self._dropped(out.view(x.shape))
 
     def summand(self, x: Tensor, rotation: Rotation | None, cache: Remembered | None, sums: NormSums) -> Summand:
-        """`forward` without the sum over the ranks, which the next norm computes; for inference."""
+        """Run `forward` for inference without the sum over the ranks, which the next norm computes."""
         seen = self._attended(self.qkv(x), rotation, cache)
         return Summand(self.out.summand(self._merged(seen, x.shape)), self.out.bias, sums)
 
     def in_phases(self, x: Tensor, rotation: Rotation | None = None) -> Phases[Tensor]:
-        """`forward`, for `rooftop.parallel.turns`."""
+        """Run `forward` in phases, for `rooftop.parallel.turns`."""
         entering = self.qkv.begin(self._rows(x))
         yield
         projected = self.qkv.product_of(entering.arrived())
@@ -131,9 +132,9 @@ class ParallelSelfAttention(nn.Module):
         return self._dropped(self.out.with_bias(leaving.arrived()).view(x.shape))
 
     def _attended(self, projected: Tensor, rotation: Rotation | None, cache: Remembered | None = None) -> Tensor:
-        """The results of this rank's heads, (B, H, S, D), from packed queries, keys and values (B, S, features)."""
+        """Attention of this rank's heads, (B, H, S, D), from packed queries, keys and values (B, S, features)."""
         parts = projected.split(list(self.qkv.parts.values()), -1)
-        # (B, S, H, D) of this rank's heads; keys and values have fewer heads if they are in groups
+        # (B, S, H, D) for this rank's heads; keys and values may have fewer heads
         *given, value = (part.unflatten(-1, (-1, self.head_features)) for part in parts)
         value = value.transpose(1, 2)
         query, key = self._turned(rotation, *given)
@@ -141,14 +142,14 @@ class ParallelSelfAttention(nn.Module):
             return self.attend(query, key, value) if cache is None else cache.attended(self, query, key, value)
 
     def _turned(self, rotation: Rotation | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Norm and rotate queries and keys (B, S, H, D), and transpose them for attention: (B, H, S, D)."""
+        """Normalize and rotate queries and keys (B, S, H, D), and transpose them for attention: (B, H, S, D)."""
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
         return (query, key) if rotation is None else rope_pair(query, key, *rotation)
 
     def _merged(self, seen: Tensor, shape: torch.Size) -> Tensor:
-        """The result (B, H, S, D) as rows for the output layer. `shape`: the shape of this rank's input."""
+        """Reshape the result (B, H, S, D) to rows for the output layer. `shape` is the shape of this rank's input."""
         return self._out_of_order(seen.transpose(1, 2).flatten(2), shape)
 
     def _again(
@@ -159,21 +160,22 @@ class ParallelSelfAttention(nn.Module):
     def _dropped(self, out: Tensor) -> Tensor:
         return out if self.dropout is None else self.dropout(out)
 
-    # With sequence parallelism, rows pass through the linear layers in the order in which the ranks' parts arrive,
-    # (rank, B, S of a rank). Only attention's inputs and results are reordered.
+    # With sequence parallelism, rows pass through the linear layers in the order in which the ranks' parts arrive:
+    # (rank, B, S of a rank). Only the inputs and results of attention are reordered.
 
     def _rows(self, x: Tensor) -> Tensor:
-        """This rank's x (B, S, W) as rows, if the sequence is split."""
+        """Flatten this rank's x (B, S, W) to rows, if the sequence is split."""
         return x if self._ranks == 1 else x.flatten(0, 1)
 
     def _in_order(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        """Rows of all positions in sequence order, (B, S, features). `shape`: the shape of this rank's input."""
+        """Reorder rows of all positions to sequence order, (B, S, features). `shape` is the shape of this rank's
+        input."""
         if self._ranks == 1:
             return rows
         return rows.view(self._ranks, *shape[:2], rows.shape[-1]).transpose(0, 1).flatten(1, 2)
 
     def _out_of_order(self, seen: Tensor, shape: torch.Size) -> Tensor:
-        """The reverse of `_in_order`."""
+        """The inverse of `_in_order`."""
         if self._ranks == 1:
             return seen
         return seen.unflatten(1, (self._ranks, shape[1])).transpose(0, 1).flatten(0, 2)
@@ -184,11 +186,11 @@ class ParallelSelfAttention(nn.Module):
         return place_in(self.qkv.group)[1] if self.qkv.sequence_parallel else 1
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend from queries (B, H, S, D) to keys and values (B, H_k, T, D), whose last positions are those of the
-        queries; returns (B, H, S, D).
+        """Attend from queries (B, H, S, D) to keys and values (B, H_k, T, D). The queries are at the last S positions.
+        Returns (B, H, S, D).
         """
         queries, keys, window = query.shape[2], key.shape[2], self.window
-        if window is not None and keys >= queries + window:  # no query attends to the first keys
+        if window is not None and keys >= queries + window:  # with a window, no query attends to the first keys
             begin = keys - queries - window + 1
             key, value, keys = key[:, :, begin:], value[:, :, begin:], keys - begin
         narrow = window is not None and keys > window
@@ -201,7 +203,7 @@ class ParallelSelfAttention(nn.Module):
         return attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
     def attend_in_pytorch(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-        """`attend_with_dropout`; with selective recomputation, backward computes the weights again."""
+        """Run `attend_with_dropout`. With selective recomputation, backward recomputes the attention weights."""
         dropout = self.weights_dropout
         assert dropout is not None
         if not self.selective or not torch.is_grad_enabled():
@@ -211,8 +213,8 @@ class ParallelSelfAttention(nn.Module):
 
 
 def _head_norm(features: int, epsilon: float | None, group: Group) -> RMSNorm | None:
-    """A norm with one weight for all heads. Each rank has the whole weight, with the gradient of its own heads; these
-    gradients are summed over the ranks.
+    """A norm with one weight for all heads. Each rank has the whole weight and the gradient from its own heads.
+    `ModelGradients` sums these gradients over the ranks.
     """
     if epsilon is None:
         return None
@@ -227,7 +229,7 @@ def _check(width: int, heads: int, kv_heads: int, head_features: int | None, gro
     if min(width, heads, kv_heads) < 1 or (head_features is None and width % heads) or heads % kv_heads:
         raise ValueError(
             f"ParallelSelfAttention: heads={heads} must divide width={width}, and kv_heads={kv_heads} must divide "
-            "the heads; or give head_features, the features of a head"
+            f"heads. Or give head_features, the features of a head"
         )
     if head_features is not None and head_features < 1:
         raise ValueError(f"ParallelSelfAttention: head_features must be at least 1, got {head_features}")
@@ -241,13 +243,14 @@ def _check(width: int, heads: int, kv_heads: int, head_features: int | None, gro
 
 
 def attend_with_dropout(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, dropout: nn.Module) -> Tensor:
-    """Attend in plain PyTorch, where the weights are a tensor (B, H, S, T); `dropout` drops its elements.
+    """Attend in plain PyTorch, where attention weights are a tensor (B, H, S, T). `dropout` drops elements of this
+    tensor.
 
     Args:
         query: (B, H, S, D).
         key, value: (B, H_k, T, D), where H_k divides H.
-        seen: True where a query attends to a key; broadcastable to (B, H, S, T). Each query attends to at least one
-            key.
+        seen: mask that is True where a query attends to a key, broadcastable to (B, H, S, T). Each query must attend to
+            at least one key.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))

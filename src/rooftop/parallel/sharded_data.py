@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: parameters, gradients and optimizer are sharded over the data ranks with PyTorch's
+"""Fully sharded data parallelism: shard parameters, gradients and optimizer state over the data ranks by PyTorch's
 FSDP2.
 
                      +-- rows of rank 0 --+                       +-- rows of rank 0, summed
@@ -7,12 +7,12 @@ FSDP2.
                         float32, with the                            float32, what the optimizer steps
                         optimizer's state
 
-Each rank holds some rows of each parameter. A unit, such as a block, has whole parameters only while it computes; the
-parameters of the next unit are gathered meanwhile. The data ranks shard a tensor parallel rank's part in the same way
-as a whole parameter; the two ways of splitting are independent.
+Each rank holds some rows of each parameter. A unit, such as a block, has whole parameters only while it computes.
+Meanwhile, the next unit's parameters are gathered. Tensor parallelism is independent of this: data ranks shard a tensor
+parallel rank's part in the same way as a whole parameter.
 
-`fully_shard` of PyTorch does all this. Here it is applied so that the numbers equal those of every other layout:
-gradients are sums over the data ranks, as in `ModelGradients`, and initial values are drawn only for a rank's own rows.
+PyTorch's `fully_shard` does all this. This file applies it so that results equal those of every other layout. Gradients
+are sums over the data ranks, as in `ModelGradients`, and each rank draws initial values only for its own rows.
 
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054); Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
@@ -44,49 +44,51 @@ def fully_sharded(
 ) -> None:
     """Shard a model's parameters over data ranks, in place. Every rank of the group must call this.
 
-    Afterwards parameters are DTensors, and each rank holds some of their rows. Backward stores the sum over the data
-    ranks in the parameters' `.grad`, so a mean loss must be divided by the targets of all ranks. Call the model itself,
-    not its parts: only then are its own parameters gathered.
+    Afterwards, parameters are DTensors, and each rank holds some of their rows. Backward stores sums over the data
+    ranks in the parameters' `.grad`. So divide a mean loss by the number of targets on all ranks. Call the model itself
+    instead of its parts, since only a call of the model gathers the model's own parameters.
 
     Args:
-        model: preferably on the meta device, so that no rank ever holds the whole; `to_empty` then gives it memory.
-        units: modules in the model whose parameters are gathered together, each shortly before it runs, in order. The
-            model itself is the last unit, with the remaining parameters. Modules that share a parameter belong to one
-            unit.
+        model: the model, preferably on the meta device, so that no rank ever holds the whole. `to_empty` later
+            allocates its memory.
+        units: modules in the model, in the order in which they run. Each module's parameters are gathered together,
+            shortly before it runs. The model itself is the last unit, with the remaining parameters. Modules that share
+            a parameter must be in one unit.
         data: the ranks; at least two.
-        device_type: "cuda" or "cpu", of the group.
-        dtype: the dtype in which parameters are gathered and used; None: their own. The parameters, their gradients and
-            the sums keep their own dtype, so float32 parameters lose no precision.
-        kept: units whose parameters stay gathered from forward to backward; preferably the last units of forward.
+        device_type: the group's device type, "cuda" or "cpu".
+        dtype: the dtype in which parameters are gathered and used; None: their own dtype. The stored parameters, their
+            gradients and the sums keep their own dtype, so float32 parameters lose no precision.
+        kept: units whose parameters stay gathered from forward to backward, preferably the last units of forward.
 
     Raises:
-        ValueError: there are fewer than two ranks, there are no parameters or they have several dtypes, a unit is not
-            in the model or is repeated, or a `kept` module is not a unit.
+        ValueError: there are fewer than two ranks; there are no parameters, or they have several dtypes; a unit is not
+            in the model or is repeated; or a `kept` module is not a unit.
     """
     if data is None or data.size() < 2:
         raise ValueError(
-            "fully_sharded: there are no data parallel ranks to share the parameters: leave fully_sharded out"
+            "fully_sharded: there are no other data parallel ranks to share the parameters with: leave fully_sharded "
+            "out"
         )
     wide = _one_dtype(model)
     _check_units(model, units, kept)
     mesh = DeviceMesh.from_group(data, device_type, mesh_dim_names=("dp",))
-    # Blocks return views of their kernels' results, which nothing changes in place.
+    # Blocks return views of kernels' results. Nothing changes these views in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-    # Inputs are not cast, because the cosines and sines of positions are float32, and would be useless in bfloat16.
+    # Inputs are not cast: the cosines and sines of rotary positions must stay float32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
     for module in (*units, model):
         stays = module is model or any(module is each for each in kept)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # a plain sum, because gloo supports no other
+        module.set_force_sum_reduction_for_comms(True)  # a plain sum, since gloo supports no other reduction
 
 
 def sum_in_backward(model: nn.Module, wanted: bool) -> None:
-    """Set whether the next backward of a sharded model sums gradients over the data ranks. If it does, each rank gets
-    its rows of the sums.
+    """Set whether the next backward of a sharded model sums gradients over the data ranks, and leaves each rank its
+    rows of the sums.
 
-    Otherwise each rank accumulates whole gradients, which take memory, until a backward sums them.
+    If not, each rank accumulates whole gradients, which take more memory, until a later backward sums them.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -98,7 +100,8 @@ def sum_in_backward(model: nn.Module, wanted: bool) -> None:
 def free_gathered(model: nn.Module) -> None:
     """Free the gathered parameters of a sharded model after a forward pass without backward.
 
-    Units that stay gathered until their backward would otherwise ignore values that are loaded before the next one.
+    If the units that stay gathered for backward were not freed, the next forward would ignore values that are loaded in
+    between.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -106,13 +109,13 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def _one_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of all parameters, in which their gradients are summed."""
+    """The common dtype of all parameters, in which gradients are summed."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) != 1:
         found = " and ".join(sorted(str(dtype) for dtype in dtypes)) or "none"
         raise ValueError(
-            f"fully_sharded: expected parameters of one dtype (gradients are summed in it), got {found}: convert the "
-            "model, and set the compute dtype with dtype="
+            f"fully_sharded: expected all parameters in one dtype, in which gradients are summed, got {found}: convert "
+            f"the model, and set the compute dtype by dtype="
         )
     return dtypes.pop()
 
@@ -128,13 +131,13 @@ def _check_units(model: nn.Module, units: Sequence[nn.Module], kept: Sequence[nn
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or an unsharded tensor itself. The result shares the memory and has no
-    gradient."""
+    """This rank's part of a sharded tensor, or an unsharded tensor itself. The result shares memory with the tensor,
+    and is detached."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def part_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, split in the same way as a given parameter and on that parameter's device."""
+    """This rank's part of a whole tensor, split like a given parameter and on the parameter's device."""
     if not isinstance(parameter, DTensor):
         return whole
     start, rows = _rows_here(parameter)
@@ -150,7 +153,7 @@ def part_like(parameter: Tensor, whole: Tensor) -> Tensor:
 
 
 def shard_here(parameter: Tensor, shard: Shard | None) -> Shard:
-    """This rank's part of a sharded parameter. Its tensor parallel rank holds `shard` of the parameter.
+    """This data rank's part of a sharded parameter, of which the tensor parallel rank holds `shard`.
 
     Args:
         shard: the tensor parallel part; None: the whole parameter.
@@ -160,8 +163,8 @@ def shard_here(parameter: Tensor, shard: Shard | None) -> Shard:
 
 
 def _rows_here(parameter: DTensor) -> tuple[int, int]:
-    """(first row, number of rows) of this rank. All ranks have equally many rows, except that the last ones may have
-    fewer."""
+    """(first row, number of rows) of this rank. All ranks have the same number of rows, except that the last ranks may
+    have fewer."""
     index, count = parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
     rows = -(-parameter.shape[0] // count)
     start = min(index * rows, parameter.shape[0])

@@ -1,7 +1,7 @@
-"""Records of a tensor parallel rank's part of a parameter, for its initial values, and for sums and norms of gradients.
+"""Describe a tensor parallel rank's part of a parameter, for initial values and for sums and norms of gradients.
 
-A split layer describes each of its split parameters in its attribute `shards`; parameters without a record are whole on
-every rank.
+A split layer describes each of its split parameters in its attribute `shards`. Every rank has the whole of parameters
+without a description.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rooftop.kernels import Box
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of the whole parameter.
+    """A range of rows of the whole parameter.
 
     Attributes:
         box: the part of the whole parameter.
-        holders: the number of ranks with the same rows, adjacent in their group.
-        first: whether this rank is the first of the ranks that hold the piece.
+        holders: the number of ranks that hold the same rows; these ranks are adjacent in the group.
+        first: whether this rank is the first holder of the piece.
     """
 
     box: Box
@@ -30,7 +30,7 @@ class Piece:
     first: bool = True
 
     def rows(self, start: int, count: int) -> Piece:
-        """The piece with `count` of these rows, from `start` on."""
+        """The piece that has `count` of these rows, from `start` on."""
         box = self.box
         begin = (box.start[0] + start * box.strides[0], *box.start[1:])
         return Piece(Box(box.shape, begin, (count, *box.size[1:]), box.stride), self.holders, self.first)
@@ -38,11 +38,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a parameter: pieces one after another along the first dimension, then padding.
+    """A rank's part of a parameter: consecutive pieces along the first dimension, followed by padding.
 
     Attributes:
-        pieces: empty if all is padding.
-        padding: the number of rows after the pieces that the whole parameter does not have; they are 0 and get no
+        pieces: the pieces; empty if the part is only padding.
+        padding: the number of rows after the pieces, which the whole parameter does not have. They are 0 and get no
             gradient.
     """
 
@@ -50,14 +50,14 @@ class Shard:
     padding: int = 0
 
     def parts(self, tensor: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-        """Each piece with its rows of the parameter, or of its gradient; views."""
+        """Yield each piece with a view of its rows in the parameter, or in the gradient."""
         row = 0
         for piece in self.pieces:
             yield piece, tensor[row : row + piece.box.size[0]]
             row += piece.box.size[0]
 
     def rows(self, start: int, count: int) -> Shard:
-        """A data rank's rows of these pieces and padding: `count` rows from `start` on."""
+        """The shard of a data rank that has `count` of these rows (pieces and padding), from `start` on."""
         pieces, row, end = [], 0, start + count
         for piece in self.pieces:
             first, last = max(start, row), min(end, row + piece.box.size[0])
@@ -67,14 +67,14 @@ class Shard:
         return Shard(tuple(pieces), count - sum(piece.box.size[0] for piece in pieces))
 
     def of(self, whole: Tensor) -> Tensor:
-        """The rank's part of a whole parameter: a new tensor."""
+        """Copy the rank's part of a whole parameter to a new tensor."""
         held = [piece.box.of(whole) for piece in self.pieces]
         row = held[0].shape[1:] if held else whole.shape[1:]
         return torch.cat((*held, whole.new_zeros(self.padding, *row)))
 
 
 def shards_of(model: nn.Module) -> dict[str, Shard]:
-    """The records of a model's split parameters by their names. A parameter with two names is listed under both."""
+    """The shards of a model's split parameters, by name. A parameter with two names is listed under both names."""
     found: dict[str, Shard] = {}
     for name, module in model.named_modules():
         records: Mapping[str, Shard] = getattr(module, "shards", {})
@@ -83,17 +83,17 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def rows_of(name: str, whole: tuple[int, ...], start: int, rows: int, blocks: int, index: int, count: int) -> Piece:
-    """This rank's piece of the rows `start` to `start + rows` of a parameter, which consist of indivisible blocks.
+    """This rank's piece of the rows `start` to `start + rows` of a parameter. These rows consist of indivisible blocks.
 
     If there are more ranks than blocks, several ranks hold the same block.
 
     Args:
-        name: name of these rows, for the error.
-        whole: the parameter's shape.
+        name: name of these rows for error messages.
+        whole: shape of the whole parameter.
         index, count: index of the rank, and number of ranks.
 
     Raises:
-        ValueError: blocks and ranks do not divide each other.
+        ValueError: neither number (blocks, ranks) divides the other.
     """
     if blocks % count == 0:
         holders, size, place = 1, rows // count, index
@@ -103,7 +103,7 @@ def rows_of(name: str, whole: tuple[int, ...], start: int, rows: int, blocks: in
     else:
         fitting = [n for n in range(1, blocks + 1) if blocks % n == 0]
         raise ValueError(
-            f"{name} cannot be split among {count} ranks: {blocks} is not divisible by it; "
+            f"{name} cannot be split among {count} ranks: {blocks} is not divisible by this number; "
             f"use {', '.join(map(str, fitting[-4:]))} ranks, or change the size"
         )
     at = (start + place * size, *(0,) * (len(whole) - 1))
@@ -111,8 +111,8 @@ def rows_of(name: str, whole: tuple[int, ...], start: int, rows: int, blocks: in
 
 
 def padded_rows_of(whole: tuple[int, ...], index: int, count: int) -> Shard:
-    """This rank's rows of a parameter, the same number on each rank. If the number of ranks does not divide the rows,
-    the last rows are padding.
+    """This rank's shard of a parameter, with the same number of rows on each rank. If the rows cannot be divided
+    evenly, the last rows are padding.
     """
     rows = -(-whole[0] // count)
     start = min(index * rows, whole[0])

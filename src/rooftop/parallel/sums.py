@@ -1,7 +1,7 @@
-"""Sums of many tensors over ranks, each started as soon as the tensor is ready.
+"""Sum many tensors over ranks, and start each sum as soon as the tensor is ready.
 
-A tensor that is large enough for full bandwidth is summed in place. Small tensors are copied together into a bucket,
-whose sum starts when it is full, and copied back at the end.
+A tensor that is large enough for full bandwidth is summed in place. Small tensors are copied into a bucket. The
+bucket's sum starts when the bucket is full, and the results are copied back at the end.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Sums:
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
-        """Start the sum of a tensor if it is large. Put a small one into the bucket, and start the bucket's sum if it
-        has no room.
+        """Start to sum a large tensor. Put a small tensor into the bucket, and if the bucket has no room, start its sum
+        first.
         """
         if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
             self._large.append(start_sum(tensor, self.group))

@@ -1,4 +1,4 @@
-"""Linear layers split over tensor parallel ranks: by the features of the result, or by those of the input.
+"""Linear layers that tensor parallel ranks split by the features of the result or by the features of the input.
 
                       ColumnParallelLinear        RowParallelLinear
     x  --------------+-- x @ A0.T -- h0 -- ... -- h0 @ B0.T --+
@@ -6,9 +6,9 @@
       parts of the   |                                        | each rank's part of
       sequence       +-- x @ A1.T -- h1 -- ... -- h1 @ B1.T --+ the sequence
 
-Input and output are the same on all ranks, or with sequence parallelism split along the sequence, dimension -2; nothing
-is communicated between the two layers. In backward the input gradient is summed while the weight's gradient is
-computed.
+Input and output are the same on all ranks. With sequence parallelism, they are split along the sequence, dimension -2.
+Nothing is communicated between the two layers. In backward, the input gradient is summed over ranks while the weight's
+gradient is computed.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section 4.2.
 """
@@ -46,31 +46,31 @@ Split = tuple[bool, bool]
 """Whether the input is split along the sequence, and whether backward gathers it again."""
 KEPT = ("gelu", "gelu_tanh", "silu")
 """Activations whose backward needs their input."""
-SEQUENCE = -2  # the dimension of positions, in (B, S, W) and (S, W)
+SEQUENCE = -2  # the dimension of positions in (B, S, W) and (S, W)
 
 
 class ColumnParallelLinear(Deferring, LinearAct):
-    """A linear layer and an activation, where each rank computes some of the features.
+    """A linear layer with an activation, of which each rank computes some of the result's features.
 
     Args:
-        in_features: features of the input, which every rank has whole.
-        out_features: features of the whole result. For several linear layers of one input: name -> features, in their
-            order in the result and in the rows of the weight; each layer is split separately.
-        bias: whether the layer has a bias, which is split like the features.
+        in_features: features of the input. Every rank has all of them.
+        out_features: features of the whole result. For several linear layers with the same input, a dict (name ->
+            features) in the order of the weight's rows. Each of these layers is split separately.
+        bias: whether the layer has a bias, which is split like the result's features.
         activation: as in `rooftop.nn.LinearAct`.
-        blocks: name -> number of equal blocks, such as heads, into which its features may be split. Fewer blocks than
-            ranks: several ranks hold the same one.
-        padded: whether the features of a single layer may be other than a multiple of the ranks. All ranks then have
-            the same number of features, and the last ranks pad with 0.
+        blocks: name -> number of equal blocks, such as heads, into which the layer's features may be split. If there
+            are fewer blocks than ranks, several ranks hold the same block.
+        padded: whether the number of features may be other than a multiple of the number of ranks (for a single layer).
+            All ranks then have the same number of features, and the last ranks pad with 0.
         group: the ranks; None: an ordinary layer.
         sequence_parallel: whether the input is split along dimension -2.
 
     Attributes:
-        parts: name -> features on this rank, in their order.
-        deferral: the deferral that may take the weight's gradient (`rooftop.parallel.deferred`); None: backward
-            computes it.
-        gathers_again: with sequence parallelism, whether only this rank's part of the input is kept for backward.
-            Backward then gathers the other ranks' parts again.
+        parts: name -> number of features on this rank, in order.
+        deferral: the deferral that may defer the weight's gradient (`rooftop.parallel.deferred`); None: backward
+            computes the gradient.
+        gathers_again: with sequence parallelism, whether only this rank's part of the input is saved for backward,
+            which gathers the other parts again.
 
     Raises:
         ValueError: features or blocks cannot be split among the ranks.
@@ -117,17 +117,18 @@ class ColumnParallelLinear(Deferring, LinearAct):
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor | None = None, *, with_before: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """input (..., S, in_features), with sequence parallelism this rank's part of S; returns (..., S, features
-        here).
+        """Map input (..., S, in_features) to (..., S, features here). With sequence parallelism, the input is this
+        rank's part of S.
 
-        With `with_before` also the activation's input, without a gradient, as in `linear_act_and_before`.
+        With `with_before`, also return the activation's input, without a gradient, as in `linear_act_and_before`.
 
         Raises:
-            ValueError: a residual is combined with more than one rank or with `with_before`.
+            ValueError: a residual is given with several ranks or with `with_before`.
         """
         if residual is not None and (self.group is not None or with_before):
             raise ValueError(
-                "ColumnParallelLinear: a residual does not fit a part of the features: add it after a row layer"
+                "ColumnParallelLinear: a residual has all features, but a rank computes only a part: add it after a "
+                "row layer"
             )
         if self.group is not None or (with_before and self.deferral is not None):
             y, before = self._product(input)
@@ -141,34 +142,34 @@ class ColumnParallelLinear(Deferring, LinearAct):
         return _column_product(input, self.weight, self.bias, self.activation, self.group, split, self.deferral)
 
     def entered(self, input: Tensor) -> Tensor:
-        """The input for this layer's product; with sequence parallelism it has all positions."""
+        """The input of this layer's matrix product. With sequence parallelism, it is gathered from all ranks."""
         if self.sequence_parallel:
             return gather_of_ranks(input, SEQUENCE, self.group)
         return copy_to_ranks(input, self.group)
 
     def begin(self, input: Tensor) -> OnItsWay:
-        """Start the communication of `entered`; `product_of` takes the result."""
+        """Start the communication of `entered`. Pass the result to `product_of`."""
         input, *_ = under_autocast(input, self.weight)
         if self.sequence_parallel:
             return begin_gather(input, SEQUENCE, self.group)
         return begin_copy(input, self.group)
 
     def product_of(self, entered: Tensor) -> Tensor:
-        """The rest of `forward`, which does not communicate."""
+        """Compute the rest of `forward`, without communication."""
         return product(entered, self.weight, self.bias, self.activation, None, self.deferral)
 
     def extra_repr(self) -> str:
-        """The text of `rooftop.nn.LinearAct`, with this rank's part of the whole."""
+        """The text of `rooftop.nn.LinearAct`, plus this rank's part of the features."""
         return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}, parts={self.parts}"
 
 
 class RowParallelLinear(Deferring, LinearAct):
-    """A linear layer where each rank multiplies some of the input's features, and the result is the sum over ranks.
+    """A linear layer of which each rank multiplies some of the input's features. The result is the sum over the ranks.
 
     Args:
-        in_features: features of the whole input; each rank holds a part of them.
+        in_features: features of the whole input. Each rank holds a part of them.
         out_features: features of the result.
-        bias: whole on every rank; it is added to the sum.
+        bias: whether the layer has a bias. Every rank has the whole bias, which is added to the sum.
         group: the ranks; None: an ordinary layer.
         sequence_parallel: whether the result is split along dimension -2.
 
@@ -198,11 +199,11 @@ class RowParallelLinear(Deferring, LinearAct):
             self.shards["weight"] = Shard((Piece(Box.shard((out_features, in_features), 1, index, count)),))
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """input (..., S, features here); returns (..., S, out_features), with sequence parallelism this rank's part of
-        S.
+        """Map input (..., S, features here) to (..., S, out_features). With sequence parallelism, the result is this
+        rank's part of S.
 
         Raises:
-            ValueError: a residual is combined with more than one rank, or the sequence cannot be split among the ranks.
+            ValueError: a residual is given with several ranks, or the sequence cannot be split among the ranks.
         """
         if self.group is None:
             return product(input, self.weight, self.bias, self.activation, residual, self.deferral)
@@ -213,27 +214,27 @@ class RowParallelLinear(Deferring, LinearAct):
             total = scattered_sum_of_ranks(partial, SEQUENCE, self.group)
         elif torch.is_grad_enabled():
             total = sum_of_ranks(partial, self.group)
-        else:  # nothing else refers to the partial sum, so it is summed in place without a copy
+        else:  # summed in place without a copy, since nothing else uses the partial sum
             total = start_sum(partial, self.group)()
         return self.with_bias(total)
 
     def begin(self, input: Tensor) -> OnItsWay:
-        """Start the sum of `forward`; pass the result to `with_bias`."""
+        """Start the sum in `forward`. Pass the result to `with_bias`."""
         partial = self.summand(input)
         if self.sequence_parallel:
             return begin_scattered_sum(partial, SEQUENCE, self.group)
         return begin_sum(partial, self.group)
 
     def summand(self, input: Tensor) -> Tensor:
-        """This rank's part of the sum in `forward`."""
+        """This rank's summand of the sum in `forward`."""
         return product(input, self.weight, deferral=self.deferral)
 
     def with_bias(self, total: Tensor) -> Tensor:
-        """The rest of `forward`."""
+        """Add the bias, which is the rest of `forward`."""
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
     def extra_repr(self) -> str:
-        """The text of `rooftop.nn.LinearAct`, and how the layer is split."""
+        """The text of `rooftop.nn.LinearAct`, plus how the layer is split."""
         return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}"
 
 
@@ -243,13 +244,13 @@ def _said(group: Group, sequence_parallel: bool) -> str:
 
 
 def _first_column(piece: Piece) -> Piece:
-    """The piece of the bias that belongs to a weight's piece."""
+    """The piece of the bias that corresponds to a piece of the weight."""
     box = piece.box
     return Piece(Box(box.shape[:1], box.start[:1], box.size[:1]), piece.holders, piece.first)
 
 
 def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors in the dtype that a linear layer uses under autocast, so that ranks also exchange the narrower
+    """Cast the tensors to the dtype that linear layers use under autocast, so that ranks also exchange this narrower
     dtype.
     """
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
@@ -259,8 +260,8 @@ def under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tup
 
 
 def is_traced() -> bool:
-    """Whether torch.jit.trace records this call; its result cannot contain autograd functions in Python. Tracing by
-    torch.compile does not count, and cannot call this.
+    """Whether torch.jit.trace records this call. A trace cannot contain Python autograd functions. Tracing by
+    torch.compile does not count, and cannot call this function.
     """
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
@@ -273,9 +274,9 @@ def product(
     residual: Tensor | None = None,
     deferral: Deferral | None = None,
 ) -> Tensor:
-    """`rooftop.kernels.linear_act`, with a weight gradient that may be left to a deferral.
+    """Run `rooftop.kernels.linear_act`. A deferral may defer the weight's gradient.
 
-    While training, the activation is always computed as in `linear_act_and_before`, whether or not it is recomputed.
+    In training, the activation is always computed as in `linear_act_and_before`, with and without recomputation.
     """
     training = torch.is_grad_enabled() and not is_traced()
     if deferral is None and activation in KEPT and residual is None and training:
@@ -301,7 +302,7 @@ def _column_product(
     return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
 
 
-@_disable_dynamo  # unlike torch.compiler.disable, this does not import the compiler before it is needed
+@_disable_dynamo  # unlike torch.compiler.disable, this imports the compiler only when it is needed
 def _deferrable_product(
     x: Tensor,
     weight: Tensor,
@@ -311,12 +312,12 @@ def _deferrable_product(
     split: Split,
     deferral: Deferral,
 ) -> tuple[Tensor, Tensor]:
-    """A function whose backward has a side effect, so that torch.compile must not trace it."""
+    """The product with a deferral. Its backward has a side effect, so torch.compile must not trace it."""
     x, weight, bias = under_autocast(x, weight, bias)
     if not weight.requires_grad or not torch.is_grad_enabled():
         return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
-    # The graph does not lead to the weight, since its hooks would run without a gradient. A ticket replaces the weight
-    # and makes sure that there is a backward.
+    # The graph must not lead to the weight, whose hooks would run without a gradient. A ticket replaces the weight, so
+    # that autograd still calls backward.
     ticket, later = x.new_empty(0).requires_grad_(), (deferral, get_gradient_edge(weight))
     return _ColumnProduct.apply(  # type: ignore[no-any-return]
         x, weight.detach(), bias, activation, group, split, later, ticket
@@ -324,10 +325,11 @@ def _deferrable_product(
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """(activation(x @ weight.T + bias), the activation's input without a gradient), both for a part of the features.
+    """Computes activation(x @ weight.T + bias) for a part of the features, and returns the activation's input, too,
+    without a gradient.
 
-    x is kept in gathered form, with all positions: gathering it again in backward would save memory, but keep the GPUs
-    busy for longer."""
+    x is saved in gathered form, with all positions. Gathering it again in backward would save memory, but cost GPU
+    time."""
 
     @staticmethod
     def forward(
@@ -352,7 +354,7 @@ class _ColumnProduct(torch.autograd.Function):
         ctx.activation, ctx.group, ctx.has_bias = activation, group, bias is not None
         ctx.later = later
         ctx.mark_non_differentiable(before)
-        ctx.set_materialize_grads(False)  # without zeros for the gradient of the activation's input
+        ctx.set_materialize_grads(False)  # does not create zeros for the gradient of the activation's input
         return y.view(*whole.shape[:-1], weight.shape[0]), before
 
     @staticmethod
@@ -362,8 +364,8 @@ class _ColumnProduct(torch.autograd.Function):
             return (None,) * 8
         x, weight, before = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        # The gathering overlaps with the computation of x's gradient. If the weight's gradient is deferred, only the
-        # part is kept until then, because it takes less memory.
+        # The gather overlaps with the computation of x's gradient. If the weight's gradient is deferred, only this
+        # rank's part is kept until then, which takes less memory.
         gathering = start_gather(x, SEQUENCE, ctx.group) if ctx.gathers and for_weight else None
         shape = (*dy.shape[:-1], weight.shape[1])
         dz, dbias = dy.reshape(-1, dy.shape[-1]), None

@@ -1,7 +1,7 @@
 """Handle SIGTERM at once in a thread, even while the main thread is inside a collective or a kernel launch.
 
-A launcher sends SIGTERM to all ranks as soon as one of them dies. By default the signal ends a process immediately,
-before that process can report which rank died. Within `heard_by_a_thread` the process keeps running, and the thread
+A launcher sends SIGTERM to all ranks as soon as one rank dies. By default, the signal ends a process immediately,
+before the process can report which rank has died. Within `heard_by_a_thread`, the process keeps running, and the thread
 that reads `Termination` decides what to do.
 """
 
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Termination:
-    """The request to this process to end, if it has arrived.
+    """Tells whether this process has been asked to end.
 
     Attributes:
-        handler: our handler of SIGTERM. None: the program's own handler receives the signal, or no handler was
+        handler: Rooftop's handler of SIGTERM. None: the program's own handler gets the signal, or no handler was
             requested.
     """
 
@@ -31,7 +31,7 @@ class Termination:
 
     @property
     def asked(self) -> bool:
-        """Whether SIGTERM has arrived; only one thread calls this."""
+        """Whether SIGTERM has arrived. Only one thread may call this."""
         if self._ears is not None and not self._heard:
             with suppress(BlockingIOError):
                 self._heard = signal.SIGTERM in self._ears.recv(4096)
@@ -48,9 +48,10 @@ _active: list[Termination] = []
 
 @contextmanager
 def heard_by_a_thread() -> Iterator[Termination]:
-    """Within the block, SIGTERM only sets the `Termination`. A handler that the program installed is called as well.
+    """Within the block, SIGTERM only sets the `Termination`. If the program has installed a handler, it is called as
+    well.
 
-    Outside of the main thread, or if the program already receives signals through a file (asyncio), nothing is changed.
+    Outside the main thread, or if the program already receives signals through a file (asyncio), this changes nothing.
     """
     termination = Termination()
     if threading.current_thread() is not threading.main_thread():
@@ -94,8 +95,8 @@ def _go_on() -> None:
 
 
 def _as_before() -> None:
-    """Run in a forked process, such as a DataLoader worker, so that SIGTERM ends it as usual and does not reach its
-    parent.
+    """Restore the handling in a forked process, such as a DataLoader worker, so that SIGTERM ends it as usual and does
+    not reach its parent.
     """
     for termination in _active:
         signal.set_wakeup_fd(-1)

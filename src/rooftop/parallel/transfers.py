@@ -1,15 +1,15 @@
-"""The sends and receives of a pipeline's ranks, in one order for all ranks, so that no rank can wait forever.
+"""Order the sends and receives of a pipeline's ranks in one common order, so that no rank can wait forever.
 
     steps = program_of(schedule, rank=1)
 
-A pair of ranks sends activations one way and gradients the other way. NCCL executes a rank's posted operations one by
-one. So both ends must post in the same order, and a rank that posts a receive too early delays the sends after it. The
-common order is the one in which the simulated schedule computes the data. Everything that a transfer waits for comes
-earlier in that order. So the first unfinished transfer can always be completed, however long instructions really take.
+Between a pair of ranks, activations move one way and gradients the other way. NCCL runs a rank's posted operations one
+by one. So both ends must post in the same order, and a rank that posts a receive too early delays the sends after it.
+The common order is the order in which the simulated schedule computes the data. Everything that a transfer waits for is
+earlier in that order. So the first unfinished transfer can always complete, however long instructions really take.
 
-A rank posts a receive ahead of the instruction that needs it, as far as the order allows. So the data arrive while the
-previous instruction is computed. On a GPU, a waiting receive occupies multiprocessors that the instruction needs, so
-there it is posted only when it is needed.
+On a CPU, a rank posts a receive before the previous instruction, as far as the order allows, so that the data arrive
+during that instruction. On a GPU, a waiting receive occupies multiprocessors that the instruction needs, so a rank
+posts it only when the data are needed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 
 from rooftop.parallel.schedules import Instruction, Schedule, simulate
 
-AHEAD = 1  # instructions whose receives are posted early; each needs one more buffer
+AHEAD = 1  # number of instructions whose receives are posted early; each needs one more buffer
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """An instruction's result, on its way to the next or the previous stage.
+    """The transfer of an instruction's result to the next or the previous stage.
 
     Attributes:
-        number: index of the transfer in the order of all ranks.
-        made_by: the instruction that computes it.
+        number: index of the transfer in the common order.
+        made_by: the instruction that computes the result.
         source, target: ranks of the pipeline.
     """
 
@@ -69,7 +69,7 @@ def transfers_of(schedule: Schedule) -> list[Transfer]:
 
 
 def stage_after(instruction: Instruction, stages: int) -> int | None:
-    """The stage that needs an instruction's result; None if there is none."""
+    """The stage that needs an instruction's result; None if no stage does."""
     if instruction.kind == "W":
         return None
     stage = instruction.stage + (1 if instruction.kind == "F" else -1)
@@ -77,11 +77,11 @@ def stage_after(instruction: Instruction, stages: int) -> int | None:
 
 
 def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
-    """A rank's program in a step: its instructions, sends and receives. Receives are posted up to `ahead` instructions
+    """A rank's program for a step: its instructions, sends and receives. Receives are posted up to `ahead` instructions
     early, even if other ranks post their sends later.
 
-    Receives and sends have the order of `transfers_of`. An instruction's receives come before it, and its send comes
-    directly after it.
+    Receives and sends are in the order of `transfers_of`. An instruction's receives precede it, and its send directly
+    follows it.
     """
     waiting = [each for each in transfers_of(schedule) if rank in (each.source, each.target)]
     sends = {each.made_by: each for each in waiting if each.source == rank}
@@ -89,7 +89,7 @@ def program_of(schedule: Schedule, rank: int, ahead: int = AHEAD) -> list[Step]:
     own, program = schedule.instructions[rank], list[Step]()
 
     def post_receives(until: int) -> None:
-        """Post the receives up to a number, as long as no unfinished send comes first."""
+        """Post the receives up to a transfer's number, unless a send must come first."""
         while waiting and waiting[0].number <= until and waiting[0].target == rank:
             program.append(Receive(waiting.pop(0)))
 

@@ -1,9 +1,9 @@
-"""Choose the transport of context parallel attention if the user names none, from a measured table or a formula.
+"""Choose the transport of context parallel attention from a measured table or a formula, if the user names none.
 
 The formula computes the exposed time of a forward pass on the busiest rank, in seconds:
 
-    p2p          for each step, the transfer of its rows minus the work on the previous rows, plus a merge
-    all_gather   the transfer of all rows minus the work on the rank's own rows, plus one merge
+    p2p          for each step, the transfer of its rows minus the computation with the previous rows, plus a merge
+    all_gather   the transfer of all rows minus the computation with the rank's own rows, plus one merge
     a2a          the whole transfer, since attention waits for it
 
 Backward takes about twice as long for every transport, so it does not change the choice.
@@ -14,22 +14,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RATE = 4e14
-"""Rate of attention, flop/s: bfloat16, forward and backward, 32 k to 64 k positions, one H100
+"""Rate of attention in flop/s: bfloat16, forward and backward, 32 k to 64 k positions, on one H100
 (results/h100/context_attention.json)."""
 LINK = 1.5e11
-"""A rank's rate over NVLink while it sends and receives at the same time, bytes/s. This is an assumption; it is not
-measured yet."""
+"""A rank's NVLink rate in bytes/s while it sends and receives at the same time. This is assumed and not yet
+measured."""
 MERGE = 1.5e12
-"""Bytes per second that a merge reads and writes. This is an assumption: about half of the rate of an H100's memory."""
-START_S = 2e-5  # time to start an exchange
-WIDTH = 2  # bytes of an element
+"""Bytes per second that a merge reads and writes. This is assumed to be about half of an H100's memory bandwidth."""
+START_S = 2e-5  # seconds to start an exchange
+WIDTH = 2  # bytes per element
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The properties on which the choice depends: heads of queries and of keys on a rank (after splitting over tensor
-    parallel ranks), features of a head, positions of a sequence, context parallel ranks, and whether layers have
-    windows."""
+    """The sizes on which the choice depends: query heads and key heads of a rank (after splitting over tensor parallel
+    ranks), features of a head, positions of a sequence, context parallel ranks, and whether layers have windows."""
 
     heads: int
     kv_heads: int
@@ -50,7 +49,7 @@ class TransportPlan:
 
     Attributes:
         transport: one of `rooftop.parallel.TRANSPORTS`.
-        reason: the reason for the choice, in words.
+        reason: a text that explains the choice.
         exposed_s: the formula's estimate for each possible transport.
     """
 
@@ -61,7 +60,8 @@ class TransportPlan:
 
 @dataclass(frozen=True)
 class Measured:
-    """The fastest transport as measured, forward and backward, for this many ranks and at least this many positions."""
+    """The transport that was measured as fastest, forward and backward, with this many ranks and at least this many
+    positions."""
 
     ranks: int
     least_length: int
@@ -73,7 +73,8 @@ TABLE = (Measured(ranks=2, least_length=32768, transport="p2p"),)
 
 
 def choose_transport(exchange: Exchange) -> TransportPlan:
-    """The transport for an exchange; "a2a+p2p" is never chosen, since only the user knows which ranks are close."""
+    """Choose the transport for an exchange. "a2a+p2p" is never chosen, since only the user knows which ranks are
+    close."""
     exposed = {name: seconds for name, seconds in _exposed_s(exchange).items() if _can(name, exchange)}
     for row in TABLE:
         if row.ranks == exchange.ranks and exchange.length >= row.least_length and row.transport in exposed:
@@ -94,7 +95,7 @@ def _can(name: str, exchange: Exchange) -> bool:
 def _exposed_s(exchange: Exchange) -> dict[str, float]:
     ranks, held = exchange.ranks, exchange.length // exchange.ranks
     work_s = 2 * exchange.length**2 * exchange.heads * exchange.features / ranks / RATE
-    rows_s = 2 * held * exchange.kv_heads * exchange.features * WIDTH / LINK  # time of one rank's keys and values
+    rows_s = 2 * held * exchange.kv_heads * exchange.features * WIDTH / LINK  # to transfer one rank's keys and values
     merge_s = 10 * held * exchange.heads * exchange.features / MERGE
     moved_s = 2 * held * (exchange.heads + exchange.kv_heads) * exchange.features * WIDTH * (ranks - 1) / ranks / LINK
     others = ranks - 1

@@ -1,16 +1,17 @@
-"""Compute two halves of a batch in turns: tensor ranks communicate for one half while they compute the other.
+"""Compute two halves of a batch in turns, so that tensor ranks communicate for one half while they compute the other
+half.
 
-A layer that ranks share ends with a sum over them, and the next layer begins with the whole result. Without halves, a
-rank has nothing to compute while it communicates. With two halves, each goes through its layers in phases, and the
-halves alternate. S (sums) and G (gathers) of the halves a and b, between their phases:
+A layer that ranks share ends with a sum over the ranks, and the next layer needs the whole result. Without halves, a
+rank has nothing to compute while it communicates. With two halves, each half passes through the layers in phases, and
+the halves alternate. The sums (S) and gathers (G) of the halves a and b run between their phases:
 
     computed   a first | b norm | a second | b first | a norm | b second | a first | b norm | ...
     exchanged    S of b         | G of b   |  S of a          |  G of a  |   S of b         | ...
 
-`first` is the linear layer that begins with the gathered tensor, `second` the rest up to the linear layer that ends
-with a sum, `norm` the operation after the sum. Backward takes the reverse order: autograd runs the latest operations
-first. In forward, an exchange begins before a phase of the other half and is awaited after that phase. So in backward
-the exchange surrounds that phase, too.
+`first` is the linear layer that takes the gathered tensor. `second` is the rest, up to the linear layer that ends with
+a sum. `norm` is the operation after the sum. Backward runs in reverse order, since autograd runs the latest operations
+first. In forward, an exchange begins before a phase of the other half, and the wait for it comes after that phase. So
+in backward, the exchange overlaps with the same phase, too.
 
 Source: Wang et al. 2024, "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping"
 (arXiv:2409.15241).
@@ -31,17 +32,17 @@ from rooftop.parallel.exchanges import Group, Pending, start_gather, start_scatt
 Start = Callable[[Tensor], Pending]
 Result = TypeVar("Result")
 Phases = Generator[None, None, Result]
-"""A generator that computes phases, and lets other phases run at each `yield`."""
+"""A generator that computes phases. At each `yield`, phases of other halves can run."""
 
 
 def take_turns(
     halves: Sequence[Phases[Result]], turn_of: Callable[[int], AbstractContextManager[None]]
 ) -> list[Result]:
-    """Compute each half one phase ahead of the next, and return their results.
+    """Compute the halves in turns, each one phase ahead of the next half, and return their results.
 
     Args:
-        halves: halves of a batch; their computation starts here.
-        turn_of: returns the context around a phase, by the index of its half.
+        halves: the halves' phases, whose computation has not started.
+        turn_of: returns the context manager for a phase, from the index of its half.
     """
     done: dict[int, Result] = {}
 
@@ -62,11 +63,11 @@ def take_turns(
 
 
 class OnItsWay:
-    """A communication that runs during other computation, as does the communication of its gradient.
+    """An exchange that runs during other computation, as does the exchange of its gradient.
 
     Args:
         x: tensor to exchange.
-        there, back: start the exchange of x, and the exchange of the result's gradient.
+        there, back: functions that start the exchange of x, and the exchange of the result's gradient.
     """
 
     def __init__(self, x: Tensor, there: Start, back: Start) -> None:
@@ -74,7 +75,7 @@ class OnItsWay:
         self._begun: Tensor = _Begin.apply(x, self._way)
 
     def arrived(self) -> Tensor:
-        """Wait for the result. Call this once."""
+        """Wait for the result and return it. Call this only once."""
         return _End.apply(self._begun, self._way)  # type: ignore[no-any-return]
 
 
@@ -97,14 +98,14 @@ def begin_scattered_sum(x: Tensor, dim: int, group: Group) -> OnItsWay:
 
 
 def begin_sum(x: Tensor, group: Group) -> OnItsWay:
-    """Start `sum_of_ranks`. x is overwritten, so nothing else may need it."""
+    """Start `sum_of_ranks`. The sum overwrites x, so nothing else may use x."""
     return OnItsWay(x, lambda given: start_sum(given, group), _already)
 
 
 def begin_copy(x: Tensor, group: Group) -> OnItsWay:
-    """`copy_to_ranks` that returns x at once. The communication of the gradient runs during other computation.
+    """Run `copy_to_ranks`, and sum the gradient over ranks during other computation.
 
-    The gradient is overwritten, so only one function may use it.
+    The sum overwrites the gradient, so only one function may use x.
     """
     return OnItsWay(x, _already, lambda given: start_sum(given, group))
 
@@ -114,7 +115,7 @@ def _already(x: Tensor) -> Pending:
 
 
 class _Way:
-    """The exchange in progress. If a graph is dropped, nothing of it stays here."""
+    """Holds the exchange in progress. If autograd drops a graph, this object keeps nothing of it."""
 
     __slots__ = ("back", "pending", "there")
 
@@ -123,7 +124,7 @@ class _Way:
         self.pending: Pending | None = None
 
     def begin(self, start: Start, x: Tensor) -> Tensor:
-        """Start an exchange, which replaces the one in progress."""
+        """Start an exchange, which replaces the exchange in progress."""
         self.pending = start(x)
         return x.new_empty(0)
 

@@ -1,7 +1,7 @@
-"""Copies of tensors from the host to the rank's device, for which the host does not wait.
+"""Copy tensors from the host to the rank's device without making the host wait.
 
-CUDA copies from ordinary memory only after the stream has finished all earlier launches, and the host waits for the
-copy. Copies from pinned memory do not wait.
+For a copy from pageable memory, the host waits until the stream has finished all earlier launches and the copy. For a
+copy from pinned memory, the host does not wait.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from torch import Tensor
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device; a tensor that is already there is returned unchanged."""
+    """Copy a CPU tensor to the device. A tensor that is already there is returned unchanged."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

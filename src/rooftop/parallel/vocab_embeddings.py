@@ -1,5 +1,5 @@
-"""An embedding whose rows are split over tensor parallel ranks: each looks up its own tokens, and the sum is the
-result.
+"""An embedding whose rows are split over tensor parallel ranks. Each rank looks up its own tokens, and the ranks' sum
+is the result.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
 """
@@ -17,19 +17,19 @@ from rooftop.parallel.tensor_linears import SEQUENCE
 
 
 class VocabParallelEmbedding(Embedding):
-    """An embedding; each rank has some of the rows.
+    """An embedding of which each rank has some of the rows.
 
-    All ranks have equally many rows. If the ranks do not divide the vocabulary, the last rows are padding, which no
-    token uses.
+    All ranks have the same number of rows. If the number of ranks does not divide the vocabulary, the last rows are
+    padding, which no token uses.
 
     Args:
         vocabulary: number of tokens of the whole table.
         features: features of each token.
         group: the ranks; None: an ordinary embedding.
-        sequence_parallel: whether the result is split along the sequence.
+        sequence_parallel: whether the ranks split the result along the sequence.
 
     Attributes:
-        start: the token of this rank's first row.
+        start: the token to which this rank's first row belongs.
     """
 
     def __init__(self, vocabulary: int, features: int, *, group: Group = None, sequence_parallel: bool = False) -> None:
@@ -42,12 +42,12 @@ class VocabParallelEmbedding(Embedding):
         self.shards = {"weight": shard} if count > 1 else {}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Tokens (..., S), int32 or int64, all on every rank; returns (..., S, D), with sequence parallelism a part of
-        S.
+        """Look up tokens (..., S), int32 or int64, of which every rank has all. Returns (..., S, D), with sequence
+        parallelism this rank's part of S.
 
         Raises:
-            IndexError: a token is invalid (on the CPU; on a GPU the program stops with a device error).
-            ValueError: a sequence that cannot be split among the ranks.
+            IndexError: a token is invalid (on the CPU). On a GPU, an invalid token causes a device-side assertion.
+            ValueError: the sequence cannot be split among the ranks.
         """
         if self.group is None:
             return embedding(input, self.weight)
@@ -58,13 +58,14 @@ class VocabParallelEmbedding(Embedding):
         return sum_of_ranks(found, self.group)
 
     def summand(self, input: Tensor) -> Tensor:
-        """This rank's part of the sum in `forward`: zeros for tokens of other ranks. Tokens are not checked."""
+        """This rank's summand of the sum in `forward`, with zeros for other ranks' tokens. This does not check
+        tokens."""
         row = input - self.start
         elsewhere = (row < 0) | (row >= self.num_embeddings)
         return embedding(row.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
 
     def extra_repr(self) -> str:
-        """The table, and this rank's part of it."""
+        """The size of the table, and this rank's part of it."""
         if self.group is None:
             return super().extra_repr()
         index, count = place_in(self.group)
@@ -76,7 +77,7 @@ class VocabParallelEmbedding(Embedding):
 def _check(tokens: Tensor, vocabulary: int) -> None:
     inside = ((tokens >= 0) & (tokens < vocabulary)).all()
     if tokens.device.type != "cpu":
-        torch._assert_async(inside)  # an invalid token stops the device; the host does not wait here
+        torch._assert_async(inside)  # an invalid token causes a device-side assertion; the host does not wait for it
     elif not inside:
         wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0].item()
         raise IndexError(f"VocabParallelEmbedding: index out of range: token {wrong} of a vocabulary of {vocabulary}")

@@ -1,10 +1,10 @@
-"""Cross entropy of logits whose vocabulary is split over tensor parallel ranks: the logits are never gathered.
+"""Cross entropy of logits whose vocabulary is split over tensor parallel ranks. The logits are never gathered.
 
-Each rank computes for its columns the maximum m, the sum of exponentials relative to it, the target's logit if it is
-here, and with label smoothing the sum of all logits. Two exchanges of a few numbers a row combine them as if one rank
-had all columns: first the maximum M of all, then the sums relative to M, s = sum of s_r exp(m_r - M). The gradient
-needs no exchange: each rank has its own columns of softmax - one_hot. `rooftop.kernels.cross_entropy` defines the loss
-of a row.
+For its columns, each rank computes the maximum m, the sum of exponentials relative to m, the target's logit if this
+rank has it, and with label smoothing the sum of all logits. Two exchanges of a few numbers per row combine these as if
+one rank had all columns. The first exchange finds the overall maximum M, the second adds up the sums relative to M: s =
+sum of s_r exp(m_r - M). The gradient needs no exchange, since each rank computes its own columns of softmax - one_hot.
+`rooftop.kernels.cross_entropy` defines the loss of a row.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
 """
@@ -36,18 +36,18 @@ from rooftop.kernels.operands.dtypes import accumulator_dtype
 from rooftop.parallel.exchanges import Group, place_in, start_sum
 from rooftop.parallel.tensor_linears import under_autocast
 
-CHUNK_ELEMENTS = 1 << 24  # elements of logits at a time, so that intermediate values take 64 MiB in float32
+CHUNK_ELEMENTS = 1 << 24  # number of logits to process at a time, so that intermediate values take 64 MiB in float32
 
 
 @dataclass(frozen=True)
 class Classes:
-    """This rank's classes, and the terms of the loss.
+    """This rank's classes, and the settings of the loss.
 
     Attributes:
         group: the ranks.
-        vocabulary: number of classes of all ranks; columns beyond them are padding.
-        start: the class of this rank's first column.
-        here: number of columns that are classes.
+        vocabulary: number of classes over all ranks. Further columns are padding.
+        start: the class to which this rank's first column belongs.
+        here: number of this rank's columns that are classes, without padding.
         ignore_index, label_smoothing, z_loss: as in `rooftop.kernels.cross_entropy`.
     """
 
@@ -60,7 +60,8 @@ class Classes:
     z_loss: float
 
     def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets' columns on this rank (0 for targets on other ranks), and whether they are here, (N,) both."""
+        """The targets' columns on this rank (0 for other ranks' targets), and whether the targets are on this rank,
+        (N,) each."""
         column = target - self.start
         here = (column >= 0) & (column < self.here) & (target != self.ignore_index)
         return column.where(here, 0), here
@@ -70,14 +71,14 @@ class Classes:
 
 
 def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
-    """Statistics of logits (N, columns): their maximum (N,), and relative to it (3, N): the sum of exponentials, the
-    target's logit if it is here, and the sum of all logits."""
+    """Statistics of logits (N, columns): the maximum (N,), and three values relative to the maximum, (3, N): the sum of
+    exponentials, the target's logit if this rank has it, and the sum of all logits."""
     values = x[:, : classes.here].to(accumulator_dtype(x.dtype))
     if classes.here == 0:
         return values.new_full(values.shape[:1], -math.inf), values.new_zeros(3, len(values))
     column, here = classes.places(target)
     maximum = values.amax(1)
-    # another rank's maximum may be more than -inf
+    # if all logits are -inf here, another rank may have finite ones
     apart = values - maximum.masked_fill(maximum == -math.inf, 0.0)[:, None]
     found = apart.gather(1, column[:, None])[:, 0].where(here, 0.0)
     every = apart.sum(1) if classes.label_smoothing else torch.zeros_like(maximum)
@@ -85,8 +86,8 @@ def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor,
 
 
 def of_all_ranks(maximum: Tensor, sums: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses (N,) from each rank's statistics, with the maximum and the log of the sum of exponentials relative to
-    it, (N,) both.
+    """Combine the ranks' statistics. Returns the losses, the maximum, and the log of the sum of exponentials relative
+    to the maximum, (N,) each.
     """
     most = maximum.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=classes.group)
@@ -107,11 +108,11 @@ def of_all_ranks(maximum: Tensor, sums: Tensor, target: Tensor, classes: Classes
 def own_gradient(
     x: Tensor, target: Tensor, maximum: Tensor, logarithm: Tensor, factor: Tensor, classes: Classes, dx: Tensor
 ) -> None:
-    """Fill dx (N, columns), which may be x: the derivative of each row's loss times `factor`, (N,) or ()."""
+    """Write the derivative of each row's loss times `factor`, (N,) or (), to dx (N, columns). dx may be x."""
     kept, spread = 1 - classes.label_smoothing, classes.label_smoothing / classes.vocabulary
     values = x[:, : classes.here].to(accumulator_dtype(x.dtype))
     power = ((values - maximum[:, None]) - logarithm[:, None]).exp_()
-    # Each term cancels separately, so that a probability near 1 is as exact as possible.
+    # The maximum and the logarithm are subtracted one by one, which is most exact for probabilities near 1.
     made = power * kept
     if classes.here:
         column, here = classes.places(target)
@@ -126,14 +127,15 @@ def own_gradient(
 
 
 def _inverse(target: Tensor, mean: bool, classes: Classes, dtype: torch.dtype) -> Tensor:
-    """The factor of a reduced loss, (): 1 / number of targets that count, 0 if there are none; or 1."""
+    """The factor of a reduced loss, (). For a mean, it is 1 / number of targets that are not ignored, or 0 if there are
+    none. For a sum, it is 1."""
     if mean:
         return inverse_of_count((target != classes.ignore_index).sum(), dtype)
     return torch.ones((), dtype=dtype, device=target.device)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The losses (N,) of logits (N, columns)."""
+    """Computes the losses (N,) of logits (N, columns)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, classes: Classes) -> Tensor:
@@ -156,7 +158,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss () of hidden (N, H) and this rank's rows of the weight; the forward pass computes the gradients."""
+    """Computes the loss () of hidden (N, H) and this rank's rows of the weight. The forward pass also computes the
+    gradients."""
 
     @staticmethod
     def forward(
@@ -167,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if for_hidden else None
         dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if for_weight else None
         inverse = _inverse(target, mean, classes, wide)
-        # In float16, a gradient of the logits that is divided by the rows would underflow before a loss scale can help.
+        # In float16, dividing the logits' gradient by the number of rows would underflow before a loss scale can help.
         late = hidden.dtype == torch.float16
         within = torch.ones_like(inverse) if late else inverse
         losses = hidden.new_empty(len(hidden), dtype=wide)
@@ -212,24 +215,26 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """`rooftop.kernels.cross_entropy` for logits split by class over the ranks; they are not gathered.
+    """Compute `rooftop.kernels.cross_entropy` of logits that are split by class over the ranks, without gathering them.
 
-    All ranks of the group must call it together. The arithmetic is float32 (float64 for float64), some rows at a time.
+    All ranks of the group must call it together. It processes some rows at a time, with arithmetic in float32 (float64
+    for float64).
 
     Args:
-        logits: (..., columns), this rank's classes, as many on each rank; bfloat16, float16, float32 or float64.
-        target: (...), int64, classes of the whole vocabulary; the same on all ranks.
+        logits: (..., columns) for this rank's classes, the same number on each rank; bfloat16, float16, float32 or
+            float64.
+        target: (...), int64, classes of the whole vocabulary, the same on all ranks.
         group: the ranks, in the order of their classes; None: all classes are here.
-        vocabulary: number of classes; None: all columns of all ranks. Any further columns are padding and are ignored.
+        vocabulary: number of classes; None: all columns of all ranks. Further columns are padding, and are ignored.
         ignore_index, reduction, label_smoothing, z_loss: as in `rooftop.kernels.cross_entropy`.
 
     Returns:
-        () or the shape of `target`, in the dtype of the logits; the same on all ranks. Each rank's backward gives the
-        gradient of its own logits.
+        () or the shape of `target`, in the dtype of the logits, the same on all ranks. Each rank's backward computes
+        the gradient of its own logits.
 
     Raises:
-        TypeError, ValueError: as in `cross_entropy`; also if the vocabulary needs fewer or more ranks.
-        RuntimeError: a second derivative.
+        TypeError, ValueError: as in `cross_entropy`, or the vocabulary does not fit the number of ranks and columns.
+        RuntimeError: a second derivative is requested.
     """
     check_index("vocab_parallel_cross_entropy", ignore_index)
     rows = LogitsShape((target.numel(), logits.shape[-1]), logits.dtype, logits.device)
@@ -266,25 +271,26 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """`vocab_parallel_cross_entropy` of hidden @ weight.T. Only some rows of this product exist at a time.
+    """Compute `vocab_parallel_cross_entropy` of hidden @ weight.T, with only some rows of this product in memory at a
+    time.
 
-    The forward pass computes the gradients, chunk by chunk; backward only scales them.
+    The forward pass computes the gradients chunk by chunk, and backward only scales them.
 
     Args:
-        hidden: (..., H), the same on all ranks. The returned gradient is this rank's part of a sum: pass hidden through
-            `copy_to_ranks` or `gather_of_ranks`.
-        weight: (columns, H), this rank's rows, as many on each rank.
+        hidden: (..., H), the same on all ranks. Its gradient is only this rank's summand: pass hidden through
+            `copy_to_ranks` or `gather_of_ranks`, which sum it.
+        weight: (columns, H), this rank's rows, the same number on each rank.
         target, group, vocabulary, ignore_index, label_smoothing, z_loss: as in `vocab_parallel_cross_entropy`.
         reduction: "mean" or "sum".
-        chunk_size: rows at a time; None: as in `rooftop.kernels.linear_cross_entropy`.
+        chunk_size: number of rows per chunk; None: as in `rooftop.kernels.linear_cross_entropy`.
 
     Returns:
-        () in the dtype of hidden, float32 under autocast; the same on all ranks.
+        () in the dtype of hidden, or float32 under autocast, the same on all ranks.
 
     Raises:
-        TypeError, ValueError: as in `rooftop.kernels.linear_cross_entropy`; also if the vocabulary needs fewer or more
-            ranks.
-        RuntimeError: a second derivative.
+        TypeError, ValueError: as in `rooftop.kernels.linear_cross_entropy`, or the vocabulary does not fit the number
+            of ranks and columns.
+        RuntimeError: a second derivative is requested.
     """
     check_index("vocab_parallel_linear_cross_entropy", ignore_index)
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
@@ -329,13 +335,13 @@ def _classes(
     label_smoothing: float,
     z_loss: float,
 ) -> Classes | None:
-    """This rank's part of the vocabulary; None: the whole vocabulary."""
+    """This rank's `Classes`. A vocabulary of None means all columns of all ranks."""
     index, count = place_in(group)
     total = columns * count if vocabulary is None else vocabulary
     if not 0 < total <= columns * count:
         raise ValueError(
-            f"a vocabulary of {total} over {count} ranks needs {-(-total // count)} classes on each, got {columns}: "
-            "give each rank this number, and pad the last ranks"
+            f"a vocabulary of {total} over {count} ranks needs {-(-total // count)} classes on each rank, got "
+            f"{columns}: give each rank this number, and pad the last ranks"
         )
     if group is None:
         return None

@@ -1,4 +1,4 @@
-"""Find which ranks are waiting, for which collective and which rank, and for how long, from all ranks' places."""
+"""From all ranks' places, find which ranks are waiting, for which collective and rank, and for how long."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from rooftop.parallel.flight_records import lacks, ranks_in_words
 from rooftop.parallel.places import Place
 
 NOTE_S = 20.0
-"""Seconds after which a note names the rank that others wait for. That rank may be healthy, so a note does not end
-anything."""
+"""Seconds after which a note names the rank that others wait for. This rank may be healthy, so the note ends
+nothing."""
 MOST_SHOWN = 3
 
 
 def context(places: Mapping[int, Place], culprits: Collection[int]) -> str:
-    """The end of an error message, "; ...": what other ranks waited for, and the last places of the failed ranks."""
+    """The end of an error message ("; ..."), with what other ranks waited for and the last places of the failed
+    ranks."""
     awaited: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         if rank not in culprits and (words := _awaited(place, culprits)):
@@ -42,9 +43,9 @@ class Wait:
     """Ranks that keep others waiting.
 
     Attributes:
-        words: the message: which ranks, for how long, and where they are.
-        culprits: these ranks; empty if all ranks are waiting.
-        seconds: the time for which the others have been waiting.
+        words: a message that says which ranks keep others waiting, for how long, and where they are.
+        culprits: the ranks that keep others waiting; empty if all ranks are waiting.
+        seconds: how long the others have been waiting.
     """
 
     words: str
@@ -53,18 +54,19 @@ class Wait:
 
 
 class Waits:
-    """A record, on one rank, of how long each rank has been waiting."""
+    """One rank's record of how long each rank has been waiting."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._since: dict[int, tuple[object, float]] = {}
 
     def look(self, places: Mapping[int, Place], now: float) -> Wait | None:
-        """The longest wait, if it has lasted for `NOTE_S`; None if the awaited rank has announced long work.
+        """Return the longest wait if it has lasted for `NOTE_S`. Return None if the awaited rank has announced long
+        work.
 
         Args:
-            places: activities of all ranks, by rank.
-            now: the present time, in seconds.
+            places: the current activity of each rank.
+            now: the current time in seconds.
         """
         for rank, place in places.items():
             awaited = place.operations[0] if place.operations else place.awaited or None

@@ -1,21 +1,22 @@
-"""A thread in each rank that makes sure no rank waits forever for a failed one.
+"""Watch the other ranks in a thread, so that no rank waits forever for a failed rank.
 
-| what it sees | how | after |
+| what the thread detects | how | after |
 |---|---|---|
-| a failure that another rank has reported | in the store | 0.2 s |
+| a failure that another rank has reported | from the store | 0.2 s |
 | the end of a rank's process on this machine | /proc | 0.2 s |
-| a rank of this machine that a signal has stopped | /proc | `STOPPED_S` |
-| a machine without a sign of life, or a rank alone on it | its ranks' counts in the store | `SILENT_S` |
-| the end of the launcher that started this rank | the number of its parent | 0.2 s |
-| SIGTERM, which the launcher sends to all ranks because one is gone | `rooftop.parallel.terminations` | 0.2 s |
-| ranks that wait for a live rank | flight recorders and places | `NOTE_S`: a note; `timeout_s`: an end |
+| a rank on this machine that a signal has stopped | /proc | `STOPPED_S` |
+| a machine (or a rank alone on a machine) without a sign of life | its ranks' counts in the store | `SILENT_S` |
+| the end of the launcher that started this rank | the parent's PID | 0.2 s |
+| SIGTERM, which the launcher sends to all ranks when one has ended | `rooftop.parallel.terminations` | 0.2 s |
+| ranks that wait for a live rank | flight recorders and places | `NOTE_S`: a note; `timeout_s`: a failure |
 
-Each rank watches the next one on its machine, and the first rank of a machine watches the next machine. A live rank
-gets `timeout_s`, because it may compile, save, read, or hold Python's lock (which keeps its own thread from sending
+Each rank watches the next rank on its machine, and the first rank of a machine watches the next machine. Others wait up
+to `timeout_s` for a live rank, which may compile, save, read, or hold the GIL (so that its own thread cannot send
 heartbeats).
 
 The rank that detects a failure asks all other ranks what they wait for, and writes the failure to the store with their
-answers. Then each rank ends its waits in NCCL or gloo. A rank is killed if its main thread does not end by itself.
+answers. Then each rank aborts its waits in NCCL or gloo. If its main thread does not leave the block, the thread kills
+the process.
 """
 
 from __future__ import annotations
@@ -53,37 +54,38 @@ from rooftop.parallel.terminations import Termination
 from rooftop.parallel.waits import Waits, context
 
 WATCH_S = 0.2
-"""Seconds between a rank's heartbeats, and between its checks whether another rank has failed."""
+"""Seconds between a rank's heartbeats, and between its checks for failed ranks."""
 SILENT_S = 20.0
-"""A rank on another machine without a sign of life for this long has failed. A thread sends signs of life during any
-computation of the rank, unless code that holds Python's lock stops that thread.
+"""A rank on another machine counts as failed after this many seconds without a heartbeat. A thread sends heartbeats
+during any computation of the rank, unless code that holds the GIL blocks this thread.
 """
 STOPPED_S = 8.0
-"""A rank of this machine that a signal has stopped for this long has failed."""
+"""A rank on this machine counts as failed after a signal has stopped it for this many seconds."""
 SILENCE_S = 3.0
-"""After a broken connection or SIGTERM, a rank that sends no heartbeat for this long is considered gone."""
+"""After a broken connection or SIGTERM, a rank counts as gone after this many seconds without a heartbeat."""
 NOTICING_S = 1.0
-"""All ranks notice a failure within this time. A stopped rank that is woken later finds no others to continue with."""
+"""Seconds within which all ranks notice a failure. A stopped rank that wakes later finds no other ranks to continue
+with."""
 TELLING_S = 1.0
-"""Seconds for which the rank that detected a failure waits until the others report what they are waiting for."""
+"""Seconds that the rank that detected a failure waits for the others to report what they are waiting for."""
 ARRIVING_S = 0.6
-"""A rank that is asked while it waits for nothing answers after this time, because it may soon wait for the failed
-rank."""
+"""If a rank is asked while it waits for nothing, it answers after this many seconds, since it may soon wait for the
+failed rank."""
 PLACE_S = 0.4
-"""Seconds between a rank's reports of its place, if that has changed."""
+"""Seconds between a rank's reports of its place, if the place has changed."""
 LOOK_S = 1.0
-"""Seconds between checks, by one rank, which ranks are waiting for which."""
+"""Seconds between a rank's checks which ranks are waiting for which rank."""
 STUCK_S = 2.0
 """The flight recorder is read only if no collective has finished for this long, since reading it takes 0.1 s."""
 LEAVING_S = 60.0
-"""Seconds that a program has to leave the block after a failure. Then the rank's process is ended."""
+"""Seconds that a program has to leave the block after a failure. Then the thread kills the rank's process."""
 ENDED = ("its process has ended", "their processes have ended")
-NO_TAG = (1 << 30) + 7  # tag of a message that is never sent
+NO_TAG = (1 << 30) + 7  # the tag of a message that no rank ever sends
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The ranks that have failed, and the message without the waits of other ranks."""
+    """The ranks that have failed, and the message, without what other ranks waited for."""
 
     words: str
     culprits: tuple[int, ...]
@@ -91,17 +93,17 @@ class Failure:
 
 @dataclass
 class Watch:
-    """A rank's watch over the others.
+    """Watches the other ranks in a thread of this rank.
 
     Attributes:
-        store: this thread's store of the block.
+        store: the thread's own connection to the block's store.
         processes: the processes of all ranks.
-        launcher: the process that started this rank and ends it; None: unknown.
-        termination: whether this process has received a request to end.
-        timeout_s: how long ranks may wait for a live one.
-        failure: the first failure, once it is noticed.
-        at: the position of this rank's GPU at the time of the failure.
-        noticed: whether this rank knows of a failure.
+        launcher: PID of the launcher that started this rank and ends it; None: unknown.
+        termination: tells whether this process has been asked to end.
+        timeout_s: how long ranks may wait for a live rank.
+        failure: the first failure; empty until this rank notices it.
+        at: this rank's GPU position at the time of the failure.
+        noticed: an event that is set once this rank knows of a failure.
     """
 
     store: Any
@@ -149,16 +151,17 @@ class Watch:
     # ---- called by the main thread ----
 
     def tell(self, failure: Failure) -> str:
-        """Report a failure, and return the first failure of all ranks: this one, unless an earlier one is known."""
+        """Report a failure. Return the first failure on any rank: this failure, unless there is an earlier one."""
         if not self.noticed.is_set():
             try:
                 return self._tell(self.store, failure)
-            except RuntimeError:  # the store ended with the rank that ran it, which the thread will report
+            except RuntimeError:  # the rank that ran the store has ended, which the thread will report
                 self.noticed.wait(2 * WATCH_S)
         return self.failure or failure.words
 
     def gone(self, error: BaseException) -> Failure | None:
-        """The ranks that have ended silently, if that may have caused this rank's error. This takes `SILENCE_S`."""
+        """The ranks that have ended silently, if their end may have caused this rank's error. This call takes
+        `SILENCE_S`."""
         try:
             before = beats(self.store, self.size)
             if self.noticed.wait(SILENCE_S):
@@ -183,14 +186,14 @@ class Watch:
                     store.set(f"seen/{self.rank}", "1")
                     break
                 self._tell_place(store, asked=store.check(["asked"]))
-        except RuntimeError as error:  # the store has ended
+        except RuntimeError as error:  # the store has closed
             if not self._stop.is_set():
                 self.failure = (
                     f"rank 0 of {self.size}, or the launcher that held the store, is gone ({first_line(error)})"
                 )
         if not self.failure:
             return
-        self.at = all_places()  # a GPU continues once its wait has ended
+        self.at = all_places()  # read before the abort, after which GPUs continue
         self.noticed.set()
         abort_communication()
         if failure is not None:
@@ -208,9 +211,7 @@ class Watch:
         )
 
     def _leave(self) -> None:
-        """End this process if its main thread does not leave the block, since nothing may be able to free a hanging
-        thread.
-        """
+        """Kill this process if its main thread does not leave the block. Nothing else can free a hanging thread."""
         until, asked_until = time.monotonic() + LEAVING_S, float("inf")
         while not self._stop.wait(WATCH_S):
             if self.termination.asked and asked_until == float("inf"):
@@ -229,7 +230,7 @@ class Watch:
         if self._next == self.rank:
             return None
         state, now = self.processes[self._next].state(), time.monotonic()
-        # A late check counts as one in time, because a scheduler may have stopped both ranks.
+        # A late check counts as punctual, because a scheduler may have stopped both ranks.
         passed_s, self._looked_there_at = min(now - self._looked_there_at, 2 * WATCH_S), now
         self._stopped_s = self._stopped_s + passed_s if state == STOPPED else 0.0
         if state == GONE:
@@ -256,7 +257,7 @@ class Watch:
     def _launcher_gone(self) -> Failure | None:
         if self.launcher is None or os.getppid() == self.launcher:
             return None
-        # a machine may have several launchers
+        # only this launcher's ranks, since a machine may have several launchers
         ours = [rank for rank in self._here if self.processes[rank].parent == self.processes[self.rank].parent]
         words = f"{ranks_in_words(ours)} of {self.size}: the launcher (torchrun) that started"
         return Failure(f"{words} {'them' if len(ours) > 1 else 'it'} is gone", tuple(ours))
@@ -296,7 +297,7 @@ class Watch:
         return Failure(words, tuple(ranks))
 
     def _let_wait(self, store: Any) -> Failure | None:
-        """Check which ranks wait for which. Rank 0 checks, or rank 1 if rank 0 gives no signs of life."""
+        """Check which ranks wait for which rank. Rank 0 does this, or rank 1 if rank 0 sends no heartbeats."""
         now = time.monotonic()
         if self.rank > 1 or now - self._looked_at < LOOK_S:
             return None
@@ -323,7 +324,7 @@ class Watch:
     # ---- reports of ranks ----
 
     def _tell(self, store: Any, failure: Failure) -> str:
-        """Tell all ranks about a failure, with what they wait for; returns the first failure."""
+        """Tell all ranks about a failure, together with what they wait for. Return the first failure."""
         words = failure.words
         if failure.culprits:
             store.set("asked", "1")
@@ -337,7 +338,7 @@ class Watch:
             poll(all_have_told, time.monotonic() + TELLING_S)
             words += context(places_of(store, range(self.size)), failure.culprits)
             for rank in failure.culprits:
-                store.set(f"seen/{rank}", "1")  # no rank waits for this mark
+                store.set(f"seen/{rank}", "1")  # no rank should wait for a failed rank's mark
         return str(store.compare_set("failed", "", words).decode())
 
     def _tell_place(self, store: Any, asked: bool = False) -> None:
@@ -355,8 +356,8 @@ class Watch:
         self._told = now, place
 
     def _operations(self, now: float, asked: bool) -> tuple[Operation, ...]:
-        """The operations that this rank has launched and that have not ended, if nothing has ended for a while or
-        another rank asks."""
+        """This rank's operations that are launched and have not ended. They are read only if nothing has ended for a
+        while, or if another rank asks."""
         if self.size == 1 or not self._recorder_works or not dist.is_initialized():
             return ()
         try:
@@ -365,16 +366,14 @@ class Watch:
                 self._moved = moved, now
             waits = any(launched > ended for _, launched, ended in moved) and now - self._moved[1] >= STUCK_S
             return unfinished(recorded(), ranks_of_groups()) if waits or asked else ()
-        except RuntimeError as error:  # a CUDA error is ignored, because training does not depend on the recorder
+        except RuntimeError as error:  # ignore CUDA errors, because training does not depend on the recorder
             self._recorder_works = False
             words = f"rooftop: note: rank {self.rank} cannot read PyTorch's flight recorder ({first_line(error)})"
             print(words, file=sys.stderr, flush=True)
             return ()
 
     def _wake(self, ranks: Iterable[int]) -> None:
-        """Wake stopped ranks of this machine, so that they learn of the failure and end. Launchers wait until these
-        ranks have ended.
-        """
+        """Wake stopped ranks on this machine, so that they learn of the failure and end, as launchers expect."""
         for rank in ranks:
             if rank in self._here and self.processes[rank].state() == STOPPED:
                 with suppress(OSError):
@@ -382,14 +381,14 @@ class Watch:
 
 
 class _Signs:
-    """The signs of life of the ranks of another machine."""
+    """The heartbeats of another machine's ranks."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.ranks = ranks
         self._last, self._silent_s, self._at = 0, 0.0, time.monotonic()
 
     def silent_s(self, store: Any) -> float:
-        """Seconds since the last heartbeat of any of these ranks. Time in which the store was slow does not count."""
+        """Seconds since the last heartbeat from any of these ranks. Delays of the store do not count."""
         if not self.ranks:
             return 0.0
         total = sum(beats(store, self.ranks).values())
@@ -405,14 +404,14 @@ def beats(store: Any, ranks: int | Iterable[int]) -> dict[int, int]:
 
 
 def places_of(store: Any, ranks: Iterable[int]) -> dict[int, Place]:
-    """The last reported place of each rank; ranks without one are omitted."""
+    """The place that each rank reported last. Ranks without a report are omitted."""
     there = [rank for rank in ranks if store.check([f"place/{rank}"])]
     return {rank: Place.from_json(store.get(f"place/{rank}")) for rank in there}
 
 
 def note_interrupted() -> None:
-    """Record this rank's wait at its failure: the wait that it reported or, without a report, the last operation that
-    it launched.
+    """Record what this rank was waiting for when it failed: the reported wait or, without a report, the operation
+    launched last.
     """
     last = newest(recorded(), ranks_of_groups()) if dist.is_initialized() and not place_here(()).awaited else None
     if last is not None:
@@ -420,7 +419,7 @@ def note_interrupted() -> None:
 
 
 def abort_communication() -> None:
-    """End waits in NCCL, in gloo, and in kernels that wait for data of other ranks."""
+    """Abort waits in NCCL, in gloo, and in kernels that wait for other ranks' data."""
     end_waits()
     if not dist.is_initialized():
         return
@@ -435,9 +434,9 @@ def abort_communication() -> None:
 
 
 def _break_gloo(group: dist.ProcessGroup) -> None:
-    """Let a wait of gloo time out: gloo then breaks all connections of the group, so that all other waits fail.
+    """Make a gloo wait time out. gloo then breaks all connections of the group, so that all other waits fail.
 
-    A wait for a rank that has already died fails at once and breaks nothing, so each rank is tried.
+    A wait for a dead rank fails at once and breaks nothing, so this tries each rank.
     """
     for distance in range(1, group.size()):
         other = (group.rank() + distance) % group.size()
@@ -446,7 +445,8 @@ def _break_gloo(group: dist.ProcessGroup) -> None:
 
 
 def poll(done: Callable[[], bool], until: float) -> bool:
-    """Whether a condition becomes true before a time (of `time.monotonic`). The checks become less frequent."""
+    """Poll a condition until a time (of `time.monotonic`), less and less often. Return whether the condition became
+    true."""
     pause_s = 0.001
     while not done():
         if time.monotonic() >= until:
@@ -457,5 +457,5 @@ def poll(done: Callable[[], bool], until: float) -> bool:
 
 
 def first_line(error: object) -> str:
-    """The first line of an error, without the address of the C++ source."""
+    """The first line of an error message, without the location in C++ source."""
     return re.sub(r"^\[[^]]*\.(cc|cpp|h|hpp):\d+\] ", "", (str(error).splitlines() or [""])[0])

@@ -1,8 +1,7 @@
-"""Remember the parameters of a model at their places, and find out whether others have replaced them.
+"""Record which tensor each parameter of a model is, to detect that a program has replaced it.
 
-`load_state_dict(..., assign=True)` and `module.weight = nn.Parameter(...)` replace tensors that an optimizer, hooks and
-CUDA graphs refer to. The optimizer, hooks and graphs would continue with the old tensors, and training would have no
-effect.
+`load_state_dict(..., assign=True)` and `module.weight = nn.Parameter(...)` replace tensors to which an optimizer, hooks
+and CUDA graphs refer. These would continue with the old tensors, and training would have no effect.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightPlaces:
-    """The places of a model's parameters, with the parameters at the time of creation.
+    """The places of a model's parameters, each with the parameter that it had at creation.
 
     Args:
-        model: the model to whose parameters an optimizer, hooks or graphs refer.
+        model: the model whose parameters an optimizer, hooks or graphs use.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,25 +30,26 @@ class WeightPlaces:
         """Check that each place still has its original parameter.
 
         Raises:
-            RuntimeError: a place now has a different parameter. The message begins with `who` and has the remedy.
+            RuntimeError: a place now has another parameter. The message begins with `who` and names a remedy.
         """
         for name, _, found in self._replaced():
             what = "nothing" if found is None else "another tensor"
             raise RuntimeError(
-                f"{who}: the model has {what} in the place of the parameter {name}, so training the parameter would "
-                "have no effect: load without assign=True, copy_ into the parameter, or create the optimizer or "
+                f"{who}: the model now has {what} in place of the parameter {name}, so training the original parameter "
+                f"would have no effect: load without assign=True, copy_ into the parameter, or create the optimizer or "
                 "wrapper again"
             )
 
     @torch.no_grad()
     def take_back(self, who: str) -> dict[nn.Parameter, Tensor]:
-        """Put the original parameters back in their places, with the present values.
+        """Put the original parameters back in their places, with the values of the tensors that replaced them.
 
-        Returns: for each parameter that was restored, the tensor that had replaced it.
+        Returns:
+            For each restored parameter, the tensor that had replaced it.
 
         Raises:
-            RuntimeError: a parameter has another shape, or is missing; tied parameters got different values; data ranks
-                share the model (FSDP2). Then nothing has changed.
+            RuntimeError: a parameter has another shape or is missing; tied parameters have different values; or data
+                ranks share the model (FSDP2). Nothing has changed then.
         """
         taken: dict[nn.Parameter, Tensor] = {}
         replaced = list(self._replaced())
@@ -68,7 +68,8 @@ class WeightPlaces:
         return taken
 
     def _replaced(self) -> list[tuple[str, nn.Parameter, Tensor | None]]:
-        """Name, original parameter, and present one. A temporarily gathered sharded parameter is not a replacement."""
+        """(name, original parameter, current parameter) of replaced parameters. A gathered sharded parameter is no
+        replacement."""
         return [
             (name, known, places.get(key))
             for places, key, name, known in self._places

@@ -1,11 +1,11 @@
-"""Sparse convolution: point clouds and other data with a few active sites on a large grid.
+"""Sparse convolution for point clouds and other data with few active sites on a large grid.
 
     import rooftop.sparse as spconv
 
     x = spconv.SparseConvTensor(features, indices, spatial_shape, batch_size)
     y = spconv.SubMConv3d(4, 16, 3, indice_key="subm1")(x)
 
-Needs Warp: `pip install "rooftop[sparse]"`. Warp is imported when a rulebook is built, not before.
+It needs Warp: `pip install "rooftop[sparse]"`. Building the first rulebook imports Warp.
 """
 
 from rooftop.sparse.checkpoints import LayoutReport, convert_state_dict, load_spconv_state_dict

@@ -1,9 +1,9 @@
-"""The Triton kernels of the rulebook by bitmaps; `bitmaps.py` launches them and explains them.
+"""The Triton kernels that build the rulebook by bitmaps. `bitmaps.py` launches and explains them.
 
-A cell is the row-major number of (batch, four coordinates); grids with fewer dimensions have leading ones of size 1.
-Bit cell % 32 of word cell // 32 is set if there is a site. For each word, `counts` has the number of set bits up to its
-end, so that a site's rank among all sites follows from its word alone. Offsets are numbered as in `rulebook.py`.
-`faults` is as in `Rulebook`.
+A cell is the row-major index of (batch, four coordinates). Grids with fewer dimensions get leading dimensions of size
+1. Bit cell % 32 of word cell // 32 is set if the cell has a site. For each word, `counts` has the number of set bits up
+to the word's end, so that a site's word is enough to find its rank among all sites. Offsets are numbered as in
+`rulebook.py`. `faults` is as in `Rulebook`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# One compiled kernel serves clouds and grids of all sizes.
+# Not specialized, so that one compiled kernel serves point clouds and grids of all sizes.
 SIZES = ["rows", "batch_size", "size_0", "size_1", "size_2", "size_3", "count"]
 GRIDS = [f"{grid}_{dim}" for grid in ("in", "out") for dim in range(4)]
 STEPS = [f"{step}_{dim}" for step in ("shift", "dilation") for dim in range(4)]
@@ -23,7 +23,7 @@ def mark_sites(
     rows, batch_size, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit of each site, and record a fault for a site off the grid or a repeated one."""
+    """Set the bit of each site, and record a fault for sites off the grid and for repeated sites."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -33,7 +33,7 @@ def mark_sites(
     repeated = tl.max((inside & ((before & bit) != 0)).to(tl.int32))
     tl.store(faults, 1, mask=repeated != 0)
     named = row < 0  # none yet
-    for column in tl.static_range(1 + DIMS):  # without a cast: `_site` would turn values that are not int32 into -1
+    for column in tl.static_range(1 + DIMS):  # reads raw values, since `_site` turns values that are not int32 into -1
         named |= tl.load(sites + row * (1 + DIMS) + column, mask=there, other=-1) != -1
     outside = tl.max((there & named & (inside == 0)).to(tl.int32))
     tl.store(faults + 1, 1, mask=outside != 0)
@@ -45,7 +45,7 @@ def count_words(
     count,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The number of bits of each word."""
+    """Count the set bits of each word."""
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     bits = tl.load(words + word, mask=word < count, other=0)
     tl.store(counts + word, _population(bits.to(tl.uint32, bitcast=True)), mask=word < count)
@@ -57,7 +57,7 @@ def place_sites(
     rows, batch_size, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes each site's row to the position of its rank."""
+    """Write each site's row to the position of the site's rank."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -73,7 +73,7 @@ def pair_neighbours(
     KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
     DIMS: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """For a submanifold convolution: the row of the site at each offset of each site, or -1."""
+    """For a submanifold convolution, write the row of the site at each offset of each site, or -1."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -98,7 +98,7 @@ def pair_neighbours(
     known, rank = _look_up(words, counts, cell, near)
     other = tl.load(row_of + rank, mask=known, other=-1)
     is_centre = (tap == VOLUME // 2)[None, :] & inside[:, None]
-    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)  # a site is its own centre, also if it is repeated
+    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)  # a site is its own centre, even if it is repeated
     tl.store(neighbours + row[:, None] * VOLUME + tap[None, :], other, mask=wanted)
 
 
@@ -111,7 +111,7 @@ def reach_outputs(
     KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
     DIMS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """The cell of the output of each site at each offset, or -1; sets the cell's bit. `shift` is the padding."""
+    """Write the cell of each site's output at each offset, or -1, and set the cell's bit. `shift` is the padding."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, in_0, in_1, in_2, in_3)
@@ -128,7 +128,7 @@ def reach_outputs(
     cell = _cell(batch[:, None], to_0, to_1, to_2, to_3, out_0, out_1, out_2, out_3)
     bit = tl.full((ROWS, TAPS), 1, tl.int32) << (cell & 31)
     place = words + (cell >> 5)
-    # most bits are set already, and an atomic costs more than a load
+    # loads first: most bits are set already, and an atomic costs more than a load
     new = (tl.load(place, mask=valid, other=0) & bit) == 0
     tl.atomic_or(place, bit, mask=valid & new, sem="relaxed")
     tl.store(cells + row[:, None] * VOLUME + tap[None, :], tl.where(valid, cell, -1), mask=wanted)
@@ -140,8 +140,8 @@ def pair_outputs(
     rows, count, outputs,
     VOLUME: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Replaces cells by rows of outputs, in place, and writes each output's inputs and cell. If there are more outputs
-    than rows, it records a fault and writes no outputs."""
+    """Replace cells by rows of outputs in place, and write each output's inputs and cell. If there are more outputs
+    than rows, record a fault and write no outputs."""
     fits = tl.load(counts + (count - 1)) <= outputs
     tl.store(faults + 2, 1, mask=fits == 0)
     row, there = _rows(rows, ROWS)
@@ -163,7 +163,7 @@ def name_outputs(
     rows, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The batch and the coordinates of cells; all -1 for an absent cell."""
+    """Write the batch and the coordinates of cells, all -1 for an absent cell."""
     row, there = _rows(rows, ROWS)
     cell = tl.load(out_cells + row, mask=there, other=-1)
     none, place = cell < 0, sites + row * (1 + DIMS)
@@ -187,14 +187,16 @@ def name_outputs(
 
 @triton.jit
 def _rows(rows, ROWS: tl.constexpr):
-    """(row, whether it exists) for this program's rows. Rows are 64-bit, because large tables exceed 2^31 elements."""
+    """(row, whether it exists) for this program's rows. Row indices are 64-bit, because large tables exceed 2^31
+    elements."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return row, row < rows
 
 
 @triton.jit
 def _site(sites, row, there, DIMS: tl.constexpr):
-    """(batch, four coordinates) int32. A value that is not an int32 becomes -1, which is off every grid."""
+    """(batch, four coordinates) of a site as int32. A value that does not fit in int32 becomes -1, which is off every
+    grid."""
     place = sites + row * (1 + DIMS)
     at_3 = _coordinate(place + DIMS, there)
     at_2 = _coordinate(place + (DIMS - 1), there) if DIMS > 1 else tl.zeros_like(at_3)
@@ -218,26 +220,26 @@ def _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, s
 
 @triton.jit
 def _on_axis(at, away, size):
-    """Whether at (ROWS,) + away (TAPS,) is at least 0 and below size."""
+    """Whether the coordinate at (ROWS,) + away (TAPS,) is from 0 to size - 1."""
     return (at[:, None] + away[None, :]).to(tl.uint32, bitcast=True) < size.to(tl.uint32)
 
 
 @triton.jit
 def _cell(batch, at_0, at_1, at_2, at_3, size_0, size_1, size_2, size_3):
-    """The number of a site's cell, for sites on the grid."""
+    """The index of a site's cell, for sites on the grid."""
     return (((batch * size_0 + at_0) * size_1 + at_1) * size_2 + at_2) * size_3 + at_3
 
 
 @triton.jit
 def _offsets(tap, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr):
-    """The four coordinates of taps within the kernel."""
+    """The four coordinates of taps (offsets) within the kernel."""
     rest = tap // KSIZE_3
     return rest // KSIZE_2 // KSIZE_1, rest // KSIZE_2 % KSIZE_1, rest % KSIZE_2, tap % KSIZE_3
 
 
 @triton.jit
 def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """(positions that inputs (ROWS,) reach by shifts (TAPS,), whether they exist), (ROWS, TAPS)."""
+    """(coordinates that inputs (ROWS,) reach by shifts (TAPS,), whether they exist), (ROWS, TAPS) each."""
     if TRANSPOSED:
         to = at[:, None] * STRIDE + shift[None, :]
         whole = to == to
@@ -250,7 +252,7 @@ def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _look_up(words, counts, cell, wanted):
-    """(whether there is a site in a cell, its rank among all sites)."""
+    """(whether a cell has a site, the site's rank among all sites)."""
     place = cell >> 5
     above = tl.load(words + place, mask=wanted, other=0).to(tl.uint32, bitcast=True) >> (cell & 31).to(tl.uint32)
     known = wanted & ((above & 1) != 0)
@@ -259,7 +261,7 @@ def _look_up(words, counts, cell, wanted):
 
 @triton.jit
 def _population(bits):
-    """Set bits of a uint32, as int32."""
+    """The number of set bits in a uint32, as int32."""
     pairs = bits - ((bits >> 1) & 0x55555555)
     fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F

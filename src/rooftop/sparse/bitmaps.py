@@ -1,15 +1,15 @@
-"""The rulebook by bitmaps, on a GPU: one bit for each cell of the grid says whether it has a site.
+"""Build the rulebook by bitmaps on a GPU: one bit for each cell of the grid says whether the cell has a site.
 
-A cell's number is its key, so the bits are the sites in sorted order. The number of bits up to each word is stored,
-too. So one word tells whether a cell has a site and, from the bits below, the site's rank among all. No key is
-searched, and sorted outputs need no sort:
+A cell's index is its key, so the set bits are the sites in sorted order. For each word, the number of set bits up to
+its end is stored, too. So one word shows whether a cell has a site and, by its bits, the site's rank among all sites.
+There is no search for keys, and sorted outputs need no sort:
 
-    rank(cell) = bits of all words up to the cell's word - bits of that word from the cell's bit on
+    rank(cell) = set bits of all words up to the cell's word - set bits of this word from the cell's bit on
 
 A submanifold convolution marks its sites, counts them, stores the row of each rank, and reads the cells around each
-site. Other convolutions mark the cells that their sites reach; the rank of a marked cell is the row of the output.
-Besides the tables, it moves 2 bits per cell a few times. A thin surface of 1 M sites in 81 M cells has 81 cells for
-each site. Up to some thousand cells for each site this is predicted to be faster than hash tables (`hash_tables.py`).
+site. Other convolutions mark the cells that their sites reach. The rank of a marked cell is the output's row. In
+addition to the tables, this moves 2 bits per cell a few times. A thin surface of 1 M sites in 81 M cells has 81 cells
+per site. Up to some thousand cells per site, bitmaps are predicted to be faster than hash tables (`hash_tables.py`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from rooftop.sparse.geometries import MAX_DIMS, Geometry
 from rooftop.sparse.hash_tables import Tables, no_faults
 from rooftop.sparse.sites import check_sites
 
-MAX_CELLS = 2**31 - 64  # cells are numbered as int32, and a read may go one word beyond
-MAX_STEP = 2**29  # limit for the distance between sites, so that sums of coordinates fit in int32
-MAX_STRIDE = 2**31 - 1  # because sites are int32
-MAX_VOLUME = 32 * 65535  # CUDA allows this many programs in a grid's second dimension; each takes 32 offsets
-CELLS_PER_SITE = (
-    4096  # with more cells for each site, clearing and counting words takes longer than hashing (predicted)
-)
-FEW_CELLS = 2**24  # 512 K words, which are cleared and counted in microseconds
-SITES, WORDS, PAIRS = 256, 1024, 1024  # per program: sites, words, and pairs of a site and an offset
+MAX_CELLS = 2**31 - 64  # cell indices are int32, and a read may be one word past the end
+MAX_STEP = 2**29  # maximum shift of a coordinate, so that sums of coordinates fit in int32
+MAX_STRIDE = 2**31 - 1  # since sites are int32
+MAX_VOLUME = 32 * 65535  # CUDA's maximum size of a grid's second dimension, where each program processes 32 offsets
+CELLS_PER_SITE = 4096  # with more cells per site, clearing and counting words is predicted to take longer than hashing
+FEW_CELLS = 2**24  # 512 K words; clearing and counting them takes microseconds
+SITES, WORDS, PAIRS = 256, 1024, 1024  # per program: sites, words, and (site, offset) pairs
 WARPS = 4
 
 
@@ -42,8 +40,8 @@ class Bitmap(NamedTuple):
     """The cells that have a site.
 
     Attributes:
-        words: (W,) int32, a bit for each cell.
-        counts: (W,) int32, set bits of all words up to and including each.
+        words: (W,) int32, one bit per cell.
+        counts: (W,) int32, for each word the number of set bits in all words up to and including it.
     """
 
     words: Tensor
@@ -51,7 +49,8 @@ class Bitmap(NamedTuple):
 
 
 def fit_bitmaps(indices: Tensor, shape: Geometry) -> bool:
-    """Whether bitmaps are faster than hash tables: on a GPU (or interpreted), on grids that are not too empty."""
+    """Whether bitmaps are faster than hash tables. They are on a GPU (or interpreted), on grids that are not too
+    empty."""
     if indices.device.type != "cuda" and not INTERPRETED:
         return False
     cells = max(_cells(shape, shape.in_shape), _cells(shape, shape.out_shape))
@@ -65,7 +64,8 @@ def fit_bitmaps(indices: Tensor, shape: Geometry) -> bool:
 
 
 def submanifold_by_bitmap(indices: Tensor, shape: Geometry) -> Tables:
-    """Arguments and results as in `hash_tables.submanifold_by_hash`."""
+    """Build the tables of a submanifold convolution. Arguments and results are as in
+    `hash_tables.submanifold_by_hash`."""
     require_triton()
     from rooftop.sparse import bitmap_kernels as kernels
 
@@ -88,7 +88,7 @@ def submanifold_by_bitmap(indices: Tensor, shape: Geometry) -> Tables:
 
 
 def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
-    """Arguments and results as in `hash_tables.regular_by_hash`."""
+    """Build the tables of any other convolution. Arguments and results are as in `hash_tables.regular_by_hash`."""
     cells, words, counts, faults = reach_by_bitmap(indices, shape)
     outputs = all_outputs(indices, shape, counts, faults) if bound is None else bound
     out_indices, neighbours = pair_by_bitmap(indices, cells, words, counts, faults, shape, outputs)
@@ -96,14 +96,14 @@ def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Ta
 
 
 def reach_by_bitmap(indices: Tensor, shape: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The cell of the output of each input at each offset, (N, K) int32; `Bitmap`'s words and counts of all outputs;
-    and the faults."""
+    """Return the cell of each input's output at each offset, (N, K) int32, the words and counts of the outputs'
+    `Bitmap`, and the faults."""
     require_triton()
     from rooftop.sparse import bitmap_kernels as kernels
 
     sites, faults = indices.contiguous(), no_faults(indices)
     in_sizes, out_sizes = (_four(grid, 1) for grid in (shape.in_shape, shape.out_shape))
-    _marked(sites, (shape.batch_size, *in_sizes), faults, shape)  # only needed for the faults
+    _marked(sites, (shape.batch_size, *in_sizes), faults, shape)  # needed only for the faults
     count, volume, device = size(indices, 0), shape.kernel_volume, sites.device
     cells, words = allocate(faults, count, volume), _words(_cells(shape, shape.out_shape), device)
     steps = (*_four(shape.padding, 0), *_four(shape.dilation, 1))
@@ -120,7 +120,7 @@ def reach_by_bitmap(indices: Tensor, shape: Geometry) -> tuple[Tensor, Tensor, T
 def pair_by_bitmap(
     indices: Tensor, cells: Tensor, words: Tensor, counts: Tensor, faults: Tensor, shape: Geometry, outputs: int
 ) -> tuple[Tensor, Tensor]:
-    """The indices of the outputs and their neighbours; replaces cells by rows of outputs, in place."""
+    """Return the outputs' indices and neighbours, and replace cells by rows of outputs in place."""
     from rooftop.sparse import bitmap_kernels as kernels
 
     count, volume, device = size(cells, 0), shape.kernel_volume, cells.device
@@ -142,7 +142,7 @@ def pair_by_bitmap(
 
 
 def _marked(sites: Tensor, sizes: tuple[int, ...], faults: Tensor, shape: Geometry) -> Tensor:
-    """Words with the bits of the sites, on a grid of these sizes (the batch first). Errors go to `faults`."""
+    """The words with the sites' bits, on a grid of these sizes (batch first). Errors are recorded in `faults`."""
     from rooftop.sparse.bitmap_kernels import mark_sites
 
     words = _words(math.prod(sizes), sites.device)
@@ -165,7 +165,7 @@ def _counted(words: Tensor) -> Bitmap:
 
 
 def all_outputs(indices: Tensor, shape: Geometry, counts: Tensor, faults: Tensor) -> int:
-    """The number of outputs. This waits for the device, and raises if the device found errors in the sites."""
+    """The number of outputs. This waits for the device, and raises if the kernels found errors in the sites."""
     repeated, outside, _, outputs = torch.cat([faults, counts[-1:]]).tolist()
     if repeated or outside:
         check_sites(indices, shape.batch_size, shape.in_shape)
@@ -181,7 +181,7 @@ def _cells(shape: Geometry, grid: tuple[int, ...]) -> int:
 
 
 def _four(values: tuple[int, ...], missing: int) -> tuple[int, ...]:
-    """Extend values to four dimensions. A grid with fewer dimensions gets `missing` for the first ones."""
+    """Extend values to four dimensions. Grids with fewer dimensions get `missing` for the leading dimensions."""
     return (missing,) * (MAX_DIMS - len(values)) + values
 
 
@@ -190,7 +190,7 @@ def _ksize(shape: Geometry) -> dict[str, int]:
 
 
 def _tile(volume: int) -> dict[str, int]:
-    """Offsets and sites of a program."""
+    """The number of offsets and of sites per program."""
     taps = min(32, 1 << (volume - 1).bit_length())
     return {"TAPS": taps, "ROWS": PAIRS // taps}
 

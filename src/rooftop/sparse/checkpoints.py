@@ -1,17 +1,17 @@
-"""Load weights of sparse convolutions that any version of spconv saved, in its layout.
+"""Load weights of sparse convolutions that any version of spconv has saved in its own layout.
 
     report = load_spconv_state_dict(network, torch.load("checkpoint.pth")["state_dict"])
 
-| layout | a weight is | saved by |
+| layout | shape of a weight | saved by |
 |---|---|---|
-| `KRSC` | (out, *kernel, in), the one of this library | spconv 2 |
-| `RSKC` | (*kernel, out, in) | spconv 2.0 and 2.1, of layers computed by `ConvAlgo.Native` |
+| `KRSC` | (out, *kernel, in), as in this library | spconv 2 |
+| `RSKC` | (*kernel, out, in) | spconv 2.0 and 2.1, for layers with `ConvAlgo.Native` |
 | `RSCK` | (*kernel, in, out) | spconv 1 |
 
-Layouts are distinguished by shape, layer by layer. If a layer's shape fits several, for example with as many channels
-in as out, the other layers of the network decide. Under plain `load_state_dict`, a layer sees only its own weight. It
-converts the weight if the shape determines the layout. It refuses an ambiguous weight (three output channels and a
-kernel of three), unless `OWN_VERSION` says that this library saved it.
+The shape of each layer's weight determines its layout. If a shape fits several layouts, for example if there are as
+many input as output channels, the network's other layers decide. In a plain `load_state_dict`, a layer knows only its
+own weight. It converts the weight if the shape determines the layout. It refuses an ambiguous weight (such as three
+output channels and a kernel of three), unless `OWN_VERSION` says that this library has saved it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class LayoutReport:
     """The layouts of the weights in a state dict.
 
     Attributes:
-        layouts: layout of each convolution weight in the state dict, by its key.
-        missing_keys: keys of the module that the state dict lacks; only if not strict.
-        unexpected_keys: keys of the state dict that were ignored; only if not strict.
+        layouts: layout of each convolution weight in the state dict, by key.
+        missing_keys: keys that the module has and the state dict lacks; only if not strict.
+        unexpected_keys: keys in the state dict that were ignored; only if not strict.
     """
 
     layouts: Mapping[str, str]
@@ -62,10 +62,10 @@ class LayoutReport:
 def load_spconv_state_dict(
     module: nn.Module, state_dict: Mapping[str, Tensor], layout: str | None = None, strict: bool = True
 ) -> LayoutReport:
-    """`module.load_state_dict(state_dict, strict)` with the weights of sparse convolutions in any layout.
+    """Run `module.load_state_dict(state_dict, strict)` with weights of sparse convolutions in any of spconv's layouts.
 
     Args:
-        layout: layout of all weights, one of `LAYOUTS`. None: determined from their shapes.
+        layout: layout of all weights, one of `LAYOUTS`. None: determined from the weights' shapes.
 
     Raises:
         TypeError, ValueError: as `convert_state_dict`.
@@ -79,16 +79,16 @@ def load_spconv_state_dict(
 def convert_state_dict(
     module: nn.Module, state_dict: Mapping[str, Tensor], layout: str | None = None
 ) -> tuple[OrderedDict[str, Tensor], LayoutReport]:
-    """A copy of the state dict with the weights of the module's sparse convolutions as (out, *kernel, in), marked as
-    converted for `load_state_dict`.
+    """Copy the state dict, with the weights of the module's sparse convolutions as (out, *kernel, in). The copy is
+    marked as converted for `load_state_dict`.
 
     Args:
         layout: as in `load_spconv_state_dict`.
 
     Raises:
         TypeError: a weight is not a tensor.
-        ValueError: the layout is unknown, a weight fits no layout, or weights fit several layouts and no other weight
-            decides between them.
+        ValueError: the layout is unknown, a weight fits no layout, or a weight fits several layouts and no other weight
+            decides.
     """
     if layout is not None and layout not in LAYOUTS:
         raise ValueError(
@@ -122,8 +122,8 @@ def convert_state_dict(
         left = found if len(found) == 1 else [each for each in found if each in certain]
         if len(left) != 1:
             raise ValueError(
-                f"{key} of shape {tuple(state_dict[key].shape)} may be in the layout {' or '.join(left or found)}, "
-                "and no other weight settles it: pass layout="
+                f"{key} of shape {tuple(state_dict[key].shape)} may be in the layout {' or '.join(left or found)}, and "
+                f"no other weight decides: pass layout="
             )
         layouts[key] = left[0]
     changed = {key: as_krsc(state_dict[key], each).contiguous() for key, each in layouts.items()}

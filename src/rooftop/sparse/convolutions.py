@@ -1,13 +1,13 @@
-"""Sparse convolutions as modules, with spconv's names, arguments, initialization and layout of weights.
+"""Sparse convolutions as modules, with spconv's names, arguments, initialization and weight layout.
 
     block = SparseSequential(SubMConv3d(4, 16, 3, indice_key="subm1"), torch.nn.BatchNorm1d(16), torch.nn.ReLU())
 
-| | outputs | |
+| class | outputs | definition |
 |---|---|---|
-| `SubMConv1d` to `4d` | the sites of the input | odd kernel, stride 1; padding is the one that keeps sites in place |
-| `SparseConv1d` to `4d` | where some input reaches | as `torch.nn.Conv3d` on the dense grid |
-| `SparseConvTranspose1d` to `4d` | where some input reaches | as `torch.nn.ConvTranspose3d` |
-| `SparseInverseConv1d` to `4d` | the inputs of the layer of the same `indice_key` | with its kernel |
+| `SubMConv1d` to `4d` | the sites of the input | odd kernel, stride 1, and the padding that keeps sites in place |
+| `SparseConv1d` to `4d` | where an input reaches | `torch.nn.Conv3d` on the dense grid |
+| `SparseConvTranspose1d` to `4d` | where an input reaches | `torch.nn.ConvTranspose3d` on the dense grid |
+| `SparseInverseConv1d` to `4d` | the inputs of the layer with the same `indice_key` | that layer's kernel |
 
 Layers with the same `indice_key` share one rulebook. They must have the same geometry and the same sites.
 """
@@ -40,8 +40,8 @@ VOXEL_COUNT = "max_num_voxels_during_training"
 
 
 class ConvAlgo(Enum):
-    """spconv's algorithms for a convolution. Layers accept an algorithm and ignore it. The kernels are chosen by
-    channels, sites and dtype, and results are the same."""
+    """spconv's algorithms for a convolution. Layers accept an algorithm and ignore it. Rooftop chooses kernels by
+    channels, sites and dtype, and results do not depend on the algorithm."""
 
     Native = 0
     MaskImplicitGemm = 1
@@ -49,19 +49,19 @@ class ConvAlgo(Enum):
 
 
 class SparseConvolution(SparseModule):
-    """Base class of all sparse convolutions, by default with a stride. Use one of the classes below.
+    """Base class of all sparse convolutions; by default, a strided convolution. Use one of the subclasses.
 
     Attributes:
         weight: (out_channels, *kernel_size, in_channels / groups).
         bias: (out_channels,) or None.
         ndim, in_channels, out_channels, kernel_size, stride, padding, dilation, output_padding, groups, subm,
-            transposed, inverse, indice_key, algo, fp32_accum, record_voxel_count: as given; sizes as one integer for
-            each dimension.
-        num_out_act_bound: rows of the outputs, or None.
-        conv1x1: whether it is a matrix product, without a rulebook.
+            transposed, inverse, indice_key, algo, fp32_accum, record_voxel_count: as passed; sizes are one integer per
+            dimension.
+        num_out_act_bound: number of output rows, or None.
+        conv1x1: whether the layer is a matrix product without a rulebook.
     """
 
-    _version = OWN_VERSION  # recorded by `state_dict`: weights are (out, *kernel, in)
+    _version = OWN_VERSION  # `state_dict` records that weights are (out, *kernel, in)
 
     ndim: int
     subm = transposed = inverse = False
@@ -89,20 +89,21 @@ class SparseConvolution(SparseModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Arguments are spconv's, in its order, and four more.
+        """Take spconv's arguments in spconv's order, and four more.
 
         Args:
-            in_channels, out_channels: channels; groups divide both.
-            kernel_size, stride, padding, dilation: as in `torch.nn.Conv3d`, one for all dimensions or one for each.
-            indice_key: the key under which layers share a rulebook, and under which an inverse convolution finds it.
-            algo: ignored, see `ConvAlgo`.
-            fp32_accum, large_kernel_fast_algo: ignored: sums are float32 or wider, for kernels of any size.
-            record_voxel_count: keep the largest number of outputs of a call in a buffer, `get_max_num_voxels()`.
+            in_channels, out_channels: numbers of channels, which groups must divide.
+            kernel_size, stride, padding, dilation: as in `torch.nn.Conv3d`; one value for all dimensions or one per
+                dimension.
+            indice_key: the key under which layers share a rulebook and an inverse convolution finds it.
+            algo: ignored; see `ConvAlgo`.
+            fp32_accum, large_kernel_fast_algo: ignored. Accumulation is in float32 or wider for kernels of any size.
+            record_voxel_count: whether a buffer (`get_max_num_voxels()`) keeps the maximum number of outputs in a call.
             name: name in error messages.
             output_padding: for a transposed convolution, as in `torch.nn.ConvTranspose3d`.
-            num_out_act_bound: the exact number of output rows. The last of them are not sites. Nothing then
-                waits for the device. None: as many rows as sites.
-            device, dtype: of weight and bias.
+            num_out_act_bound: the fixed number of output rows, of which the last may not be sites. The host then does
+                not wait for the device. None: as many rows as output sites.
+            device, dtype: device and dtype of weight and bias.
 
         Raises:
             TypeError, ValueError: invalid sizes, groups or algo.
@@ -143,7 +144,7 @@ class SparseConvolution(SparseModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias uniformly within 1 / sqrt(in_channels / groups * kernel volume), as in spconv."""
+        """Draw weight and bias uniformly from +-1 / sqrt(in_channels / groups * kernel volume), as in spconv."""
         fan_in = math.prod(self.weight.shape[1:])
         bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
         nn.init.uniform_(self.weight, -bound, bound)
@@ -151,17 +152,18 @@ class SparseConvolution(SparseModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """x with in_channels on a grid of `ndim` dimensions; returns the same batch, with out_channels.
+        """Apply the convolution to x, with in_channels on a grid of `ndim` dimensions. Returns the same batch with
+        out_channels.
 
         Raises:
-            TypeError, ValueError: x is not such a tensor, or the rulebook under `indice_key` has another geometry or
-                other sites; also the errors of `build_rulebook`.
-            MissingExtraError: Warp is not installed; on a GPU, Triton.
+            TypeError, ValueError: x is not such a tensor, the rulebook under `indice_key` has another geometry or other
+                sites, or as in `build_rulebook`.
+            MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
         self._check_input(x)
         if self.conv1x1:
-            # A kernel reads no row that is not a site. A matrix product does, and a NaN there would become a NaN in the
-            # gradient of the weight.
+            # Unlike a kernel, a matrix product also reads rows that are not sites. A NaN there would make the weight's
+            # gradient NaN.
             features = x.features.where(x.indices[:, :1] >= 0, 0) if x.padded else x.features
             y = x.replace_feature(linear(features, self.weight, self.bias, self.groups))
         else:
@@ -191,7 +193,7 @@ class SparseConvolution(SparseModule):
             raise ValueError(f"{type(self).__name__} takes {self.in_channels} channels, got {x}")
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """(1,) int32: the largest number of outputs of a call, with `record_voxel_count`; `num_out_act_bound` must be
+        """With `record_voxel_count`, the maximum number of outputs in a call, (1,) int32. `num_out_act_bound` must be
         at least this."""
         return getattr(self, VOXEL_COUNT, None)
 
@@ -199,7 +201,7 @@ class SparseConvolution(SparseModule):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """Load like any module, but permute a weight in another of spconv's layouts if its shape tells which."""
+        """Load like any module, but permute a weight whose shape shows that it is in another of spconv's layouts."""
         key, shape = prefix + "weight", tuple(self.weight.shape)
         weight = state_dict.get(key)
         if isinstance(weight, Tensor) and (local_metadata or {}).get("version", 1) < OWN_VERSION:
@@ -212,7 +214,7 @@ class SparseConvolution(SparseModule):
                     "with rooftop.sparse.load_spconv_state_dict, which decides by the other weights or by layout="
                 )
                 if tuple(weight.shape) == shape:
-                    state_dict[key] = self.weight  # otherwise it would be written before the error is raised
+                    state_dict[key] = self.weight  # or the load would overwrite it before the error is raised
         count = prefix + VOXEL_COUNT
         if hasattr(self, VOXEL_COUNT) and count not in state_dict:
             state_dict[count] = getattr(self, VOXEL_COUNT)
@@ -234,16 +236,18 @@ class SparseConvolution(SparseModule):
 
 
 def check_submanifold(kernel_size: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Raise `ValueError` if the arguments do not keep the sites."""
+    """Raise `ValueError` if a submanifold layer with these arguments would not keep the sites."""
     if max(stride) > 1:
         raise ValueError(f"a submanifold layer keeps its sites: stride must be 1, got {stride}")
     if any(size % 2 == 0 for size in kernel_size):
-        raise ValueError(f"the kernel of a submanifold layer has a centre: kernel_size must be odd, got {kernel_size}")
+        raise ValueError(
+            f"the kernel of a submanifold layer needs a centre: kernel_size must be odd, got {kernel_size}"
+        )
 
 
 @torch.no_grad()
 def record_most(count: Tensor, y: SparseConvTensor) -> None:
-    """Store the number of sites of y in count, (1,), if it is larger."""
+    """Raise count, (1,), to the number of sites of y if that is larger."""
     count.copy_(torch.maximum(count, (y.indices[:, 0] >= 0).sum().to(count.dtype)))
 
 
@@ -272,12 +276,12 @@ class _SubMConv(SparseConvolution):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Arguments are spconv's, in its order.
+        """Take spconv's arguments in spconv's order.
 
         Args:
-            kernel_size, dilation: one for all dimensions, or one for each; the kernel odd.
-            stride: 1.
-            padding: ignored: the padding always keeps sites in place.
+            kernel_size, dilation: one value for all dimensions or one per dimension. The kernel must be odd.
+            stride: must be 1.
+            padding: ignored. The padding always keeps sites in place.
             indice_key: the key under which layers share a rulebook.
             others: as in `SparseConvolution`, with the same errors.
         """
@@ -311,19 +315,19 @@ class _SparseInverseConv(SparseConvolution):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Arguments are spconv's, in its order.
+        """Take spconv's arguments in spconv's order.
 
         Args:
-            kernel_size, indice_key: those of the inverted layer.
+            kernel_size, indice_key: kernel size and key of the layer to invert.
             others: as in `SparseConvolution`, with the same errors.
 
         Raises:
-            TypeError: there is no key.
+            TypeError: no key is given.
         """
         if not isinstance(indice_key, str):
             raise TypeError(
-                f"indice_key must be that of the layer to invert, got {indice_key!r}: the arguments are in_channels, "
-                "out_channels, kernel_size, indice_key"
+                f"indice_key must be the key of the layer to invert, got {indice_key!r}: the arguments are "
+                "in_channels, out_channels, kernel_size, indice_key"
             )
         super().__init__(
             in_channels, out_channels, kernel_size, groups=groups, bias=bias, indice_key=indice_key, algo=algo,

@@ -1,10 +1,10 @@
-"""Sparse convolution as functions of plain tensors, of 1 to 4 dimensions.
+"""Sparse convolution of 1 to 4 dimensions as functions of plain tensors.
 
     features, indices, shape = strided_conv(features, indices, weight, spatial_shape=[64, 64], batch_size=2, stride=2)
 
-`subm_conv`, `strided_conv` and `transposed_conv` build a rulebook and compute with it; `convolve` takes an existing
-one. `indice_conv`, `indice_subm_conv` and `indice_inverse_conv` take the pairs of `get_indice_pairs`, as spconv's
-functions do.
+`subm_conv`, `strided_conv` and `transposed_conv` build a rulebook and compute with it. `convolve` takes an existing
+rulebook. Like spconv's functions, `indice_conv`, `indice_subm_conv` and `indice_inverse_conv` take pairs from
+`get_indice_pairs`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = [
 
 
 def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Rulebook, groups: int = 1) -> Tensor:
-    """The convolution of a rulebook: (O, out) from features (N, in).
+    """Compute the convolution of a rulebook: (O, out) from features (N, in).
 
-    If gradients are needed, the data for them are computed once for all layers of the rulebook.
+    If gradients are needed, their tables are computed once for all layers that share the rulebook.
 
     Args:
         features: (N, in), bfloat16, float16, float32 or float64.
         weight: (out, *kernel, in / groups), same dtype.
         bias: (out,), same dtype.
-        rulebook: rulebook of N inputs; for an inverse convolution, its `swapped()`.
+        rulebook: rulebook of N inputs, or for an inverse convolution its `swapped()`.
         groups: number of channel groups, each with its own part of the weight.
 
     Raises:
@@ -58,7 +58,7 @@ def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Ru
     """
     if features.shape[0] != rulebook.in_indices.shape[0]:
         raise ValueError(
-            f"expected features with a row for each of the {rulebook.in_indices.shape[0]} inputs of the rulebook, got "
+            f"expected features with one row for each of the rulebook's {rulebook.in_indices.shape[0]} inputs, got "
             f"{tuple(features.shape)}"
         )
     features, weight, bias = cast_by_autocast(features, weight, bias)
@@ -80,7 +80,7 @@ def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Ru
 
 
 def cast_by_autocast(features: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in the dtype of autocast, if it is on."""
+    """Cast the operands to autocast's dtype if autocast is on."""
     if not under_autocast(features):
         return features, weight, bias
     narrow = torch.get_autocast_dtype(features.device.type)
@@ -90,7 +90,7 @@ def cast_by_autocast(features: Tensor, weight: Tensor, bias: Tensor | None) -> t
 def by_group(
     features: Tensor, weight: Tensor, bias: Tensor | None, groups: int
 ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """Features, weight and bias of each group of channels."""
+    """Yield the features, weight and bias of each group of channels."""
     if groups == 1:
         return [(features, weight, bias)]
     channels, out_channels = features.shape[1], weight.shape[0]
@@ -101,10 +101,10 @@ def by_group(
 
 
 def linear(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
-    """`convolve` for a kernel of 1 that keeps its sites: a matrix product, without a rulebook.
+    """Compute `convolve` for a kernel of 1 that keeps sites, as a matrix product without a rulebook.
 
     Raises:
-        TypeError: the dtypes differ, without autocast.
+        TypeError: the dtypes differ and autocast is off.
     """
     if features.dtype != weight.dtype and not torch.is_autocast_enabled(features.device.type):
         raise TypeError(f"features is {features.dtype}, weight {weight.dtype}: cast one, or use autocast")
@@ -128,13 +128,13 @@ def subm_conv(
     dilation: PerDimension = 1,
     groups: int = 1,
 ) -> Tensor:
-    """A submanifold convolution: features (N, out) on the same sites.
+    """Compute a submanifold convolution. Returns features (N, out) on the same sites.
 
     Args:
-        features, weight, bias, groups: as in `convolve`; the kernel is odd in each dimension.
-        indices: (N, 1 + dims) int32 or int64, batch first; rows of -1 are not sites.
-        spatial_shape, batch_size: size and number of the grids.
-        dilation: one for all dimensions, or one for each.
+        features, weight, bias, groups: as in `convolve`. The kernel must be odd in each dimension.
+        indices: (N, 1 + dims) int32 or int64, batch first. Rows of -1 are not sites.
+        spatial_shape, batch_size: size of the grid, and number of batch elements.
+        dilation: one value for all dimensions or one per dimension.
 
     Raises:
         MissingExtraError, TypeError, ValueError: as `build_rulebook` and `convolve`.
@@ -158,12 +158,14 @@ def strided_conv(
     groups: int = 1,
     num_out_act_bound: int | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """A regular convolution, active where an input reaches: features (O, out), indices (O, 1 + dims), their grid.
+    """Compute a regular convolution, active where an input reaches. Returns features (O, out), indices (O, 1 + dims)
+    and their grid.
 
     Args:
-        features, indices, weight, bias, spatial_shape, batch_size, dilation, groups: as in `subm_conv`; any kernel.
+        features, indices, weight, bias, spatial_shape, batch_size, dilation, groups: as in `subm_conv`, with any
+            kernel.
         stride, padding: as in `torch.nn.functional.conv3d`.
-        num_out_act_bound: O, see `build_rulebook`. None: as many rows as outputs; counting them waits for the device.
+        num_out_act_bound: O; see `build_rulebook`. None: as many rows as output sites, for whose number the host waits.
 
     Raises:
         MissingExtraError, TypeError, ValueError: as `build_rulebook` and `convolve`.
@@ -188,9 +190,10 @@ def transposed_conv(
     groups: int = 1,
     num_out_act_bound: int | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """A transposed convolution, active where an input reaches: features (O, out), indices (O, 1 + dims), their grid.
+    """Compute a transposed convolution, active where an input reaches. Returns features (O, out), indices (O, 1 + dims)
+    and their grid.
 
-    Arguments and errors are those of `strided_conv`; `output_padding` as in `torch.nn.functional.conv_transpose3d`.
+    Arguments and errors are those of `strided_conv`. `output_padding` is as in `torch.nn.functional.conv_transpose3d`.
     """
     kernel = tuple(weight.shape[1:-1])
     shape = geometry(batch_size, spatial_shape, kernel, stride, padding, dilation, output_padding, transpose=True)
@@ -209,12 +212,13 @@ def indice_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The convolution of pairs: (num_activate_out, out) from features (N, in).
+    """Compute a convolution from its pairs: (num_activate_out, out) from features (N, in).
 
     Args:
-        features, filters, bias: features, weight and bias of `convolve`.
-        indice_pairs, indice_pair_num: (2, K, P) int32, ended by -1, and (K,) int32, from `get_indice_pairs`.
-        num_activate_out: rows of the outputs.
+        features, filters, bias: as features, weight and bias in `convolve`.
+        indice_pairs, indice_pair_num: results of `get_indice_pairs`: (2, K, P) int32, where -1 ends each list, and (K,)
+            int32.
+        num_activate_out: number of output rows.
 
     Raises:
         TypeError, ValueError, MissingExtraError, NotImplementedError: as `rooftop.kernels.sparse_conv`.
@@ -233,15 +237,15 @@ def indice_subm_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`indice_conv` whose output sites are the input sites.
+    """Compute `indice_conv` whose output sites are the input sites.
 
     Raises:
-        ValueError: num_activate_out is not N; otherwise as `indice_conv`.
+        ValueError: num_activate_out is not N, or as in `indice_conv`.
     """
     if num_activate_out != len(features):
         raise ValueError(
-            "a submanifold convolution has equally many outputs and inputs: num_activate_out must be "
-            f"{len(features)}, got {num_activate_out}"
+            f"a submanifold convolution has as many outputs as inputs: num_activate_out must be {len(features)}, got "
+            f"{num_activate_out}"
         )
     return indice_conv(features, filters, indice_pairs, indice_pair_num, num_activate_out, bias)
 
@@ -254,14 +258,15 @@ def indice_inverse_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`indice_conv` from the outputs of the pairs to their num_activate_out inputs."""
+    """Compute the inverse of `indice_conv`, from the outputs of the pairs to their num_activate_out inputs."""
     return indice_conv(features, filters, indice_pairs.flip(0), indice_pair_num, num_activate_out, bias)
 
 
 def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """A table (count, K) int32 with `values` (K, P) at the rows (K, P) of each offset, and -1 elsewhere."""
+    """Make a table (count, K) int32 that has `values` (K, P) at the given rows (K, P) of each offset, and -1
+    elsewhere."""
     offsets = len(rows)
-    table = values.new_full((count + 1, offsets), -1)  # an additional row takes the entries that are not pairs
+    table = values.new_full((count + 1, offsets), -1)  # an additional row collects the entries that are not pairs
     at = torch.where(rows >= 0, rows, count).long()
     return table.scatter_(0, at.t(), values.t())[:count]
 
@@ -270,10 +275,10 @@ def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
-    """The sum, active where any of the tensors is. The result's sites are sorted, and it has no rulebooks. This waits
-    for the device.
+    """Add tensors; the result is active where any of them is. Its sites are sorted, and it has no rulebooks. The host
+    waits for the device.
 
-    Tensors on the same sites are added faster as `x.replace_feature(x.features + y.features)`.
+    For tensors on the same sites, `x.replace_feature(x.features + y.features)` is faster.
 
     Raises:
         TypeError: an argument is not a `SparseConvTensor`.

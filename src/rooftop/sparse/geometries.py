@@ -1,4 +1,4 @@
-"""A sparse convolution's geometry: grid, kernel, stride, padding and dilation, checked."""
+"""The checked geometry of a sparse convolution: grid, kernel, stride, padding and dilation."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_DIMS = 4
-MAX_ROWS = 2**31 - 1  # tables hold rows as int32
-NO_KEY = 2**63 - 1  # the largest int64, sorted after all keys
+MAX_ROWS = 2**31 - 1  # tables store row numbers as int32
+NO_KEY = 2**63 - 1  # the maximum int64, which sorts after all keys
 EMPTY = -1  # marks a free slot in a hash table of keys
-NO_ROOM = 2  # indices of a rulebook's faults
+NO_ROOM = 2  # positions in a rulebook's `faults`
 
 PerDimension = int | Sequence[int]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """A convolution's geometry, without channels: it maps the sites of its inputs to those of its outputs.
+    """A convolution without its channels: how the sites of inputs map to the sites of outputs.
 
     Attributes:
-        batch_size: batch elements.
-        in_shape, out_shape: size of the dense grid in each dimension.
-        ksize, stride, padding, dilation: in each dimension. For a submanifold convolution, the padding keeps sites in
-            place.
-        subm: whether outputs are the inputs.
-        transpose: whether input and output change places in the definition.
+        batch_size: number of batch elements.
+        in_shape, out_shape: sizes of the dense grids.
+        ksize, stride, padding, dilation: one value per dimension. For a submanifold convolution, the padding keeps
+            sites in place.
+        subm: whether the output sites are the input sites.
+        transpose: whether input and output are swapped in the definition (`rulebook.py`).
     """
 
     batch_size: int
@@ -59,7 +59,7 @@ def geometry(
     subm: bool = False,
     transpose: bool = False,
 ) -> Geometry:
-    """The `Geometry` of a convolution over a grid.
+    """Create the `Geometry` of a convolution over a grid.
 
     Arguments and errors are those of `get_indice_pairs`.
     """
@@ -72,7 +72,7 @@ def geometry(
     if math.prod(kernel) > MAX_ROWS:
         raise ValueError(f"a kernel of {kernel} has more offsets than int32 can number: use a smaller kernel")
     if any(more) and not transpose:
-        raise ValueError(f"out_padding {more} is for transposed convolutions only: leave it 0")
+        raise ValueError(f"out_padding must be 0 except for transposed convolutions, got {more}")
     if subm:
         _check_submanifold(kernel, step, transpose)
         pad, out_shape = tuple(d * (k // 2) for d, k in zip(spread, kernel, strict=True)), shape
@@ -110,8 +110,8 @@ def check_cells(what: str, shape: Sequence[int], batch_size: int) -> None:
 
 
 def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """A `spatial_shape` as integers. Raise `TypeError` for other values, and `ValueError` unless it has 1 to 4 sizes of
-    at least 1."""
+    """Convert a `spatial_shape` to integers. Raise `TypeError` for other values, and `ValueError` unless it has 1 to 4
+    sizes of at least 1."""
     sizes = _sizes("spatial_shape", shape, None, 1)
     if not 1 <= len(sizes) <= MAX_DIMS:
         raise ValueError(f"spatial_shape must have 1 to {MAX_DIMS} dimensions, got {sizes}")
@@ -119,7 +119,7 @@ def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def batch_size_of(value: Any) -> int:
-    """A batch size as an integer.
+    """Convert a batch size to an integer.
 
     Raises:
         TypeError: the value is not an integer.
@@ -132,7 +132,8 @@ def batch_size_of(value: Any) -> int:
 
 
 def whole_number(what: str, value: Any, where: str = "") -> int:
-    """An integer, from Python, numpy or a tensor, or a float with an integer value; the message appends `where`.
+    """Convert an integer of Python, numpy or a tensor, or a float with an integer value, to an int. Error messages
+    append `where`.
 
     Raises:
         TypeError: the value is not an integer (such as 2.5), or is a bool.
@@ -141,7 +142,7 @@ def whole_number(what: str, value: Any, where: str = "") -> int:
         return int(value)
     try:
         found = int(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: it does not have exactly one element
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: not exactly one element
         found = None
     if found is None or isinstance(value, (bool, str)) or found != value:
         raise TypeError(f"{what} must be an integer{where}, got {value!r}")
@@ -149,17 +150,18 @@ def whole_number(what: str, value: Any, where: str = "") -> int:
 
 
 def whole_numbers(what: str, value: PerDimension, dims: int) -> tuple[int, ...]:
-    """The integers of a sequence or an array, or one for all `dims`; errors as in `whole_number`."""
-    if isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0:  # arrays of 0 dimensions cannot be iterated
+    """Convert a sequence or array to integers, or repeat one integer for all `dims`. Errors are as in
+    `whole_number`."""
+    if isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0:  # 0-dimensional arrays cannot be iterated
         return tuple(whole_number(what, each, " in each dimension") for each in value)
     return (whole_number(what, value, " for each dimension or for all"),) * dims
 
 
 def _sizes(what: str, value: PerDimension, dims: int | None, least: int) -> tuple[int, ...]:
-    """One integer for each dimension."""
+    """Convert a value to one integer per dimension."""
     sizes = whole_numbers(what, value, dims or 1)
     if dims is not None and len(sizes) != dims:
-        raise ValueError(f"{what} must be one integer or {dims}, one for each dimension, got {value}")
+        raise ValueError(f"{what} must be one integer, or {dims} integers (one per dimension), got {value}")
     if any(size < least for size in sizes):
         raise ValueError(f"{what} must be at least {least} in each dimension, got {value}")
     return sizes

@@ -1,7 +1,8 @@
-"""The rulebook by hash tables: on the CPU, and on a GPU for grids too large for one bit per cell (`bitmaps.py`).
+"""Build the rulebook by hash tables, on the CPU, and on a GPU for grids that are too large for one bit per cell
+(`bitmaps.py`).
 
-The key of each site goes into an open-addressing table; `rulebook_kernels.py` has the kernels, in Warp. Outputs are
-sorted by key and pairs by input row, so nothing depends on the order in which threads run.
+The keys of the sites are stored in an open-addressing table. `rulebook_kernels.py` has the Warp kernels. Outputs are
+sorted by key and pairs by input row, so results do not depend on the order in which threads run.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from rooftop.sparse.sites import check_sites
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
 
-MAX_SLOTS = 2**30  # maximum slots of a hash table, because slot numbers are int32
-# A table at first has room for this many outputs per input; it grows if needed. A kernel of 3 makes a flat surface 3
+MAX_SLOTS = 2**30  # maximum number of slots in a hash table, whose slot numbers are int32
+# A table starts with room for this many outputs per input, and grows if needed. A kernel of 3 makes a flat surface 3
 # cells thick.
 ROOM_PER_SITE = 4
 
 
 def load_kernels() -> ModuleType:
-    """The module of Warp's kernels.
+    """Load the module with the Warp kernels.
 
     Raises:
         MissingExtraError: Warp is not installed.
@@ -40,12 +41,13 @@ def load_kernels() -> ModuleType:
 
 @cache
 def four(values: tuple[int, ...]) -> Any:
-    """Up to four sizes in the form that the kernels take."""
+    """Pack up to four sizes into the vector that the kernels take."""
     return load_kernels().Four(*values, *[1] * (MAX_DIMS - len(values)))
 
 
 def submanifold_by_hash(indices: Tensor, shape: Geometry) -> Tables:
-    """Tables of a submanifold convolution of indices (N, 1 + dims); the first and third are empty."""
+    """Build the tables of a submanifold convolution from indices (N, 1 + dims). The first and the third table are
+    empty."""
     kernels, sites, faults = load_kernels(), _sites(indices), no_faults(indices)
     table, rows = _insert_sites(sites, shape, faults)
     count, volume = len(sites), shape.kernel_volume
@@ -56,8 +58,8 @@ def submanifold_by_hash(indices: Tensor, shape: Geometry) -> Tables:
 
 
 def regular_by_hash(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
-    """Tables of any other convolution. `bound` is the number of output rows. None: as many rows as outputs, which waits
-    for the device.
+    """Build the tables of any other convolution. `bound` is the number of output rows; None: as many as outputs, for
+    whose number the host waits.
     """
     kernels, sites, faults = load_kernels(), _sites(indices), no_faults(indices)
     _insert_sites(sites, shape, faults)
@@ -78,8 +80,8 @@ def regular_by_hash(indices: Tensor, shape: Geometry, bound: int | None) -> Tabl
 
 
 def _reach_all(indices: Tensor, sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Like `_reach`, in a table that grows until it has room; also returns the number of outputs. Waits for the
-    device.
+    """Run `_reach` with a table that grows until it has room. Also returns the number of outputs. The host waits for
+    the device.
     """
     room = min(_most_outputs(len(sites), shape), ROOM_PER_SITE * len(sites))
     while True:
@@ -94,7 +96,8 @@ def _reach_all(indices: Tensor, sites: Tensor, shape: Geometry, faults: Tensor) 
 
 
 def _reach(sites: Tensor, shape: Geometry, room: int, faults: Tensor) -> tuple[Tensor, Tensor]:
-    """A table with the keys of all outputs, and the slot of each input's output at each offset, (N, K) int32."""
+    """Fill a table with the keys of all outputs. Also returns the slot of each input's output at each offset, (N, K)
+    int32."""
     table = _table(room, sites.device)
     slots = torch.empty((len(sites), shape.kernel_volume), dtype=torch.int32, device=sites.device)
     sizes = (shape.in_shape, shape.out_shape, shape.ksize, shape.stride, shape.padding, shape.dilation)
@@ -104,7 +107,7 @@ def _reach(sites: Tensor, shape: Geometry, room: int, faults: Tensor) -> tuple[T
 
 
 def _most_outputs(sites: int, shape: Geometry) -> int:
-    """The largest number of outputs that `sites` inputs can reach."""
+    """The maximum number of outputs that `sites` inputs can reach."""
     each = 1
     for k, s, d in zip(shape.ksize, shape.stride, shape.dilation, strict=True):
         each *= k if shape.transpose else -(-k * math.gcd(s, d) // s)
@@ -112,7 +115,7 @@ def _most_outputs(sites: int, shape: Geometry) -> int:
 
 
 def _insert_sites(sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor]:
-    """A table of the inputs, and the row of each slot."""
+    """Fill a table with the inputs' keys. Also returns the row for each slot."""
     table = _table(len(sites), sites.device)
     rows = torch.empty((len(table),), dtype=torch.int32, device=sites.device)
     sizes = (shape.dims, shape.batch_size, four(shape.in_shape))
@@ -121,7 +124,7 @@ def _insert_sites(sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tenso
 
 
 def _table(keys: int, device: torch.device) -> Tensor:
-    """An empty table that is at most half full with `keys` keys."""
+    """An empty table that `keys` keys fill at most by half."""
     slots = 1 << (2 * max(keys, 1) - 1).bit_length()
     if slots > MAX_SLOTS:
         raise ValueError(f"a table of {keys} sites exceeds the limit of {MAX_SLOTS // 2}: split the batch")
@@ -133,5 +136,5 @@ def _sites(indices: Tensor) -> Tensor:
 
 
 def no_faults(indices: Tensor) -> Tensor:
-    """(3,) int32 zeros on the device of the indices."""
+    """The flags of no faults: (3,) int32 zeros on the device of the indices."""
     return torch.zeros(3, dtype=torch.int32, device=indices.device)

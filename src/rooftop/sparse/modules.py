@@ -1,6 +1,7 @@
-"""`SparseModule` and the modules without kernels of their own, named as in spconv.
+"""`SparseModule` and modules that need no sparse kernels, with spconv's names.
 
-A plain module, such as `torch.nn.ReLU`, may be in a `SparseSequential` with sparse modules. It then gets the features.
+A `SparseSequential` may mix sparse modules with plain modules, such as `torch.nn.ReLU`. A plain module gets the
+features.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rooftop.sparse.tensor import SparseConvTensor
 
 
 class SparseModule(nn.Module):
-    """A module from one `SparseConvTensor` to another, or to a dense tensor; the base class for users' own modules.
+    """Base class of modules that map a `SparseConvTensor` to another one or to a dense tensor, also for users' modules.
 
     Args:
         name: name in error messages.
@@ -35,13 +36,13 @@ def is_spconv_module(module: nn.Module) -> bool:
 
 
 class SparseSequential(SparseModule):
-    """Run modules one after the other. They are given as positional arguments, in one `OrderedDict`, or by keyword;
-    `add` appends one.
+    """Run modules in order. Pass them as positional arguments, in one `OrderedDict`, or by keyword. `add` appends a
+    module.
 
-    A `SparseModule` gets the sparse tensor, any other module its features (N, C). After `ToDense`, or any module that
-    returns a dense tensor, modules get that tensor. Empty inputs also pass through all modules, so that results have
-    the right channels. A `torch.nn.BatchNorm1d` is computed like `SparseBatchNorm`; a subclass with its own `forward`
-    runs that.
+    A `SparseModule` gets the sparse tensor, any other module gets its features (N, C). After `ToDense`, or any module
+    that returns a dense tensor, modules get that dense tensor. Empty inputs also pass through all modules, so that
+    results have the right channels. A `torch.nn.BatchNorm1d` is computed like `SparseBatchNorm`, except that a subclass
+    with its own `forward` runs that `forward`.
     """
 
     def __init__(self, *modules: Any, **named: nn.Module) -> None:
@@ -52,7 +53,7 @@ class SparseSequential(SparseModule):
             self.add(module, str(name))
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """A module, or the modules of a slice under their names."""
+        """Return a module by index, or a `SparseSequential` of a slice that keeps the modules' names."""
         if isinstance(index, slice):
             return SparseSequential(OrderedDict(list(self._modules.items())[index]))
         if not -len(self) <= index < len(self):
@@ -63,17 +64,17 @@ class SparseSequential(SparseModule):
         return len(self._modules)
 
     def add(self, module: nn.Module, name: str | None = None) -> None:
-        """Append a module. Without a name, its number is its name.
+        """Append a module. Without a name, its index is its name.
 
         Raises:
-            TypeError: not a module.
-            ValueError: the name exists already.
+            TypeError: it is not a module.
+            ValueError: the name is already in use.
         """
         name = str(len(self)) if name is None else name
         if not isinstance(module, nn.Module):
             raise TypeError(f"SparseSequential takes modules, got {type(module).__name__} as {name!r}")
         if name in self._modules:
-            raise ValueError(f"SparseSequential has a module {name!r} already: give this one another name")
+            raise ValueError(f"SparseSequential already has a module {name!r}: give the new module another name")
         self.add_module(name, module)
 
     def forward(self, x: Any) -> Any:
@@ -84,8 +85,8 @@ class SparseSequential(SparseModule):
                 x = batch_normalized(module, x)
             elif isinstance(module, BATCH_NORMS) and not _is_plain(module) and module.training and x.padded:
                 raise ValueError(
-                    f"module {name!r}, {type(module).__name__}, would count rows of {x} that are not sites: use a "
-                    "BatchNorm1d, or no num_out_act_bound before it"
+                    f"module {name!r}, {type(module).__name__}, would include rows of {x} that are not sites: use a "
+                    f"BatchNorm1d, or no num_out_act_bound before this module"
                 )
             else:
                 features = module(x.features)  # type: ignore[misc]
@@ -99,10 +100,11 @@ class SparseSequential(SparseModule):
 
 
 class SparseBatchNorm(nn.BatchNorm1d, SparseModule):
-    """`torch.nn.BatchNorm1d` of the features, over the sites of all batch elements.
+    """Apply `torch.nn.BatchNorm1d` to the features, over the sites of all batch elements.
 
-    With fewer than two sites there is no variance: the running statistics are used, and do not change. If the tensor is
-    marked as `padded`, rows that are not sites do not count. A dense tensor is normalized as by `torch.nn.BatchNorm1d`.
+    With fewer than two sites, there is no variance. The running statistics are then used and do not change. If the
+    tensor is marked as `padded`, statistics exclude rows that are not sites. A dense tensor is normalized as by
+    `torch.nn.BatchNorm1d`.
     """
 
     def __init__(self, num_features: int, *arguments: Any, name: str | None = None, **options: Any) -> None:
@@ -114,7 +116,7 @@ class SparseBatchNorm(nn.BatchNorm1d, SparseModule):
 
 
 class SparseReLU(nn.ReLU, SparseModule):
-    """`torch.nn.ReLU` of the features, or of a dense tensor."""
+    """Apply `torch.nn.ReLU` to the features, or to a dense tensor."""
 
     def __init__(self, inplace: bool = False, name: str | None = None) -> None:
         nn.ReLU.__init__(self, inplace)
@@ -133,14 +135,14 @@ class SparseIdentity(SparseModule):
 
 
 class ToDense(SparseModule):
-    """The whole grid, (B, C, *spatial_shape), zero at cells without a site."""
+    """Convert to a dense tensor (B, C, *spatial_shape), with zeros in cells without a site."""
 
     def forward(self, x: SparseConvTensor) -> Tensor:
         return x.dense()
 
 
 class RemoveGrid(SparseModule):
-    """Return the input. In spconv this module frees a dense table, which does not exist here. The module exists because
+    """Return the input. In spconv, this module frees a dense table, which does not exist here. It exists because
     networks use its name."""
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
@@ -153,18 +155,18 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm)
 
 
 def _is_plain(module: nn.Module | None) -> TypeGuard[nn.BatchNorm1d]:
-    """Whether the module computes what `torch.nn.BatchNorm1d` computes: subclasses may have their own `forward`."""
+    """Whether the module computes the same as `torch.nn.BatchNorm1d`, and is no subclass with its own `forward`."""
     return isinstance(module, nn.BatchNorm1d) and type(module).forward is nn.BatchNorm1d.forward
 
 
 def differs_from_torch(norm: nn.BatchNorm1d, x: SparseConvTensor) -> bool:
-    """Whether the statistics come from the batch, and some rows are not sites or there are too few rows for a
-    variance."""
+    """Whether the result may differ from torch's: it does if batch statistics are used and some rows are not sites or
+    there are fewer than two rows."""
     return (norm.training or norm.running_mean is None) and (x.padded or x.features.shape[0] < 2)
 
 
 def batch_normalized(norm: nn.BatchNorm1d, x: SparseConvTensor) -> SparseConvTensor:
-    """`norm` over the sites of x, see `SparseBatchNorm`."""
+    """Apply `norm` to the sites of x, as `SparseBatchNorm` does."""
     if not differs_from_torch(norm, x):
         return x.replace_feature(nn.BatchNorm1d.forward(norm, x.features))
     if x.padded:
@@ -174,7 +176,7 @@ def batch_normalized(norm: nn.BatchNorm1d, x: SparseConvTensor) -> SparseConvTen
 
 def _normalized_by_running(norm: nn.BatchNorm1d, features: Tensor) -> Tensor:
     mean, var = norm.running_mean, norm.running_var
-    if mean is None or var is None:  # a single row is its own mean, and gets no gradient
+    if mean is None or var is None:  # a single row equals its mean, and gets no gradient
         features = features - features
         dtype = features.dtype if norm.weight is None else norm.weight.dtype
         mean = torch.zeros(norm.num_features, dtype=dtype, device=features.device)
@@ -183,7 +185,8 @@ def _normalized_by_running(norm: nn.BatchNorm1d, features: Tensor) -> Tensor:
 
 
 def _normalized_by_sites(norm: nn.BatchNorm1d, features: Tensor, sites: Tensor) -> Tensor:
-    """Statistics of the rows (N, C) that are sites (N,), without waiting for the device to count them."""
+    """Normalize rows (N, C) by the statistics of those rows that are sites (N,). The host does not wait for their
+    number."""
     running = (norm.running_mean, norm.running_var)
     y, mean, var, count, _, _ = site_norm(features, sites, norm.weight, norm.bias, *running, norm.eps)
     if norm.training and norm.running_mean is not None:
@@ -193,10 +196,10 @@ def _normalized_by_sites(norm: nn.BatchNorm1d, features: Tensor, sites: Tensor) 
 
 @torch.no_grad()
 def _update(norm: nn.BatchNorm1d, mean: Tensor, var: Tensor, count: Tensor) -> None:
-    """Update the running statistics as `torch.nn.BatchNorm1d` does, with the unbiased variance."""
+    """Update the running statistics with the unbiased variance, as `torch.nn.BatchNorm1d` does."""
     running_mean, running_var, batches = norm.running_mean, norm.running_var, norm.num_batches_tracked
     if running_mean is None or running_var is None or batches is None:
-        raise ValueError("a batch norm without running statistics has none to update")
+        raise ValueError("cannot update the running statistics of a batch norm that has none")
     _follow(running_mean, running_var, batches, mean, var, count, norm.momentum)
 
 
@@ -205,7 +208,7 @@ def _follow(
     running_mean: Tensor, running_var: Tensor, batches: Tensor, mean: Tensor, var: Tensor, counts: Tensor,
     momentum: float | None,
 ) -> Tensor:  # fmt: skip
-    """Change the running statistics in place if there were at least two sites; return the unbiased variance."""
+    """Update the running statistics in place if there are at least two sites. Return the unbiased variance."""
     count = counts[0]
     enough = count > 1
     batches += enough

@@ -2,14 +2,14 @@
 
     down = SparseMaxPool3d(2, indice_key="down1")
 
-| | gives |
+| class | result |
 |---|---|
-| `SparseMaxPool1d` to `4d` | the maximum of the sites in each window, where there is one |
-| `SparseAvgPool1d` to `3d` | their mean: the sum divided by their number, not by the size of the window |
+| `SparseMaxPool1d` to `4d` | the maximum of the sites in each window that has a site |
+| `SparseAvgPool1d` to `3d` | the mean of the sites in each window, whatever the window's size |
 | `SparseGlobalMaxPool`, `SparseGlobalAvgPool` | maximum or mean of all sites of a batch element, as a dense tensor |
 
-A pooling with an `indice_key` stores its rulebook under that key, and a `SparseInverseConv3d` with the same key leads
-back.
+A pooling layer with an `indice_key` stores its rulebook under this key. A `SparseInverseConv3d` with the same key maps
+back to its input sites.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rooftop.sparse.tensor import SparseConvTensor
 
 
 class SparsePool(SparseModule):
-    """Base class of all pooling in windows. Use one of the classes below.
+    """Base class of all pooling in windows. Use one of the subclasses.
 
     Attributes:
-        ndim, subm, indice_key, algo, record_voxel_count, num_out_act_bound: as given.
-        kernel_size, stride, padding, dilation: one integer for each dimension.
+        ndim, subm, indice_key, algo, record_voxel_count, num_out_act_bound: as passed.
+        kernel_size, stride, padding, dilation: one integer per dimension.
     """
 
     average: ClassVar[bool]
@@ -52,18 +52,20 @@ class SparsePool(SparseModule):
         *,
         num_out_act_bound: int | None = None,
     ) -> None:
-        """Arguments are spconv's, in its order, and one more.
+        """Take spconv's arguments in spconv's order, and one more.
 
         Args:
-            ndim: dimensions of the grid, 1 to 4. kernel_size, stride, padding, dilation: as in `torch.nn.MaxPool3d`,
-            one for all dimensions or one for each; a stride of None is the kernel's size, or 1 with `subm`.
-            indice_key: the key under which layers share a rulebook, and an inverse convolution finds it.
-            subm: outputs are the sites of the input; the kernel is odd, the stride 1, the padding ignored.
-            algo: ignored, see `ConvAlgo`.
-            record_voxel_count: keep the largest number of outputs of a call in a buffer, `get_max_num_voxels()`.
+            ndim: number of dimensions of the grid, 1 to 4. kernel_size, stride, padding, dilation: as in
+                `torch.nn.MaxPool3d`; one value for all dimensions or one per dimension. A stride of None is the
+                kernel's size, or 1 with `subm`.
+            indice_key: the key under which layers share a rulebook and an inverse convolution finds it.
+            subm: whether outputs are the input's sites. The kernel must then be odd and the stride 1, and the padding
+                is ignored.
+            algo: ignored; see `ConvAlgo`.
+            record_voxel_count: whether a buffer (`get_max_num_voxels()`) keeps the maximum number of outputs in a call.
             name: name in error messages.
-            num_out_act_bound: the exact number of output rows. The last of them are not sites. With it, nothing waits
-                for the device. None: as many rows as sites.
+            num_out_act_bound: the fixed number of output rows, of which the last may not be sites. The host then does
+                not wait for the device. None: as many rows as output sites.
 
         Raises:
             TypeError, ValueError: invalid sizes or algo.
@@ -85,12 +87,12 @@ class SparsePool(SparseModule):
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """x on a grid of `ndim` dimensions; returns the same batch and channels on the grid of the outputs.
+        """Pool x on a grid of `ndim` dimensions. Returns the same batch and channels on the grid of the outputs.
 
         Raises:
-            TypeError, ValueError: x is not such a tensor, or the rulebook under `indice_key` has another geometry or
-                other sites; also the errors of `build_rulebook`.
-            MissingExtraError: Warp is not installed; on a GPU, Triton.
+            TypeError, ValueError: x is not such a tensor, the rulebook under `indice_key` has another geometry or other
+                sites, or as in `build_rulebook`.
+            MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
         _check_input(self, x)
         if x.dims != self.ndim:
@@ -105,7 +107,7 @@ class SparsePool(SparseModule):
         return y
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """(1,) int32: the largest number of outputs of a call, with `record_voxel_count`; `num_out_act_bound` must be
+        """With `record_voxel_count`, the maximum number of outputs in a call, (1,) int32. `num_out_act_bound` must be
         at least this."""
         return getattr(self, VOXEL_COUNT, None)
 
@@ -121,9 +123,9 @@ class SparsePool(SparseModule):
 
 
 class SparseMaxPool(SparsePool):
-    """The maximum of the sites in each window. All sites that equal it get its gradient, as in spconv.
+    """The maximum of the sites in each window. As in spconv, all sites that equal the maximum get its whole gradient.
 
-    spconv 2.3 also takes the maximum with 0. After a ReLU the results are the same.
+    spconv 2.3 returns max(0, maximum). After a ReLU, the results are the same.
     """
 
     average = False
@@ -155,7 +157,7 @@ class _OfDimensions(SparsePool):
         subm: bool = False,
         num_out_act_bound: int | None = None,
     ) -> None:
-        """Arguments are those of `SparsePool`, in spconv's order; the default stride is the kernel's size."""
+        """Take the arguments of `SparsePool` in spconv's order. The default stride is the kernel's size."""
         super().__init__(
             self.dimensions, kernel_size, stride, padding, dilation, indice_key, subm, algo, record_voxel_count, name,
             num_out_act_bound=num_out_act_bound,
@@ -208,7 +210,7 @@ class SparseAvgPool3d(_OfDimensions, SparseAvgPool):
 
 
 class SparseGlobalMaxPool(SparseModule):
-    """The maximum of all sites of each batch element: (batch_size, C), 0 without sites.
+    """The maximum over all sites of each batch element: (batch_size, C), 0 for elements without sites.
 
     All sites that equal the maximum share its gradient equally.
     """
@@ -219,7 +221,7 @@ class SparseGlobalMaxPool(SparseModule):
 
 
 class SparseGlobalAvgPool(SparseModule):
-    """The mean of all sites of each batch element: (batch_size, C), 0 without sites.
+    """The mean over all sites of each batch element: (batch_size, C), 0 for elements without sites.
 
     spconv 2.3 returns only the first channel.
     """

@@ -1,18 +1,19 @@
 """The rulebook of a sparse convolution: which input site contributes to which output site at which offset of the
 kernel.
 
-Its definition: (input i, output o, offset k) is a pair if and only if input and output are active and, in each
-dimension,
+Definition: (input i, output o, offset k) is a pair if and only if input and output are active and, in each dimension,
 
-    input[i] == stride * output[o] + dilation * k - padding          (transposed: input and output change places)
+    input[i] == stride * output[o] + dilation * k - padding          (for transposed convolutions, input and output are
+                                                                     swapped)
 
-An output is active if an input reaches it; for a submanifold convolution the outputs are the inputs. Offsets are
-numbered row by row, k = (kz * ksize_y + ky) * ksize_x + kx, as the weights of `torch.nn.functional.conv3d` are. Graham
-et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", section 3.
+An output is active if an input reaches it. For a submanifold convolution, the outputs are the inputs. Offsets are
+numbered in row-major order, k = (kz * ksize_y + ky) * ksize_x + kx, like the weights of `torch.nn.functional.conv3d`.
+Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", section 3.
 
-A site packs into one int64 key, ((batch * Z + z) * Y + y) * X + x. Outputs are sorted by key and pairs by input row, so
-nothing depends on the order in which threads run. `bitmaps.py` builds the rulebook on a GPU, `hash_tables.py` on the
-CPU and for grids that are too large for one bit per cell; `rulebook_reference` is the definition in plain PyTorch.
+A site is packed into one int64 key, ((batch * Z + z) * Y + y) * X + x. Outputs are sorted by key and pairs by input
+row, so results do not depend on the order in which threads run. `bitmaps.py` builds the rulebook on a GPU.
+`hash_tables.py` builds it on the CPU, and for grids that are too large for one bit per cell. `rulebook_reference` is
+the definition in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ WORD_BITS = 32
 
 
 class Faults(NamedTuple):
-    """Errors that building a rulebook found in its sites, and the data for their messages.
+    """Errors in the sites that were found while building a rulebook, and the data for their messages.
 
     Attributes:
-        flags: (3,) int32 on the device of the indices, 0 or 1: an input row repeats a site; an input row is out of
-            range; there were more outputs than `num_out_act_bound`, in which case there are no outputs.
-        indices: (N, 1 + dims), the inputs.
-        shape: the convolution.
-        outputs: rows of the outputs.
+        flags: (3,) int32 on the device of the indices. Each is 1 if an error occurred: an input row repeats a site; an
+            input row is out of range; there are more outputs than `num_out_act_bound` (there are then no outputs).
+        indices: (N, 1 + dims), the input sites.
+        shape: the convolution's geometry.
+        outputs: number of output rows.
     """
 
     flags: Tensor
@@ -80,22 +81,23 @@ class Faults(NamedTuple):
 
 @dataclass(eq=False)
 class Rulebook:
-    """All pairs of a convolution, in the forms that its computation needs. N inputs, O outputs, K offsets.
+    """All pairs of a convolution with N inputs, O outputs and K offsets, in the forms that kernels need.
 
-    A row of indices that consists of -1 is not a site and has no pairs. With `num_out_act_bound`, the last rows of the
-    outputs are such rows.
+    A row of indices that consists of -1 is not a site and has no pairs. With `num_out_act_bound`, the last output rows
+    may be such rows.
 
     Attributes:
-        shape: the convolution for which it was built; for an inverse convolution, the convolution that it inverts.
+        shape: the geometry of the convolution, or for an inverse convolution the geometry of the convolution that it
+            inverts.
         in_indices: (N, 1 + dims) int32 or int64, batch first.
-        out_indices: (O, 1 + dims), the same dtype; sorted; for a submanifold convolution those of the inputs.
-        table: `neighbours`, and the tables that convolutions derived from it, for all layers.
-        reached: the same for `reverse`, or None for a submanifold convolution.
-        faults: (3,) int32 on the device of the indices, `Faults.flags`. `check()` raises for them.
-        bounded: whether the number of output rows was given, so that some rows may not be sites.
-        inverse: whether it was built from the outputs to the inputs and then swapped.
-        version: the version of in_indices, which grows with changes in place. None for a copy, and if PyTorch does not
-            count versions.
+        out_indices: (O, 1 + dims), the same dtype, sorted. For a submanifold convolution, these are the input indices.
+        table: `neighbours`, and the tables that convolutions have derived from it, shared by all layers.
+        reached: the same for `reverse`; None for a submanifold convolution.
+        faults: (3,) int32 on the device of the indices, as `Faults.flags`. `check()` raises an error for them.
+        bounded: whether the number of output rows was fixed by a bound, so that some rows may not be sites.
+        inverse: whether this rulebook is the `swapped()` of another rulebook.
+        version: the version counter of in_indices, which in-place changes increment. None for a copy, and if PyTorch
+            does not count versions.
     """
 
     shape: Geometry
@@ -109,7 +111,7 @@ class Rulebook:
     version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for copies, whose tensors have their own versions."""
+        """The state for copies, without the version, since copied tensors have their own versions."""
         return {name: value for name, value in self.__dict__.items() if name != "version"}
 
     @property
@@ -118,12 +120,12 @@ class Rulebook:
 
     @property
     def in_shape(self) -> tuple[int, ...]:
-        """Size of the grid of the inputs."""
+        """Sizes of the inputs' grid."""
         return self.shape.out_shape if self.inverse else self.shape.in_shape
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """Size of the grid of the outputs."""
+        """Sizes of the outputs' grid."""
         return self.shape.in_shape if self.inverse else self.shape.out_shape
 
     @property
@@ -132,7 +134,8 @@ class Rulebook:
 
     @property
     def subm(self) -> bool:
-        """Whether the outputs are the inputs. Input i then has output o at offset k if o has i at K - 1 - k."""
+        """Whether the outputs are the inputs. Then input i has output o at an offset if input o has output i at the
+        opposite offset."""
         return self.shape.subm
 
     @property
@@ -141,7 +144,7 @@ class Rulebook:
 
     @property
     def told_faults(self) -> Faults:
-        """The errors found while building the rulebook."""
+        """The errors that were found while building the rulebook."""
         inputs, outputs = self.in_indices, self.out_indices
         if self.inverse:
             inputs, outputs = outputs, inputs
@@ -158,12 +161,12 @@ class Rulebook:
 
     @property
     def neighbours(self) -> Tensor:
-        """(O, K) int32, contiguous: the input row at each offset of an output, or -1."""
+        """(O, K) int32, contiguous: the input row at each offset of each output, or -1."""
         return self.table.rows()
 
     @property
     def reverse(self) -> Tensor:
-        """(N, K) int32, contiguous: the output row that an input reaches at each offset, or -1."""
+        """(N, K) int32, contiguous: the output row that each input reaches at each offset, or -1."""
         return self.neighbours.flip(1) if self.reached is None else self.reached.rows()
 
     @cached_property
@@ -173,13 +176,13 @@ class Rulebook:
 
     @cached_property
     def reverse_masks(self) -> Tensor:
-        """(N, ceil(K / 32)) int32: the same for `reverse`."""
+        """(N, ceil(K / 32)) int32: the bit masks of `reverse`, like `masks`."""
         return bit_masks(self.reverse)
 
     @cached_property
     def indice_pairs(self) -> Tensor:
-        """(2, K, N) int32: input rows and output rows of the pairs of each offset, in the order of input rows, then
-        -1."""
+        """(2, K, N) int32: for each offset, the input rows and the output rows of its pairs in the order of input rows,
+        followed by -1."""
         listed, counts = row_pairs(self.reverse, self.out_indices.shape[0])  # outputs, then inputs
         beyond = torch.arange(listed.shape[2], device=counts.device) >= counts[:, None]  # (K, min(N, O))
         pairs = listed.flip(0).masked_fill_(beyond, -1)
@@ -187,11 +190,12 @@ class Rulebook:
 
     @cached_property
     def indice_pair_num(self) -> Tensor:
-        """(K,) int32: number of pairs of each offset."""
+        """(K,) int32: the number of pairs at each offset."""
         return (self.reverse >= 0).sum(0, dtype=torch.int32)
 
     def swapped(self) -> Rulebook:
-        """The rulebook of the inverse convolution: from these outputs back to these inputs, with the same offsets."""
+        """The rulebook of the inverse convolution, from this rulebook's outputs back to its inputs, with the same
+        offsets."""
         return Rulebook(
             self.shape,
             self.out_indices,
@@ -216,9 +220,9 @@ def bit_masks(table: Tensor) -> Tensor:
 
 
 def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int | None = None) -> Rulebook:
-    """The definition, in plain PyTorch, on any device: sort, unique and searchsorted on keys.
+    """Build the rulebook by its definition in plain PyTorch, on any device, by sort, unique and searchsorted on keys.
 
-    Arguments and errors are those of `build_rulebook`, but every error is raised immediately.
+    Arguments and errors are those of `build_rulebook`, but every error is raised at once.
     """
     check_indices(indices, shape.dims)
     check_sites(indices, shape.batch_size, shape.in_shape)
@@ -250,7 +254,7 @@ def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int 
 
 
 def _reached(sites: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
-    """Keys of the outputs that each input reaches at each offset, (N, K) int64, and whether they exist, (N, K)."""
+    """The key of the output that each input reaches at each offset, (N, K) int64, and whether it exists, (N, K)."""
     device = sites.device
     offset = torch.cartesian_prod(*(torch.arange(k, device=device) for k in shape.ksize)).view(-1, shape.dims)
     step, spread, pad, size = (
@@ -272,22 +276,23 @@ def _reached(sites: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
 
 
 def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | None = None) -> Rulebook:
-    """The `Rulebook` of a convolution, by kernels on PyTorch's current stream.
+    """Build the `Rulebook` of a convolution by kernels on PyTorch's current stream.
 
     Args:
-        indices: (N, 1 + dims) int32 or int64, batch first, on a GPU or the CPU; rows of -1 are not sites.
-        shape: the convolution.
-        num_out_act_bound: the exact number of output rows; the last of them are -1. With it, nothing waits for the
-            device, so a CUDA graph can capture the call once a first call has loaded the kernels. A submanifold
-            convolution has as many outputs as inputs, and never waits; its bound must be at least N.
+        indices: (N, 1 + dims) int32 or int64, batch first, on a GPU or the CPU. Rows of -1 are not sites.
+        shape: the convolution's geometry.
+        num_out_act_bound: the fixed number of output rows. Rows after the outputs are -1. With a bound, the host does
+            not wait for the device, so a CUDA graph can capture the call once a first call has loaded the kernels. A
+            submanifold convolution has as many outputs as inputs and never waits. Its bound must be at least N.
 
     Raises:
         MissingExtraError: Warp is not installed.
         TypeError, ValueError: the shape, dtype or device of the indices is wrong, or the bound is invalid.
-        ValueError: a site is out of range or repeated, or there are more outputs than the bound. The error is raised at
-            once on the CPU. On a GPU it is raised if the call waits for the GPU anyway, or with ROOFTOP_CHECK=1 in the
-            environment; otherwise by `Rulebook.check()`. Until then, a site out of range has no pairs, pairs of a
-            repeated site may belong to either row, and with too small a bound there are no outputs at all.
+        ValueError: a site is out of range or repeated, or there are more outputs than the bound. On the CPU, the call
+            raises this error. On a GPU, the call raises it only if it waits for the GPU anyway, or if ROOFTOP_CHECK=1
+            is in the environment. In other cases, `Rulebook.check()` raises it. Until then, a site out of range has no
+            pairs, pairs of a repeated site may belong to either row, and with too small a bound there are no outputs at
+            all.
     """
     check_indices(indices, shape.dims)
     if indices.device.type not in ("cpu", "cuda"):
@@ -320,14 +325,14 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
 
 
 def version_of(indices: Tensor) -> int | None:
-    """The number of times that a tensor was changed in place; None in compiled code and in inference mode, where
-    nothing counts it."""
+    """How often a tensor was changed in place. None in compiled code and in inference mode, where PyTorch does not
+    count changes."""
     return None if torch.compiler.is_compiling() or indices.is_inference() else indices._version
 
 
 class SparseRulebook(NamedTuple):
-    """Output indices, neighbours, reverse table, faults; for a submanifold convolution the first and third are
-    empty.
+    """Output indices, neighbours, reverse table and faults. For a submanifold convolution, output indices and reverse
+    table are empty.
     """
 
     indices: Tensor
@@ -369,8 +374,8 @@ class SparseRulebook(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Sites are read once, and tables are written once. Other traffic of hash tables does not count, because the
-        task does not require it."""
+        """Sites are read once, and tables are written once. Other traffic of hash tables does not count, since the task
+        itself does not require it."""
         return Cost(distinct_bytes([self.indices]), distinct_bytes(made))
 
 
@@ -379,7 +384,7 @@ _sparse_rulebook = declare("sparse_rulebook", SparseRulebook, known="itself")
 
 @repeated_rows(FIRST)
 def _submanifold(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Neighbours and faults of a submanifold convolution."""
+    """The neighbours and faults of a submanifold convolution."""
     _, neighbours, _, faults = _sparse_rulebook(*(*arguments, None))
     return neighbours, faults
 
@@ -390,12 +395,12 @@ def _bounded(*arguments: Any) -> Tables:
 
 
 def _is_unseen(indices: Tensor) -> bool:
-    """Whether nothing has to see the operator, so that its parts can be called instead."""
+    """Whether nothing (such as a tracer or a mode) has to see the operator, so that its parts can be called instead."""
     return unwatched(indices) or (not torch.compiler.is_compiling() and only_infers((indices,)))
 
 
 def _counted(indices: Tensor, shape: Geometry, arguments: tuple[Any, ...]) -> Tables:
-    """The tables of all outputs, in two known calls: the host waits between them for the number of outputs."""
+    """Build the tables of all outputs in two recorded calls, between which the host waits for the number of outputs."""
     cells, words, counts, faults = _reached_cells(*arguments)
     outputs = all_outputs(indices, shape, counts, faults)
     out_indices, neighbours = _paired(indices, cells, words, counts, faults, outputs, *arguments[1:])
@@ -415,7 +420,7 @@ def _paired(
 
 
 def _shape_of(batch_size: Any, *rest: Any) -> Geometry:
-    """The geometry from the operator's arguments, whose sizes are lists."""
+    """Rebuild the geometry from the operator's arguments, whose sizes are lists."""
     in_shape, out_shape, ksize, stride, padding, dilation = map(tuple, rest[:6])
     return Geometry(batch_size, in_shape, out_shape, ksize, stride, padding, dilation, *rest[6:])
 
@@ -424,11 +429,11 @@ def _is_traced_by_dynamo() -> bool:
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
-@_disable_dynamo  # unlike torch.compiler.disable, this does not import the compiler before it is needed
+@_disable_dynamo  # unlike torch.compiler.disable, this imports the compiler only when it is needed
 def without_num_out_act_bound(*arguments: Any) -> Tables:
-    """Run the operator between two graphs of a compiled program. The second graph begins after the outputs are counted.
+    """Run the operator between two graphs of a compiled program. The second graph starts after the outputs are counted.
 
-    If one whole graph is requested, the compiler's error shows the name of this function.
+    With fullgraph=True, the compiler's error shows the name of this function.
     """
     return _sparse_rulebook(*arguments)
 
@@ -453,27 +458,27 @@ def get_indice_pairs(
     transpose: bool,
     num_out_act_bound: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs of a sparse convolution, named and ordered as in spconv.
+    """Compute the pairs of a sparse convolution, with spconv's names and order.
 
     Args:
-        indices: (N, 1 + dims) int32 or int64, (batch, then coordinates) of the active sites; 1 to 4 dimensions.
-        batch_size: number of batch elements; some may have no sites.
-        spatial_shape: size of the dense grid in each dimension. ksize, stride, padding, dilation, out_padding: one for
-            all dimensions or one for each, as in `torch.nn.functional.conv3d` and `conv_transpose3d` (out_padding
-            belongs to the latter). A submanifold convolution has stride 1, an odd ksize and the padding that keeps
-            sites in place: `padding` is ignored.
-        subm: outputs are the inputs.
-        transpose: a transposed convolution.
-        num_out_act_bound: the exact number of output rows, see `build_rulebook`.
+        indices: (N, 1 + dims) int32 or int64: batch and then 1 to 4 coordinates of each active site.
+        batch_size: number of batch elements, some of which may have no sites.
+        spatial_shape: sizes of the dense grid. ksize, stride, padding, dilation, out_padding: one value for all
+            dimensions or one per dimension, as in `torch.nn.functional.conv3d` and, for out_padding,
+            `conv_transpose3d`. A submanifold convolution needs stride 1 and an odd ksize. It ignores `padding` and
+            keeps sites in place.
+        subm: whether the outputs are the inputs.
+        transpose: whether the convolution is transposed.
+        num_out_act_bound: the fixed number of output rows; see `build_rulebook`.
 
     Returns:
-        Output indices (O, 1 + dims), sorted (for a submanifold convolution, the inputs'); pairs (2, kernel volume, N)
-        int32, input rows and output rows of each offset, then -1; the number of pairs of each offset, (kernel volume,)
-        int32.
+        Three tensors. Output indices (O, 1 + dims), sorted, or for a submanifold convolution the input indices. Pairs
+        (2, kernel volume, N) int32: input rows and output rows at each offset, followed by -1. The number of pairs at
+        each offset, (kernel volume,) int32.
 
     Raises:
-        MissingExtraError, TypeError, ValueError: as in `build_rulebook`; also if a size is too small, there are too
-            many sizes, the kernel does not fit, or the grid has 2^63 cells or more.
+        MissingExtraError, TypeError, ValueError: as in `build_rulebook`; or a size is too small, there are too many
+            sizes, the kernel does not fit, or the grid has 2^63 cells or more.
     """
     shape = geometry(batch_size, spatial_shape, ksize, stride, padding, dilation, out_padding, subm, transpose)
     rulebook = build_rulebook(indices, shape, num_out_act_bound)

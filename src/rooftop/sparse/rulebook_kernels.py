@@ -1,11 +1,12 @@
-"""Warp kernels of the rulebook, on the GPU and on the CPU: an open-addressing hash table of int64 keys.
+"""Warp kernels that build the rulebook on GPU and CPU, by an open-addressing hash table of int64 keys.
 
-A table is (slots,) int64, slots a power of two, EMPTY in free slots; a second array holds each slot's row. A key's
-search starts at the slot of its hash and ends at the first slot that is empty or contains the key. Compare-and-swap
-decides between threads, and none waits for another. Tables are read in later launches than those that fill them.
+A table is (slots,) int64, where the number of slots is a power of two and free slots are EMPTY. A second array has each
+slot's row. The search for a key starts at the slot of its hash and ends at the first slot that is empty or has the key.
+Threads compete by compare-and-swap, and no thread waits for another. A table is filled in one launch and read only in
+later launches.
 
-Sizes are passed as vectors of four; the first `dims` entries count. `faults` is as in `Rulebook`. A thread that finds a
-fault stores 1 and skips its site.
+Sizes are passed as vectors of four, of which kernels use the first `dims` entries. `faults` is as in `Rulebook`. A
+thread that finds a fault stores 1 and skips its site.
 """
 
 import warp as wp
@@ -20,15 +21,15 @@ EMPTY = wp.constant(wp.int64(geometries.EMPTY))
 NO_KEY = wp.constant(wp.int64(geometries.NO_KEY))
 MIX = wp.constant(wp.uint64(0xFF51AFD7ED558CCD))  # constant of MurmurHash3's finalizer
 HALF = wp.constant(wp.uint64(33))
-# In a table that is half full, runs of n full slots are rarer than exp(-0.19 n). So a run of this length means that the
-# table has no room.
+# In a half-full table, the probability of a run of n full slots is below exp(-0.19 n). So a run of this length means
+# that the table has no room.
 PROBES = wp.constant(256)
 REPEATED, OUTSIDE, NO_ROOM = wp.constant(0), wp.constant(1), wp.constant(geometries.NO_ROOM)
 
 
 @wp.func
 def first_slot(table: wp.array(dtype=wp.int64), key: wp.int64):
-    """The slot where the search for a key begins: a hash of the key's bits."""
+    """The slot where the search for a key starts: a hash of the key's bits."""
     mixed = wp.uint64(key)
     mixed = (mixed ^ (mixed >> HALF)) * MIX
     mixed = mixed ^ (mixed >> HALF)
@@ -37,7 +38,7 @@ def first_slot(table: wp.array(dtype=wp.int64), key: wp.int64):
 
 @wp.func
 def insert(table: wp.array(dtype=wp.int64), key: wp.int64):
-    """(slot of the key, or -1 if the table has no room; whether the key is new)."""
+    """Insert a key. Returns its slot, or -1 if the table has no room, and whether the key is new."""
     slot = first_slot(table, key)
     mine = wp.int32(-1)
     new = wp.bool(False)
@@ -57,7 +58,7 @@ def insert(table: wp.array(dtype=wp.int64), key: wp.int64):
 
 @wp.func
 def find(table: wp.array(dtype=wp.int64), key: wp.int64):
-    """Slot of the key, or -1."""
+    """Find the slot of a key, or -1."""
     slot = first_slot(table, key)
     mine = wp.int32(-1)
     probe = wp.int32(0)
@@ -93,8 +94,8 @@ def insert_sites(
     rows: wp.array(dtype=wp.int32),
     faults: wp.array(dtype=wp.int32),
 ):
-    """Store the key of each site in the table and its row in `rows`. Record a fault for a site off the grid or a
-    repeated one.
+    """Insert the key of each site, and store its row in `rows`. Record a fault for sites off the grid and for repeated
+    sites.
     """
     row = wp.tid()
     if is_inside(sites, row, dims, batch_size, shape):
@@ -126,9 +127,10 @@ def pair_submanifold(
     dilation: Four,
     table: wp.array(dtype=wp.int64),
     rows: wp.array(dtype=wp.int32),
-    neighbours: wp.array2d(dtype=wp.int32),  # (N, K), -1 throughout
+    neighbours: wp.array2d(dtype=wp.int32),  # (N, K), filled with -1
 ):
-    """Threads (N, K // 2 + 1): each offset up to the centre, and its mirror image."""
+    """Launched with (N, K // 2 + 1) threads. Each thread pairs a site at an offset up to the centre, and at the
+    mirrored offset."""
     row, k = wp.tid()
     last = neighbours.shape[1] - 1
     if not is_inside(sites, row, dims, batch_size, shape):
@@ -137,7 +139,7 @@ def pair_submanifold(
         neighbours[row, k] = row
         return
     key, cells = wp.int64(0), wp.int64(1)
-    rest = wp.int32(k)  # offsets are few, and division is faster in 32 bits
+    rest = wp.int32(k)  # offsets fit in 32 bits, where division is faster
     inside = wp.bool(True)
     for back in range(dims):
         dim = dims - 1 - back
@@ -172,13 +174,14 @@ def reach_outputs(
     slots: wp.array2d(dtype=wp.int32),  # (N, K)
     faults: wp.array(dtype=wp.int32),
 ):
-    """Threads (N, K): the output of each input at each offset goes into the table; stores its slot, or -1."""
+    """Launched with (N, K) threads. Each thread inserts the output of an input at an offset, and stores the output's
+    slot, or -1."""
     row, k = wp.tid()
     slots[row, k] = -1
     if faults[NO_ROOM] != 0 or not is_inside(sites, row, dims, batch_size, in_shape):
         return
     key, cells = wp.int64(0), wp.int64(1)
-    rest = wp.int32(k)  # offsets are few, and division is faster in 32 bits
+    rest = wp.int32(k)  # offsets fit in 32 bits, where division is faster
     valid = wp.bool(True)
     for back in range(dims):
         dim = dims - 1 - back
@@ -211,8 +214,8 @@ def number_outputs(
     rows: wp.array(dtype=wp.int32),
     sites: wp.array2d(dtype=wp.int64),  # (O, 1 + dims)
 ):
-    """Write each key's index in sorted order to its slot, and its coordinates to the outputs. Entries that are not keys
-    get -1.
+    """Write each key's index in sorted order to its slot, and its coordinates to the outputs. Entries without a key get
+    -1.
     """
     row = wp.tid()
     key = keys[row]
@@ -232,9 +235,10 @@ def number_outputs(
 def pair_outputs(
     rows: wp.array(dtype=wp.int32),
     reverse: wp.array2d(dtype=wp.int32),  # (N, K), slots
-    neighbours: wp.array2d(dtype=wp.int32),  # (O, K), -1 throughout
+    neighbours: wp.array2d(dtype=wp.int32),  # (O, K), filled with -1
 ):
-    """Threads (N, K): replaces slots by output rows, and writes each output's inputs."""
+    """Launched with (N, K) threads. Each thread replaces a slot by an output row, and writes the input to the output's
+    row."""
     row, k = wp.tid()
     slot = reverse[row, k]
     if slot < 0:
@@ -250,7 +254,7 @@ def set_bits(
     table: wp.array2d(dtype=wp.int32),  # (rows, K)
     masks: wp.array2d(dtype=wp.int32),  # (rows, ceil(K / 32))
 ):
-    """Threads (rows, ceil(K / 32)): a bit for each entry that is not -1."""
+    """Launched with (rows, ceil(K / 32)) threads. Each thread sets a bit for each entry that is not -1."""
     row, word = wp.tid()
     bits = wp.uint32(0)
     for bit in range(32):

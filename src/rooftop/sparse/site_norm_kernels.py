@@ -1,11 +1,12 @@
-"""The Triton kernels of batch norm over sites; `site_norms.py` has the operators.
+"""The Triton kernels of batch norm over sites. `site_norms.py` has the operators.
 
-Each program sums the rows of one part; parts have equal length. One program for each block of columns merges the parts,
-always in the same order. A part is a count, a mean and a sum of squares about that mean, merged as in Chan et al. 1983,
-"Algorithms for Computing the Sample Variance". So nothing cancels if means are large.
+The rows are divided into parts of equal length, and each program sums one part. For each block of columns, one program
+merges the parts, always in the same order. A part consists of a count, a mean and a sum of squared deviations, merged
+as in Chan et al. 1983, "Algorithms for Computing the Sample Variance". So there is no cancellation if means are large.
 
-All values between loads and stores have the dtype of the statistics, which is float64 for float32 rows. A mean rounded
-to float32 would shift all sites alike. Far from zero, that shift would exceed the rounding of the rows themselves.
+Arithmetic uses the dtype of the statistics, which is float64 for float32 rows. A mean rounded to float32 would shift
+all sites by the same amount. For values far from zero, that shift would exceed the rounding error of the rows
+themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def site_moments(
     rows, length,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Count, mean and sum of squares about it for `length` rows, a multiple of ROWS."""
+    """Compute count, mean and sum of squared deviations for `length` rows, a multiple of ROWS."""
     part, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     wide: tl.constexpr = means.dtype.element_ty
     count = tl.zeros((), wide)
@@ -49,8 +50,8 @@ def merge_moments(
     parts, eps,
     CHANNELS: tl.constexpr, RUNNING: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of all sites, and the statistics that normalize rows. Rows are normalized by this mean and
-    variance or, with fewer than two sites, by the running ones if they exist."""
+    """Merge the parts to the mean and variance of all sites, and write the statistics that normalize rows. These are
+    this mean and variance or, with fewer than two sites, the running statistics if they exist."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wide: tl.constexpr = means.dtype.element_ty
     count = tl.zeros((), wide)
@@ -84,7 +85,7 @@ def normalize_sites(
     rows,
     CHANNELS: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """(x - center) * rate * weight + bias for sites, 0 for other rows."""
+    """Write (x - center) * rate * weight + bias for sites, and 0 for other rows."""
     wide: tl.constexpr = center.dtype.element_ty
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     value, known = _tile(x, sites, tl.program_id(0), 0, ROWS, rows, column, CHANNELS, ROWS, wide)
@@ -102,7 +103,7 @@ def site_gradient_sums(
     rows, length,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sums over `length` rows of dy, and of dy times the normalized x."""
+    """Sum dy, and dy times the normalized x, over `length` rows."""
     part, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
     middle, scale = (
@@ -128,7 +129,7 @@ def site_gradient(
     rows,
     CHANNELS: tl.constexpr, AFFINE: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient for sites, 0 for other rows."""
+    """Write the gradient for sites, and 0 for other rows."""
     wide: tl.constexpr = center.dtype.element_ty
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
@@ -154,8 +155,8 @@ def site_gradient(
 def _tile(
     x, sites, part, start, length, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """(ROWS, COLUMNS) values in the dtype of the statistics, with 0 for rows that are not sites; and which rows are
-    sites."""
+    """Load (ROWS, COLUMNS) values in the dtype of the statistics, with 0 for rows that are not sites. Also returns
+    which rows are sites."""
     row = part.to(tl.int64) * length + start + tl.arange(0, ROWS)
     known = tl.load(sites + row, mask=row < rows, other=0) != 0
     place = row[:, None] * CHANNELS + column[None, :]
@@ -172,7 +173,7 @@ def _store(y, value, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _parts(means, squares, counts, start, parts, column, CHANNELS: tl.constexpr, PARTS: tl.constexpr):
-    """(counts (PARTS,), means (PARTS, COLUMNS), squares) of parts from `start` on, 0 for absent parts."""
+    """Load (counts (PARTS,), means (PARTS, COLUMNS), squares) of the parts from `start` on, with 0 for absent parts."""
     part = start + tl.arange(0, PARTS)
     place = part[:, None] * CHANNELS + column[None, :]
     wanted = (part < parts)[:, None] & (column < CHANNELS)[None, :]

@@ -1,12 +1,13 @@
-"""Batch norm over the rows that are sites: y = (x - mean) * rate * weight + bias, rate = 1 / sqrt(var + eps).
+"""Batch norm over the rows that are sites: y = (x - mean) * rate * weight + bias, with rate = 1 / sqrt(var + eps).
 
-Mean and variance are over the rows (N, C) that `sites` (N,) marks; only the device knows their number. With fewer than
-two sites there is no variance, and the running statistics are used. Ioffe and Szegedy 2015, "Batch Normalization".
-Memory bounds the kernels: forward reads x twice and writes y; backward reads dy and x twice and writes dx. Rows that
-are not sites may hold any values. They are not read, and their results and gradients are 0.
+Mean and variance are over the rows (N, C) that `sites` (N,) marks, whose number only the device knows. With fewer than
+two sites, there is no variance, and the running statistics are used. Source: Ioffe and Szegedy 2015, "Batch
+Normalization". The kernels are memory-bound: forward reads x twice and writes y; backward reads dy and x twice and
+writes dx. Rows that are not sites may have any values. The kernels do not read them, and their results and gradients
+are 0.
 
 Sums and statistics are float64 (float32 for half precision). They are computed in parts of equal length that are merged
-in order, so the bits are the same each time.
+in a fixed order, so results are the same bit for bit in each run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-# Predicted, not measured: a tile has 16 elements per thread, and there are twice as many parts as multiprocessors.
+# Predicted and not measured: a tile has 16 elements per thread, and there are twice as many parts as multiprocessors.
 TILE, COLUMNS, PARTS_PER_SM, MERGED, WARPS = 2048, 64, 2, 64, 4
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -36,8 +37,8 @@ def site_norm_reference(
     x: Tensor, sites: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, eps: float,
 ) -> Six:  # fmt: skip
-    """(y (N, C), mean, var, count (1,), center, rate): the statistics of the sites, and the values that normalize them,
-    (C,)."""
+    """Compute (y (N, C), mean, var, count (1,), center, rate). mean and var are the sites' statistics, center and rate
+    normalize the rows, (C,) each."""
     known, wide = sites[:, None], _wide(x)
     values = x.to(wide).where(known, 0)
     count = sites.sum().to(wide).view(1)
@@ -58,11 +59,11 @@ def site_norm_gradient_reference(
     dy: Tensor, x: Tensor, sites: Tensor, weight: Tensor | None, center: Tensor, rate: Tensor, count: Tensor,
     by_running: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dx (N, C), dweight (C,), dbias (C,)); `by_running`: fewer than two sites, which the running statistics
-    normalized as constants."""
+    """Compute (dx (N, C), dweight (C,), dbias (C,)). `by_running` means that there are fewer than two sites, which
+    running statistics normalized as constants."""
     known = sites[:, None]
     slope, values = (t.to(rate.dtype).where(known, 0) for t in (dy, x))
-    rest = (values - center).where(known, 0).sum(0) / count.clamp(min=1)  # the rounding error of center
+    rest = (values - center).where(known, 0).sum(0) / count.clamp(min=1)  # corrects the rounding error of center
     if by_running:
         rest = torch.where(count < 2, 0, rest)
     normal = ((values - center - rest) * rate).where(known, 0)
@@ -75,7 +76,7 @@ def site_norm_gradient_reference(
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums and statistics: wide enough that only results are rounded."""
+    """The dtype of sums and statistics, which is so wide that only results are rounded."""
     return torch.float64 if x.dtype in (torch.float32, torch.float64) else torch.float32
 
 
@@ -92,7 +93,7 @@ def _tile(x: Tensor) -> dict[str, int]:
 
 
 def _parts(x: Tensor, tile: dict[str, int]) -> tuple[int, int]:
-    """The number of parts into which the rows are divided for their sums, and the length of a part."""
+    """Into how many parts the rows are divided for sums, and the length of a part."""
     tiles = -(-size(x, 0) // tile["ROWS"])
     each = -(-tiles // (PARTS_PER_SM * processors(x)))
     return -(-tiles // each), each * tile["ROWS"]
@@ -153,9 +154,9 @@ def _backward(
 class SiteNorm(NamedTuple):
     """(y, mean, var, count, center, rate) as in `site_norm_reference`.
 
-    x: (N, C), bfloat16, float16, float32 or float64. sites: (N,), bool. All others are (C,), float32 or wider than x;
-    weight and bias come together or not at all, and so do running_mean and running_var. The results mean, var (biased),
-    center and rate are float64 if x is float32 or float64, else float32.
+    x is (N, C), bfloat16, float16, float32 or float64. sites is (N,), bool. All other arguments are (C,), float32 or
+    wider than x. weight and bias are both given or both None, and so are running_mean and running_var. The results
+    mean, var (biased), center and rate are float64 if x is float32 or float64, and float32 if not.
     """
 
     x: Tensor
@@ -178,7 +179,7 @@ class SiteNorm(NamedTuple):
         return site_norm_reference(*self)
 
     def keep(self, made: Six) -> tuple[Any, ...]:
-        """The arguments of the backward operator after dy, and the dtype of the bias."""
+        """Save the arguments of the backward operator after dy, and the dtype of the bias."""
         x, sites, weight, bias, running_mean, *_ = self
         _, _, _, count, center, rate = made
         return x, sites, weight, center, rate, count, running_mean is not None, None if bias is None else bias.dtype
@@ -190,8 +191,8 @@ class SiteNorm(NamedTuple):
         return (dx,) if weight is None else (dx, None, dweight.to(weight.dtype), dbias.to(bias_dtype))
 
     def cost(self, made: Six) -> Cost:
-        """A sum, a difference, a square and its sum for the moments; a difference and a product, and two more with
-        weights. x is counted once, as if a cache could hold it."""
+        """Per element: a sum, a difference, a square and its sum for the moments; a difference and a product, and two
+        more operations with weights. x counts as read once, as if a cache held it."""
         flops = (4 + 2 + 2 * (self.weight is not None)) * self.x.numel()
         read = distinct_bytes(self[:6])
         return Cost(read, distinct_bytes(made), {precision_of(self.x.dtype): flops} if flops else {})
@@ -217,7 +218,8 @@ class SiteNormBackward(NamedTuple):
         return self.x.new_empty(self.x.shape), self.rate.new_empty(shape), self.rate.new_empty(shape)
 
     def cost(self, made: tuple[Tensor, Tensor, Tensor]) -> Cost:
-        """The recomputed normalized x (2), two sums and a product; a product and two differences, and the scale."""
+        """Per element: two operations to recompute the normalized x, two sums and a product, a product and two
+        differences, and the scale."""
         flops = 9 * self.x.numel()
         read = distinct_bytes(self[:7])
         return Cost(read, distinct_bytes(made), {precision_of(self.x.dtype): flops} if flops else {})
@@ -237,5 +239,5 @@ def site_norm(
     x: Tensor, sites: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, eps: float,
 ) -> Six:  # fmt: skip
-    """The results of `SiteNorm`. Known calls run without Python, also with other numbers of rows."""
+    """Compute the results of `SiteNorm`. C++ repeats recorded calls without Python, also for other numbers of rows."""
     return _site_norm(x, sites, weight, bias, running_mean, running_var, eps)

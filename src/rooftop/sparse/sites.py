@@ -1,4 +1,4 @@
-"""Sites (batch, coordinates) of a grid: conversion to and from int64 keys, and checks of their range.
+"""Convert sites (batch, coordinates) of a grid to and from int64 keys, and check their range.
 
 The key of a site is ((batch * Z + z) * Y + y) * X + x.
 """
@@ -37,9 +37,9 @@ def sites_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
-    """Raise `ValueError` for the first row that is out of range, and for the first that repeats another.
+    """Raise `ValueError` for the first row that is out of range, or else for the first row that repeats another.
 
-    Rows of -1 are not sites and are skipped. This waits for the device.
+    Rows of -1 are not sites and are skipped. The host waits for the device.
     """
     check_range(indices, batch_size, shape)
     sites = indices.long()
@@ -56,19 +56,19 @@ def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
 
 
 def check_range(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
-    """Check only the range of the sites: the first half of `check_sites`."""
+    """Check only the range of the sites, which is the first half of `check_sites`."""
     sites = indices.long()
     outside = (sites != -1).any(1) & ~in_range(sites, batch_size, shape)
     if bool(outside.any()):
         row = int(outside.nonzero()[0])
         raise ValueError(
-            f"row {row} of indices is {indices[row].tolist()}: (batch, coordinates) must be from 0 to below "
+            f"row {row} of indices is {indices[row].tolist()}: (batch, coordinates) must be at least 0 and below "
             f"{(batch_size, *shape)}"
         )
 
 
 def in_range(sites: Tensor, batch_size: int, shape: Sequence[int]) -> Tensor:
-    """Whether each row is in range: (N, 1 + dims) int64 to (N,) bool."""
+    """Whether each row of (N, 1 + dims) int64 is in range, (N,) bool."""
     inside = (sites[:, 0] >= 0) & (sites[:, 0] < batch_size)
     for dim, size in enumerate(shape):
         inside &= (sites[:, 1 + dim] >= 0) & (sites[:, 1 + dim] < size)
@@ -76,7 +76,8 @@ def in_range(sites: Tensor, batch_size: int, shape: Sequence[int]) -> Tensor:
 
 
 def checks_values(indices: Tensor) -> bool:
-    """Whether wrong values raise at once: on the CPU, and on a GPU with ROOFTOP_CHECK=1 while no graph is captured."""
+    """Whether wrong values raise at once. They do on the CPU, and on a GPU with ROOFTOP_CHECK=1 unless a graph is being
+    captured."""
     if indices.device.type == "cpu":
         return True
     return os.environ.get("ROOFTOP_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()

@@ -1,8 +1,8 @@
-"""A neighbour table in the forms that sparse convolution kernels need: ordered rows, and lists of pairs.
+"""Neighbour tables in the forms that sparse convolution kernels need: ordered rows, and pair lists.
 
-Each of these is computed once, for all layers that share a rulebook. A table that is stored in this order is not stored
-by rows as well, which saves 60 MB for half a million sites and 27 offsets. Operators of `torch.library` compute
-everything, so that compiled programs can use them.
+Each form is computed once for all layers that share a rulebook. An ordered table replaces the table by rows, which
+saves 60 MB for half a million sites and 27 offsets. `torch.library` operators compute everything, so that compiled
+programs can use them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rooftop.launch.triton_launch import INTERPRETED
 
 
 def by_kernels(table: Tensor) -> bool:
-    """Whether kernels, for which orders and pairs are intended, compute table convolutions on this device."""
+    """Whether kernels compute table convolutions on this device. Only these kernels use orders and pair lists."""
     return not table.is_cpu or INTERPRETED
 
 
 def are_many(rows: int, least: int) -> bool:
-    """Whether there are at least that many rows. True if the number is only known when a compiled program runs."""
+    """Whether there are at least this many rows. True if a compiled program learns the number only at run time."""
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -39,13 +39,13 @@ def are_many(rows: int, least: int) -> bool:
 
 
 def to_keep() -> AbstractContextManager[object]:
-    """A context for tensors that later calls also use, because autograd cannot save tensors made in inference mode.
-    Compiled code is in inference mode throughout or not at all."""
+    """A context in which to create tensors that later calls also use: it leaves inference mode, because autograd cannot
+    save inference tensors. Compiled code is either entirely in inference mode or not at all."""
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
 class RowOrder(NamedTuple):
-    """The order that `sparse_conv` takes for a table (M, T); tables with few rows keep their order."""
+    """Compute the row order for `sparse_conv` from a table (M, T). Tables with few rows keep their order."""
 
     neighbours: Tensor
 
@@ -56,7 +56,7 @@ class RowOrder(NamedTuple):
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
         rows, taps = self.neighbours.shape
-        if free_unbacked_symbols(rows):  # known only at run time: if the bound were exceeded there would be no table
+        if free_unbacked_symbols(rows):  # known only at run time; beyond the bound there is no table
             torch._check(rows <= tables.MOST_SORTED)
         return self.neighbours.new_empty(sparse_conv_launches.row_order_shape(rows, taps))
 
@@ -66,7 +66,7 @@ class RowOrder(NamedTuple):
 
 
 class RowPairs(NamedTuple):
-    """The pairs (2, T, min(M, N)) int32 of each tap of a table (M, T) of N sites, and their number, (T,) int32."""
+    """List the pairs (2, T, min(M, N)) int32 of each tap in a table (M, T) of N sites, and count them, (T,) int32."""
 
     neighbours: Tensor
     sites: int
@@ -85,7 +85,7 @@ class RowPairs(NamedTuple):
 
 
 class RowBlocks(NamedTuple):
-    """The blocks of an ordered table that have a neighbour at each tap, (T, blocks) int32, and their number, (T,)
+    """For each tap, list the blocks of an ordered table that have a neighbour, (T, blocks) int32, and count them, (T,)
     int32."""
 
     order: Tensor
@@ -99,7 +99,7 @@ class RowBlocks(NamedTuple):
         return order.new_empty(taps, -(-order.shape[1] // tables.BLOCK_ROWS)), order.new_empty(taps)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """The masks of the table's rows are read once, and the lists are written once."""
+        """The kernel reads the masks of the table's rows once, and writes the lists once."""
         masks = self.order[1 : self.order.shape[0] - self.taps]
         return Cost(distinct_bytes([masks]), distinct_bytes(made))
 
@@ -111,31 +111,31 @@ _row_blocks = declare("sparse_row_blocks", RowBlocks, known="itself")
 
 @repeated_rows(FIRST)
 def row_order(neighbours: Tensor) -> Tensor:
-    """The result of `RowOrder`."""
+    """Compute the result of `RowOrder`."""
     return _row_order(neighbours)
 
 
 @repeated_rows(FIRST, ITSELF)
 def row_pairs(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
-    """The results of `RowPairs`."""
+    """Compute the results of `RowPairs`."""
     return _row_pairs(neighbours, sites)
 
 
 @repeated_rows(LAST, NONE)
 def row_blocks(order: Tensor, taps: int) -> tuple[Tensor, Tensor]:
-    """The results of `RowBlocks`."""
+    """Compute the results of `RowBlocks`."""
     return _row_blocks(order, taps)
 
 
 @dataclass(eq=False)
 class NeighbourTable:
-    """The neighbours (M, T) of M rows among N sites, in the form that was last requested.
+    """A neighbour table (M, T) of M rows among N sites, stored in the form that was requested last.
 
     Attributes:
-        by_row: (M, T) int32, contiguous: a site at each tap, or -1; None while the table exists only in `ordered`.
+        by_row: (M, T) int32, contiguous: the site at each tap, or -1. None while only `ordered` has the table.
         sites: N.
-        ordered: the result of `row_order` for them.
-        lists: the result of `row_pairs` or `row_blocks` for them.
+        ordered: the result of `row_order` for the table.
+        lists: the result of `row_pairs` or `row_blocks` for the table.
     """
 
     by_row: Tensor | None
@@ -144,7 +144,7 @@ class NeighbourTable:
     lists: tuple[Tensor, Tensor] | None = None
 
     def rows(self) -> Tensor:
-        """(M, T) int32; computed again if only the ordered table is kept."""
+        """The table by rows, (M, T) int32. It is recomputed if only the ordered table is stored."""
         if self.by_row is not None:
             return self.by_row
         assert self.ordered is not None
@@ -155,12 +155,12 @@ class NeighbourTable:
         if self.by_row is not None:
             return self.by_row.shape[1]
         assert self.ordered is not None
-        lines = self.ordered.shape[0] - 1  # T, and one more for each 32 taps
+        lines = self.ordered.shape[0] - 1  # columns of the ordered table: T taps, and one mask per 32 taps
         return lines - -(-lines // 33)
 
     @property
     def order(self) -> Tensor | None:
-        """The order for `sparse_conv`. None if `sparse_conv` is as fast without it."""
+        """The row order for `sparse_conv`. None if `sparse_conv` is as fast without an order."""
         if self.ordered is not None or self.by_row is None:
             return self.ordered
         if not by_kernels(self.by_row) or not are_many(self.by_row.shape[0], tables.SORTED_FROM):
@@ -173,14 +173,14 @@ class NeighbourTable:
 
     @property
     def pairs(self) -> tuple[Tensor, Tensor] | None:
-        """The pairs for `sparse_conv`. None if `sparse_conv` is as fast without them."""
+        """The pair lists for `sparse_conv`. None if `sparse_conv` is as fast without lists."""
         if self.lists is None:
             order = self.order
             if order is not None and sparse_conv_launches.has_table(order):
                 with to_keep():
                     self.lists = row_blocks(order, self.taps)
                 return self.lists
-            assert self.by_row is not None  # there are no lists, or only of a table stored by rows
+            assert self.by_row is not None  # there are no lists, or only lists of a table by rows
             if by_kernels(self.by_row) and are_many(self.by_row.shape[0], tables.LISTED_FROM):
                 with to_keep():
                     self.lists = row_pairs(self.by_row, self.sites)

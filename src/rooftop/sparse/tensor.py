@@ -1,4 +1,4 @@
-"""`SparseConvTensor`: features on the active sites of a grid, named as in spconv."""
+"""`SparseConvTensor`: features on the active sites of a grid, with spconv's names."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ REDUCTIONS = ("sum", "mean", "max", "min")
 class SparseConvTensor:
     """Features on the active sites of a batch of grids.
 
-    A row of indices that consists of -1 is not a site. Convolutions with a fixed number of outputs may end in such
-    rows.
+    A row of indices that consists of -1 is not a site. Outputs of convolutions with a fixed number of rows may end in
+    such rows.
 
     Attributes:
         features: (N, C). Use `replace_feature` to change them.
         indices: (N, 1 + dims) int32 or int64, batch first.
         spatial_shape: list of 1 to 4 sizes.
-        batch_size: number of batch elements; some may have no sites.
-        indice_dict: the rulebooks of the layers that led to this tensor, by their `indice_key`.
-        padded: whether some rows of indices may not be sites. Outputs of a layer with a bound are padded; for inputs,
-            their creator sets this flag. Batch norms of padded tensors count only sites.
-        faults: errors that earlier layers found in their sites; `check()` raises for them.
+        batch_size: number of batch elements, some of which may have no sites.
+        indice_dict: the rulebooks of the layers that computed this tensor, by `indice_key`.
+        padded: whether some rows of indices may not be sites. Outputs of a layer with a bound are padded. For an input,
+            the caller sets this flag. Batch norms of padded tensors use only sites.
+        faults: errors that earlier layers have found in their sites. `check()` raises them.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class SparseConvTensor:
         *,
         padded: bool = False,
     ) -> None:
-        """Use the given tensors without copies. In compiled code and for fake tensors, values are not checked.
+        """Use the given tensors without copies. In compiled code and for fake tensors, nothing checks their values.
 
-        The order is spconv's; grid and voxel_num are accepted for networks that pass them, and ignored.
+        Arguments are in spconv's order. grid and voxel_num are ignored; they exist for networks that pass them.
 
         Raises:
-            TypeError, ValueError: a shape, dtype or device is wrong; the grid, the batch included, has 2^63 cells or
+            TypeError, ValueError: a shape, dtype or device is wrong; the grid, including the batch, has 2^63 cells or
                 more; or a site is out of range (checked on the CPU, and on a GPU with ROOFTOP_CHECK=1 in the
-                environment). Repeated sites raise later: when a convolution looks for neighbours, and in `dense()`;
-                `coalesce()` merges them.
+                environment). Repeated sites raise later: when a convolution looks for neighbours, and in `dense()`.
+                `coalesce()` merges repeated sites.
         """
         self.spatial_shape = list(sizes_of(spatial_shape))
         check_indices(indices, len(self.spatial_shape))
@@ -69,17 +69,17 @@ class SparseConvTensor:
         self.grid, self.voxel_num, self.padded = grid, voxel_num, padded
         self.faults: tuple[Faults, ...] = ()
 
-    _with_sites: tuple[int, Tensor] | None = None  # the version of the indices, and which rows are sites
+    _with_sites: tuple[int, Tensor] | None = None  # (version of the indices, which rows are sites)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for copies, whose tensors have their own versions."""
+        """The state for copies, without the version, since copied tensors have their own versions."""
         return {name: value for name, value in self.__dict__.items() if name != "_with_sites"}
 
     @classmethod
     def from_dense(cls, x: Tensor) -> SparseConvTensor:
-        """The cells of a dense tensor (B, *spatial_shape, C), channels last, that are not zero in all channels.
+        """Take the cells of a dense tensor (B, *spatial_shape, C), channels last, that are not zero in all channels.
 
-        Indices are int32, sorted. Waits for the device.
+        Indices are int32 and sorted. The host waits for the device.
         """
         if x.dim() < 3:
             raise ValueError(f"from_dense needs (batch, 1 to 4 dimensions, channels), got {tuple(x.shape)}")
@@ -101,40 +101,40 @@ class SparseConvTensor:
 
     @property
     def dims(self) -> int:
-        """Dimensions of the grid."""
+        """The number of dimensions of the grid."""
         return len(self.spatial_shape)
 
     @property
     def spatial_size(self) -> int:
-        """Cells of one grid."""
+        """The number of cells in one grid."""
         return math.prod(self.spatial_shape)
 
     @property
     def sparity(self) -> float:
-        """Rows for each cell of the batch; the name is spconv's."""
+        """The number of rows divided by the number of cells in the batch. The name is spconv's."""
         return len(self.indices) / (self.spatial_size * self.batch_size)
 
     def replace_feature(self, feature: Tensor) -> SparseConvTensor:
-        """A tensor with the same sites and rulebooks, and these features (N, any number of channels)."""
+        """Return a tensor with the same sites and rulebooks, and these features (N, any number of channels)."""
         _check_features(feature, self.indices)
         return self.derived(feature, self.indices, self.spatial_shape)
 
     def shadow_copy(self) -> SparseConvTensor:
-        """Another tensor with the same features, sites and rulebooks."""
+        """Return a new tensor with the same features, sites and rulebooks."""
         return self.derived(self.features, self.indices, self.spatial_shape)
 
     def minus(self) -> SparseConvTensor:
-        """The same sites with negative features."""
+        """Return a tensor with the same sites and negated features."""
         return self.replace_feature(-self.features)
 
     def select_by_index(self, valid_indices: Tensor) -> SparseConvTensor:
-        """Some of the sites, selected by int64 row numbers or by a bool for each row. The result has no rulebooks."""
+        """Select sites by int64 row numbers or by a bool for each row. The result has no rulebooks."""
         new = self.derived(self.features[valid_indices], self.indices[valid_indices], self.spatial_shape)
         new.indice_dict = {}
         return new
 
     def __add__(self, other: SparseConvTensor | Tensor) -> SparseConvTensor:
-        """The sum with features (N, C), or with those of a tensor on the same sites.
+        """Add features (N, C), or the features of a tensor on the same sites.
 
         Raises:
             ValueError: the other tensor has another tensor of indices. `functional.sparse_add` adds such tensors.
@@ -153,7 +153,8 @@ class SparseConvTensor:
     def derived(
         self, features: Tensor, indices: Tensor, spatial_shape: Sequence[int], padded: bool = False
     ) -> SparseConvTensor:
-        """The result of a layer on this tensor: the same batch and rulebooks, with sites that need no check."""
+        """Make a layer's result from this tensor, with the same batch and rulebooks, and with sites that need no
+        check."""
         new = object.__new__(type(self))
         new._features, new.indices, new.batch_size = features, indices, self.batch_size
         new.spatial_shape, new.indice_dict = list(spatial_shape), self.indice_dict
@@ -163,8 +164,8 @@ class SparseConvTensor:
         return new
 
     def rows_with_sites(self) -> Tensor:
-        """(N,) bool: the rows that are sites. Results of layers with the same indices share it. An input does not keep
-        it: its indices may be changed between replays of a CUDA graph."""
+        """Which rows are sites, (N,) bool. Results of layers with the same indices share it. An input does not store
+        it, since its indices may change between replays of a CUDA graph."""
         if torch.compiler.is_compiling() or not self.faults:
             return self.indices[:, 0] >= 0
         if torch.is_inference_mode_enabled() or self.indices.is_inference():  # autograd could not save it
@@ -174,8 +175,8 @@ class SparseConvTensor:
         return self._with_sites[1]
 
     def check(self) -> None:
-        """Raise `ValueError` if earlier layers found an error: a site out of range, a repeated site, or too small a
-        bound. On a GPU, layers do not wait for the device in order to raise; this method does."""
+        """Raise `ValueError` if earlier layers have found an error: a site out of range, a repeated site, or too small
+        a bound. On a GPU, this method waits for the device, while layers do not wait just to raise errors."""
         for fault in self.faults:
             fault.check()
 
@@ -184,13 +185,14 @@ class SparseConvTensor:
         return None if key is None else self.indice_dict.get(key)
 
     def dense(self, channels_first: bool = True) -> Tensor:
-        """The whole grid, zero at cells without a site: (B, C, *spatial_shape), or (B, *spatial_shape, C).
+        """Convert to a dense tensor with zeros in cells without a site: (B, C, *spatial_shape), or (B, *spatial_shape,
+        C).
 
-        Differentiable.
+        This is differentiable.
 
         Raises:
-            ValueError: a site is repeated or out of range, in cases in which the constructor checks that. In other
-                cases one of the repeated sites is used, and sites out of range are ignored.
+            ValueError: a site is repeated or out of range, where the constructor checks values. Where it does not, one
+                of the repeated sites is used, and sites out of range are ignored.
         """
         if _has_values(self.indices) and checks_values(self.indices):
             check_sites(self.indices, self.batch_size, self.spatial_shape)
@@ -198,16 +200,17 @@ class SparseConvTensor:
         inside = in_range(sites, self.batch_size, self.spatial_shape)
         cell = torch.where(
             inside, keys_of(sites, self.spatial_shape), cells
-        )  # an additional cell for rows that are not sites
+        )  # an additional cell collects rows that are not sites
         grid = self.features.new_zeros(cells + 1, self.features.shape[1]).index_copy(0, cell, self.features)[:cells]
         grid = grid.view(self.batch_size, *self.spatial_shape, -1)
         return grid.movedim(-1, 1).contiguous() if channels_first else grid
 
     def coalesce(self, reduce: str = "sum") -> SparseConvTensor:
-        """Each site once, sorted, with the "sum", "mean", "max" or "min" of its rows' features.
+        """Merge rows of the same site, by the "sum", "mean", "max" or "min" of their features. The result's sites are
+        sorted.
 
-        This is differentiable and deterministic: rows are reduced in order, and added up in float32 or wider. It waits
-        for the device. The result has no rulebooks.
+        This is differentiable and deterministic: rows are reduced in order, and summed in float32 or wider. The host
+        waits for the device. The result has no rulebooks.
 
         Raises:
             TypeError: the features are integers.
@@ -234,7 +237,7 @@ class SparseConvTensor:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether the tensor holds data, and is not a compiler's description."""
+    """Whether the tensor has data, and is no fake tensor of a compiler."""
     return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)
 
 

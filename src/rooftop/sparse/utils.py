@@ -1,4 +1,4 @@
-"""The names of `spconv.pytorch.utils`. This file has spconv's name, so that a program only changes the imported
+"""The names of `spconv.pytorch.utils`, in a file with spconv's name, so that a program only changes the imported
 package.
 """
 

@@ -1,14 +1,14 @@
-"""Voxelization: which points are in which cell of a grid, and the features of a cell.
+"""Voxelization: find which points are in which cell of a grid, and compute the features of each cell.
 
-A point p is in the cell floor((p - low) / size) of each dimension, in float32 (float64 for points in float64), with
-IEEE 754 division. So a GPU and a CPU find the same cell, and so does spconv. Points are sorted by the int64 key of
-their cell, stably, so that nothing depends on the order in which threads run. A point outside of the grid, or with NaN,
+In each dimension, a point p is in the cell floor((p - low) / size), computed in float32 (float64 for points in float64)
+with IEEE 754 division. So GPU, CPU and spconv find the same cell. Points are sorted by the int64 key of their cell with
+a stable sort, so that results do not depend on the order in which threads run. A point outside the grid, or with NaN,
 is in no voxel.
 
-There are two rules for where a grid ends. `voxelize` takes every point of its range, low <= p < high in the points'
-dtype; if the cells do not divide the range, the last cell extends beyond it. `PointToVoxel` has spconv's rule: as many
-whole cells as come nearest to the range. So up to half a cell of the range is excluded, or up to half a cell beyond the
-range is included.
+There are two rules for where a grid ends. `voxelize` takes every point in its range, low <= p < high in the points'
+dtype. If the cells do not divide the range, the last cell extends beyond the range. `PointToVoxel` follows spconv's
+rule: it rounds the range to the nearest number of whole cells. So it excludes up to half a cell of the range, or
+includes up to half a cell beyond the range.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from rooftop.sparse.geometries import MAX_DIMS, NO_KEY
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "max", "sum", "first")
-MOST_CELLS = 2**31  # cells of a dimension: indices are int32
+MOST_CELLS = 2**31  # maximum cells per dimension, since indices are int32
 
 # ---- the grid --------------------------------------------------------------------------------------------------
 
 
 class Grid(NamedTuple):
-    """A grid of cells. Each field has one value for each dimension, in the order of the points' coordinates.
+    """A grid of cells. Each field has one value per dimension, in the order of the points' coordinates.
 
     Attributes:
-        low: where the first cell begins.
+        low: start of the first cell.
         sizes: size of a cell.
         shape: number of cells.
-        high: points from here on are outside; None: the grid ends with its last cell.
+        high: end of the range, from which on points are outside; None: the grid ends with its last cell.
     """
 
     low: tuple[float, ...]
@@ -46,14 +46,14 @@ class Grid(NamedTuple):
     high: tuple[float, ...] | None = None
 
 
-_WHOLE = 1e-6  # tolerance for the number of cells: 40 / 0.16 and 70.4 / 0.1 are integers, though not in float64
+_WHOLE = 1e-6  # tolerance for the number of cells: 40 / 0.16 and 70.4 / 0.1 are integers, but not in float64
 
 
 def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_spconv: bool = False) -> Grid:
-    """The grid for a range (all low ends, then all high ends): the cells that cover it.
+    """Make the grid that covers a range (all low ends, then all high ends).
 
     Args:
-        as_spconv: use spconv's rule, the number of whole cells nearest to the range.
+        as_spconv: whether to use spconv's rule, which rounds the range to the nearest number of whole cells.
 
     Raises:
         TypeError: an argument is not a sequence of numbers.
@@ -80,7 +80,7 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_s
         raise ValueError(f"a range must be finite and have its low ends below its high ends, got {list(ends)}")
     if as_spconv:
         first, last, step = (torch.tensor(values, dtype=torch.float32) for values in (low, high, sizes))
-        counts = ((last - first) / step + 0.5).floor().tolist()  # half a cell becomes one
+        counts = ((last - first) / step + 0.5).floor().tolist()  # half a cell rounds up to one cell
     else:
         counts = [_covering((b - a) / size) for a, b, size in zip(low, high, sizes, strict=True)]
     if not all(1 <= count <= MOST_CELLS for count in counts) or math.prod(counts) >= NO_KEY:
@@ -98,27 +98,28 @@ def _covering(cells: float) -> float:
 
 @torch.no_grad()
 def _cells(points: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The cell (N, dims) int64 of each point, and whether it is in the grid, (N,)."""
+    """Compute the cell (N, dims) int64 of each point, and whether the point is in the grid, (N,)."""
     at = points[:, : len(grid.shape)]
     at = at if at.dtype == torch.float64 else at.float()
-    # Divide by a tensor: instead of dividing by a number, a GPU would multiply by its rounded reciprocal.
+    # Divide by a tensor. By a Python number, a GPU would multiply with the number's rounded reciprocal.
     low, sizes = _on_device([grid.low, grid.sizes], at.dtype, at.device)
     cells = at.sub(low).div(sizes).floor().nan_to_num(-1.0).clamp(-1, MOST_CELLS).long()
     shape = _on_device(grid.shape, torch.int64, at.device)
     if grid.high is None:
         return cells, ((cells >= 0) & (cells < shape)).all(1)
     high = _on_device(grid.high, at.dtype, at.device)
-    # A point just below the end can be rounded into the cell beyond it.
+    # Rounding may put a point just below the end into the cell beyond the end.
     return torch.minimum(cells.clamp_min(0), shape - 1), ((at >= low) & (at < high)).all(1)
 
 
 def _on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of these values, without waiting for the device."""
+    """Make a tensor of these values on the device without waiting for the device."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _keys(cells: Tensor, inside: Tensor, shape: Sequence[int], batch: Tensor | None = None) -> Tensor:
-    """(N,) int64: batch element, then the last dimension, ..., the first; NO_KEY for points in no voxel."""
+    """The points' keys, (N,) int64, ordered by batch element, then the last dimension, ..., the first. NO_KEY for
+    points in no voxel."""
     keys = torch.zeros_like(cells[:, 0]) if batch is None else batch.long()
     for dim in reversed(range(len(shape))):
         keys = keys * shape[dim] + cells[:, dim]
@@ -129,12 +130,12 @@ def _keys(cells: Tensor, inside: Tensor, shape: Sequence[int], batch: Tensor | N
 
 
 class _ByVoxel(NamedTuple):
-    """N points sorted by voxel; points in no voxel are at the end."""
+    """N points sorted by voxel. Points in no voxel are at the end."""
 
-    order: Tensor  # (N,) the point at each position; points of a voxel keep their order
-    starts: Tensor  # (N,) whether it is the first point of its voxel
-    first: Tensor  # (N,) the position of the first point of its voxel
-    real: Tensor  # (N,) whether it is in a voxel
+    order: Tensor  # (N,) the index of the point at each position; points of a voxel keep their order
+    starts: Tensor  # (N,) whether the point is the first of its voxel
+    first: Tensor  # (N,) the position of the first point of the same voxel
+    real: Tensor  # (N,) whether the point is in a voxel
 
 
 def _by_voxel(keys: Tensor) -> _ByVoxel:
@@ -151,16 +152,16 @@ def _by_voxel(keys: Tensor) -> _ByVoxel:
 
 
 class PointToVoxel:
-    """Assign points to slots of voxels, like spconv's class of this name: (V, P, F) for a batch of one.
+    """Assign points to slots of voxels, (V, P, F), for a batch of one, like spconv's class of this name.
 
-    The grid has the number of whole cells that comes nearest to the range, which is spconv's rule; `voxelize` covers
-    the range. Voxels are numbered in the order of their first points, and hold their points in order, until slots or
-    voxels run out. A GPU gives the same result as a CPU; spconv keeps whichever point comes first.
+    The grid follows spconv's rule, and rounds the range to the nearest number of whole cells. (`voxelize` covers the
+    whole range.) Voxels are numbered in the order of their first points, and take their points in order, until slots or
+    voxels run out. GPU and CPU return the same result. In spconv on a GPU, the order of threads decides.
 
     Attributes:
-        grid_size: cells, [z, y, x]; the `spatial_shape` of a `SparseConvTensor`.
-        vsize, coors_range: as given, [z, y, x], then the high ends.
-        num_point_features, max_num_voxels, max_num_points_per_voxel, device: as given.
+        grid_size: number of cells, [z, y, x], for the `spatial_shape` of a `SparseConvTensor`.
+        vsize, coors_range: the size of a voxel, [z, y, x], and the range: low ends [z, y, x], then high ends.
+        num_point_features, max_num_voxels, max_num_points_per_voxel, device: as passed.
     """
 
     def __init__(
@@ -176,10 +177,10 @@ class PointToVoxel:
 
         Args:
             vsize_xyz: size of a voxel, in the points' units.
-            coors_range_xyz: low ends, then high ends, of the range.
-            num_point_features: F, including the coordinates.
-            max_num_voxels: largest number of voxels.
-            max_num_points_per_voxel: P, the maximum number of points of a voxel.
+            coors_range_xyz: the range: low ends, then high ends.
+            num_point_features: F, the number of features of a point, including its coordinates.
+            max_num_voxels: maximum number of voxels.
+            max_num_points_per_voxel: P, the maximum number of points in a voxel.
             device: the device of the points.
 
         Raises:
@@ -204,35 +205,35 @@ class PointToVoxel:
     def __call__(
         self, pc: Tensor, clear_voxels: bool = True, empty_mean: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`generate_voxel_with_id` without the voxel of each point."""
+        """Run `generate_voxel_with_id`, without returning the voxel of each point."""
         return self.generate_voxel_with_id(pc, clear_voxels, empty_mean)[:3]
 
     def generate_voxel_with_id(
         self, pc: Tensor, clear_voxels: bool = True, empty_mean: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The voxels of a cloud of points. Waits for the device once, to learn their number.
+        """Voxelize a point cloud. The host waits for the device once, for the number of voxels.
 
         Args:
-            pc: (N, F) float16, bfloat16, float32 or float64, the coordinates (x, y, z) first; N may be 0.
-            clear_voxels: ignored: results are new tensors, and slots without a point are 0.
-            empty_mean: slots without a point have the mean of their voxel's points instead.
+            pc: (N, F) float16, bfloat16, float32 or float64, with the coordinates (x, y, z) first. N may be 0.
+            clear_voxels: ignored. Results are new tensors, where slots without a point are 0.
+            empty_mean: whether slots without a point get the mean of their voxel's points instead of 0.
 
         Returns:
-            voxels (V, P, F) of the points' dtype, through which gradients reach the points; indices (V, dims) int32,
-            (z, y, x); the number of points of each voxel, (V,) int32, at most P; the voxel of each point, (N,) int64,
-            -1 for none. A point without a slot in its voxel still has that voxel, as in spconv.
+            Voxels (V, P, F) in the points' dtype, through which gradients flow back to the points. Indices (V, dims)
+            int32, (z, y, x). The number of points in each voxel, (V,) int32, at most P. The voxel of each point, (N,)
+            int64, -1 for none. As in spconv, a point for which its voxel has no slot is still assigned to this voxel.
 
         Raises:
-            TypeError, ValueError: invalid points, or points on another device.
+            TypeError, ValueError: the points are invalid, or on another device.
         """
         _check_points("PointToVoxel", pc, self.ndim)
         if pc.shape[1] != self.num_point_features:
             raise ValueError(f"PointToVoxel: expected {self.num_point_features} features, got pc {tuple(pc.shape)}")
         if pc.device.type != self.device.type:
-            raise ValueError(f"PointToVoxel: made for points on {self.device}, got them on {pc.device}: pass device=")
+            raise ValueError(f"PointToVoxel: expected points on {self.device}, got points on {pc.device}: pass device=")
         cells, inside = _cells(pc, self._grid)
         found = _by_voxel(_keys(cells, inside, self._grid.shape))
-        # the first point of each voxel, in the points' order
+        # the first point of each voxel, in the order of the points
         opens = torch.zeros_like(found.starts).scatter_(0, found.order, found.starts)
         openers = opens.nonzero().squeeze(1)[: self.max_num_voxels]
         count, slots = len(openers), self.max_num_points_per_voxel
@@ -240,7 +241,7 @@ class PointToVoxel:
         number = number.where(found.real & (number < count), -1)
         slot = torch.arange(len(pc), device=pc.device) - found.first
         lies = (number >= 0) & (slot < slots)
-        # an additional slot takes the points that are in no voxel
+        # an additional slot collects the points that are in no voxel
         place = (number * slots + slot).where(lies, count * slots)
         voxels = pc.new_zeros(count * slots + 1, pc.shape[1]).index_copy(0, place, pc.index_select(0, found.order))
         voxels = voxels[:-1].view(count, slots, pc.shape[1])
@@ -260,28 +261,28 @@ def voxelize(
     reduce: str = "mean",
     batch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One row of features for each voxel that has a point, as input for a `SparseConvTensor`.
+    """Compute one row of features for each voxel that has a point, for a `SparseConvTensor`.
 
-    Waits for the device once, to learn the number of voxels; in a grid of 2^32 cells or more twice, to check that int64
-    keys can distinguish its batch elements.
+    The host waits for the device once, for the number of voxels. With a grid of 2^32 cells or more, it waits twice, to
+    check that int64 keys can represent all batch elements.
 
     Args:
-        points: (N, F) float16, bfloat16, float32 or float64, the coordinates (x, y, z) first; N may be 0.
-        voxel_size: size in x, y, z, in the points' units; 1 to 4 dimensions.
-        coordinate_range: low ends, then high ends: all points from the low ends (included) to the high ends (excluded)
-            are in a voxel. The grid is `voxel_grid(voxel_size, coordinate_range)`, whose last cells may extend beyond
-            the range.
-        reduce: "mean", "max" or "sum" of a voxel's points, or the "first" of its points.
-        batch: (N,) int32 or int64, the batch element of each point, -1 for points that belong to none; None: all points
-            are one cloud.
+        points: (N, F) float16, bfloat16, float32 or float64, with the coordinates (x, y, z) first. N may be 0.
+        voxel_size: size of a voxel in x, y, z, in the points' units, with 1 to 4 dimensions.
+        coordinate_range: low ends, then high ends. All points from the low ends (inclusive) to the high ends
+            (exclusive) are in a voxel. The grid is `voxel_grid(voxel_size, coordinate_range)`, whose last cells may
+            extend beyond the range.
+        reduce: the features of a voxel: the "mean", "max" or "sum" of its points, or its "first" point.
+        batch: (N,) int32 or int64, the batch element of each point, or -1 for points to leave out. None: all points are
+            one cloud.
 
     Returns:
-        features (V, F) of the points' dtype, through which gradients reach the points; points that tie for a maximum
-        share its gradient; indices (V, 1 + dims) int32, (batch, z, y, x), sorted. Sums are float32 (float64 for
-        float64), in the order of the points: the bits are the same each time.
+        Features (V, F) in the points' dtype, through which gradients flow back to the points. Points that tie for a
+        maximum share its gradient. Indices (V, 1 + dims) int32, (batch, z, y, x), sorted. Sums are float32 (float64 for
+        float64) in the order of the points, so results are the same bit for bit in each run.
 
     Raises:
-        TypeError, ValueError: invalid points, grid, batch or reduction.
+        TypeError, ValueError: the points, the grid, the batch or the reduction is invalid.
     """
     if reduce not in REDUCTIONS:
         raise ValueError(
@@ -294,7 +295,7 @@ def voxelize(
     if batch is not None:
         inside &= batch >= 0
     found = _by_voxel(_keys(cells, inside, grid.shape, batch))
-    places = found.starts.nonzero().squeeze(1)  # index of the first point of each voxel, among the sorted points
+    places = found.starts.nonzero().squeeze(1)  # position of the first point of each voxel among the sorted points
     firsts = found.order[places]
     element = torch.zeros_like(firsts) if batch is None else batch[firsts].long()
     indices = torch.cat([element[:, None], cells[firsts].flip(1)], 1).int()
@@ -309,7 +310,7 @@ def voxelize(
 
 
 def voxel_grid(voxel_size: Sequence[float], coordinate_range: Sequence[float]) -> list[int]:
-    """Cells of a range, [z, y, x]: the `spatial_shape` for the result of `voxelize`.
+    """The number of cells in a range, [z, y, x], for the `spatial_shape` of `voxelize`'s result.
 
     Raises:
         ValueError: as `voxelize`.
@@ -318,11 +319,12 @@ def voxel_grid(voxel_size: Sequence[float], coordinate_range: Sequence[float]) -
 
 
 def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor, invalid_value: float = 0) -> Tensor:
-    """The features of each point's voxel: (N, ...) from (V, ...) and the voxel of each point, (N,), -1 for none.
+    """Gather the features of each point's voxel: (N, ...) from (V, ...) and the voxel of each point, (N,), -1 for none.
 
     Args:
-        seg_res_features: features of voxels, as a network returns them.
-        pc_voxel_id: from `PointToVoxel.generate_voxel_with_id`; moved to the device of the features.
+        seg_res_features: features of the voxels, such as a network's output.
+        pc_voxel_id: the voxel of each point, from `PointToVoxel.generate_voxel_with_id`. It is moved to the device of
+            the features.
         invalid_value: the value for points in no voxel.
     """
     ids = pc_voxel_id.to(seg_res_features.device)
@@ -337,7 +339,7 @@ def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor
 
 
 def _filled(voxels: Tensor, numbers: Tensor) -> Tensor:
-    """Voxels (V, P, F), with the mean of their points in slots without a point."""
+    """Fill slots without a point in voxels (V, P, F) with the mean of the voxel's points."""
     wide = torch.promote_types(voxels.dtype, torch.float32)
     mean = voxels.sum(1, keepdim=True, dtype=wide) / numbers.view(-1, 1, 1)
     taken = torch.arange(voxels.shape[1], device=voxels.device) < numbers[:, None]
@@ -368,6 +370,6 @@ def _check_batch(points: Tensor, batch: Tensor | None, cells: int) -> None:
         )
     if cells >= 2**32 and batch.numel() and (int(batch.max()) + 1) * cells >= NO_KEY:
         raise ValueError(
-            f"voxelize: batch elements up to {int(batch.max())} of {cells} cells each are 2^63 or more, too many for "
-            "int64 keys: use larger voxels or a smaller range"
+            f"voxelize: batch elements up to {int(batch.max())} of {cells} cells each give 2^63 cells or more, too "
+            f"many for int64 keys: use larger voxels or a smaller range"
         )

@@ -1,6 +1,6 @@
-"""The order of the dimensions in a sparse convolution's weight: the layouts of spconv's versions.
+"""The layouts of spconv's versions: the order of the dimensions in a sparse convolution's weight.
 
-The table in `checkpoints.py` says which version saved which.
+The table in `checkpoints.py` says which version saved which layout.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ OWN_VERSION = 2
 
 
 def fitting(weight: Tensor, shape: tuple[int, ...]) -> list[str]:
-    """The layouts in which this weight can have shape (out, *kernel, in); one name for those that are the same."""
+    """The layouts in which this weight can have shape (out, *kernel, in). Equal layouts are listed under one name."""
     if weight.dim() != len(shape):
         return []
     found = [layout for layout in LAYOUTS if tuple(as_krsc(weight, layout).shape) == shape]
     if "KRSC" not in found:
         return found
-    whole = torch.empty(shape, device="meta")  # a permuted view stays contiguous if only dimensions of size 1 move
+    whole = torch.empty(shape, device="meta")  # a permuted view is still contiguous if only dimensions of size 1 move
     return [layout for layout in found if layout == "KRSC" or not as_krsc(whole, layout).is_contiguous()]
 
 
 def as_krsc(weight: Tensor, layout: str) -> Tensor:
-    """A view of a weight in this layout as (out, *kernel, in)."""
+    """View a weight that is in this layout as (out, *kernel, in)."""
     if layout == "RSKC":
         return weight.movedim(-2, 0)
     return weight.movedim(-1, 0) if layout == "RSCK" else weight

@@ -258,7 +258,7 @@ def test_operators_that_take_lists_cost_the_types_of_these() -> None:
     assert (added.record.cost.read_bytes, added.record.cost.write_bytes) == (19 * 2, 19 * 2)
     assert joined_up.record.cost == Cost(18 * 8, 18 * 8)
     assert unknown.record.cost is None
-    assert "types of the tensors in a list are not known" in unknown.record.uncovered
+    assert "dtypes of the tensors in a list were not recorded" in unknown.record.uncovered
 
 
 # Sizes that may change.

@@ -186,7 +186,7 @@ def test_a_list_of_tensors_without_shapes_is_not_made_up() -> None:
 @pytest.mark.parametrize("known", [{}, {2: [((bf16, 10), (bf16, 11)), None]}, {1: [None, None]}, {1: []}])
 def test_the_types_of_a_list_are_not_guessed(known: ListedTensors) -> None:
     event = Event("aten::cat", ["TensorList", "Scalar"], [[[2, 3], [4, 3]], []], ["", "0"])
-    with pytest.raises(NotReconstructedError, match="the types of the tensors in a list are not known"):
+    with pytest.raises(NotReconstructedError, match="the dtypes of the tensors in a list were not recorded"):
         reconstructed(event, known)
 
 
@@ -347,7 +347,10 @@ def test_an_unknown_operator_says_so(name: str) -> None:
     [
         (Event("aten::mm", ["float"], [[3, 4]]), "1 arguments were recorded, 2 are expected"),
         (Event("aten::mm", ["float", "float"], [[3, 4], [5, 6]]), "aten.mm.default"),
-        (Event("aten::mm", ["float", "Scalar"], [[3, 4], []], ["", "2"]), "Scalar was recorded, Tensor is expected"),
+        (
+            Event("aten::mm", ["float", "Scalar"], [[3, 4], []], ["", "2"]),
+            "Scalar was recorded, but the operator takes Tensor",
+        ),
         (Event("aten::mm", ["float", "TensorList"], [[3, 4], [[4, 5]]]), "a list of tensors was recorded"),
         (Event("aten::cat", ["float", "Scalar"], [[3], []], ["", "0"]), "a tensor was recorded"),
     ],

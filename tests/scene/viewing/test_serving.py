@@ -589,7 +589,7 @@ def test_beyond_loopback_there_is_a_warning(
     monkeypatch.setattr("rooftop.cli.scene_view.wait_for_interrupt", interrupted)
     ball = str(world.meshes[0].path)
     assert main(["scene", "view", ball, "--device", "cpu", "--host", "0.0.0.0"]) == 0
-    assert "warning: --host 0.0.0.0 admits other machines" in capsys.readouterr().err
+    assert "warning: --host 0.0.0.0 lets other machines connect" in capsys.readouterr().err
     assert main(["scene", "view", ball, "--device", "cpu"]) == 0
     assert capsys.readouterr().err == ""
 

@@ -214,7 +214,7 @@ def test_out_of_memory_on_a_cpu_is_one_line_too() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.zeros(1 << 50).sum()
 
-    words = r"out of memory in step 1 \(the CPU has no memory for 4194304\.00 GiB more\): use a smaller run\.batch"
+    words = r"out of memory in step 1 \(the CPU cannot allocate 4194304\.00 GiB more\): use a smaller run\.batch"
     with pytest.raises(ModelRunError, match=words):
         fit(task(Grows()), recipe(), device="cpu")
 

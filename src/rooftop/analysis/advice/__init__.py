@@ -1,9 +1,8 @@
-"""Find changes that would make the step faster, and compute their gains from measurements; no advice is a fixed
-text.
+"""Find changes that would make the step faster, and predict their gains from measurements.
 
 Each rule reads the measured operators, predicts a gain in ms and names its evidence. Gains are predicted one at a time.
-Two gains that save the same time (fusion and a faster kernel) do not add up. A gain that the noise of the wall time
-could hide is not offered.
+Two gains that save the same time (fusion and a faster kernel) do not add up. `advise` drops a gain that is smaller than
+the noise of the wall time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rooftop.analysis.report_contents import Advice
 
 
 def advise(findings: Findings) -> list[Advice]:
-    """All useful advice, the largest gain first. Each gain has an interval that follows from the noise."""
+    """All useful advice, the largest gain first. The noise of the wall time gives each gain an interval."""
     advice = [item for rule in RULES for item in rule(findings)]
     least_ms = max(LEAST_GAIN * findings.summary.wall_ms, findings.noise_ms)
     worth_it = [_with_interval(item, findings) for item in advice if item.gain_ms >= least_ms]
@@ -29,7 +28,7 @@ def advise(findings: Findings) -> list[Advice]:
 
 
 def _with_interval(item: Advice, findings: Findings) -> Advice:
-    """A gain reduces the wall time, so it is as uncertain as the wall time."""
+    """Add an interval to a gain. The gain is as uncertain as the wall time, which it reduces."""
     low_ms, high_ms = findings.summary.wall_low_ms, findings.summary.wall_high_ms
     if low_ms is None or high_ms is None:
         return replace(item, low_ms=None)

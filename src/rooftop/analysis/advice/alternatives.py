@@ -1,5 +1,5 @@
-"""Time operators of a step in another dtype, layout or kernel, on this machine during the analysis, so that advice only
-promises measured gains.
+"""Time operators of a step in another dtype, layout or kernel, on this machine, so that advice promises only measured
+gains.
 
 The gain of bfloat16 or channels last for a convolution, a batch norm, a matrix product or an attention depends on the
 libraries' kernels, and no model of the hardware predicts it. So each operator is repeated alone, on random data of the
@@ -32,9 +32,9 @@ def repeated_ratios(
 ) -> dict[CallSpec | None, float]:
     """For recorded calls, the time in another dtype or layout divided by the original time.
 
-    The longest calls are timed: at most `MOST_CALLS`, which together take `MOST_TIME` of the time. Other calls get the
-    mean ratio of their kind (see `_kind`). If no call of a kind could be timed, its calls keep their times, so no gain
-    is promised.
+    Only the longest calls are timed: at most `MOST_CALLS`, until they cover the share `MOST_TIME` of the time. Other
+    calls get the mean ratio of their kind (see `_kind`). If no call of a kind could be timed, its calls keep their
+    times, so no gain is promised.
 
     Args:
         operators: recorded operators; kinds other than those in `_TIMED_AGAIN` are ignored.
@@ -102,19 +102,20 @@ _TIMED_AGAIN = {
     *("aten::native_group_norm", "aten::native_group_norm_backward"),
     *(f"aten::{name}{way}" for name in (*_POOLINGS, *_RESIZINGS) for way in ("", "_backward")),
 }
-"""Matrix work, and operators with special kernels for a dtype or layout. The time of other operators follows from their
-bytes.
+"""Matrix work, and operators with special kernels for a dtype or layout. The time of all other operators follows from
+their bytes.
 """
 
 
 MOST_NORMS = 3
-"""Shapes of layer norms, forward and backward, that are timed: the first call of each compiles its kernels."""
+"""Largest number of layer norm shapes (forward and backward) to time, since the first call of each shape compiles
+kernels."""
 
 
 def layer_norms_ms(rows: Sequence[OperatorRow]) -> list[float]:
     """Time in ms of the calls in these rows of the table, with Rooftop's layer norm.
 
-    The longest rows are timed; other rows get the mean ratio of their direction.
+    The longest rows are timed; other rows get the mean ratio of their direction (forward or backward).
     """
     by_direction: dict[str, list[OperatorRow]] = {}
     for row in sorted(rows, key=lambda row: -row.measured_ms):
@@ -139,7 +140,7 @@ def _layer_norm_of(row: OperatorRow) -> tuple[bool, int, int, int, str]:
 
 @lru_cache(maxsize=256)
 def _layer_norm_ms(backward: bool, rows: int, columns: int, parameters: int, dtype: str) -> float:
-    """Times on a GPU; see `layer_norms_ms`."""
+    """Time the layer norms on a GPU; see `layer_norms_ms`."""
     from rooftop.kernels import layer_norm
 
     def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The effect of autocast on a float32 step: the tensors that would be bfloat16, and the casts that it adds.
+"""The effect of autocast on a float32 step: which tensors become bfloat16, and which casts autocast adds.
 
 Autocast decides operator by operator: matrix work takes bfloat16, sums and logarithms take float32, and all other
 operators keep their inputs' dtype. So this module follows the memory of a recorded step from operator to operator.
@@ -79,7 +79,7 @@ def under_autocast(records: Iterable[Record], kind: str) -> list[Recast]:
     Casts are counted in the forward pass. In training each cast has a counterpart in the backward pass, which casts the
     gradient back; the caller counts these.
     """
-    half: set[int] = set()  # memory that would hold bfloat16
+    half: set[int] = set()  # memory that holds bfloat16 under autocast
     written: set[int] = set()
     cached: set[int] = set()  # tensors from outside the step, mainly parameters, are cast once
     steps = list(records)
@@ -89,7 +89,7 @@ def under_autocast(records: Iterable[Record], kind: str) -> list[Recast]:
         if _plain(record) == "_log_softmax" and record.outputs:
             logarithms[record.outputs[0].memory] = place
         elif _plain(record).startswith("nll_loss") and record.phase == "forward" and record.inputs:
-            # Both are `F.cross_entropy`, which runs in float32 on each kind of device.
+            # This loss and its `_log_softmax` form `F.cross_entropy`, which runs in float32 on CPU and GPU.
             in_float32[logarithms.get(record.inputs[0].memory, place)] = True
     return [
         _recast(record, kind, widened, half, written, cached) for record, widened in zip(steps, in_float32, strict=True)
@@ -106,7 +106,7 @@ def _recast(record: Record, kind: str, in_float32: bool, half: set[int], written
         return Recast(False, 1.0)
     name = record.name.removeprefix("aten::")
     matrix = name.removesuffix("_backward") in IN_BFLOAT16[kind]
-    if not record.outputs:  # only the profiler saw it
+    if not record.outputs:  # only the profiler recorded it
         return Recast(matrix, 1.0 if in_float32 else 0.5)
     forward = record.phase == "forward"
     floats = [t for t in record.inputs if t.dtype == torch.float32 and t.shape]
@@ -136,7 +136,7 @@ def _recast(record: Record, kind: str, in_float32: bool, half: set[int], written
 def _write(record: Record, half: set[int], written: set[int], becomes_half: bool) -> None:
     read = {t.memory for t in record.inputs}
     for tensor in record.outputs:
-        if tensor.memory not in read:  # neither a view of an input nor the input itself, changed in place
+        if tensor.memory not in read:  # the output is new memory: no view of an input, and no input changed in place
             written.add(tensor.memory)
         if becomes_half and tensor.dtype == torch.float32:
             half.add(tensor.memory)
@@ -148,11 +148,11 @@ LAYERS, REPEATS = 64, 7  # number of products in the chain whose launch is timed
 
 
 def cast_host_ms(device: str, training: bool) -> float:
-    """The host's time for a cast of autocast, timed here: an allocation, a copy and, in training, a node of the graph.
-    All together take much longer than a launch.
+    """Host time of one autocast cast: an allocation, a copy and, in training, a graph node. A cast takes the host much
+    longer than a launch.
 
     The measurement launches a chain of small products with and without autocast, forward and (for training) backward.
-    Other work of the host only adds to a time, so the shortest of several counts.
+    Other work of the host can only lengthen a measurement, so the shortest of several measurements is taken.
     """
     weights = [torch.zeros(16, 16, device=device, dtype=torch.float32, requires_grad=training) for _ in range(LAYERS)]
     x = torch.zeros(16, 16, device=device, dtype=torch.float32)

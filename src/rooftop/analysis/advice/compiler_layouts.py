@@ -3,7 +3,7 @@ torch/_inductor/graph.py, decide_layout_opt):
 
 - CPU with oneDNN: yes, if it has a convolution. The other rules are for GPUs.
 - Training: yes, unless a convolution is grouped with several channels in each group, or a convolution with a kernel
-  wider than 1 has at most half as many output channels as input channels, or all have at most 64 channels.
+  wider than 1 has at most half as many output channels as input channels, or all convolutions have at most 64 channels.
 - Inference: each class of convolutions has a relative time for channels last, from PyTorch's benchmarks. Yes, if the
   program's flops, weighted with these times, do not exceed the unweighted flops.
 """
@@ -18,8 +18,8 @@ from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import Record
 
 TIME_CHANNELS_LAST = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
-"""By class of convolution: time channels last divided by time channels first, as torch.compile assumes."""
-FEW = 300  # with this many nodes of a graph per convolution or more, the compiler keeps the layout
+"""Class of convolution -> time channels last divided by time channels first, as torch.compile assumes it."""
+FEW = 300  # at this many graph nodes per convolution, or more, the compiler keeps the layout
 
 
 def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator], on_gpu: bool) -> bool:

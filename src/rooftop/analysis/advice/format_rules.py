@@ -2,7 +2,7 @@
 
 The decisive operators, matrix work and norms, are timed in the other format with their own shapes, on the machine of
 the step (`alternatives`). The gain depends on the libraries' kernels, and no model of the hardware predicts it. All
-other operators keep their percent of roof.
+other operators are assumed to reach the same percent of their roof as before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rooftop.cost import Cost, roof
 
 
 def half_precision(findings: Findings) -> list[Advice]:
-    """The gain of autocast to bfloat16, minus the casts that it adds."""
+    """Advise autocast to bfloat16. Its gain excludes the time of the casts that autocast adds."""
     ceilings = findings.ceilings
     recasts = under_autocast((op.record for op in findings.operators), ceilings.kind)
     changed = [
@@ -52,8 +52,8 @@ def half_precision(findings: Findings) -> list[Advice]:
         Advice(
             "Run in bfloat16",
             f"{counted(len(changed), 'operator')} of {now_ms:.2f} ms in float32 would take {after_ms:.2f} ms"
-            + (f", {100 * timed_ms / now_ms:.0f}% of that timed here on their shapes" if timed_ms else "")
-            + (", at their percent of roof" if not timed_ms else "")
+            + (f" ({100 * timed_ms / now_ms:.0f}% of that time was measured here on their shapes)" if timed_ms else "")
+            + (" at their present percent of roof" if not timed_ms else "")
             + (f"; {counted(casts, 'added cast')} would take {sum(casts_ms):.2f} ms" if casts else ""),
             findings.saved_by_ms(with_casts_ms, host_ms),
             f'with torch.autocast("{ceilings.kind}", dtype=torch.bfloat16): ...',
@@ -62,7 +62,7 @@ def half_precision(findings: Findings) -> list[Advice]:
 
 
 def _casts_ms(recast: Recast, findings: Findings) -> float:
-    """Time of an operator's casts, including those of their gradients."""
+    """Time of an operator's casts, including the casts of their gradients."""
     each = sum(roof(Cost(4 * elements, 2 * elements), findings.ceilings).ms for elements in recast.casts)
     return 2 * each if findings.training else each
 
@@ -83,7 +83,7 @@ others take longer or copy their input."""
 
 
 def channels_last(findings: Findings) -> list[Advice]:
-    """The step's operators on images, timed channels last."""
+    """Advise channels last, with the step's image operators timed in that layout."""
     after = channels_last_ms(findings)
     if not after:
         return []
@@ -100,10 +100,9 @@ def channels_last(findings: Findings) -> list[Advice]:
 
 
 def channels_last_ms(findings: Findings) -> dict[int, float]:
-    """Time in ms of operators on images in channels last, by `id` of the operator.
+    """Time in ms of each image operator in channels last, by `id` of the operator.
 
-    Empty if most images are already channels last, or if the operators are so near to their roof that little can be
-    gained.
+    Empty if most images are already channels last, or if the operators are too near their roof to gain much.
     """
     if "channels last" not in findings.timed:
         findings.timed["channels last"] = _timed_channels_last(findings)

@@ -1,13 +1,13 @@
 """Predict which operators a compiler would fuse into one kernel, and the remaining memory traffic.
 
 Elementwise operators, copies and reductions along rows are joined with their neighbours in the data flow. A value that
-one operator of a kernel writes and another reads stays in registers. Products, convolutions and attention stay separate
-kernels, which read their inputs from memory and write their results there. So fusing an activation between two products
-saves nothing, but fusing it with a norm or a sum saves a write and a read.
+one operator of a kernel writes and another operator of the same kernel reads stays in registers. Products, convolutions
+and attention stay separate kernels, which read their inputs from memory and write their results there. So fusing an
+activation between two products saves nothing, but fusing it with a norm or a sum saves a write and a read.
 
 For a GPU a compiler also writes the kernels of norms, sums and copies that have no neighbour to join. Many of PyTorch's
-own kernels are far below the memory's rate, because they are written for every shape, while the compiler's kernels are
-for one shape. On a CPU PyTorch's own kernels are as fast as the compiler's.
+own kernels stay far below the memory's rate, because they are written for every shape. The compiler's kernels are
+written for one shape. On a CPU PyTorch's own kernels are as fast as the compiler's.
 
 A kernel of joined operators reads each input once, and writes the results that other kernels read or the program keeps.
 A backward kernel may compute a value of the forward pass again instead of reading it, if that moves less memory.
@@ -36,12 +36,12 @@ ROW_REDUCTIONS = {
     *("_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "batch_norm_with_update"),
     *("batch_norm_backward",),
 }
-"""Reductions over part of a tensor whose results are used together with all its elements."""
+"""Operators that reduce parts of a tensor, then combine the results with all elements of the tensor."""
 SUMS_OVER_ROWS = {
     *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_batch_norm_backward", "batch_norm_backward"),
     *("cudnn_batch_norm_backward", "native_group_norm_backward"),
 }
-"""Operators that also need sums over all rows, which take a second pass over the kernel's input."""
+"""Operators that also need sums over all rows. The sums take a second pass over the kernel's input."""
 BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm_with_update"}
 """Operators that also need sums over all rows in training."""
 LONGEST_ROW_BYTES = 64 * 1024  # bytes of a row that one block keeps on the chip; longer rows are read twice
@@ -62,9 +62,7 @@ COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "constant_pad_nd"}
 
 @dataclass
 class Fused:
-    """The number of operators that would be compiled, the number of resulting kernels, and their time before and after,
-    in ms.
-    """
+    """How many operators a compiler would fuse, into how many kernels, and their time before and after, in ms."""
 
     operators: int = 0
     kernels: int = 0
@@ -80,16 +78,17 @@ Value = tuple[int, int]
 class _Node:
     """One operator in the data flow."""
 
-    reads: dict[Value, int] = field(default_factory=dict)  # and the bytes of the value
+    reads: dict[Value, int] = field(default_factory=dict)  # value -> its bytes
     writes: dict[Value, int] = field(default_factory=dict)
     joins: bool = False
-    alone: bool = False  # whether it gets a compiled kernel of its own
+    alone: bool = False  # whether the compiler writes a separate kernel for it
     elements: int = 0
     level: int = 0  # number of separate kernels on the longest path to it
 
 
 def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
-    """The operators for which a compiler would write kernels, except for operators that would gain nothing.
+    """Count the operators that a compiler would fuse, and predict their time. Groups that would gain nothing are left
+    out.
 
     Args:
         operators: the operators, in order of execution. Operators without a record of their tensors (in the optimizer,
@@ -143,7 +142,7 @@ def _flow(operators: Sequence[MeasuredOperator]) -> list[_Node]:
 
 
 def _gains_alone(op: MeasuredOperator) -> bool:
-    """Whether a compiler's kernel for only this operator may be faster than PyTorch's.
+    """Whether a compiled kernel for this operator alone may be faster than PyTorch's kernel.
 
     PyTorch's elementwise kernels already move each byte only once.
     """
@@ -166,7 +165,7 @@ def _joins(op: MeasuredOperator) -> bool:
 
 
 def _crosses(op: MeasuredOperator) -> bool:
-    """Whether an operator copies between the memory of the host and of the GPU, which no kernel does."""
+    """Whether an operator copies between host and GPU memory. No kernel does such a copy."""
     return any("HtoD" in kernel or "DtoH" in kernel for kernel in op.kernels)
 
 
@@ -186,7 +185,7 @@ def _along_rows(op: MeasuredOperator) -> bool:
 
 
 def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
-    """For each kernel that a compiler writes, the positions of its operators, by the position of the first.
+    """The kernels that a compiler writes: position of the first operator -> positions of all operators in the kernel.
 
     The operators of a group are connected, work on the same number of elements, and have no other kernel between them.
     """
@@ -255,14 +254,15 @@ class _Traffic:
         return read
 
     def _is_kept(self, value: Value, group: int) -> bool:
-        """Whether a value is written: another kernel reads it, or no operator does, so the program keeps it."""
+        """Whether a value must be written to memory: another kernel reads it, or no operator does, so the program keeps
+        it."""
         readers = [self._group_of.get(place) for place in self._readers[value]]
         return not readers or any(
             reader is None or (reader != group and not self._computed_again(group, reader)) for reader in readers
         )
 
     def _computed_again(self, forward: int, backward: int) -> bool:
-        """Whether a backward group computes the values of a forward group again, from the inputs of that group."""
+        """Whether a backward group recomputes the values of a forward group from the forward group's inputs."""
         if self._operators[forward].record.phase != "forward" or self._operators[backward].record.phase != "backward":
             return False
         known = self._again.get((forward, backward))
@@ -283,7 +283,8 @@ class _Traffic:
         return any(_plain(op) in SUMS_OVER_ROWS or (_plain(op) in BATCH_STATISTICS and _trains(op)) for op in members)
 
     def _has_long_rows(self, place: int) -> bool:
-        """Whether an operator reduces rows that are too long for one block to keep on the chip: they are read twice."""
+        """Whether an operator reduces rows that are too long for one block to keep on the chip, and so reads them
+        twice."""
         op = self._operators[place]
         first = op.record.inputs[0]
         row_bytes = (first.shape[-1:] or (1,))[0] * first.dtype.itemsize
@@ -298,10 +299,11 @@ def _trains(op: MeasuredOperator) -> bool:
 
 
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
-    """The share of their roof that the best quarter of this step's elementwise operators, by bytes, reaches.
+    """The share of the roof that this step's best elementwise operators reach: the best quarter, weighted by bytes.
 
-    `USUAL_SHARE` if there are none. Compiled kernels are assumed to reach this share as well. Slower eager kernels say
-    little about compiled ones, since some are limited by arithmetic (powers in bfloat16), others by index computations.
+    `USUAL_SHARE` if the step has no elementwise operators. Compiled kernels are assumed to reach this share as well.
+    The slower eager kernels say little about compiled ones: arithmetic (powers in bfloat16) or index computations limit
+    them.
     """
     seen = []
     for op, node in zip(operators, nodes, strict=True):

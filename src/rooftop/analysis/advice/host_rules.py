@@ -11,10 +11,11 @@ from rooftop.hardware.page_faults import KEEP_MEMORY, MANY
 
 
 def launch_gap(findings: Findings) -> list[Advice]:
-    """Advise a CUDA graph, or else a larger batch. Both remove the same gap, so there is one item for both.
+    """Advise a CUDA graph, or a larger batch if the step cannot be captured. Both remove the same gap, so only one is
+    advised.
 
-    In a replayed graph, a kernel follows the previous one at once. If the host waits for values of the step, a graph
-    cannot contain the step. A larger batch helps then, because it takes no more host time, unless the host itself
+    In a replayed graph, each kernel starts right after the previous one. A graph cannot contain a step in which the
+    host waits for values. A larger batch then helps, because it takes no more host time, unless the host itself
     computes on the samples.
     """
     if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0 or not findings.summary.busy_ms:
@@ -59,7 +60,7 @@ def _larger_batch(findings: Findings) -> list[Advice]:
 
 
 def host_synchronizations(findings: Findings) -> list[Advice]:
-    """Advise against waits for values: after the host has waited for the device, the device waits for the host."""
+    """Advise against host waits for GPU values: after the host has waited for the GPU, the GPU waits for the host."""
     if findings.plain is None or not findings.plain.waiting_ms:
         return []
     places = Counter(
@@ -115,7 +116,7 @@ def data_loading(findings: Findings) -> list[Advice]:
     """Advise on a loader whose batches are not ready when the step needs them."""
     if findings.plain is None:
         return []
-    # a single step, which may have been slow
+    # the loading time is from a single step, which may have been slow
     loading_ms = gain_ms = min(findings.plain.loading_ms, findings.summary.wall_ms)
     if findings.on_gpu:  # work that overlaps the GPU's is already hidden
         gain_ms = min(loading_ms, findings.gaps.launch_gap_ms)
@@ -130,15 +131,16 @@ def data_loading(findings: Findings) -> list[Advice]:
 
 
 def freed_memory(findings: Findings) -> list[Advice]:
-    """Advise on memory pages that malloc, on a CPU, returns to the system and requests again in each step."""
+    """Advise keeping freed memory: on a CPU, malloc returns pages to the system and requests them again in each
+    step."""
     faults, threads = findings.faults, findings.ceilings.threads
     if faults.count < MANY:
         return []
     return [
         Advice(
             "Keep freed memory in the process",
-            f"each step takes {faults.count:,.0f} pages of memory from the system again, which works for them "
-            f"{faults.system_ms:.2f} ms, all threads together",
+            f"each step takes {faults.count:,.0f} pages of memory from the system again; the system needs "
+            f"{faults.system_ms:.2f} ms for them, all threads together",
             faults.step_ms(threads),
             KEEP_MEMORY,
             low_ms=faults.system_ms / threads,

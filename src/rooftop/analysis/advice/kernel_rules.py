@@ -13,18 +13,18 @@ from rooftop.analysis.formats import percent_text
 from rooftop.analysis.report_contents import Advice, OperatorRow
 
 CALLED_MS = 0.1
-"""Assumed time on a CPU for a call of a compiled function before its kernels run, in which it checks its guards."""
+"""Assumed time that a call of a compiled function takes on a CPU before its kernels run, to check its guards."""
 AHEAD = 0.5
-"""If the host needs less than this part of the GPU's busy time after compilation, it stays ahead of the GPU in the
-compiled step, too. (The compiled step launches fewer kernels but checks guards, so its host time may exceed
+"""If the host needs less than this share of the GPU's busy time after compilation, the host stays ahead of the GPU in
+the compiled step, too. (The compiled step launches fewer kernels but checks guards, so its host time may exceed
 today's.)"""
 
 
 def pointwise_fusion(findings: Findings) -> list[Advice]:
-    """Operators that a compiler would join into kernels that move less memory (see `fusion`).
+    """Advise torch.compile for operators that it would fuse into kernels that move less memory (see `fusion`).
 
-    torch.compile also changes the layout of images and pads matrix products. If the host is the bottleneck, or would be
-    with faster kernels, and the step can be captured, the advice is for the mode that replays a CUDA graph.
+    torch.compile also changes the layout of images and pads matrix products. The advice is the CUDA graph mode if the
+    step can be captured and the host is the bottleneck, or would be with faster kernels.
     """
     found = fused(findings.operators, findings.ceilings)
     if not found.operators or findings.traced_more_ms is None:
@@ -45,9 +45,9 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
     replayed = findings.on_gpu and findings.capturable and not keeps_ahead
     if replayed:
         saved_ms = findings.saved_in_graph_ms(labelled_ms)
-        evidence += f"; replayed from a CUDA graph, the launch gap of {findings.gaps.launch_gap_ms:.2f} ms goes, too"
+        evidence += f"; replay from a CUDA graph also removes the launch gap of {findings.gaps.launch_gap_ms:.2f} ms"
         if findings.summary.device_bound and findings.host_ms is not None:
-            evidence += f" (launched one by one, the host's {findings.host_ms:.2f} ms might set the pace)"
+            evidence += f" (without a graph, the host's {findings.host_ms:.2f} ms for launches might set the pace)"
     else:
         saved_ms = findings.saved_ms(labelled_ms, -findings.launched_ms(found.operators - found.kernels))
     return [
@@ -69,19 +69,19 @@ def saved_by_layout_ms(findings: Findings) -> float:
         op.measured_ms - after[id(op)]
         for op in findings.operators
         if id(op) in after
-        and any(part in op.record.name for part in ("convolution", "max_pool2d"))  # other operators are fused
+        and any(part in op.record.name for part in ("convolution", "max_pool2d"))  # `fused` counts the other operators
     )
 
 
 def saved_by_padding_ms(findings: Findings) -> float:
-    """Time saved by padding matrix products. torch.compile pads them too if that is faster."""
+    """Time saved if torch.compile pads matrix products. It pads the products that become faster."""
     after = padded_ms(findings)
     return sum(op.measured_ms - after[id(op)] for op in findings.operators if id(op) in after)
 
 
 def uneven_kernels(findings: Findings) -> list[Advice]:
-    """Shapes of an operator that are further from the roof than the better half (by time) of the operator's shapes in
-    the same run.
+    """Advise on uneven operators: some shapes are further from the roof than the better half, by time, of the
+    operator's shapes.
     """
     families: dict[tuple[str, str], list[OperatorRow]] = defaultdict(list)
     for row in findings.rows:
@@ -110,7 +110,7 @@ def uneven_kernels(findings: Findings) -> list[Advice]:
 
 
 def layer_norms(findings: Findings) -> list[Advice]:
-    """Rooftop's layer norm, timed now on the shapes of the step."""
+    """Advise Rooftop's layer norm, timed now on the shapes of the step."""
     if findings.ceilings.kind != "cuda" or findings.plain is None:
         return []
     rows = [row for row in findings.rows if row.name in LAYER_NORMS and row.measured_ms > 0]

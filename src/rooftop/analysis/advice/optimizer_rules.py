@@ -1,4 +1,4 @@
-"""Advice about the optimizer: time PyTorch's fused kernel for it on parameters of the same shapes."""
+"""Advice about the optimizer: time PyTorch's fused kernel for this optimizer on parameters of the same shapes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rooftop.analysis.report_contents import Advice
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 """Optimizers for which PyTorch 2.11 has a fused kernel on a GPU."""
-MOST_MEMORY = 0.5  # share of the free memory, since copies of parameters, gradients and state are allocated
+MOST_MEMORY = 0.5  # largest share of the free memory for the copies of parameters, gradients and state
 
 
 def fused_optimizer(findings: Findings) -> list[Advice]:
-    """The time that `fused=True` saves."""
+    """Advise `fused=True`, with the time that it saves."""
     if not (findings.repeatable and findings.on_gpu) or len(findings.optimizers) != 1:
         return []
     (optimizer,) = findings.optimizers
@@ -53,11 +53,11 @@ def _can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
 def fused_step_ms(optimizer: torch.optim.Optimizer) -> float | None:
     """Time in ms for which a fused step of the same optimizer keeps the GPU busy.
 
-    None if parameters of the same shapes do not fit in addition to the existing ones.
+    None if the memory cannot hold a second copy of the parameters.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device
-    needed = 4 * sum(p.numel() * p.element_size() for p in parameters)  # with gradients and two states
+    needed = 4 * sum(p.numel() * p.element_size() for p in parameters)  # parameters, gradients and two states
     if needed > MOST_MEMORY * torch.cuda.mem_get_info(device)[0]:
         return None
     with torch.random.fork_rng([device]), torch.enable_grad():

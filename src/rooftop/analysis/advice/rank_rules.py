@@ -16,10 +16,10 @@ def rank_advice(ranks: Ranks) -> list[Advice]:
         Advice(
             "Overlap communication with computation",
             f"collectives take {fmean(row.communication_ms for row in rows):.2f} ms of a step of "
-            f"{ranks.wall_ms:.2f} ms; for {ranks.transfer_ms:.2f} ms of them nothing else runs on any rank, waiting "
-            "for others not counted: reduce gradients in buckets while the backward pass runs, or less often over "
-            "larger micro-batches",
-            min(ranks.transfer_ms, max(0.0, late.own_ms)),  # communication cannot hide behind more work than exists
+            f"{ranks.wall_ms:.2f} ms; for {ranks.transfer_ms:.2f} ms, without waits for other ranks, nothing else runs "
+            "on any rank: reduce gradients in buckets while the backward pass runs, or less often over larger "
+            "micro-batches",
+            min(ranks.transfer_ms, max(0.0, late.own_ms)),  # communication can hide behind this rank's own work only
             "DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=25)",
         )
     ]

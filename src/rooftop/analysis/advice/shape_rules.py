@@ -1,8 +1,8 @@
 """Rules about shapes: matrix products whose rows are not aligned to 16 bytes.
 
 The fast cuBLAS kernels load 16 bytes at a time, and need each row of a matrix to begin at a multiple of 16 bytes. In
-half precision, rows of 50,257 elements (the vocabulary of GPT-2) do not, so cuBLAS uses a slower kernel. Padding the
-side to 50,304 adds a little arithmetic and allows the fast kernel.
+half precision, rows of 50,257 elements (the vocabulary of GPT-2) are not aligned, so cuBLAS uses a slower kernel.
+Padding the side to 50,304 adds a little arithmetic and allows the fast kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_SHAPES = 8
 
 
 def padded_products(findings: Findings) -> list[Advice]:
-    """Matrix products with a side that is not a multiple of 16 bytes, timed here with padded sides."""
+    """Advise padding matrix products with a side that is not a multiple of 16 bytes, timed here with padded sides."""
     after = padded_ms(findings)
     if not after:
         return []

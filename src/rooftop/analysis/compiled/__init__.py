@@ -1,1 +1,1 @@
-"""Compiled programs: their graphs, and the operators behind each kernel that the compiler made."""
+"""Compiled programs: their graphs, and the operators that the compiler fused into each kernel."""

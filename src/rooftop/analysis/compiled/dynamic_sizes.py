@@ -1,13 +1,14 @@
-"""Graphs compiled for dynamic sizes: the sizes of each of their calls.
+"""Graphs compiled for dynamic sizes: find the sizes of each call.
 
-Such a graph has symbols in place of numbers. The symbols' values are among the inputs of each call, as numbers or as
-sizes of tensors. While a profiler is active, each call of the compiled code runs inside an event that names them:
+A graph compiled for dynamic sizes has symbols in place of numbers. The symbols' values are among the inputs of each
+call, as numbers or as sizes of tensors. While a profiler is active, each call of the compiled code runs inside an event
+that names the values:
 
     ## Call CompiledFxGraph rooftop graph 7 ##
         ## rooftop sizes 4,128 ##
             the kernels of the graph
 
-The graph is rebuilt with these numbers in the place of symbols. The work of its kernels is then the work of that call.
+Rooftop rebuilds the graph with numbers in place of symbols. The work of its kernels is then the work of that call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Sizes = tuple[int, ...]
 SIZES_LABEL = "## rooftop sizes "
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NEEDED = ("val", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "is_gradient_acc")
-"""A property to read later from a node's `meta`."""
+"""Keys of a node's `meta` that are read later."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,14 @@ def size_sources(graph: fx.Graph) -> tuple[SizeSource, ...] | None:
 
 
 def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) -> Callable[..., Any]:
-    """The compiled code, whose calls record their sizes in a profile. Without a profiler, the code only runs."""
+    """Wrap compiled code so that each call records its sizes in a profile. Without a profiler, the wrapper records
+    nothing."""
 
     def running(inputs: Sequence[Any]) -> Any:
         if not torch.autograd.profiler._is_profiler_enabled:
             return call(inputs)
         values = ",".join(str(source.read(inputs)) for source in sources)
-        # PyTorch marks the graph in the same way. `record_function` would be an operator, which modes see.
+        # PyTorch marks the graph in the same way. `record_function` would be an operator that dispatch modes intercept.
         with torch._C._profiler._RecordFunctionFast(
             f"{SIZES_LABEL}{values} ##", keyword_values={"scope": "user_scope"}
         ):
@@ -109,15 +111,13 @@ def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) ->
 
 
 def named_sizes(name: str) -> Sizes | None:
-    """The sizes that an event names; None if it names none, or names symbols (if compiled code was itself traced)."""
+    """The sizes that an event names. None if it names no sizes, or symbols (if compiled code was itself traced)."""
     found = re.fullmatch(rf"{SIZES_LABEL}(-?\d+(?:,-?\d+)*) ##", name)
     return tuple(int(size) for size in found[1].split(",")) if found else None
 
 
 def kept(graph: fx.Graph) -> fx.Graph:
-    """A copy of the graph with only the parts that are needed to rebuild it with numbers, so without module and
-    constants.
-    """
+    """A copy of the graph with only what rebuilding it with numbers needs: without module and constants."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     for node in copied.nodes:
@@ -126,10 +126,11 @@ def kept(graph: fx.Graph) -> fx.Graph:
 
 
 def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) -> fx.Graph:
-    """The graph with numbers for its symbols (symbol -> number); None: the numbers for which it was compiled.
+    """The graph with numbers for its symbols (symbol -> number). None takes the numbers for which the graph was
+    compiled.
 
     Raises:
-        ValueError: the graph's sizes depend on data, or on other symbols than those of `sizes`.
+        ValueError: the graph's sizes depend on data, or on symbols that `sizes` lacks.
     """
     if not is_dynamic(graph):
         return graph
@@ -149,7 +150,7 @@ class _Numbers:
         self._memories: dict[int, Tensor] = {}
 
     def of(self, value: Any) -> Any:
-        """A number for a symbol; for a tensor, one with known sizes and the same shared memory."""
+        """A number for a symbol; for a tensor, a tensor with known sizes that shares memory as before."""
         if isinstance(value, _SYMBOLS):
             return self._number(value)
         if not isinstance(value, FakeTensor) or value.layout != torch.strided:
@@ -164,7 +165,7 @@ class _Numbers:
             return self._memories[storage._cdata].view(value.dtype).as_strided(shape, strides, offset)
 
     def _number(self, value: Any) -> Any:
-        if self._sizes is None or not isinstance(value, torch.SymInt):  # no size depends on other numbers
+        if self._sizes is None or not isinstance(value, torch.SymInt):  # no size depends on a SymFloat
             if value.node.hint is None:
                 raise ValueError("its sizes depend on data")
             return value.node.hint

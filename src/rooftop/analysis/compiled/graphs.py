@@ -1,8 +1,8 @@
 """Compiled programs: the graphs and kernels of `torch.compile`, and the work of each kernel.
 
-While `CompiledGraphs` is active, each graph that inductor compiles is kept together with the list of the kernels that
-inductor made of its nodes. The profiler marks each run of a graph with the graph's key, which leads from a kernel to
-its graph and its nodes (see `kernel_work`). A graph for dynamic sizes also names the sizes of each run (see
+While `CompiledGraphs` is active, Rooftop keeps each graph that inductor compiles, with the list of the kernels that
+inductor generated from its nodes. The profiler marks each run of a graph with the graph's key. So each kernel can be
+traced to its graph and its nodes (see `kernel_work`). A graph for dynamic sizes also names the sizes of each run (see
 `dynamic_sizes`). Graph breaks and recompilations are collected with their lines.
 """
 
@@ -39,7 +39,7 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 GRAPH_KEY = "rooftop graph "
 SWITCHES = {
     "trace.provenance_tracking_level": 1,  # makes inductor keep the nodes of each kernel
-    "cpp.enable_kernel_profile": True,  # on a CPU a kernel appears in the profile only if it records itself
+    "cpp.enable_kernel_profile": True,  # on a CPU the profile shows only kernels that record themselves
     "fx_graph_cache": False,  # a graph from a cache has no nodes
     "fx_graph_remote_cache": False,
 }
@@ -56,7 +56,7 @@ class CompiledGraph:
         works: the work of its kernels in launch order; for dynamic sizes, at the sizes for which it was compiled.
         backward: whether the graph is a backward pass.
         problem: why its kernels are unknown, "" if they are known.
-        dynamic: the data to compute them for other sizes; None for fixed sizes.
+        dynamic: the data to compute `works` for other sizes; None for fixed sizes.
     """
 
     works: list[KernelWork]
@@ -65,7 +65,7 @@ class CompiledGraph:
     dynamic: DynamicGraph | None = None
 
     def at(self, sizes: Sizes | None) -> CompiledGraph:
-        """The graph at these sizes of a run; None: the profile does not name them."""
+        """The graph with the sizes of one run. None means that the profile does not name the sizes."""
         if self.dynamic is None:
             return self
         if sizes is None or self.dynamic.sources is None:
@@ -77,12 +77,12 @@ class CompiledGraph:
 
 @dataclass(frozen=True)
 class DynamicGraph:
-    """A graph of symbols.
+    """A graph with symbols for its sizes.
 
     Attributes:
         graph: the graph, with symbols for dynamic sizes.
         kernels: (name, nodes) in the order of their launches.
-        sources: the places at which a call gives its sizes; None if it does not.
+        sources: where a call's inputs give the sizes; None if they do not determine them.
         ran: the works at the sizes of earlier runs.
     """
 
@@ -100,9 +100,9 @@ class DynamicGraph:
             return _unreadable(error, backward)
 
 
-_numbers = itertools.count()  # graphs are numbered per process, since code of an earlier analysis keeps its key
+_numbers = itertools.count()  # one numbering for the whole process, since code of an earlier analysis keeps its key
 _RECORDED: dict[str, CompiledGraph] = {}
-"""The graphs of all analyses: code that one analysis has compiled is not compiled again for the next one."""
+"""The graphs of all analyses. Code that one analysis has compiled is not compiled again for the next analysis."""
 
 
 def recorded_graph(key: str) -> CompiledGraph | None:
@@ -112,7 +112,8 @@ def recorded_graph(key: str) -> CompiledGraph | None:
 
 @dataclass
 class CompiledGraphs:
-    """Record all graphs that are compiled in a `with` block. Graphs are stored by the key that the profiler shows."""
+    """Record all graphs that are compiled in a `with` block. The graphs are stored by the key that the profiler
+    shows."""
 
     graphs: dict[str, CompiledGraph] = field(default_factory=dict)
     _breaks: list[tuple[str, str]] = field(default_factory=list)  # (file:line, reason)
@@ -135,7 +136,7 @@ class CompiledGraphs:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         elsewhere = threading.get_ident() != self._thread
-        with suppress(AssertionError) if elsewhere else nullcontext():  # a setting belongs to the thread that made it
+        with suppress(AssertionError) if elsewhere else nullcontext():  # a setting belongs to the thread that set it
             self._stack.close()
 
     def _recording(self, compile_fx: Any) -> Callable[..., Any]:
@@ -153,13 +154,13 @@ class CompiledGraphs:
                     compiled = inner(gm, example_inputs, **options)
                 kernels = dict(debug._inductor_triton_kernel_to_post_grad_node_info)
                 key = str(getattr(compiled, "_fx_graph_cache_key", None))
-                if key.startswith(GRAPH_KEY):  # already kept, because with options `compile_fx` calls itself
+                if key.startswith(GRAPH_KEY):  # kept before: with options, `compile_fx` calls itself
                     self.graphs.setdefault(key, _RECORDED[key])
                     return compiled
                 key = compiled._fx_graph_cache_key = f"{GRAPH_KEY}{next(_numbers)}"
                 graph = _graph(gm, kernels, bool(options.get("is_backward")))
                 self.graphs[key] = _RECORDED[key] = graph
-                call = getattr(compiled, "current_callable", None)  # includes its CUDA graphs, if it has any
+                call = getattr(compiled, "current_callable", None)  # includes the CUDA graphs, if there are any
                 if call is not None and graph.dynamic is not None and graph.dynamic.sources is not None:
                     compiled.current_callable = naming_its_sizes(call, graph.dynamic.sources)
                 return compiled

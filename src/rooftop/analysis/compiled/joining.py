@@ -5,10 +5,10 @@ calls. From the outside in, the first event that has a cost becomes an operator:
 
     a kernel of a compiled graph      the work of its nodes in the graph (see `kernel_work`)
     an operator with a formula        its call, repeated on meta tensors (see `reconstruction`)
-    an operator without               uncovered
+    an operator without a formula uncovered
 
-A graph that is replayed as a CUDA graph has one event with all its kernels. These kernels are matched with the graph's
-list in order, and the names of generated kernels serve as anchors.
+A replayed CUDA graph is one event with all the graph's kernels. Rooftop matches these kernels, in order, with the
+compiled graph's list of kernels. The names of generated kernels serve as anchors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rooftop.cost.accounting import counted_for, tensor_bytes, tensors_in
 from rooftop.cost.counting import counted, title_of
 
 COMPILED_REGION = "## Call CompiledFxGraph"
-"""The beginning of the names of events for a run of a compiled graph."""
+"""How the names of the events begin that contain a run of a compiled graph."""
 COMPILED_BEFORE = "compiled before the analysis: the operators fused into it are unknown"
 
 
@@ -55,7 +55,7 @@ class JoinedOperator:
 
 @dataclass
 class _Event:
-    """An event of the host and those inside it."""
+    """A host event and the events inside it."""
 
     source: Any
     name: str
@@ -128,11 +128,11 @@ class _Walk:
     """Collect operators from the trees, then assign each kernel to its operator."""
 
     def __init__(self, graphs: Mapping[str, CompiledGraph], device: str, lists: ListedTensors) -> None:
-        self.operators: list[tuple[int, JoinedOperator]] = []  # operators with the time at which they began
+        self.operators: list[tuple[int, JoinedOperator]] = []  # (start time, operator)
         self._graphs = graphs
         self._device = device
         self._lists = lists
-        self._owners: dict[int, JoinedOperator] = {}  # correlation id of an event -> the operator it is part of
+        self._owners: dict[int, JoinedOperator] = {}  # correlation id of an event -> its operator
         self._regions: list[_Region] = []
 
     def visit(self, event: _Event, phase: str, scope: str) -> None:
@@ -157,7 +157,8 @@ class _Walk:
                 self._add_unseen(event, self.operators[before:], phase)
 
     def _add_unseen(self, event: _Event, seen: Sequence[tuple[int, JoinedOperator]], phase: str) -> None:
-        """Time in an unknown graph whose kernels the profile does not show: on a CPU kernels show only if requested."""
+        """Add the time of an unknown graph whose kernels the profile does not show. On a CPU it shows kernels only on
+        request."""
         if any(operator.record.uncovered == COMPILED_BEFORE for _, operator in seen):
             return
         record = self._record("inductor::graph", (), "", "", phase, None, COMPILED_BEFORE)
@@ -185,8 +186,7 @@ class _Walk:
                 self._visit_in_graph(child, works, phase, problem)
 
     def _is_operator(self, event: _Event) -> bool:
-        """The outermost event that has a formula. An event without a formula counts if nothing inside it is an
-        operator."""
+        """Whether an event counts as an operator: it has a formula, or contains no other event."""
         if "::" not in event.name or event.name.startswith("autograd::"):
             return False
         return has_formula(event.name) or not event.children
@@ -231,7 +231,7 @@ class _Walk:
         """
         replays = {e.correlation_id(): e for e in host if e.name().startswith("cudaGraphLaunch")}
         launches = {e.correlation_id(): e.start_ns() for e in host if e.name().startswith("cu")}
-        # by time, of any thread
+        # (start, end, operator) by time, over all threads
         spans = sorted((start, start + (op.host_ms * 1e6), op) for start, op in self.operators)
         starts = [start for start, _, _ in spans]
         replayed: dict[int, list[Kernel]] = defaultdict(list)
@@ -276,7 +276,7 @@ class _Walk:
             if not works:
                 orphans += members
                 continue
-            if not members:  # not part of the captured work: it ran at the same time, and has its own event
+            if not members:  # a kernel that ran at the same time but was not captured, and so has its own event
                 continue
             known = len(costs) == len(works)
             names = dict.fromkeys(_shown(work.name) for work in works)
@@ -334,8 +334,8 @@ def _pointer_names(file: str) -> tuple[str, ...]:
 def aligned(works: Sequence[KernelWork], kernels: Sequence[Kernel]) -> Iterator[tuple[list[KernelWork], list[Kernel]]]:
     """Works and their kernels, both in order; generated kernels are found by their names.
 
-    Between two of these, library calls and kernels are matched one by one if their numbers agree, otherwise all
-    together.
+    Between two generated kernels, library calls and kernels are matched one by one if their numbers agree. If they
+    differ, all the calls are matched with all the kernels as one group.
     """
     ordered = sorted(kernels, key=lambda kernel: kernel.start_ns)
     between: list[KernelWork] = []
@@ -363,10 +363,10 @@ def _one_by_one(works: list[KernelWork], kernels: list[Kernel]) -> Iterator[tupl
 
 
 class _Matcher:
-    """Find the work of each event of one run of a graph; both have the same order.
+    """Find the work of each event of one run of a graph; works and events have the same order.
 
-    A generated kernel is known by its name. A library call may be missing in the graph (a copy of an input). So the
-    search for it ends at the next generated kernel, which has its own event.
+    A generated kernel is found by its name. The graph may lack a library call (a copy of an input). So the search for a
+    library call ends at the next generated kernel, which has its own event.
     """
 
     def __init__(self, works: Sequence[KernelWork]) -> None:

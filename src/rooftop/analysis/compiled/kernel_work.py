@@ -1,11 +1,11 @@
-"""Bytes and flops of a compiled graph's kernel, from the graph's nodes that were fused into it.
+"""Bytes and flops of a compiled graph's kernel, from the graph nodes that inductor fused into the kernel.
 
     read    each value from outside the kernel, once: the part that its operators use
     write   each value that is used outside the kernel, once
-    flops   those of every operator in the kernel, even if another kernel computes that operator again
+    flops of every operator in the kernel, even if another kernel computes that operator again
 
-Inductor splits large reductions into two kernels with the same nodes. The second kernel only finishes the first one's
-partial results, which are not necessary work. So only the writes of that kernel count.
+Inductor splits large reductions into two kernels with the same nodes. The second kernel only combines the first
+kernel's partial results, which are not necessary work. So only the second kernel's writes count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCATTERS = {
     *("scatter", "scatter_add", "scatter_reduce", "index_add", "index_put", "_unsafe_index_put"),
     *("_unsafe_masked_index_put_accumulate", "as_strided_scatter", "slice_scatter", "select_scatter"),
 }
-"""Operators that inductor may split into a kernel that fills memory and one that adds to it."""
+"""Operators that inductor may split into two kernels: one fills memory, the other adds to it."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class KernelWork:
     Attributes:
         name: the kernel's name in the generated code: "triton_poi_fused_add_relu_3", "extern_kernels.mm".
         cost: None if no node has a formula.
-        uncovered: operators in it without a formula.
+        uncovered: operators in the kernel without a formula.
         shapes: shapes of its inputs from other kernels.
         dtype: dtype of the first floating-point value that it reads or writes.
         scope: path of the module that its nodes share.
         lays_out: whether the kernel only changes the layout of an operand of a library's call. The graph does not tell
-            which operand, so the cost is that of the smallest one.
+            which operand, so the cost is that of the smallest operand.
         title: name in reports, for a library's call whose own name is ambiguous.
     """
 
@@ -60,7 +60,7 @@ class KernelWork:
 
 
 def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
-    """Work of a kernel that copies operands of these calls into the layout that the library needs."""
+    """Work of a kernel that copies operands of library calls into the layout that the library needs."""
     operands = [
         min((v for n in node.all_input_nodes for v in _values(n) if v.dim() > 1), key=tensor_bytes, default=None)
         for node in served
@@ -79,25 +79,25 @@ def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
 
 
 def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
-    """The call itself, for a library's kernel. Inductor also lists the nodes that only change the layout of its
-    operands.
+    """Only the library call among a library kernel's nodes. Inductor also lists nodes that only change the layout of
+    its operands.
     """
     plain = plain_name(name)
     return [node for node in group if plain_name(_operator(node)) == plain] or group
 
 
 def _without(group: list[fx.Node], called: Mapping[fx.Node, int], done: set[fx.Node]) -> list[fx.Node]:
-    """The group without its library calls, and without operands of these calls that are already computed.
+    """The group without its library calls, and without the operands of these calls that earlier kernels have computed.
 
-    Those operands are in memory and only get another layout. An operand that is not yet computed is computed here, in
-    the needed layout.
+    Those operands are in memory and only change their layout. This kernel computes any other operand, in the needed
+    layout.
     """
     operands = {_source(value) for node in group if node in called for value in node.all_input_nodes}
     return [node for node in group if node not in called and not (node in operands and node in done)]
 
 
 GENERATED = re.compile(r"^(?:graph_\d+_)?((?:triton|cpp)_\S+)$")
-"""Names of kernels that inductor wrote, as they are in its code and in a profile."""
+"""Matches the names of kernels that inductor wrote, in its code and in a profile."""
 
 
 def plain_name(name: str) -> str:
@@ -131,10 +131,10 @@ def kernel_works(
     Args:
         graph: graph of aten operators, with fake tensors as `meta["val"]`.
         kernels: (name, names of the nodes fused into it), in the order in which the generated code launches them.
-        sizes: values of the symbols of a graph with dynamic sizes; None: those for which it was compiled.
+        sizes: values of the symbols of a graph with dynamic sizes; None: the values for which the graph was compiled.
 
     Raises:
-        ValueError: its sizes depend on data, or on other symbols than those of `sizes`.
+        ValueError: the graph's sizes depend on data, or on symbols that `sizes` lacks.
     """
     graph = with_known_sizes(graph, sizes)
     by_name = {node.name: node for node in graph.nodes}
@@ -162,7 +162,7 @@ def kernel_works(
     for number, group in enumerate(groups):
         for node in group:
             kernels_of.setdefault(node, []).append(number)
-    begun: set[fx.Node] = set()  # reductions whose first stage has run
+    begun: set[fx.Node] = set()  # reductions whose first stage an earlier kernel has run
     works = []
     for number, ((name, nodes), group) in enumerate(zip(kernels, groups, strict=True)):
         served = [by_name[node] for node in nodes if by_name.get(node) in called]
@@ -173,7 +173,7 @@ def kernel_works(
 
 
 def _last_calls(graph: fx.Graph, called: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """For each node the number of the last library kernel that must run before it; -1 for none."""
+    """For each node, the number of the last library kernel that must run before the node; -1 for none."""
     after: dict[fx.Node, int] = {}
     for node in graph.nodes:
         before = (max(after[value], called.get(value, -1)) for value in node.all_input_nodes)
@@ -186,8 +186,8 @@ def _ready(
 ) -> list[fx.Node]:
     """The nodes of a kernel's group that the kernel can compute.
 
-    A kernel that lays out an operand for a library names all sources of the library's call. The kernel computes no
-    sources that wait for a later call, and no reductions if it is a pointwise kernel.
+    A kernel that lays out an operand for a library names all sources of the library's call. But it cannot compute a
+    source that waits for a later call, and a pointwise kernel computes no reductions.
     """
     members = set(group)
     pointwise = name.startswith("triton_poi_") and not members.isdisjoint(called)
@@ -199,7 +199,7 @@ def _ready(
 
 
 def _leading_to(ends: Iterable[fx.Node], group: list[fx.Node], allowed: set[fx.Node]) -> list[fx.Node]:
-    """The nodes of a group on which the ends depend, including the ends, among the allowed ones."""
+    """The `ends` and the nodes of the group on which the ends depend, as far as they are allowed."""
     found: set[fx.Node] = set()
     waiting = list(ends)
     while waiting:
@@ -211,7 +211,7 @@ def _leading_to(ends: Iterable[fx.Node], group: list[fx.Node], allowed: set[fx.N
 
 
 def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
-    """Move scatters that two kernels share to the first one, which fills the memory that the second adds to.
+    """Move scatters that two kernels share to the first kernel, which fills the memory to which the second adds.
 
     The first kernel keeps its other work.
     """
@@ -228,7 +228,7 @@ def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
 
 
 def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
-    """The group without a node, its dependents, and the nodes that only these need."""
+    """The group without a node, without its dependents, and without nodes that only they need."""
     members, after = set(group), {end}
     for node in end.graph.nodes:
         if node in members and not after.isdisjoint(node.all_input_nodes):
@@ -240,9 +240,9 @@ def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
 def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -> None:
     """Remove values that an earlier kernel has written from each group, because the group's kernel reads them.
 
-    Inductor also names such values as origins of the kernel if it only decided later to write them once (the input of a
-    pooling). A value that no node of its group uses is the kernel's output, so it is written there. For a reduction in
-    two stages both kernels may have all nodes; the second one writes the results.
+    Inductor also names such a value as an origin of the kernel if it decided only later to write the value once (the
+    input of a pooling). A value that no node of its group uses is an output of the kernel, so the kernel writes it. For
+    a reduction in two stages, both kernels may have all nodes; the second kernel writes the results.
     """
     begun: set[fx.Node] = set()
     written: set[fx.Node] = set()
@@ -266,7 +266,8 @@ class _Kernel:
     kernels_of: dict[fx.Node, list[int]]
     begun: set[fx.Node]
     fills: Mapping[fx.Node, int]  # scatter -> the kernel that fills its memory
-    reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)  # source -> parts of it that are read
+    # source -> the parts of the source that are read
+    reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)
 
     def stored(self) -> list[fx.Node]:
         """The nodes whose values the kernel writes to memory."""
@@ -315,7 +316,7 @@ class _Kernel:
         return untouched
 
     def _is_stored(self, node: fx.Node) -> bool:
-        """Whether the value is used outside, and this is the first kernel that can have written it."""
+        """Whether the value is used outside the kernel, and no earlier kernel can have written it."""
         if node.target in _MUTATIONS:
             return True
         first, *later = self.kernels_of[node]
@@ -334,10 +335,10 @@ class _Kernel:
         return any(number not in self.kernels_of[node] for number in kernels) or not kernels
 
     def _stored_tensors(self, node: fx.Node) -> list[Tensor]:
-        """The used results of an operator with several results."""
+        """For an operator with several results, the results that other nodes use."""
         picked = [user for user in node.users if _is_getitem(user)]
         if isinstance(node.meta.get("val"), Tensor) or not picked:
-            # The views of a value that is read only through views (a slice).
+            # If a value is read only through views (a slice), the kernel stores only the views.
             views = [user for user in node.users if self._uses_from_memory(user, node)]
             if views and all(_is_view(view) for view in views):
                 parts = [tensor for view in views for tensor in _values(view)]
@@ -346,8 +347,8 @@ class _Kernel:
         return [v for user in picked if any(self._uses_from_memory(u, node) for u in user.users) for v in _values(user)]
 
     def _needed(self, stored: Iterable[fx.Node], members: set[fx.Node]) -> list[fx.Node]:
-        """The nodes that this kernel really computes: those on which the stored nodes depend, up to reductions that an
-        earlier kernel began."""
+        """The nodes that this kernel really computes: the nodes on which the stored nodes depend, up to reductions that
+        an earlier kernel began."""
         needed: dict[fx.Node, None] = {}
         waiting = list(stored)
         while waiting:
@@ -360,7 +361,7 @@ class _Kernel:
         return list(needed)
 
     def _demand(self, needed: Sequence[fx.Node], stored: Sequence[fx.Node]) -> dict[fx.Node, float]:
-        """The share of each value that is used. Before a slice or a gather, only that part is computed."""
+        """The share of each value that is used. Only that share is computed before a slice or a gather."""
         position = {node: number for number, node in enumerate(self.group[0].graph.nodes)} if self.group else {}
         elements: dict[fx.Node, float] = {}
         for node in stored:
@@ -477,7 +478,7 @@ def _values(node: fx.Node) -> list[Tensor]:
 
 
 def _shared_scope(nodes: Sequence[fx.Node]) -> str:
-    """The path of the innermost module that contains all nodes ("layer1.0"), "" if there is none."""
+    """The path of the innermost module that contains all nodes ("layer1.0"); "" if no module does."""
     paths = [path for node in nodes if not _is_view(node) and (path := _path(node)) is not None]
     if not paths:
         return ""
@@ -490,7 +491,7 @@ def _shared_scope(nodes: Sequence[fx.Node]) -> str:
 
 
 def _path(node: fx.Node) -> str | None:
-    """The path of the module that ran the node; "" for the outermost one, which dynamo does not name; None for nodes
+    """The path of the module that ran the node; "" for the outermost module, which dynamo does not name; None for nodes
     without source code: constants, sums of gradients, and the copies at the end of a graph."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if stack:

@@ -1,12 +1,11 @@
 """Turn an operator that the profiler recorded into a `Call` that cost formulas understand.
 
-A dispatch mode cannot watch compiled code: while one is active, compiled code does not run. The profiler still sees
-each operator that the compiled code calls, with the shapes, strides and types of its tensors and the values of its
-other arguments as text. From these the call is repeated on meta tensors, which hold no data, so that its cost can be
-counted.
+A dispatch mode cannot watch compiled code: while a mode is active, compiled code does not run. But the profiler records
+each operator that the compiled code calls: the shapes, strides and types of its tensors, and its other arguments as
+text. With these, Rooftop repeats the call on meta tensors, which hold no data, to count its cost.
 
-For a list of tensors (`cat`, `_foreach_add_`, fused optimizers), an event has the shapes. Only the profiler's tree of
-events has the types of these tensors, and says which of them are the same (see `listed_tensors`).
+For a list of tensors (`cat`, `_foreach_add_`, fused optimizers), an event has only the shapes. The profiler's tree of
+events also has the types of these tensors, and shows which tensors are the same (see `listed_tensors`).
 """
 
 from __future__ import annotations
@@ -42,16 +41,17 @@ DTYPES = {
     "c10::Float8_e4m3fn": torch.float8_e4m3fn,
     "c10::Float8_e5m2": torch.float8_e5m2,
 }
-"""Element types by the profiler's names."""
+"""dtypes by the profiler's names."""
 
 Listed = tuple[tuple[torch.dtype, int], ...]
-"""(type, number of the tensor) for each tensor of a list; equal numbers are the same tensor."""
+"""(dtype, number of the tensor) for each tensor of a list. The same number means the same tensor."""
 ListedTensors = Mapping[int, Sequence[Listed | None]]
-"""By the correlation id of an event, for each of its arguments: the entries of a list of tensors, None for others."""
+"""Correlation id of an event -> for each argument of the event, the entries of a list of tensors; None if it is not a
+list."""
 
 
 def listed_tensors(results: Any) -> ListedTensors:
-    """The tensors in lists, for all events that have lists.
+    """The tensors in lists, for every event that has lists.
 
     Args:
         results: results of the profiler, recorded with shapes (`kineto_results`).
@@ -72,14 +72,14 @@ def _listed(value: Any) -> Listed | None:
 
 
 class NotReconstructedError(Exception):
-    """The recorded event does not have enough information to repeat the call."""
+    """The recorded event lacks information that is needed to repeat the call."""
 
 
 def reconstructed(event: Any, lists: ListedTensors = MappingProxyType({})) -> Call:
     """The call recorded by a profiler's event (with shapes), made on meta tensors.
 
     Args:
-        event: one of the profiler's flat list.
+        event: an event from the profiler's flat list.
         lists: result of `listed_tensors` for the profile.
 
     Raises:
@@ -100,7 +100,8 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operator's result on meta tensors; None if it returns no tensor (`.item()`, optimizer steps)."""
     if func.namespace == "c10d" or not any("Tensor" in str(result.type) for result in func._schema.returns):
         return None  # a c10d collective writes into its arguments
-    if func.namespace == "_c10d_functional":  # names of groups and reductions are not recorded, and change no shape
+    # the profiler does not record the names of groups and reductions, which change no shape
+    if func.namespace == "_c10d_functional":
         args = tuple("" if value is None else value for value in args)
     placed = {name: value for name, value in _ON_META.items() if name in kwargs}
     with torch.no_grad():
@@ -125,7 +126,7 @@ def _overloads(name: str) -> Sequence[Any]:
 
 
 def _arguments(event: Any, func: Any, lists: ListedTensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by the operator's schema; the profiler records all of them, including defaults."""
+    """Arguments by the operator's schema. The profiler records all arguments, including defaults."""
     schema = func._schema.arguments
     shapes, kinds = _shapes(event), list(event.dtypes())
     strides = _strides(event)
@@ -162,13 +163,13 @@ def _value(
     takes_tensor = "Tensor" in str(wanted)
     if kind in DTYPES:
         if not takes_tensor or "List[" in str(wanted):
-            raise NotReconstructedError(f"a tensor was recorded, {wanted} is expected")
+            raise NotReconstructedError(f"a tensor was recorded, but the operator takes {wanted}")
         return _meta(shape, stride, DTYPES[kind])
     if kind == "TensorList":
         if "List[" not in str(wanted) and "[]" not in str(wanted):
-            raise NotReconstructedError(f"a list of tensors was recorded, {wanted} is expected")
+            raise NotReconstructedError(f"a list of tensors was recorded, but the operator takes {wanted}")
         if listed is None:
-            raise NotReconstructedError("the types of the tensors in a list are not known")
+            raise NotReconstructedError("the dtypes of the tensors in a list were not recorded")
         if len(shape) != len(listed):
             raise NotReconstructedError("the shapes of the tensors in a list were not recorded")
         strides = stride if len(stride) == len(shape) else [[]] * len(shape)
@@ -176,9 +177,10 @@ def _value(
             same.setdefault(number, _meta(one, step, dtype))
         return [same[number] for _, number in listed]
     if takes_tensor:
-        if kind:  # a number in the place of a tensor belongs to another overload
-            raise NotReconstructedError(f"{kind} was recorded, {wanted} is expected")
-        if not str(wanted).startswith("Optional["):  # the indices of `index`: a list in which some may be missing
+        if kind:  # a number where a tensor is expected: another overload takes it
+            raise NotReconstructedError(f"{kind} was recorded, but the operator takes {wanted}")
+        # the indices of `index` are a list in which some tensors may be missing
+        if not str(wanted).startswith("Optional["):
             raise NotReconstructedError(f"an argument of type {wanted} was not recorded")
         return None
     return _literal(text, kind, str(wanted))
@@ -191,9 +193,9 @@ def _meta(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Te
 
 
 def _literal(text: Any, kind: str, wanted: str) -> Any:
-    # the type "list" is always recorded, the numbers may not be
+    # the profiler always records the type "list", but not always the numbers
     if kind == "ScalarList" and "List" not in wanted:
-        raise NotReconstructedError(f"a list of numbers was recorded, {wanted} is expected")
+        raise NotReconstructedError(f"a list of numbers was recorded, but the operator takes {wanted}")
     if not isinstance(text, str):
         return text
     if not text:
@@ -222,8 +224,8 @@ def _strides(event: Any) -> list[Any]:
 
 
 def tensors_of(event: Any) -> Iterator[tuple[int, Tensor]]:
-    """(position among the arguments, meta tensor) for each tensor argument of an event; for a Triton launch, its
-    pointers."""
+    """(position among the arguments, meta tensor) for each tensor argument of an event; for a Triton launch, for each
+    pointer."""
     shapes, strides = _shapes(event), _strides(event)
     for position, kind in enumerate(event.dtypes()):
         if kind in DTYPES and position < len(shapes):

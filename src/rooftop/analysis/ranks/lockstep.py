@@ -1,12 +1,12 @@
-"""Several processes that analyze one program together, and do not hang if one of them fails.
+"""Let several processes analyze one program together, without a hang if one process fails.
 
-A step of a distributed program contains collectives, so it only ends if every rank runs it. Measurements repeat a step
-as often as the clock requires, which differs from rank to rank. So one rank leads: `SharedProgram.lead` measures on
-rank 0 and calls the others for each of its steps.
+A step of a distributed program contains collectives, so it only ends if every rank runs it. A measurement repeats a
+step until its timing is accurate enough, and that number differs from rank to rank. So one rank leads:
+`SharedProgram.lead` measures on rank 0, and the other ranks run each of its steps.
 
-Outcomes travel through the store of torch.distributed, not through a collective: a failed rank cannot be relied on to
-join a collective, but it can still report the reason. All ranks report the first failure; later failures are mostly
-"connection closed" on ranks that were waiting. A rank that waits inside a collective is freed when the failed process
+Outcomes are exchanged through the store of torch.distributed, not by a collective: a failed rank may not join a
+collective, but it can still report the reason. All ranks report the first failure; later failures are mostly
+"connection closed" on ranks that were waiting. A rank that waits inside a collective continues when the failed process
 ends (gloo), when a thread that watches the store aborts the communicators (NCCL), or at the group's timeout.
 """
 
@@ -35,10 +35,10 @@ from rooftop.errors import MeasurementError, RooftopError
 
 T = TypeVar("T")
 
-# timeout of a collective in the groups created here; only a lost rank takes that long
+# timeout of a collective in the groups created here; only a lost rank makes a collective last that long
 GLOO_TIMEOUT = timedelta(minutes=2)
 LEADER_TIMEOUT = timedelta(hours=2)  # timeout between two steps of the leading rank, which may be compiling
-OUTCOME_TIMEOUT = timedelta(minutes=15)  # timeout between the first and the last rank that finish the same work
+OUTCOME_TIMEOUT = timedelta(minutes=15)  # longest time from the first to the last rank that finishes the same work
 STORE_TIMEOUT = timedelta(seconds=10)  # timeout for reaching the store of an existing torchrun
 WATCH_S = 0.2
 
@@ -51,28 +51,29 @@ def several_ranks() -> bool:
 
 
 def first_rank() -> bool:
-    """Whether this process prints and writes files; also valid before and after torch.distributed is initialised."""
+    """Whether this process prints and writes files (rank 0). Works also before and after torch.distributed is
+    initialised."""
     if several_ranks():
         return dist.get_rank() == 0
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def first_to_say(message: str) -> bool:
-    """Whether no other process of the same `torchrun` has called this for the same message; True for a single process.
+    """Whether this process is the first of its `torchrun` to call this for a message; always True for a single process.
 
-    This needs no process group. `torchrun` ends all ranks as soon as one has ended. So the first rank to fail must
+    This needs no process group. `torchrun` ends all ranks as soon as one rank has ended. So the first rank to fail must
     print the reason, whichever rank it is. Different `torchrun`s, and restarts, are independent.
     """
     start = "/".join(os.environ.get(name, "0") for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"))
     try:
         store = agent_store()
         return store is None or bool(store.add(f"rooftop/said/{start}/{message}", 1) == 1)
-    except RuntimeError:  # printing twice is better than not at all
+    except RuntimeError:  # without the store, print: printing twice is better than not at all
         return True
 
 
 def agent_store() -> Any:
-    """The store that `torchrun` itself serves, which needs no process group; None if there is none or it has ended."""
+    """The store that `torchrun` itself serves. It needs no process group. None if there is no store or it has ended."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     try:
@@ -86,8 +87,8 @@ def agent_store() -> Any:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[torch.device]:
-    """Set up torch.distributed as `torchrun` requests. A group that is created here ends with the block; an existing
-    group is left alone.
+    """Set up torch.distributed as `torchrun` requests. A group that is created here is destroyed after the block; an
+    existing group stays.
 
     Args:
         device: its type selects the backend: NCCL for "cuda", gloo for "cpu".
@@ -96,7 +97,7 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
         This rank's device: the GPU number LOCAL_RANK if `torchrun` started several ranks, else `device`.
 
     Raises:
-        MeasurementError: there are fewer GPUs than ranks on this machine.
+        MeasurementError: this machine has fewer GPUs than ranks.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or not dist.is_available():
         yield device
@@ -106,7 +107,8 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
         if local >= torch.cuda.device_count():
             raise MeasurementError(
                 f"rank {os.environ.get('RANK', '?')} is number {local} on this machine, which has "
-                f"{torch.cuda.device_count()} GPUs: expected --nproc-per-node of at most that number, or --device cpu"
+                f"{torch.cuda.device_count()} GPUs: expected --nproc-per-node of at most the number of GPUs, or "
+                "--device cpu"
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
@@ -126,12 +128,12 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
 
 @contextmanager
 def process_groups_kept() -> Iterator[None]:
-    """Keep process groups alive that a program destroys in the block, until the block ends and the program's variables
+    """Keep process groups that a program destroys in the block alive until the block ends and the program's variables
     are gone.
 
-    A DistributedDataParallel that outlives its group frees it while holding the GIL, and so waits for gloo's threads.
-    One of these may still need the GIL to free its context, which holds Python objects: PyTorch 2.13 hangs there,
-    rarely. A group that Python itself frees, as here, waits without the GIL.
+    A DistributedDataParallel that outlives its group frees the group while it holds the GIL, and so waits for gloo's
+    threads. One of gloo's threads may still need the GIL to free its context, which holds Python objects. There PyTorch
+    2.13 hangs, rarely. If Python itself frees the group, as here, it waits without the GIL.
     """
     if not dist.is_available():
         yield
@@ -150,15 +152,14 @@ def process_groups_kept() -> Iterator[None]:
     ):
         yield
     if kept:
-        gc.collect()  # objects that use the groups may be part of a cycle
+        gc.collect()  # objects that use the groups may be part of a reference cycle
         kept.clear()
 
 
 def distributed(target: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A module prepared for data-parallel training: wrapped in DistributedDataParallel, which averages the
-    gradients.
+    """Wrap a module in DistributedDataParallel, which averages the gradients, for data-parallel training.
 
-    A target is returned unchanged if it is not a module, is distributed already, has nothing to train or runs in a
+    A target is returned unchanged if it is not a module, is already distributed, has nothing to train or runs in a
     single process. Every rank must call this: the wrapper sends rank 0's parameters to the others.
     """
     if not several_ranks() or not isinstance(target, nn.Module):
@@ -178,19 +179,19 @@ def _is_distributed(part: nn.Module) -> bool:
 
 
 def rank_name(device: torch.device | str) -> str:
-    """The device's name in a row of the table: with its host if there are several."""
+    """The device's name in a row of the table, with the host's name if there are several hosts."""
     here, everywhere = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     several_hosts = here is not None and here != everywhere
     return f"{socket.gethostname()}/{device}" if several_hosts else str(device)
 
 
 def barrier(device: torch.device) -> None:
-    """Wait for all ranks, on a rank's device if the group is NCCL's."""
+    """Wait for all ranks; with NCCL, on this rank's device."""
     dist.barrier(device_ids=[device.index or 0] if "nccl" in dist.get_backend() and device.type == "cuda" else None)
 
 
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """Do the work on every rank; return the outcomes of all ranks, in order, on every rank.
+    """Run a function on every rank. Every rank gets the outcomes of all ranks, in order.
 
     Every rank must call this, in the same order relative to its other calls. Outcomes must be picklable.
 
@@ -198,7 +199,8 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
         MeasurementError: the work raised on some rank; the message has the rank and the reason. The failed rank does
             not wait for the others.
     """
-    number = _store().add(f"rooftop/calls/{dist.get_rank()}", 1)  # the same on every rank
+    # each rank counts its calls, so the number of this call is the same on every rank
+    number = _store().add(f"rooftop/calls/{dist.get_rank()}", 1)
     with _watching(number):
         try:
             outcome = pickle.dumps(work())
@@ -214,7 +216,7 @@ def _exchanged(number: int, outcome: bytes) -> list[Any]:
     for other in ranks:
         try:
             store.wait([f"rooftop/{number}/{other}"], OUTCOME_TIMEOUT)
-        except Exception as error:  # rank 0 or torchrun has the store, which may be gone
+        except Exception as error:  # rank 0 or torchrun serves the store, and may have ended
             what = f"did not finish within {OUTCOME_TIMEOUT} of rank {rank}"
             raise MeasurementError(f"rank {other} of {len(ranks)} {what} ({error})") from error
         outcomes.append(store.get(f"rooftop/{number}/{other}"))
@@ -224,7 +226,7 @@ def _exchanged(number: int, outcome: bytes) -> list[Any]:
 
 
 def _failure(number: int, error: Exception | None) -> MeasurementError:
-    """The failure that came first, as an error; records this one (on this rank) if there was none before."""
+    """The first failure of any rank, as an error. If no failure is recorded, record this rank's failure."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = f"rank {rank} of {ranks} failed: {_reason(error)}" if error is not None else "a rank failed"
     if isinstance(error, MeasurementError) and str(error).startswith("rank "):
@@ -234,7 +236,7 @@ def _failure(number: int, error: Exception | None) -> MeasurementError:
         first = store.compare_set(f"rooftop/{number}/failed", "", mine).decode()
         if error is not None:
             store.set(f"rooftop/{number}/{rank}", b"")
-    except Exception:  # the store is gone with the rank that held it
+    except Exception:  # the rank that served the store has ended
         first = mine
     return MeasurementError(first or mine)
 
@@ -246,7 +248,8 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _watching(number: int) -> Iterator[None]:
-    """With NCCL, aborts the communicators of a rank that waits in a collective for a failed rank, so that it continues.
+    """With NCCL, abort the communicators of a rank that waits in a collective for a failed rank, so that the waiting
+    rank continues.
 
     gloo cannot be aborted; it notices the end of the failed process by itself.
     """
@@ -266,7 +269,7 @@ def _watching(number: int) -> Iterator[None]:
             groups = sorted(dist.distributed_c10d._world.pg_names.items(), key=lambda item: item[1], reverse=True)
             for group, _ in groups:
                 group.abort()
-        except RuntimeError:  # neither the store nor the groups outlive the program
+        except RuntimeError:  # the program is ending: the store or the groups are gone
             return
 
     thread = threading.Thread(target=watch, name="rooftop watch", daemon=True)
@@ -283,19 +286,20 @@ def _store() -> Any:
 
 
 class SharedProgram(Program):
-    """A program whose step all ranks run together. Every rank creates one, of the same target (see `Program`).
+    """A program whose step all ranks run together. Every rank creates one for the same target (see `Program`).
 
-    Outside `lead` each rank runs its own steps, and every rank must run equally many.
+    Outside `lead` each rank runs its own steps, and every rank must run the same number of steps.
     """
 
     _announced: Iterator[str] | None = None
 
     def lead(self, work: Callable[[], T]) -> T:
-        """Rank 0 does the work; the other ranks run each of its steps with it. All ranks get the result of the work.
+        """Run a function on rank 0, while the other ranks run each of its steps too. All ranks get the function's
+        result.
 
         Raises:
-            MeasurementError: a step failed on some rank, or the work on rank 0; the message has the rank and the
-                reason.
+            MeasurementError: a step failed on some rank, or the function failed on rank 0; the message has the rank and
+                the reason.
         """
         run = str(_store().add(f"rooftop/runs/{dist.get_rank()}", 1))
         keys = (f"rooftop/run {run}/step {number}" for number in count())

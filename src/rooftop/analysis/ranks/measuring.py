@@ -1,10 +1,10 @@
-"""Measure a rank's part of a step: the times of communication, and of other work.
+"""Measure a rank's part of a step: the time of communication and the time of other work.
 
 Sources of the figures (PyTorch 2.13). On a GPU the sources are kernels: NCCL's kernels have "nccl" in their names. On a
-CPU the sources are the spans "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ...: they last from the call of a
-collective to its end, including waits, even if operators of the calling thread, which are the other work, run at the
-same time. Time of Python itself during a collective counts as exposed, and so does that of compiled CPU kernels, which
-leave no events.
+CPU the sources are the spans "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ... A span lasts from the call of a
+collective to its end, including waits. Operators of the calling thread may run at the same time; these operators are
+the other work. Python's own time during a collective counts as exposed communication, and so does the time of compiled
+CPU kernels, which leave no events.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rooftop.hardware.traces import Label, Trace
 
 RANK_STEP_LABEL = "rooftop step of a rank"
 STEPS = 10
-RANK_WARM_UP_STEPS = 2  # DistributedDataParallel puts its buckets into their final order after the first
+RANK_WARM_UP_STEPS = 2  # after the first step, DistributedDataParallel puts its buckets into their final order
 
 
 def measure_ranks(program: Program, device: torch.device, steps: int = STEPS) -> Ranks | None:
-    """Measure all ranks together; None if this process is the only one. Every rank must call this, and gets the same
+    """Measure all ranks together; None if there is a single process. Every rank must call this, and gets the same
     result.
 
     Raises:
@@ -43,7 +43,8 @@ def measure_ranks(program: Program, device: torch.device, steps: int = STEPS) ->
 
 
 def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> RankRow:
-    """This rank's part of some steps under the profiler; all ranks start together. Every rank must call this.
+    """Measure this rank's part of some steps under the profiler. All ranks start together, so every rank must call
+    this.
 
     The program's state is preserved (see `Program.preserved`).
 
@@ -59,7 +60,7 @@ def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> 
         synchronize(device)
         with Trace(device) as trace:
             if several_ranks():
-                barrier(device)  # the profiler starts sooner on one rank than on another
+                barrier(device)  # the profiler starts at different times on different ranks
             for _ in range(steps):
                 with Label(RANK_STEP_LABEL):
                     program.step()
@@ -69,7 +70,8 @@ def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> 
 
 
 def rank_row(events: Sequence[Any], rank: int, device: torch.device) -> RankRow:
-    """A row from the profiler's events of some steps, each inside a label `RANK_STEP_LABEL` that ends synchronized."""
+    """A row from the profiler's events of some steps. Each step is inside a label `RANK_STEP_LABEL`, which ends after a
+    synchronization."""
     work = _work_on_gpu(events, device) if device.type == "cuda" else _work_on_cpu(events)
     communication, other = merged(work[0]), merged(work[1])
     both = merged([*communication, *other])
@@ -95,15 +97,16 @@ def rank_row(events: Sequence[Any], rank: int, device: torch.device) -> RankRow:
 
 
 Interval = tuple[int, int]
-"""Start and end in ns."""
+"""(start, end) in ns."""
 
 HOST_COLLECTIVE = re.compile(r"(gloo|mpi|ucc):")
 NO_WORK = re.compile(r"c10d::|_?c10d_functional::|_c10d_functional_autograd::|record_param_comms|nccl:")
-"""Operators that only start a collective or wait for one."""
+"""Matches operators that only start a collective or wait for one."""
 
 
 def _work_on_gpu(events: Sequence[Any], device: torch.device) -> tuple[list[Interval], list[Interval]]:
-    """Communication and other work of this device; collectives on the host (gloo) count as communication too."""
+    """The intervals of communication and of other work on this device. Collectives on the host (gloo) count as
+    communication too."""
     here = (e for e in events if e.device_type().name != "CUDA" or e.device_index() == (device.index or 0))
     communication = [_span(event) for event in events if HOST_COLLECTIVE.match(event.name())]
     other: list[Interval] = []
@@ -113,13 +116,13 @@ def _work_on_gpu(events: Sequence[Any], device: torch.device) -> tuple[list[Inte
 
 
 def _work_on_cpu(events: Sequence[Any]) -> tuple[list[Interval], list[Interval]]:
-    """Communication and other work. Only the innermost operators count as work, because an operator that waits for a
-    collective inside does not work.
+    """The intervals of communication and of other work. Only innermost operators count as work, because an outer
+    operator may wait for a collective inside it.
     """
     communication = [_span(event) for event in events if HOST_COLLECTIVE.match(event.name())]
     threads: dict[int, list[tuple[int, int, str]]] = defaultdict(
         list
-    )  # (start, -end, name): the outer before the inner
+    )  # (start, -end, name): outer operators before inner ones
     for event in events:
         if not event.is_user_annotation() and not HOST_COLLECTIVE.match(event.name()) and event.duration_ns() > 0:
             start, end = _span(event)
@@ -161,9 +164,9 @@ def clipped(intervals: Iterable[Interval], start: int, end: int) -> list[Interva
 
 
 def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The parts of the intervals that no other interval covers. Both are results of `merged`."""
+    """The parts of the intervals that no interval of `others` covers. Both arguments are results of `merged`."""
     left: list[Interval] = []
-    first = 0  # index of the first other interval that does not end before this one
+    first = 0  # index of the first other interval that ends after this one begins
     for start, end in intervals:
         while first < len(others) and others[first][1] <= start:
             first += 1

@@ -1,11 +1,11 @@
 """Compare the ranks of a distributed step: exposed communication, stragglers, imbalance.
 
-Communication is *exposed* while nothing else runs on the device: this part makes the step longer.
+Communication is *exposed* while nothing else runs on the device. Exposed communication makes the step longer.
 
 All ranks leave a collective together, so all need the same time for a step, even if one rank is late. Ranks differ in
-their *own* time, the wall time without the exposed communication. The other ranks are already waiting for a late rank,
-so it has the least exposed communication and the largest own time. If the others have more exposed communication than
-that, they *waited* for the difference.
+their *own* time, the wall time without the exposed communication. When a late rank arrives, the others are already
+waiting. So the late rank has the least exposed communication and the largest own time. If another rank has more exposed
+communication than the late rank, it *waited* for the difference.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from rooftop.analysis.formats import time_text
 LEAST_IMBALANCE = 0.10
 """A rank is not a straggler if its own time exceeds the mean by less than this fraction."""
 NOISE_SPREADS = 3.0
-"""A rank is not a straggler either if the excess is less than this many times the variation of its own time from step
+"""A rank is not a straggler if the excess is less than this many times the variation of any rank's own time from step
 to step."""
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank's step: medians over some steps under the profiler, in ms.
+    """One rank's step, as medians over some steps under the profiler, in ms.
 
     Attributes:
-        rank, device: the rank, and its device, with the host if there are several.
+        rank, device: the rank and its device, with the host's name if there are several hosts.
         wall_ms: wall time of a step.
-        busy_ms: time in which the device works (GPU), or operators or collectives run (CPU).
+        busy_ms: time in which the GPU works, or in which operators or collectives run on the CPU.
         communication_ms: time in which collectives, sends and receives run.
         exposed_ms: the part of the communication during which nothing else runs on the device.
-        waited_ms: the part of exposed_ms in which the rank waits for a later one (0 until the ranks are gathered).
+        waited_ms: the part of exposed_ms in which the rank waits for a slower rank (0 until the ranks are gathered).
         own_spread_ms: interquartile range of the own time over the steps.
     """
 
@@ -75,9 +75,9 @@ class Ranks:
 
     @property
     def straggler(self) -> int | None:
-        """The straggler, for which the other ranks wait, or would wait if they communicated. Its own time exceeds the
-        mean by more than 10%, and by more than three times the variation of any rank's own time. None if no rank is a
-        straggler."""
+        """The slow rank for which the other ranks wait, or would wait if they communicated; None if there is none. Its
+        own time exceeds the mean by more than 10%, and by more than three times the variation of any rank's own
+        time."""
         excess_ms = self.slowest.own_ms - self.mean_own_ms
         noise_ms = NOISE_SPREADS * max(row.own_spread_ms for row in self.rows)
         late = len(self.rows) > 1 and self.imbalance > LEAST_IMBALANCE and excess_ms > noise_ms
@@ -95,17 +95,17 @@ class Ranks:
 
     @property
     def transfer_ms(self) -> float:
-        """Exposed communication without waiting: the exposed communication of the rank that has the least."""
+        """Exposed communication without waiting: the smallest exposed communication of any rank."""
         return min(row.exposed_ms for row in self.rows)
 
     @property
     def exposed_share(self) -> float:
-        """Exposed communication over wall time, of all ranks together."""
+        """Exposed communication divided by wall time, over all ranks together."""
         return fmean(row.exposed_ms for row in self.rows) / self.wall_ms if self.wall_ms > 0 else 0.0
 
     @property
     def sentence(self) -> str:
-        """A sentence about the rows."""
+        """A sentence that sums up the rows."""
         exposed = (
             f"On average {100 * self.exposed_share:.0f}% of a step is exposed communication, "
             f"{time_text(self.transfer_ms)} of it without waiting for another rank."
@@ -143,12 +143,13 @@ class Ranks:
         except (KeyError, TypeError) as error:
             raise ValueError(f"damaged rows of ranks: {type(error).__name__} {error}") from error
         if not rows:
-            raise ValueError("damaged rows of ranks: expected at least one")
+            raise ValueError("damaged rows of ranks: expected at least one row, got none")
         return cls(rows)
 
 
 def compared(rows: Iterable[RankRow]) -> Ranks:
-    """The rows by rank, each with its waiting time: its exposed communication beyond that of the least exposed rank."""
+    """The rows by rank, with waiting times. A rank's waiting time is its exposed communication minus the smallest of
+    any rank."""
     rows = sorted(rows, key=lambda row: row.rank)
     least_ms = min(row.exposed_ms for row in rows)
     return Ranks(tuple(replace(row, waited_ms=row.exposed_ms - least_ms) for row in rows))

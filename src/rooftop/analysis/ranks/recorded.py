@@ -1,9 +1,9 @@
-"""Measure the ranks of a script, each of which records its own steps.
+"""Measure the ranks of a script. Each rank records its own steps.
 
 A script's steps cannot be repeated in lockstep, unlike those of `rooftop.analyze`. But the script's collectives keep
 its ranks in step. So the same steps, by number, are watched on all ranks, without additional communication. At the end
 each rank leaves its row, or the reason for its absence, in the store of `torchrun`. The first rank waits for the
-others' rows, and names the missing ones.
+others' rows, and names the missing ranks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rooftop.analysis.report import Report
 from rooftop.hardware.traces import Label, Trace
 
 STEPS_BETWEEN_WAITS = {"cpu": 1, "cuda": 2}
-"""Steps in a stretch, which ends when the device is done. (On a GPU, if each step were a stretch, its launches would
-count as exposed.)
+"""Number of steps in a stretch, which ends when the device has finished. (If each step were a stretch on a GPU, the
+launches would count as exposed.)
 """
-ROW_TIMEOUT = timedelta(seconds=60)  # time for all other ranks together to end after the first one
+ROW_TIMEOUT = timedelta(seconds=60)  # time for all other ranks together to end after the first rank
 
 
 class RankInstrument:
-    """The profiler around some steps of this rank; `row` afterwards."""
+    """The profiler around some steps of this rank. Afterwards, `row` has the result."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,18 +66,19 @@ class RankInstrument:
         self._trace.__exit__(kind, error, tb)
 
     def row(self, rank: int) -> RankRow:
-        """This rank's part of a step, the median over its stretches."""
+        """This rank's part of a step: the median over its watched stretches of steps."""
         row = rank_row(self._trace.events, rank, self._device)
         times = {name: value / self._together for name, value in asdict(row).items() if name.endswith("_ms")}
         return replace(row, **times)
 
 
 def gathered_rows(row: RankRow | None, why_none: str) -> tuple[Ranks | None, list[str]]:
-    """Leave this rank's row; on the first rank, also return the rows of all, and a note on each rank without one.
+    """Put this rank's row into the store. On the first rank, also return all ranks' rows, and a note on each rank
+    without a row.
 
     Args:
         row: this rank's measurements.
-        why_none: the reason, if there are no measurements.
+        why_none: why there are no measurements, if so.
     """
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     store = agent_store() or _own_store()
@@ -101,7 +102,7 @@ def _collected(store: Any, ranks: int) -> tuple[Ranks | None, list[str]]:
             store.wait([key], patience)
             plain, why_none = json.loads(store.get(key))
         except RuntimeError:  # a timeout is a RuntimeError, and so is a lost connection
-            patience = timedelta(seconds=1)  # the other ranks have had this time, too
+            patience = timedelta(seconds=1)  # the other ranks have had the same time
             notes.append(f"Rank {rank} of {ranks} is not in the report: it ended before it sent its measurements.")
             continue
         if plain is None:
@@ -112,16 +113,17 @@ def _collected(store: Any, ranks: int) -> tuple[Ranks | None, list[str]]:
 
 
 def _own_store() -> Any:
-    """The store of the program's process group, if torchrun serves none and the group still exists."""
+    """The store of the program's process group, if torchrun serves no store and the group still exists."""
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     return None
 
 
 def with_ranks(report: Report, ranks: Ranks) -> Report:
-    """The report of the first rank with the rows of all ranks, and the advice that follows from these rows."""
+    """Add the rows of all ranks, and the advice that follows from them, to the first rank's report."""
     advice = sorted([*report.advice, *rank_advice(ranks)], key=lambda item: -item.gain_ms)
-    gap = "kernel gap" if report.device["kind"] == "cuda" else "launch gap"  # NCCL's kernels keep a GPU busy
+    # on a GPU, NCCL's kernels count as busy time, so communication is in the kernel gap
+    gap = "kernel gap" if report.device["kind"] == "cuda" else "launch gap"
     first = ranks.rows[0]
     note = (
         f"Rank {first.rank}'s {gap} contains {time_text(first.exposed_ms)} of exposed communication, including waits."

@@ -1,3 +1,1 @@
-"""The verbs of the command line: arguments, options and help. The code that does their work is imported when they
-run.
-"""
+"""The verbs of the command line: arguments, options and help. A verb imports the code for its work when it runs."""

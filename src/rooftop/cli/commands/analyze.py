@@ -29,7 +29,7 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
     """Check the mode of --compile.
 
     Raises:
-        click.BadParameter: torch.compile has no such mode, or the word is the target.
+        click.BadParameter: torch.compile has no such mode, or the word after --compile is the target.
     """
     if mode is None:
         return None
@@ -96,7 +96,8 @@ def command() -> None:
     given as package.module:callable, and returns a module, (module, inputs), (module, {name: input}) or (module,
     arguments, {name: input}). A Python script runs unchanged, with the words after -- as its arguments.
 
-    Rooftop times every operator and compares it with its roof: the shortest time in which this machine could move its
-    bytes and do its arithmetic. The distance from the wall time to the roof of the whole model is split into three
+    Rooftop times every operator and compares it with its roof: the shortest time in which this machine could move the
+    operator's bytes and do its arithmetic. The distance from the wall time to the roof of the whole model is split into
+    three
     gaps: slow kernels, missing fusion, and waiting for the host.
     """

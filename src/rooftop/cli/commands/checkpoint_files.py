@@ -17,7 +17,7 @@ out_option = click.option(
     type=click.Path(path_type=Path),
     required=True,
     metavar="OUT",
-    help="Folder to write; it must be new or empty. It appears once it is complete.",
+    help="Folder to write, new or empty. It appears only once all files are written.",
 )
 
 INSPECT_EXAMPLES = """\b
@@ -54,8 +54,8 @@ def inspect_command() -> None:
     """Show the contents of a checkpoint (step, layout, model, data, tensors), and check that it is complete.
 
     The command always checks that all files exist with the right length. --verify also compares every 4 MiB block of
-    all tensors with its stored checksum, and names the first tensor that differs. The column of optimizer bytes counts
-    the two moments and the step count of each weight.
+    all tensors with its stored checksum, and names the first tensor that differs. The column of optimizer bytes holds
+    each weight's two moments and step count.
     """
 
 
@@ -72,10 +72,10 @@ def inspect_command() -> None:
 )
 @done_by("rooftop.cli.checkpoint_files:run_convert")
 def convert_command() -> None:
-    """Convert a checkpoint: into one file, into files for other ranks, or from an older format.
+    """Convert a checkpoint into one file, into files for another number of ranks, or from an older format.
 
     Weights, moments, step, seed and data stay the same, bit for bit. Training resumes in another layout without
-    conversion. All data that are read are compared with their checksums.
+    conversion. The command compares all data that it reads with their checksums.
     """
 
 

@@ -54,7 +54,7 @@ Weights are downloaded once, to torchvision's folder. To use a mirror, set ROOFT
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time between the frames of a video that are classified.",
+    help="Time between the classified frames of a video.",
 )
 @device_option
 @dtype_option
@@ -66,6 +66,6 @@ def command() -> None:
     """Classify photographs and videos with an image model: show the most probable classes of each.
 
     PATH is a photograph, a folder of photographs, or a video. One frame of a video per second is classified (--every).
-    The classes are the 1000 of ImageNet, or those named in a file of `rooftop train`. For other weights of your own,
-    class numbers are shown.
+    The classes are ImageNet's 1000 classes, or the classes named in a file of `rooftop train`. For your own weights
+    from elsewhere, class numbers are shown.
     """

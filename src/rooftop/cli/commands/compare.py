@@ -42,13 +42,13 @@ class PercentType(click.ParamType[float]):
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="Number of operators, and of modules, listed.",
+    help="Number of operators to list, and of modules.",
 )
 @click.option(
     "--fail-above",
     type=PercentType(),
     metavar="PERCENT",
-    help="Exit with status 1 if the step takes longer by more than this, and by more than the noise.",
+    help="Exit with status 1 if the step is slower by more than this and by more than the noise.",
 )
 @json_option("the differences")
 @done_by("rooftop.cli.compare:run")

@@ -35,7 +35,7 @@ Examples:
 )
 @done_by("rooftop.cli.crossover:run")
 def command() -> None:
-    """Find the size from which the GPU beats the CPU, with and without the transfers between them.
+    """Find the size above which the GPU beats the CPU, with and without transfers between CPU and GPU.
 
     "GPU" starts with its operands on the device. "GPU with transfers" copies the inputs from pinned host memory, copies
     the result back and waits for it. The size counts elements (add), rows and columns of square matrices (matmul), or

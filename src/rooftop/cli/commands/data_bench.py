@@ -40,7 +40,9 @@ What to do if a stage is the slowest:
     "--size", type=click.IntRange(min=1), default=224, show_default=True, help="Side of the images, in pixels."
 )
 @click.option(
-    "--config", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A recipe of `rooftop train`."
+    "--config",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Recipe of `rooftop train` to read the data with.",
 )
 @click.option(
     "--set",
@@ -55,7 +57,7 @@ What to do if a stage is the slowest:
     type=click.FloatRange(min=0.05, max=600),
     default=1.0,
     show_default=True,
-    help="Time for each stage.",
+    help="Duration of the measurement of each stage.",
 )
 @json_option("the rates")
 @done_by("rooftop.cli.data_bench:run_bench")

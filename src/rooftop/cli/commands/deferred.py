@@ -1,4 +1,4 @@
-"""Commands that import the code for their work only when they run, so help and wrong calls need no torch."""
+"""Commands that import the code for their work only when they run. So help texts and wrong arguments need no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def done_by(place: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command: the function at "module:name" does the work; name and docstring stay."""
+    """Decorate a command whose work the function at "module:name" does. The command keeps its name and docstring."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)

@@ -31,7 +31,7 @@ Examples:
 @click.option(
     "--model",
     type=click.Choice(names.DETECTORS),
-    help="Name of the detector.  [default: the one that --weights were trained for, or detr_resnet50]",
+    help="Name of the detector.  [default: the detector that --weights were trained for, or detr_resnet50]",
 )
 @click.option(
     "--weights",
@@ -44,7 +44,7 @@ Examples:
     type=click.FloatRange(0, 1),
     default=0.7,
     show_default=True,
-    help="Minimum score of the objects shown.",
+    help="Show only objects with at least this score.",
 )
 @click.option(
     "--output",
@@ -59,7 +59,7 @@ Examples:
 @click.option(
     "--size",
     type=click.IntRange(min=32),
-    help="Resize the shorter side to this many pixels.  [default: those that --weights were trained for, or 800]",
+    help="Resize the shorter side to this many pixels.  [default: the size that --weights were trained for, or 800]",
 )
 @device_option
 @dtype_option
@@ -70,6 +70,6 @@ Examples:
 def command() -> None:
     """Detect objects on photographs with a DETR: print a table, and draw their boxes.
 
-    PATH is a photograph or a folder of photographs. Weights with COCO's classes give COCO's names; weights of `rooftop
-    train` carry their own names.
+    PATH is a photograph or a folder of photographs. Weights with COCO's classes use COCO's names. Weights of `rooftop
+    train` contain the names of their classes.
     """

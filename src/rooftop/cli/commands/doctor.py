@@ -24,5 +24,5 @@ def command() -> None:
     """Check what works on this machine, and print the command that fixes each problem.
 
     Runs tiny kernels on each GPU. Installs and changes nothing, except with --install-kernel. Lists missing optional
-    parts and how to get them. The exit status is 1 if something required is broken.
+    packages and how to install them. The exit status is 1 if something required is broken.
     """

@@ -31,7 +31,7 @@ Several GPUs: with --tensor-parallel-size, each rank reads its part of the weigh
 heads. The text is the same as on one GPU, up to rounding. The first rank prints it.
 
 Output: the text goes to standard output, the figures to standard error. Percent of roof compares the measured time of a
-token with the shortest possible one, which reads all weights and the keys and values of all positions once. Each rank
+token with the shortest possible time, which reads all weights and the keys and values of all positions once. Each rank
 reads its part; communication counts as free. A machine without stored ceilings is measured at the end, in under 30 s;
 --no-roof skips that.
 """
@@ -62,7 +62,7 @@ reads its part; communication counts as free. A machine without stored ceilings 
     "--max-new-tokens",
     type=click.IntRange(min=0),
     default=100,
-    help="Maximum number of new tokens per prompt.  [default: 100, or as many as the model has positions for]",
+    help="Maximum number of new tokens per prompt.  [default: 100, or fewer if the model has fewer positions]",
 )
 @click.option(
     "--temperature",
@@ -95,7 +95,7 @@ reads its part; communication counts as free. A machine without stored ceilings 
 @device_option
 @dtype_option
 @json_option("text, tokens and figures")
-@click.option("--roof/--no-roof", "with_roof", default=True, help="Report percent of roof, or skip it.")
+@click.option("--roof/--no-roof", "with_roof", default=True, help="Report the percent of roof, or leave it out.")
 @click.pass_context
 @done_by("rooftop.cli.generate:run")
 def command() -> None:

@@ -33,7 +33,8 @@ Ladders:
 @click.pass_context
 @done_by("rooftop.cli.ladder:run")
 def command() -> None:
-    """Measure one piece of work in faster and faster versions. Each rung is checked, timed and compared with the roof.
+    """Measure a series of ever faster versions (rungs) of one piece of work. Each rung is checked, timed and compared
+    with the roof.
 
     The ladders python and memory also run on a CPU (docs/speed.md). The other ladders are kernels in CUDA C++ and
     Triton (docs/ladder.md). Without a GPU, the kernels are not timed: Triton kernels run small sizes in Triton's

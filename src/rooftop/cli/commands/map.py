@@ -39,7 +39,7 @@ pandas.read_parquet("classes.parquet").
     type=click.Path(path_type=Path),
     required=True,
     metavar="FOLDER",
-    help="Folder for the Parquet parts, such as out.parquet. Items already in it are not computed again.",
+    help="Folder for the Parquet files, such as out.parquet. Items with a row in it are not computed again.",
 )
 @click.option(
     *("--as", "kind"),
@@ -63,14 +63,14 @@ pandas.read_parquet("classes.parquet").
     type=click.IntRange(min=1),
     default=5,
     show_default=True,
-    help="Number of classes per photograph, for a classifier.",
+    help="For a classifier: number of classes per photograph.",
 )
 @click.option(
     "--threshold",
     type=click.FloatRange(0, 1),
     default=0.7,
     show_default=True,
-    help="Minimum score of an object, for a detector.",
+    help="For a detector: minimum score of an object.",
 )
 @click.option("--dtype", type=click.Choice(names.FLOATS), help="Compute dtype of a model.")
 @click.option("--frames", type=click.IntRange(min=1), default=16, show_default=True, help="Frames per clip.")
@@ -111,8 +111,8 @@ pandas.read_parquet("classes.parquet").
     "--decoders",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Decoding processes of each worker, for photographs, clips and clouds; 0: threads of the worker decode.  "
-    "[default: on a GPU one per core; on the CPU 0]",
+    help="Number of processes per worker that decode photographs, clips and clouds. 0: the worker's own threads "
+    "decode.  [default: on a GPU one per core; on the CPU 0]",
 )
 @click.option(
     "--scheduler", metavar="ADDRESS", help="Use the workers of this Dask scheduler instead of local processes."
@@ -128,12 +128,12 @@ pandas.read_parquet("classes.parquet").
 @json_option("the figures")
 @done_by("rooftop.cli.map:run")
 def command() -> None:
-    """Call TARGET for every item of INPUTS, on all GPUs or cores, and write the results to Parquet as they arrive.
+    """Call TARGET for every item of INPUTS, on all GPUs or cores, and write each result to Parquet when it is ready.
 
     TARGET is a model (resnet50, detr_resnet50, ...), my.py:function, package.module:function, or a class. INPUTS are
     files, or folders, which are searched recursively. Each item has one row: input, place (line, row or first frame in
     the file), error, and the columns of the result. The first good result sets the columns. An item becomes a row with
     an error if it cannot be read, raises, hangs (--timeout) or kills its process.
 
-    The exit status is 0 if at least one item has a result, else 1.
+    The exit status is 0 if at least one item has a result, and 1 if none has.
     """

@@ -39,14 +39,14 @@ class _Streams(click.ParamType[tuple[int, ...]]):
 @click.command("bench", epilog=EXAMPLES)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
-    "--device", "devices", default="cpu,cuda", show_default=True, metavar="NAME,NAME", help="Devices that decode."
+    "--device", "devices", default="cpu,cuda", show_default=True, metavar="NAME,NAME", help="Devices to decode on."
 )
 @click.option(
     "--streams",
     type=_Streams(),
     default="1,8",
     show_default=True,
-    help="Numbers of concurrent readers, one thread each.",
+    help="Numbers of concurrent readers to try, such as 1,8. Each reader has one thread.",
 )
 @resize_option
 @click.option(
@@ -54,13 +54,13 @@ class _Streams(click.ParamType[tuple[int, ...]]):
     type=click.FloatRange(min=0.1, max=600),
     default=3.0,
     show_default=True,
-    help="Time per device and number of streams.",
+    help="Seconds to measure each device with each number of streams.",
 )
 @json_option("the rates")
 @done_by("rooftop.cli.media_bench:run_bench")
 def bench_command() -> None:
     """Measure decoding speed: frames per second of FILE as tensors, by the CPU and by the GPU's NVDEC.
 
-    Each stream is a separate reader that loops over the file. Its first frame is not counted. Frames are RGB uint8 on
-    the device that decodes.
+    Each stream is a separate reader that loops over the file. The first frame of each stream is not counted. Frames are
+    RGB uint8 tensors on the decoding device.
     """

@@ -24,7 +24,7 @@ Examples:
     type=click.Path(path_type=Path),
     required=True,
     metavar="DIR|FILE.npy",
-    help="A folder, with one file per frame, named by its number; or FILE.npy, one uint8 array (T, 3, H, W).",
+    help="A folder for one file per frame, named by the frame's number; or FILE.npy for one uint8 array (T, 3, H, W).",
 )
 @click.option(
     "--every",
@@ -32,7 +32,7 @@ Examples:
     default=1,
     show_default=True,
     metavar="N",
-    help="Keep every N-th frame, from the first one that --start keeps.",
+    help="Keep every N-th frame, starting with the first frame after --start.",
 )
 @start_option
 @end_option
@@ -48,5 +48,5 @@ def decode_command() -> None:
     """Decode FILE into upright RGB pictures, or into one array.
 
     Frame numbers count from the start of the video, even with --start and --every. Each file is written completely or
-    not at all. If the video is damaged, the pictures before the damage stay, and no array is written.
+    not at all. If the video is damaged, the pictures before the damage are kept, and no array is written.
     """

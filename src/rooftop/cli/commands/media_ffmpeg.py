@@ -28,8 +28,8 @@ Examples:
 def check_command() -> None:
     """Test FFmpeg's decoders, encoders and filters on this machine, on GPUs and in software.
 
-    Runs all that FFmpeg lists, and compares their frames with those of the software codecs: "works" means correct
-    frames. Takes 15 s or more. The exit status is 0 even without a GPU, and 1 without FFmpeg.
+    Runs every decoder, encoder and filter that FFmpeg lists, and compares its frames with those of the software codecs.
+    "works" means correct frames. Takes 15 s or more. The exit status is 0 even without a GPU, and 1 without FFmpeg.
     """
 
 
@@ -46,7 +46,7 @@ def check_command() -> None:
     type=click.Path(path_type=Path),
     required=True,
     metavar="DIR",
-    help="Folder to install into: a new one, or one that this command created.",
+    help="Folder to install into: a new folder, or one that this command created.",
 )
 @click.option(
     "--headers",
@@ -57,7 +57,7 @@ def check_command() -> None:
 @click.option(
     "--jobs", type=click.IntRange(min=1), metavar="N", help="Number of parallel processes.  [default: one per core]"
 )
-@click.option("--minimal", is_flag=True, help="Build only support for video, files and pipes; this takes minutes.")
+@click.option("--minimal", is_flag=True, help="Build only the support for video, files and pipes, in a few minutes.")
 @done_by("rooftop.cli.media_ffmpeg:run_build")
 def build_command() -> None:
     """Build FFmpeg with cuvid, nvdec, nvenc and GPU filters, then test it.

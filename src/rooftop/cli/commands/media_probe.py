@@ -17,5 +17,5 @@ from rooftop.cli.outputs import json_option
 def probe_command() -> None:
     """Show what is in a video (codec, size, colours, frames, times), and check that it is complete.
 
-    Decodes one frame and reads all packets. Marks values that the file does not state and Rooftop assumes.
+    Decodes one frame and reads all packets. Marks the values that are missing in the file and that Rooftop assumes.
     """

@@ -22,12 +22,12 @@ LADDERS = {
     "matmul": ("the product of two square matrices", "rows and columns"),
     "layer": ("y = sigmoid(x W^T + b), CPU against GPU", "rows and features"),
 }
-"""The task of each ladder of kernels, and the unit of --size."""
+"""Ladder of kernels -> (its work, the unit of --size)."""
 OTHER_LADDERS = {
     "python": ("one function, from plain Python to the roof", "points"),
     "memory": ("rate and latency of each level of the memory, and Little's law", ""),
 }
-"""Ladders that are also measured on a CPU; the ladder memory has no size."""
+"""Ladders that can also be measured on a CPU. The ladder memory has no size."""
 SURFACES = (
     *("depth", "normal", "instance", "cluster", "triangle", "level", "uv", "velocity", "material", "coverage"),
     *("material_depth", "color", "base_color", "vertex_color", "overdraw", "shadow"),
@@ -37,7 +37,7 @@ ITEM_KINDS = ("image", "clip", "cloud", "text", "row", "path")
 """Values of --as."""
 TOKENS = ("uint8", "uint16", "uint32", "int32", "int64")
 WEIGHT = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|[-+]?(nan|inf|infinity)$"
-"""A word that is the weight of a path in a mixture."""
+"""Matches a word that is the weight of a path in a mixture."""
 BYTE_TOKENS = 256
 """Vocabulary size of text."""
 DECAYS = ("constant", "linear", "cosine")
@@ -73,4 +73,4 @@ SWITCHES = {
     "faults": "not_finite most_skipped damaged",
     "loading": "how workers ahead",
 }
-"""Sections and names of a recipe."""
+"""Section of a recipe -> its switches."""

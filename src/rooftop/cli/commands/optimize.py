@@ -28,7 +28,7 @@ Examples:
     "shapes",
     multiple=True,
     metavar="SHAPE",
-    help="Another shape that the first input may have. Repeat for several shapes.",
+    help="Another shape that the first input may have. Repeat the option for several shapes.",
 )
 @click.option("--train", is_flag=True, help="Optimize a training step: forward and backward.")
 @device_option
@@ -38,7 +38,8 @@ Examples:
     "rules",
     multiple=True,
     metavar="NAME",
-    help="Try this rule; repeat for several.  [default: all but bf16-autocast and tf32, which lower the precision]",
+    help="Try only this rule. Repeat the option for several rules.  [default: all but bf16-autocast and tf32, which "
+    "lower the precision]",
 )
 @click.option("--exact", is_flag=True, help="Keep only changes with bit-identical results.")
 @click.option(
@@ -57,7 +58,9 @@ Examples:
     help="Time limit of the search.",
 )
 @click.option(
-    "--plan", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Apply this plan; do not search."
+    "--plan",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Apply this plan instead of searching for one.",
 )
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan to this file.")
 @json_option("the results")
@@ -65,15 +68,15 @@ Examples:
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write an HTML page: before and after, each change and its reason.",
+    help="Also write an HTML page with the times before and after, and each change with its reason.",
 )
 @done_by("rooftop.cli.optimize:run")
 def command() -> None:
-    """Make TARGET faster: try changes one by one, prove and time each, and keep those that pay.
+    """Make TARGET faster: try changes one by one, check and time each change, and keep those that gain time.
 
     TARGET is a built-in model (resnet50) or package.module:callable, as for `rooftop analyze`.
 
-    A change is kept if the whole model gains more than the noise, and its results are as accurate as the original's: on
-    the given inputs, on similar ones, and on NaN, -0.0, constant and large values. Every other change is listed with
-    the reason. In your own program, rooftop.optimize(model, x).module is the faster module.
+    A change is kept if the whole model gains more than the noise, and its results are as accurate as the original's.
+    Results are compared on the given inputs, on similar inputs, and on NaN, -0.0, constant and large values. Rejected
+    changes are listed with the reason. In your own program, rooftop.optimize(model, x).module is the faster module.
     """

@@ -18,9 +18,9 @@ Examples:
   rooftop predict-video walk.mp4 --random-weights 0 --colour --size 32x32 --json -
 """
 
-USUAL_CONTEXT = 10  # frames, as in Keras's example
+USUAL_CONTEXT = 10  # number of frames, as in Keras's example
 
-USUAL_SIDE = 64  # pixels of the shorter side, as in the training of Keras's example
+USUAL_SIDE = 64  # pixels of the shorter side, as Keras's example trains
 
 VIDEOS = (".mp4", ".mkv", ".mov")  # containers that support H.264
 
@@ -41,13 +41,13 @@ VIDEOS = (".mp4", ".mkv", ".mov")  # containers that support H.264
     "--after",
     type=float,
     metavar="SECONDS",
-    help="Predict from this time on.  [default: the last --frames frames of the clip]",
+    help="Time of the first predicted frame.  [default: the last --frames frames of the clip are predicted]",
 )
 @click.option(
     "--context",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"Number of frames before --after that the network sees.  [default: {USUAL_CONTEXT}, or all if fewer]",
+    help=f"Number of frames before --after that the network reads.  [default: {USUAL_CONTEXT}, or all if fewer]",
 )
 @click.option(
     "--size",
@@ -58,7 +58,7 @@ VIDEOS = (".mp4", ".mkv", ".mov")  # containers that support H.264
 @click.option(
     "--colour/--grey",
     default=None,
-    help="Channels of an untrained network (default: grey). Weights determine it themselves.",
+    help="Channels of an untrained network (default: grey). With --weights, the weights determine the channels.",
 )
 @device_option
 @dtype_option
@@ -80,7 +80,7 @@ VIDEOS = (".mp4", ".mkv", ".mov")  # containers that support H.264
 def command() -> None:
     """Predict the next frames of a clip with a ConvLSTM, each frame from all earlier frames.
 
-    Writes a video, with the real frames left and the predicted ones right, and a picture, with the real frames above.
-    Real frames beyond the end of the clip are black. Prints the error of the prediction, and of repeating the last
-    known frame. Existing files are replaced.
+    Writes a video (real frames on the left, predicted frames on the right) and a picture (real frames above the
+    predicted frames). Real frames beyond the end of the clip are black. Prints the error of the prediction, and the
+    error of repeating the last known frame. Existing files are replaced.
     """

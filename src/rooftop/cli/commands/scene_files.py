@@ -17,8 +17,8 @@ from rooftop.cli.outputs import json_option
 )
 @click.option(
     "--normals", type=click.Choice(["file", "smooth", "flat"]), default="file", show_default=True,
-    help="file: normals of the file, if it has any. smooth: computed from the faces around each vertex. flat: one "
-    "normal per face.",
+    help="Source of the normals. file: the file's normals, if it has any. smooth: computed from the faces around each "
+    "vertex. flat: one normal per face.",
 )  # fmt: skip
 @click.option(
     "--precision", type=click.FloatRange(min=0, min_open=True), metavar="LENGTH",
@@ -27,7 +27,7 @@ from rooftop.cli.outputs import json_option
 )  # fmt: skip
 @click.option(
     "--workers", type=click.IntRange(min=1), metavar="N",
-    help="Number of parallel processes; it does not change the file.  [default: one per core]",
+    help="Number of parallel processes. The file is the same for any number.  [default: one per core]",
 )  # fmt: skip
 @click.option(
     "--lock-borders", is_flag=True,
@@ -37,15 +37,15 @@ from rooftop.cli.outputs import json_option
 @click.option(
     "--no-textures",
     is_flag=True,
-    help="Drop the texture images of materials (.glb, .gltf, .obj); keep their base colours.",
+    help="Drop the texture images of materials (.glb, .gltf, .obj), but keep their base colours.",
 )
 @done_by("rooftop.cli.scene_files:run_build")
 def build_command() -> None:
     """Build a geometry file (.rtg) from MESH (.glb, .obj, .ply, .stl and more).
 
-    Build each mesh once; it runs on the CPU. Several parts become one mesh, with one material number each. The file
-    includes the base colours and textures of .glb, .gltf and .obj, and needs no other file. Faces that cannot be drawn
-    (without area, or duplicates) are dropped and reported.
+    Build each mesh once. The build runs on the CPU. Several parts become one mesh, in which each part has a material
+    number. The file includes the base colours and textures of .glb, .gltf and .obj, and needs no other file. Faces that
+    cannot be drawn (without area, or duplicates) are dropped and reported.
     """
 
 

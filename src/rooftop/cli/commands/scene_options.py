@@ -28,7 +28,7 @@ pixel_error_option = click.option(
     default=1.0,
     show_default=True,
     metavar="PIXELS",
-    help="Largest error of a surface in the picture, in pixels; 0 draws all triangles.",
+    help="Largest error of a surface in the picture, in pixels. 0 draws all triangles.",
 )
 pool_option = click.option(
     "--pool",

@@ -48,7 +48,7 @@ centre of the first pixel at (0, 0).
 )  # fmt: skip
 @click.option(
     "--show", "shows", type=click.Choice(names.SURFACES), multiple=True, default=("color",), show_default=True,
-    help="What to show; repeat for several. All share one picture, unless {show} is in its name.",
+    help="What to show. Repeat the option for several views: all are in one picture, unless {show} is in its name.",
 )  # fmt: skip
 @click.option(
     "--orbit", callback=numbers(2, 3), metavar="AZIMUTH,ELEVATION[,DISTANCE]",
@@ -75,7 +75,10 @@ centre of the first pixel at (0, 0).
     help="With --intrinsics: the 4 x 4 matrix world_to_camera.",
 )
 @click.option(
-    "--camera", type=click.Path(path_type=Path), metavar="JSON", help="File with one or several cameras; see below."
+    "--camera",
+    type=click.Path(path_type=Path),
+    metavar="JSON",
+    help="JSON file with one or several cameras (see below).",
 )
 @click.option(
     "--path", type=click.Path(path_type=Path), metavar="JSON",
@@ -85,13 +88,13 @@ centre of the first pixel at (0, 0).
     "--near",
     type=float,
     metavar="LENGTH",
-    help="Near plane; nearer surfaces are not drawn.  [default: 1e-5 of the scene]",
+    help="Distance of the near plane. Nearer surfaces are not drawn.  [default: 1e-5 of the scene]",
 )
 @click.option("--size", callback=pixels, metavar="WIDTHxHEIGHT", help="Picture size in pixels.  [default: 1920x1080]")
 @click.option(
     "--frames", type=click.IntRange(min=1), metavar="N",
-    help="Number of pictures in one turn around the target. Each frame culls the parts that were hidden in the "
-    "previous frame.  [default: 1]",
+    help="Number of pictures in one turn around the target. Each frame culls the parts that the previous frame found "
+    "hidden.  [default: 1]",
 )  # fmt: skip
 @instances_option
 @pixel_error_option
@@ -107,7 +110,7 @@ centre of the first pixel at (0, 0).
 def render_command() -> None:
     """Render geometry files (.rtg, from `rooftop scene build`) into pictures.
 
-    All FILEs form one scene in common coordinates. The first frame is rendered twice, on a GPU three times, and only
-    the last rendering is reported: by then the kernels are loaded, hidden parts are known, and the launches are in a
-    graph.
+    All FILEs form one scene in common coordinates. The first frame is rendered twice (on a GPU three times), and only
+    the last rendering is reported. By then the kernels are loaded, the hidden parts are known, and a graph holds the
+    launches.
     """

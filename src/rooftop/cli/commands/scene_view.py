@@ -37,7 +37,7 @@ To render a camera path that the page recorded:
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the server.  [default: a free port]")
 @click.option(
     "--host", default="127.0.0.1", show_default=True, metavar="ADDRESS",
-    help="Address of the server. 0.0.0.0 admits other machines, without encryption; a tunnel is safer.",
+    help="Address of the server. 0.0.0.0 lets other machines connect, without encryption; a tunnel is safer.",
 )  # fmt: skip
 @up_option
 @click.option("--fov", type=float, default=50.0, show_default=True, metavar="DEGREES", help="Vertical field of view.")

@@ -1,6 +1,6 @@
 """`rooftop train`: the group, and arguments, options and help of `train gpt`.
 
-It trains in one process, or as one rank of several.
+`train gpt` trains in one process, or as one of several ranks.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class DataPaths(click.Command):
 
 @click.group(cls=Tasks, epilog=GROUP_EXAMPLES)
 def command() -> None:
-    """Train a model, on one process or, under torchrun, on many, and report percent of roof."""
+    """Train a model in one process or, under torchrun, in many, and report percent of roof."""
 
 
 @command.command(cls=DataPaths, epilog=EXAMPLES)
@@ -109,7 +109,8 @@ def command() -> None:
     required=True,
     multiple=True,
     metavar="[WEIGHT] PATH ...",
-    help="Tokens or text to train on. Several paths are mixed by the given weights, otherwise by their sizes.",
+    help="Tokens or text to train on. Several paths are mixed by the given weights or, without weights, by their "
+    "sizes.",
 )
 @click.option(
     VALID_DATA,
@@ -121,19 +122,19 @@ def command() -> None:
 @click.option(
     "--split",
     metavar="TRAIN,VALID",
-    help="Instead of --valid-data-path: the parts of --data-path for training, from the front, and for validation, "
-    "e.g. 95,5. A third part is left out, for a test.",
+    help="Instead of --valid-data-path: split --data-path, from the front, into parts for training and validation, "
+    "e.g. 95,5. A third part is kept for tests and not used.",
 )
 @size("--eval-interval", help=f"Steps between validations; the last step is always validated.  [default: {INTERVAL}]")
 @size(
     "--eval-iters",
-    help="Batches of --global-batch-size sequences in a validation, always the same ones. If the data have fewer "
-    f"sequences, each is read once.  [default: {ITERS}]",
+    help="Number of batches (of --global-batch-size sequences) in a validation, the same batches each time. If the "
+    f"data have fewer sequences, each is read once.  [default: {ITERS}]",
 )
 @click.option(
     "--token-dtype",
     type=choice["tokens"],
-    help="Integer type of a .bin file that does not state it.  [default: detected from its numbers; an ambiguous one "
+    help="Integer type of a .bin file that does not state it.  [default: detected from its numbers; an ambiguous file "
     "is refused]",
 )
 @click.option(
@@ -148,18 +149,24 @@ def command() -> None:
     "--eod-token",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Token that ends a document. Attention then stays within each document.",
+    help="Token that ends a document. With it, attention stays within each document.",
 )
 @click.option(
     "--reset-position-ids", is_flag=True, help="Restart positions at the beginning of each document (with --eod-token)."
 )
 @click.option("--eod-mask-loss", is_flag=True, help="Exclude the token that follows --eod-token from the loss.")
 @rate("--dropout", default=0.0, help="Dropout probability, after the embedding and after each sublayer.")
-@size("--micro-batch-size", default=1, show_default=True, help="Sequences in one forward pass of a rank.")
+@size("--micro-batch-size", default=1, show_default=True, help="Number of sequences in one forward pass of a rank.")
 @size(
-    "--global-batch-size", help="Sequences per step, of all ranks.  [default: one micro-batch per data parallel rank]"
+    "--global-batch-size",
+    help="Number of sequences per step, on all ranks together.  [default: one micro-batch per data parallel rank]",
 )
-@size("--train-iters", default=100, show_default=True, help="Total number of steps, also counting those before --load.")
+@size(
+    "--train-iters",
+    default=100,
+    show_default=True,
+    help="Total number of steps, including the steps before the checkpoint that --load reads.",
+)
 @rate("--lr", default=3e-4, help="Learning rate of AdamW after warmup.")
 @click.option(
     "--lr-warmup-iters",
@@ -167,7 +174,7 @@ def command() -> None:
     metavar="N",
     default=0,
     show_default=True,
-    help="Steps of linear warmup to --lr.",
+    help="Number of steps of linear warmup to --lr.",
 )
 @click.option(
     "--lr-decay-style",
@@ -184,15 +191,15 @@ def command() -> None:
 @click.option(
     "--dtype",
     type=choice["dtypes"],
-    help="Compute dtype; with bfloat16, weights and optimizer state stay float32.  "
+    help="Compute dtype. With bfloat16, weights and optimizer state stay float32.  "
     "[default: bfloat16 on GPUs, float32 on CPUs]",
 )
 @click.option(
     "--recompute-granularity",
     type=choice["granularities"],
-    help="Recompute parts of forward during backward: less memory, slower. selective: norms, activations and rotary "
-    "embeddings; saves about a third of the activation memory for almost no flops. full: whole blocks; saves almost "
-    "all of it for a third more flops.  [default: no recomputation]",
+    help="Recompute parts of forward during backward, which saves memory but takes time. selective: norms, activations "
+    "and rotary embeddings; saves about a third of the activation memory for almost no flops. full: whole blocks; "
+    "saves almost all of it for a third more flops.  [default: no recomputation]",
 )
 @click.option("--recompute", is_flag=True, help="Same as --recompute-granularity full.")
 @click.option(
@@ -216,11 +223,13 @@ def command() -> None:
 @click.option(
     "--accumulate-whole-gradients",
     is_flag=True,
-    help="With --use-torch-fsdp2 and several micro-batches: sum gradients over ranks once a step. This is faster, but "
-    "each rank holds the gradients of the whole model: 4 bytes a parameter more.",
+    help="With --use-torch-fsdp2 and several micro-batches: sum gradients over ranks once per step. This is faster, "
+    "but each rank holds the whole model's gradients: 4 more bytes per parameter.",
 )
 @click.option(
-    "--use-torch-fsdp2", is_flag=True, help="Shard weights and optimizer state over data parallel ranks: less memory."
+    "--use-torch-fsdp2",
+    is_flag=True,
+    help="Shard weights and optimizer state over data parallel ranks, to save memory.",
 )
 @size(
     "--pipeline-parallel-size", default=1, show_default=True, help="Number of ranks that divide the layers among them."
@@ -242,8 +251,8 @@ def command() -> None:
     "--cp-comm-type",
     type=choice["transports"],
     help="How context parallel ranks exchange keys and values. p2p: from rank to rank, while they compute. all_gather: "
-    "all at once. a2a: heads for positions, by all-to-all. a2a+p2p: a2a among neighbours, p2p between groups.  "
-    "[default: the fastest of p2p, all_gather and a2a, by a measured table or a formula]",
+    "all at once. a2a: all-to-all, so that each rank has some heads at all positions. a2a+p2p: a2a among neighbours, "
+    "p2p between groups.  [default: the fastest of p2p, all_gather and a2a, by a measured table or a formula]",
 )
 @click.option(
     "--hierarchical-context-parallel-sizes",
@@ -261,7 +270,7 @@ def command() -> None:
 @click.option(
     "--async-save/--no-async-save",
     default=None,
-    help="Write checkpoints in the background from a copy in host memory; or wait for the disk.  "
+    help="Write checkpoints in the background from a copy in host memory, or wait for the disk.  "
     "[default: --async-save]",
 )
 @size(
@@ -286,23 +295,23 @@ def command() -> None:
     help="Write a line of JSON for each step: step, loss, grad_norm, tokens_per_s, percent_of_roof, valid_loss and "
     "more. With --load, lines of steps after the checkpoint are removed and written again.",
 )
-@path("--tensorboard-dir", metavar="DIR", help="Write event files for TensorBoard; needs the extra train.")
+@path("--tensorboard-dir", metavar="DIR", help="Write event files for TensorBoard. This needs the extra `train`.")
 @click.option(
     "--distributed-timeout-minutes",
     type=click.FloatRange(min=0, min_open=True),
     metavar="X",
     default=10.0,
     show_default=True,
-    help="Longest wait for a rank that is alive but does not answer. Then all ranks end, and the error names that "
+    help="Longest wait for a rank that is alive but does not answer. After it all ranks end, and the error names that "
     "rank. A dead or stopped rank ends all ranks within 30 s.",
 )
-@size("--log-interval", default=10, show_default=True, help="Steps between printed lines.")
-@click.option("--roof/--no-roof", "with_roof", default=True, help="Report percent of roof, or skip it.")
+@size("--log-interval", default=10, show_default=True, help="Number of steps between printed lines.")
+@click.option("--roof/--no-roof", "with_roof", default=True, help="Report the percent of roof, or leave it out.")
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Check all options, show the pipeline schedule and the tokens of each rank, then exit. Without torchrun, it "
-    "assumes as many ranks as the sizes require.",
+    help="Check all options, show the pipeline schedule and the tokens of each rank, then exit. Without torchrun, the "
+    "check assumes as many ranks as the sizes require.",
 )
 @done_by("rooftop.cli.train:train_gpt")
 def gpt() -> None:

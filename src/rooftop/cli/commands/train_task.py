@@ -1,4 +1,4 @@
-"""`rooftop train NAME|my_pkg.task:build`: the group that finds tasks by name, and their options and help."""
+"""`rooftop train NAME|my_pkg.task:build`: the group that finds tasks by name, with the tasks' options and help."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ model.name=resnet50`.
 """
 
 SMALL = {"detr": "shapes", "sparse_unet": "scans"}
-"""Data of the examples; digits for the other tasks."""
+"""Data that the help's examples use, by task; other tasks use digits."""
 
 
 def examples_of(name: str) -> str:
@@ -113,7 +113,7 @@ class Tasks(click.Group):
         """Find the command for a name, as click does.
 
         Raises:
-            click.UsageError: no task has that name; the message suggests the nearest ones.
+            click.UsageError: no task has that name; the message suggests the nearest names.
         """
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
@@ -168,7 +168,8 @@ def _options(data: str) -> list[Callable[[Any], Any]]:
             "--config",
             type=file,
             metavar="FILE|NAME",
-            help=f"A recipe in TOML, or a published one ({', '.join(names.RECIPES)}); its values replace the task's.",
+            help=f"A recipe in TOML, or a published recipe ({', '.join(names.RECIPES)}). Its values replace the task's "
+            "values.",
         ),
         click.option(
             "--set",
@@ -205,7 +206,7 @@ def _options(data: str) -> list[Callable[[Any], Any]]:
             multiple=True,
             callback=_switch_names,
             metavar="SECTION.NAME,...",
-            help="Instead of one training, measure the effect of these switches of the recipe. NAME=VALUE compares "
+            help="Instead of training once, measure the effect of these switches of the recipe. NAME=VALUE compares "
             "with this value.",
         ),
         click.option(
@@ -214,6 +215,6 @@ def _options(data: str) -> list[Callable[[Any], Any]]:
             metavar="N",
             help="Number of seeds for each recipe of an ablation.  [default: 3]",
         ),
-        click.option("--page/--no-page", default=True, help="Write page.html, or leave it out."),
-        click.option("--print-recipe", is_flag=True, help="Print the whole recipe as TOML, and train nothing."),
+        click.option("--page/--no-page", default=True, help="Whether to write page.html."),
+        click.option("--print-recipe", is_flag=True, help="Print the whole recipe as TOML, without training."),
     ]

@@ -1,4 +1,4 @@
-"""Options that the verbs with a trained model share."""
+"""Options that the verbs for trained models share."""
 
 from __future__ import annotations
 

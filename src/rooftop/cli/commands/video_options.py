@@ -41,7 +41,7 @@ def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
         default="cpu",
         show_default=True,
         metavar="cpu|cuda|auto",
-        help="Device that decodes; cuda:1 selects a GPU.",
+        help="Device to decode on. cuda:1 selects a GPU.",
     )
     return option(function)
 

@@ -1,6 +1,6 @@
 """Formulas for the operators of aten, a file for each family. Importing this package registers all of them.
 
-Each formula follows the operator's definition, not an implementation; tests compare them with counts by hand.
+Each formula follows the operator's definition, not an implementation. Tests compare the formulas with counts by hand.
 """
 
 from rooftop.cost.formulas import (

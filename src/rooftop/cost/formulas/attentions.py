@@ -1,13 +1,13 @@
-"""Scaled dot-product attention: matrix products, and the softmax of scores, which are never written to memory.
+"""Cost of scaled dot-product attention: matrix products, and a softmax of scores that are never written to memory.
 
 With B sequences, H query heads and P pairs of a query and a visible key, in dimensions D (keys) and V (values):
 
     forward    2 B H P (D + V)          scores, weighted values
     backward   2 B H P (3 D + 2 V)      scores again; gradients of weights and values (V), of queries and keys (D)
 
-P is S_q · S_k. Under a causal mask it is only the part up to the diagonal: S (S + 1) / 2 for a square (tools that count
-whole squares report about twice that). A mask that is a tensor is read and added. Since the pairs that it hides depend
-on its values, every pair counts. Fewer key heads than query heads (grouped queries) save bytes and no flops.
+P is S_q · S_k. Under a causal mask, P counts only the pairs up to the diagonal: S (S + 1) / 2 for a square. (Tools that
+count whole squares report about twice that.) A tensor mask is read and added. The pairs that it hides depend on its
+values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes, but no flops.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rooftop.cost.registry import cost_of
 
 
 def visible_pairs(queries: int, keys: int, causal: bool) -> int:
-    """Pairs (i, j) of a query and a key: under a causal mask (aligned at the first query) those with j ≤ i, otherwise
-    all.
+    """Number of pairs (i, j) of a query and a key: all pairs, or under a causal mask (aligned at the first query) the
+    pairs with j ≤ i.
     """
     if not causal:
         return queries * keys
@@ -37,7 +37,8 @@ def visible_pairs(queries: int, keys: int, causal: bool) -> int:
     *aten("_scaled_dot_product_fused_attention_overrideable"),
 )
 def attention(call: Call) -> Cost:
-    """Reads queries, keys, values and the mask; writes the output and, if requested, each row's log-sum-exp."""
+    """Attention reads queries, keys, values and the mask. It writes the output and, if requested, each row's
+    log-sum-exp."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     pairs = _pairs(call, query, key)
     dimensions = key.shape[-1] + value.shape[-1]
@@ -55,7 +56,7 @@ def attention(call: Call) -> Cost:
     *aten("_scaled_dot_product_fused_attention_overrideable_backward"),
 )
 def attention_backward(call: Call) -> Cost:
-    """Computes the scores again, then each requested gradient with its products."""
+    """Backward computes the scores again, then each requested gradient with its matrix products."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     gradient = call["grad_out"] if "grad_out" in call else call["grad_out_"]
     mask = call.get("grad_input_mask", (True, True, True, bias is not None))
@@ -63,7 +64,7 @@ def attention_backward(call: Call) -> Cost:
     through_softmax = to_query or to_key or to_bias
     pairs = _pairs(call, query, key)
     per_pair = key.shape[-1] * (1 + to_query + to_key) + value.shape[-1] * (to_value + through_softmax)
-    # exp(score - logsumexp) per pair, then the gradient of softmax; per query the sum of out · grad_out.
+    # For each pair exp(score - logsumexp), then the gradient of softmax. For each query the sum of out · grad_out.
     pointwise = pairs * (2 + (bias is not None) + SOFTMAX_BACKWARD_FLOPS * through_softmax)
     flops = merged(matrix_flops(query, pairs * per_pair), arithmetic(pointwise, [query]))
     read = [gradient, query, *_seen(call, query, key, value), bias, call["logsumexp"]]
@@ -82,7 +83,7 @@ def _pairs(call: Call, query: Tensor, key: Tensor) -> int:
 
 
 def _seen(call: Call, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Keys and values, except those after the last query: a causal mask hides them from all queries."""
+    """Keys and values up to the last query. A causal mask hides later keys and values from all queries."""
     queries, keys = query.shape[2], key.shape[2]
     if not call["is_causal"] or keys <= queries:
         return [key, value]
@@ -91,7 +92,7 @@ def _seen(call: Call, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]
 
 @cost_of("aten::_native_multi_head_attention")
 def multi_head_attention(call: Call) -> Cost:
-    """The inference path of `nn.MultiheadAttention`: projections and attention in one operator."""
+    """Cost of the inference path of `nn.MultiheadAttention`: projections and attention in one operator."""
     query, key, value = call["query"], call["key"], call["value"]  # (B, S, E) each
     _, _, width = _dense(query).shape
     flops = merged(
@@ -106,10 +107,10 @@ def multi_head_attention(call: Call) -> Cost:
 
 @cost_of("aten::_transformer_encoder_layer_fwd")
 def transformer_encoder_layer(call: Call) -> Cost:
-    """The inference path of `nn.TransformerEncoderLayer`: a whole layer in one operator."""
+    """Cost of the inference path of `nn.TransformerEncoderLayer`: a whole layer in one operator."""
     source: Tensor = _dense(call["src"])  # (B, S, E)
     width, hidden = source.shape[-1], call["ffn_weight_1"].shape[0]
-    # Two norms of 7 flops, two residual additions; the activation, relu or gelu, of the hidden layer.
+    # Each element takes two norms of 7 flops and two residual additions; the hidden layer also takes relu or gelu.
     pointwise = (2 * 7 + 2) * source.numel()
     pointwise += (5 if call["use_gelu"] else 1) * source.numel() // width * hidden
     flops = merged(
@@ -141,5 +142,5 @@ def _attention_flops(query: Tensor, keys: int, heads: int) -> dict[str, int]:
     return merged(matrix_flops(query, 2 * pairs * width), arithmetic(pairs * heads * SOFTMAX_FLOPS, [query]))
 
 
-# Adds the bias, scales the queries, and lays out three tensors.
+# The operator adds the bias, scales the queries, and writes three tensors.
 cost_of("aten::_transform_bias_rescale_qkv")(streaming(1, per="qkv"))

@@ -1,6 +1,6 @@
-"""Collectives between ranks: the bytes that each rank must read and write in its own memory.
+"""Cost of collectives between ranks: the bytes that each rank must read and write in its own memory.
 
-Traffic over the links is not counted here: ceilings are memory bandwidths, and the report of several ranks shows
+Traffic over the links is not counted, since ceilings are memory bandwidths. The report of several ranks shows
 communication as time (see `rooftop.analysis.ranks.measuring`).
 """
 
@@ -24,39 +24,40 @@ FUNCTIONAL = """
 
 @cost_of(*(f"c10d::{name}" for name in TWO_SIDED.split()))
 def two_sided(call: Call) -> Cost:
-    """The inputs are read, the outputs written."""
+    """A collective with separate inputs and outputs reads the inputs and writes the outputs."""
     filled = list(tensors_in([call.get(name) for name in FILLED]))
     return Cost(distinct_bytes(call.read_tensors_except(*FILLED)), distinct_bytes(filled))
 
 
 @cost_of("c10d::allreduce_", "c10d::allreduce_coalesced_")
 def all_reduce(call: Call) -> Cost:
-    """Each tensor is read and written."""
+    """All-reduce reads and writes each tensor."""
     moved = distinct_bytes(tensors_in(call["tensors"]))
     return Cost(moved, moved)
 
 
 @cost_of("c10d::send", "c10d::reduce_")
 def given(call: Call) -> Cost:
-    """Each tensor is read. One rank also writes the sum. This write is not counted, because the formula does not know
-    that rank.
+    """A rank only reads each tensor that it gives. One rank also writes the sum. This write is not counted, because the
+    formula does not know the rank.
     """
     return Cost(distinct_bytes(tensors_in(call["tensors"])))
 
 
 @cost_of("c10d::recv_", "c10d::recv_any_source_", "c10d::broadcast_")
 def taken(call: Call) -> Cost:
-    """Each tensor is written. (The source of a broadcast reads it instead, which is as many bytes.)"""
+    """A rank only writes each tensor that it receives. (The source of a broadcast reads the tensor instead: the same
+    number of bytes.)"""
     return Cost(0, distinct_bytes(tensors_in(call["tensors"])))
 
 
 @cost_of(*(f"_c10d_functional::{name}" for name in FUNCTIONAL.split()))
 def functional(call: Call) -> Cost:
-    """Each input tensor is read, each output tensor is written."""
+    """A functional collective reads each input tensor and writes each output tensor."""
     return Cost(distinct_bytes(call.read_tensors), distinct_bytes(call.written_tensors))
 
 
 @cost_of("c10d::barrier", "c10d::monitored_barrier_", "_c10d_functional::wait_tensor")
 def waiting(call: Call) -> Cost:
-    """Nothing moves."""
+    """Waiting moves no data."""
     return FREE

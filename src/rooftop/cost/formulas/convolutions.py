@@ -1,7 +1,8 @@
 """Convolutions: 2 · N · C_out · prod(out) · C_in / groups · prod(kernel) flops.
 
-By the published convention, positions at which the kernel extends into the padding count like all other positions. A
-transposed convolution does as many flops for each *input* position. Each gradient costs as much as the forward pass.
+By the published convention, positions at which the kernel extends into the padding count like all others. A transposed
+convolution does the same flops for each *input* position instead of each output position. Each gradient costs as much
+as the forward pass.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from rooftop.cost.registry import cost_of
     *aten("mkldnn_convolution slow_conv3d_forward"),
 )
 def convolution(call: Call) -> Cost:
-    """Multiply and add for each weight of each output; a fused bias, sum or ReLU adds one flop. Reads count only the
-    pixels that windows touch.
+    """A multiplication and an addition for each weight of each output. A fused bias, sum or ReLU adds one flop. Reads
+    count only the pixels that windows touch.
     """
     source, weight = _source(call), call["weight"]
     out: Tensor = call.results[0]
@@ -38,7 +39,8 @@ def convolution(call: Call) -> Cost:
 
 @cost_of(*aten("convolution_backward convolution_backward_overrideable"))
 def convolution_backward(call: Call) -> Cost:
-    """Each requested gradient with its operands: the weight for the input's gradient, the input for the weight's."""
+    """Cost of each requested gradient, with the operand that it reads: the weight for the input's gradient, the input
+    for the weight's gradient."""
     gradient, source, weight = call["grad_output"], _source(call), call["weight"]
     to_input, to_weight, to_bias = call["output_mask"]
     product = _convolution_flops(source, weight, gradient, _is_transposed(call))
@@ -71,7 +73,7 @@ def _convolution_flops(source: Tensor, weight: Tensor, out: Tensor, transposed: 
 
 
 def _source_bytes(call: Call, source: Tensor, weight: Tensor, out: Tensor) -> int:
-    """Bytes of the input under the convolution's windows; for a transposed convolution, all of the input."""
+    """Bytes of the input that the convolution's windows touch. A transposed convolution reads all of the input."""
     if _is_transposed(call):
         return tensor_bytes(source)
     dimensions = weight.ndim - 2

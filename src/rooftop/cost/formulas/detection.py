@@ -1,7 +1,7 @@
-"""Operators of torchvision for detection: boxes, regions and deformable convolutions. Registration by name needs no
-torchvision.
+"""Cost of torchvision's operators for detection: boxes, regions and deformable convolutions. They are registered by
+name, which needs no torchvision.
 
-A bilinear sample is 8 flops: four neighbours, each weighted and added.
+A bilinear sample takes 8 flops: four neighbours, each weighted and added.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rooftop.cost.formulas.streaming import arithmetic, streaming
 from rooftop.cost.registry import cost_of
 
 AREA = 3
-"""Flops for a box (x1, y1, x2, y2): width, height, their product."""
+"""Flops for the area of a box (x1, y1, x2, y2): width, height, their product."""
 
 OVERLAP = 13
-"""Flops for two boxes with known areas: four bounds, two clamped differences, intersection, union (2), ratio,
-comparison.
+"""Flops for the overlap of two boxes with known areas: four bounds, two clamped differences, intersection, union (2),
+ratio, comparison.
 """
 
 SAMPLE = 8
@@ -30,8 +30,8 @@ SAMPLE = 8
 
 @cost_of("torchvision::nms")
 def nms(call: Call) -> Cost:
-    """Sorts the scores, then compares boxes. The number of compared pairs depends on values. At the least, each kept
-    box was compared with all other kept boxes, and each removed box once.
+    """NMS sorts the scores, then compares boxes. The number of compared pairs depends on values. At the least, it
+    compares each kept box with all other kept boxes, and each removed box once.
     """
     boxes, kept = call["dets"].shape[0], call.out.shape[0]
     pairs = kept * (kept - 1) // 2 + boxes - kept
@@ -41,7 +41,7 @@ def nms(call: Call) -> Cost:
 
 @cost_of("torchvision::roi_align", "torchvision::ps_roi_align")
 def roi_align(call: Call) -> Cost:
-    """Each bin is the mean of a grid of bilinear samples: `sampling_ratio`² of them; for a ratio of 0 at least one."""
+    """Each bin is the mean of a grid of `sampling_ratio`² bilinear samples. A ratio of 0 means at least one sample."""
     source, regions, pooled = call["input"], call["rois"], call.results[0]  # (N, C, H, W), (R, 5), (R, C, h, w)
     samples = max(call["sampling_ratio"], 1) ** 2
     read = tensor_bytes(regions) + addressed_bytes(source, pooled.numel() * samples * 4)
@@ -51,7 +51,7 @@ def roi_align(call: Call) -> Cost:
 
 @cost_of("torchvision::_roi_align_backward", "torchvision::_ps_roi_align_backward")
 def roi_align_backward(call: Call) -> Cost:
-    """Spreads each gradient over the samples of its bin; writes the whole gradient of the input."""
+    """Backward spreads each gradient over the samples of its bin, and writes the whole gradient of the input."""
     samples = max(call["sampling_ratio"], 1) ** 2
     return streaming(samples * (SAMPLE + 1), per="grad")(call)
 
@@ -86,7 +86,8 @@ def deformable_convolution(call: Call) -> Cost:
 
 @cost_of("torchvision::_deform_conv2d_backward")
 def deformable_convolution_backward(call: Call) -> Cost:
-    """Two convolutions; a sample's gradient goes to the input, to the offset's two coordinates and to the mask."""
+    """Cost of two convolutions. Each sample also has a gradient for the input, for the offset's two coordinates and for
+    the mask."""
     source, weight, gradient, masked = call["input"], call["weight"], call["grad"], call["use_mask"]
     positions = gradient.numel() // weight.shape[0]
     samples = positions * source.shape[1] * prod(weight.shape[2:])

@@ -1,7 +1,7 @@
-"""Elementwise operators, activations and their gradients: each distinct input is read once, each output is written
-once.
+"""Cost of elementwise operators, activations and their gradients: each distinct input is read once, each output is
+written once.
 
-Broadcast operands count their own elements, not the repeated ones.
+A broadcast operand counts its own elements once, without repetitions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rooftop.cost.formulas.streaming import Flops, cover, each, streaming
 
 
 def _scaled(flops: int, of_complex: int | None = None) -> Callable[[Call], int]:
-    """Flops of a factor (`alpha` of add, `value` of addcmul): one multiplication, or two for complex numbers times a
+    """Flops of a factor (`alpha` of add, `value` of addcmul): one multiplication, or two for a complex number times a
     real factor. A factor of 1 costs no flops."""
 
     def counted(call: Call) -> int:
@@ -26,7 +26,7 @@ def _scaled(flops: int, of_complex: int | None = None) -> Callable[[Call], int]:
 
 
 def _either(flops: int, of_complex: int) -> Callable[[Call], int]:
-    """A formula with separate counts for real and complex numbers."""
+    """A function that gives one count of flops for real numbers and another for complex numbers."""
     return lambda call: of_complex if _is_complex(call) else flops
 
 
@@ -158,7 +158,7 @@ cover(FLOPS_PER_ELEMENT)
 cover({"glu_backward": 5}, lambda flops: streaming(flops, per="grad_output"))
 # The CPU keeps exp(-|x|) in `buffer`; the definition needs only x.
 cover({"log_sigmoid_backward": 3}, lambda flops: streaming(flops, unread=["buffer"]))
-# Windows of a Fourier transform: a scaled position for each element, its cosines, their weighted sum.
+# Windows of a Fourier transform: for each element a scaled position, its cosines, and the weighted sum of the cosines.
 WINDOWS: dict[str, Flops] = {
     "bartlett_window": 3,
     "blackman_window": 7,
@@ -167,5 +167,5 @@ WINDOWS: dict[str, Flops] = {
     "kaiser_window": 6,
 }
 cover(WINDOWS)
-# The gradient of training mode: drawn slopes are written to `noise`, not read.
+# In training mode the operator writes the drawn slopes to `noise` and does not read them.
 cover({"rrelu_with_noise": 2}, lambda flops: streaming(flops, unread=["noise"]))

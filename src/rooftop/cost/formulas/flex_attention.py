@@ -1,10 +1,10 @@
-"""Attention with a score function and a block mask (`torch.nn.attention.flex_attention`), as one kernel:
+"""Cost of attention with a score function and a block mask (`torch.nn.attention.flex_attention`), as one kernel:
 
     forward    2 P (D + V)          scores, weighted values
     backward   2 P (3 D + 2 V)      see `attentions`
 
 for P pairs of a query and a key in the blocks that the mask keeps. A partly kept block counts as a whole, because only
-the mask's function knows its hidden pairs. The work of the score function is not counted.
+the mask's function knows the hidden pairs in it. The work of the score function is not counted.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def _visible_pairs(query: Tensor, key: Tensor, block_mask: tuple[Any, ...]) -> C
 
     Args:
         query, key: (B, H, S_q, D) and (B, H', S_k, D).
-        block_mask: the two lengths; then for each row of blocks the number of partly kept blocks, their indices, the
-            number of fully kept blocks, their indices, ...; last the height and width of a block, and the mask's
-            function.
+        block_mask: a tuple. It begins with the two lengths. Then, for each row of blocks: the number of partly kept
+            blocks, their indices, the number of fully kept blocks, their indices, ... It ends with the height and width
+            of a block, and the mask's function.
     """
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
@@ -79,7 +79,7 @@ def _visible_pairs(query: Tensor, key: Tensor, block_mask: tuple[Any, ...]) -> C
         if height >= queries and width >= keys:
             return batch * heads * queries * keys
         if any(isinstance(count, FakeTensor) for count, _ in kept):
-            raise ValueError("its mask keeps blocks by their values, and a prediction has no values")
+            raise ValueError("the blocks that its mask keeps depend on values, and a prediction has no values")
         with _disable_current_modes():
             return sum(_of_blocks(count.cpu(), numbers.cpu()) for count, numbers in kept)
 

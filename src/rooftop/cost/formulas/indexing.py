@@ -1,9 +1,8 @@
-"""Reads and writes at computed positions: embedding, gather, scatter, index, masks.
+"""Cost of reads and writes at computed positions: embedding, gather, scatter, index, masks.
 
 The number of *different* positions depends on values, which a cost must not read. By convention, all indices count as
-different, up to the size of the indexed dimension, and masks count as true everywhere. An operator with repeated
-indices (a small vocabulary in a large batch) may therefore be faster than this floor, by the bytes that repetition
-saves.
+different, up to the size of the indexed dimension, and masks count as true everywhere. So an operator with repeated
+indices (a small vocabulary in a large batch) may be faster than this floor, by the bytes that repetition saves.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ cost_of("aten::embedding_dense_backward")(streaming(1, per="grad_output"))
 
 @cost_of(*aten("_embedding_bag _embedding_bag_forward_only"))
 def embedding_bag(call: Call) -> Cost:
-    """Sums the rows of each bag: rows and indices are read once, with one addition for each element of each row."""
+    """The operator sums the rows of each bag. It reads rows and indices once, and does one addition for each element of
+    each row."""
     table, indices = call["weight"], call["indices"]
     rows = min(indices.numel() * table.shape[1] * table.element_size(), tensor_bytes(table))
     flops = indices.numel() * table.shape[1] * (1 if call["per_sample_weights"] is None else 2)
@@ -46,27 +46,26 @@ def embedding_bag(call: Call) -> Cost:
 
 @cost_of(*aten("_embedding_bag_backward _embedding_bag_dense_backward"))
 def embedding_bag_backward(call: Call) -> Cost:
-    """Adds the gradient of its bag to the row of each index; the whole table of gradients is written.
+    """Backward adds each bag's gradient to the rows of the bag's indices, and writes the whole table of gradients.
 
-    Several arguments say to which bag an index belongs (`offset2bag`, `offsets`, `bag_size`). Only one of these
-    arguments is counted as read.
+    Several arguments map an index to its bag (`offset2bag`, `offsets`, `bag_size`). Only one of them counts as read.
     """
     gradient, indices = call["grad"], call["indices"]  # (bags, E), (indices,)
     read = [gradient, indices, _bags(call), call["per_sample_weights"]]
     flops = indices.numel() * gradient.shape[-1] * (1 if call["per_sample_weights"] is None else 2)
-    # A sparse gradient names its rows by the indices themselves.
+    # A sparse gradient stores the indices as the positions of its rows.
     return Cost(distinct_bytes(read), new_bytes([call.out], [indices]), arithmetic(flops, [gradient]))
 
 
 def _bags(call: Call) -> Tensor:
-    """The argument that maps indices to bags; for sums PyTorch leaves the longer form empty."""
+    """The argument that maps indices to bags. For sums PyTorch leaves `offset2bag` empty."""
     bags: Tensor = call["offset2bag"]
     return bags if bags.numel() or "offsets" not in call else call["offsets"]
 
 
 @cost_of("aten::_embedding_bag_per_sample_weights_backward")
 def embedding_bag_weights_backward(call: Call) -> Cost:
-    """The weight of each index gets the product of its row and the gradient of its bag."""
+    """The gradient of each index's weight is the dot product of the index's row and its bag's gradient."""
     table, indices, gradient = call["weight"], call["indices"], call["grad"]
     count = indices.numel() * table.shape[1]
     read = addressed_bytes(table, count) + distinct_bytes([gradient, indices, _bags(call)])
@@ -82,14 +81,15 @@ def embedding_renorm(call: Call) -> Cost:
     return Cost(rows + tensor_bytes(indices), rows, arithmetic(3 * count, [table]))
 
 
-# Each run of rows, with the given `lengths`, is reduced to one row. Backward repeats a gradient, and for a mean divides
-# it.
+# The operator reduces each run of rows (their number is in `lengths`) to one row. Backward repeats a gradient; for a
+# mean it also divides.
 cost_of("aten::segment_reduce")(streaming(1, per="data"))
 
 
 @cost_of("aten::_segment_reduce_backward")
 def segment_reduce_backward(call: Call) -> Cost:
-    """Sums and means do not need the data; extremes search for the elements that equal the result."""
+    """Backward of sums and means does not read the data. Backward of a minimum or maximum searches the data for
+    elements that equal the result."""
     extremum = call["reduce"] not in ("sum", "mean")
     read = call.read_tensors if extremum else call.read_tensors_except("data", "output")
     flops = call["data"].numel() * (0 if call["reduce"] == "sum" else 1)
@@ -99,13 +99,13 @@ def segment_reduce_backward(call: Call) -> Cost:
 def scattering(addressed: Callable[[Call], int], flops: int = 0, *, accumulates: bool | str = False) -> Formula:
     """A formula for an operator that writes elements of `self` at computed positions.
 
-    In place, the operator accesses only these; otherwise it writes a full copy of `self`, and reads the elements that
-    are not overwritten.
+    In place, the operator accesses only these elements. Out of place, it writes a full copy of `self`, and reads the
+    elements that it does not overwrite.
 
     Args:
         addressed: the number of elements that the indices address.
         flops: flops per element, if the operator accumulates.
-        accumulates: whether the old value is needed. A str names an argument; the old value is needed if that argument
+        accumulates: whether the old value is needed. A str names an argument: the old value is needed if that argument
             is given and true.
     """
 
@@ -129,13 +129,14 @@ def _elements_of(name: str) -> Callable[[Call], int]:
 
 
 def _rows_of_index(call: Call) -> int:
-    """Elements of the slices of `self` along `dim` that an index vector selects."""
+    """Number of elements in the slices of `self` along `dim` that an index vector selects."""
     target, index = call["self"], call["index"]
     return index.numel() * target.numel() // max(target.shape[call["dim"]] if target.ndim else 1, 1)
 
 
 def _indexed_elements(call: Call) -> int:
-    """Elements that `self[indices]` addresses: the broadcast indices, times the dimensions without an index.
+    """Number of elements that `self[indices]` addresses: the number of broadcast indices times the dimensions without
+    an index.
 
     A mask addresses as many elements as it has true values. The shape of the mask does not give that number, so all its
     values count as true.

@@ -1,7 +1,7 @@
-"""Resizing and sampling on grids: each result is a weighted sum of `taps` neighbours along each dimension.
+"""Cost of resizing and sampling on grids: each result is a weighted sum of `taps` neighbours along each dimension.
 
-2 flops for each neighbour (a multiplication and an addition); nearest neighbours only move.
-Shrinking without anti-aliasing skips parts of the input: along a dimension, each result reads at most `taps` positions.
+Each neighbour takes 2 flops (a multiplication and an addition); nearest neighbours are only copied. Shrinking without
+anti-aliasing skips parts of the input: along a dimension, each result reads at most `taps` positions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESIZES: dict[str, tuple[int, int]] = {
     "upsample_trilinear3d": (2, 3),
 }
 
-# Anti-aliased: the neighbourhood widens as the image shrinks; these are the neighbours at scale 1.
+# With anti-aliasing the neighbourhood widens as the image shrinks. These are the numbers of neighbours at scale 1.
 ANTIALIASED_RESIZES: dict[str, int] = {
     "_upsample_bicubic2d_aa": 4,
     "_upsample_bilinear2d_aa": 2,
@@ -52,7 +52,7 @@ def _resize(taps: int, dimensions: int) -> Formula:
 
 
 def _weighing(taps: int, dimensions: int) -> int:
-    """Flops of the weighted sum over a neighbourhood; none for a single neighbour."""
+    """Flops of the weighted sum over a neighbourhood; 0 for a single neighbour."""
     return 0 if taps == 1 else 2 * taps**dimensions
 
 
@@ -62,7 +62,7 @@ for _name, (_taps, _dimensions) in RESIZES.items():
 
 
 def _antialiased(taps: int) -> Formula:
-    """One dimension after the other, in the cheaper order."""
+    """Cost of an anti-aliased resize: one dimension after the other, in the cheaper order."""
 
     def formula(call: Call) -> Cost:
         is_backward = "grad_output" in call
@@ -89,7 +89,8 @@ for _name, _taps in ANTIALIASED_RESIZES.items():
 
 @cost_of(*aten("grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback cudnn_grid_sampler"))
 def grid_sampler(call: Call) -> Cost:
-    """Reads the grid, and at most the neighbourhood of each grid point in the input; 2 flops for each coordinate."""
+    """The operator reads the grid, and at most the neighbourhood of each grid point in the input. Each coordinate takes
+    2 flops."""
     out, grid = call.out, call["grid"]  # (N, C, *spatial), (N, *spatial, dimensions)
     taps, dimensions = _grid_taps(call), grid.shape[-1]
     flops = _weighing(taps, dimensions) * out.numel() + 2 * grid.numel()
@@ -99,7 +100,7 @@ def grid_sampler(call: Call) -> Cost:
 
 @cost_of(*aten("grid_sampler_2d_backward grid_sampler_3d_backward cudnn_grid_sampler_backward"))
 def grid_sampler_backward(call: Call) -> Cost:
-    """The gradient of the input needs only the grid. The gradient of the grid also needs the input, along each
+    """The gradient of the input reads only the grid. The gradient of the grid also reads the input, for each
     dimension."""
     gradient, grid = call["grad_output"], call["grid"]
     taps, dimensions = _grid_taps(call), grid.shape[-1]
@@ -114,7 +115,7 @@ def grid_sampler_backward(call: Call) -> Cost:
 
 
 def _grid_taps(call: Call) -> int:
-    """cuDNN only has the bilinear mode."""
+    """The number of neighbours along each dimension. cuDNN has only the bilinear mode."""
     return GRID_TAPS[call.get("interpolation_mode", 0)]
 
 

@@ -1,10 +1,10 @@
-"""The kernels below `scaled_dot_product_attention`, as libraries and nested tensors call them: heads come after
+"""Cost of the kernels below `scaled_dot_product_attention`, as libraries and nested tensors call them: heads come after
 positions.
 
-Queries are (B, S, H, D), or with `cum_seq` (1, T, H, D) or (T, H, D): sequences of different lengths end to end. Their
-lengths are values, and a cost depends only on shapes. Sequences that attend to themselves need at least as many pairs
-as B equal sequences of T / B positions, since the sum of squares is least for equal lengths. So the formulas count that
-number of pairs.
+Queries are (B, S, H, D). With `cum_seq` they are (1, T, H, D) or (T, H, D): sequences of different lengths end to end.
+The lengths are values, and a cost depends only on shapes. Sequences that attend to themselves have at least as many
+pairs as B equal sequences of T / B positions, since the sum of squares is least for equal lengths. So the formulas
+count the pairs of B equal sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rooftop.cost.registry import cost_of
     *("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out"),
 )
 def attention_kernel(call: Call) -> Cost:
-    """Reads queries, keys, values, lengths and the bias; writes the output and each row's log-sum-exp."""
+    """The kernel reads queries, keys, values, lengths and the bias. It writes the output and each row's log-sum-exp."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     pairs = _pairs(call)
     flops = merged(
@@ -42,7 +42,8 @@ def attention_kernel(call: Call) -> Cost:
     "torch_attn::_varlen_attn_backward",
 )
 def attention_kernel_backward(call: Call) -> Cost:
-    """Computes the scores again, and the gradients of queries, keys and values (and of the bias, a sum)."""
+    """Backward computes the scores again, and the gradients of queries, keys and values (and of the bias, which is a
+    sum)."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     gradient = call["grad_out"] if "grad_out" in call else call["grad_out_"]
     pairs = _pairs(call)
@@ -67,15 +68,15 @@ def _lengths(call: Call) -> list[Tensor | None]:
 
 
 _STARTS = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
-"""Names of the argument that holds the start of each sequence of queries, and the end of the last one."""
+"""Names of the argument that holds the start of each sequence of queries, and the end of the last sequence."""
 
 
 def _pairs(call: Call) -> int:
-    """Pairs of a query and a visible key, of all heads and sequences."""
+    """Number of pairs of a query and a visible key, over all heads and sequences."""
     query, key = call["query"], call["key"]
     starts: Tensor | None = next((call[name] for name in _STARTS if name in call), None)
     heads = query.shape[-2]
-    # Not causal: no mask. Causal: positions up to the query's own, counted from the first or from the last query.
+    # A causal mask shows positions up to the query's own, aligned at the first or at the last query.
     causal = call["is_causal"] if "is_causal" in call else call["custom_mask_type"] != 0
     left, right = _window(call, causal)
     if starts is None or starts.numel() == 0:
@@ -89,12 +90,12 @@ def _pairs(call: Call) -> int:
 
 
 def _window(call: Call, causal: bool) -> tuple[int | None, int | None]:
-    """The numbers of positions that a query sees before and after its own position; None: all."""
+    """How many positions a query attends to before and after its own position; None means all."""
     left, right = call.get("window_size_left"), call.get("window_size_right")
     window = call.get("window_size")
     if isinstance(window, (list, tuple)):
         left, right = window
-    elif window:  # the memory-efficient kernel's window: this many positions, up to and including the query's own
+    elif window:  # the memory-efficient kernel's window is this many positions, up to and including the query's own
         left = window - 1
     left = None if left is None or left < 0 else left
     right = None if right is None or right < 0 else right
@@ -103,7 +104,7 @@ def _window(call: Call, causal: bool) -> tuple[int | None, int | None]:
 
 @lru_cache(maxsize=1024)
 def windowed_pairs(queries: int, keys: int, left: int | None, right: int | None) -> int:
-    """Pairs (i, j) with i - left ≤ j ≤ i + right; None: no limit."""
+    """Number of pairs (i, j) with i - left ≤ j ≤ i + right; None means no limit."""
     if left is None and right is None:
         return queries * keys
     total = 0

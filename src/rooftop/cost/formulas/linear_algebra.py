@@ -1,5 +1,5 @@
-"""Factorizations, solvers and spectra of dense matrices: the flops of the textbook algorithm; each matrix is moved
-once.
+"""Cost of factorizations, solvers and spectra of dense matrices: the flops of the textbook algorithm, and each matrix
+moved once.
 
 Counts are the leading terms of Golub & Van Loan, Matrix Computations, 4th edition (chapter 3 for LU, 4 for Cholesky,
 5 for QR, 7 and 8 for eigenvalues and singular values), for each (m, n) matrix of a batch with k right-hand sides:
@@ -14,7 +14,7 @@ Counts are the leading terms of Golub & Van Loan, Matrix Computations, 4th editi
     singular values, m ≥ n         the lesser of the Golub-Reinsch and R-SVD algorithms (figure 8.6.1)
 
 These algorithms run on vector units as much as on matrix units, and in the precision of the matrix, never in tf32. A
-complex flop is four real ones.
+complex flop counts as four real flops.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _cholesky(m: int, n: int) -> float:
 
 
 def _lu(m: int, n: int) -> float:
-    """m ≥ n: n² (m - n / 3); a wide matrix counts as its transpose."""
+    """Flops of an LU factorization: n² (m - n / 3) for m ≥ n. A wide matrix counts as its transpose."""
     long, short = max(m, n), min(m, n)
     return short**2 * (long - short / 3)
 
@@ -84,13 +84,13 @@ def _cost(call: Call, matrix: Tensor, flops: float, read: list[Tensor], written:
 cost_of(*aten("cholesky linalg_cholesky_ex linalg_ldl_factor_ex"))(_of_matrix(_cholesky))
 cost_of("aten::cholesky_inverse")(_of_matrix(lambda m, n: 2 * n**3 / 3))
 cost_of(*aten("linalg_lu linalg_lu_factor_ex"))(_of_matrix(_lu))
-# Also the product of the diagonal.
+# These operators also multiply the diagonal.
 cost_of(*aten("_linalg_det _linalg_slogdet"))(_of_matrix(lambda m, n: _lu(m, n) + n))
 cost_of("aten::linalg_inv_ex")(_of_matrix(lambda m, n: 2 * n**3))
 cost_of("aten::geqrf")(_of_matrix(_householder))
 cost_of(*aten("_linalg_eigvals linalg_eigvals"))(_of_matrix(lambda m, n: 10 * n**3))
 cost_of("aten::linalg_eig")(_of_matrix(lambda m, n: 25 * n**3))
-# Singular values and vectors, and their product.
+# The pseudoinverse takes singular values and vectors, and a product of the two factors.
 cost_of("aten::linalg_pinv")(
     _of_matrix(lambda m, n: singular_value_flops(m, n, vectors=True, full=False) + 2 * m * n * min(m, n))
 )
@@ -99,7 +99,8 @@ cost_of("aten::lu_unpack")(streaming())
 
 @cost_of("aten::linalg_qr")
 def qr(call: Call) -> Cost:
-    """Only R ("r"), with as many columns of Q as reflectors ("reduced"), or with all m ("complete")."""
+    """QR gives only R (mode "r"), or also as many columns of Q as there are reflectors ("reduced"), or all m columns
+    ("complete")."""
     matrix: Tensor = call["A"]
     m, n = matrix.shape[-2:]
     flops = _householder(m, n)
@@ -118,7 +119,8 @@ def householder_product(call: Call) -> Cost:
 
 @cost_of("aten::ormqr")
 def apply_reflectors(call: Call) -> Cost:
-    """k reflectors of length m, applied to n columns: 4 m n k - 2 n k² (the same for rows, from the right)."""
+    """Applying k reflectors of length m to n columns takes 4 m n k - 2 n k² flops, as does applying them to rows from
+    the right."""
     other: Tensor = call["input3"]
     m, n = other.shape[-2:] if call["left"] else reversed(other.shape[-2:])
     k = call["input2"].shape[-1]
@@ -127,7 +129,7 @@ def apply_reflectors(call: Call) -> Cost:
 
 @cost_of("aten::_linalg_svd")
 def singular_values(call: Call) -> Cost:
-    """Without `compute_uv` the factors are empty."""
+    """Cost of the SVD. Without `compute_uv` the factors are empty."""
     matrix: Tensor = call["A"]
     m, n = matrix.shape[-2:]
     flops = singular_value_flops(m, n, vectors=call["compute_uv"], full=call["full_matrices"])
@@ -136,21 +138,21 @@ def singular_values(call: Call) -> Cost:
 
 
 def _triangle_bytes(matrix: Tensor, *, diagonal: bool) -> int:
-    """Bytes of a triangle of each (n, n) matrix of a batch."""
+    """Bytes of one triangle of each (n, n) matrix in a batch."""
     n = matrix.shape[-1]
     return distinct_bytes([matrix]) * (n + 1 if diagonal else n - 1) // max(2 * n, 1)
 
 
 @cost_of("aten::_linalg_check_errors")
 def check_errors(call: Call) -> Cost:
-    """Compares the error code of each matrix with zero."""
+    """The operator compares the error code of each matrix with zero."""
     codes: Tensor = call["info"]
     return Cost(distinct_bytes([codes]), 0, arithmetic(codes.numel(), [codes]))
 
 
 @cost_of("aten::_linalg_eigh")
 def symmetric_eigenvalues(call: Call) -> Cost:
-    """One triangle is read; without `compute_v` the vectors stay empty."""
+    """The operator reads one triangle. Without `compute_v` the vectors stay empty."""
     matrix: Tensor = call["A"]
     n = matrix.shape[-1]
     written = requested(call.results, [True, call["compute_v"]])
@@ -160,19 +162,20 @@ def symmetric_eigenvalues(call: Call) -> Cost:
 
 @cost_of("aten::linalg_solve_triangular")
 def solve_triangular(call: Call) -> Cost:
-    """n² k flops; only one triangle of the matrix is read."""
+    """A triangular solve takes n² k flops and reads only one triangle of the matrix."""
     return _triangular(call, call["self"], call["B"], unit=call["unitriangular"])
 
 
 @cost_of("aten::triangular_solve")
 def triangular_solve(call: Call) -> Cost:
-    """The older triangular solve, which also returns a copy of the matrix."""
+    """Cost of the older triangular solve, which also returns a copy of the matrix."""
     return _triangular(call, call["A"], call["self"], unit=call["unitriangular"])
 
 
 def _triangular(call: Call, matrix: Tensor, right: Tensor, *, unit: bool) -> Cost:
     solution: Tensor = call.results[0]
-    copied = distinct_bytes([matrix]) if len(call.results) > 1 else 0  # then the whole matrix is read
+    # to copy the matrix, the operator reads all of it
+    copied = distinct_bytes([matrix]) if len(call.results) > 1 else 0
     read = copied or _triangle_bytes(matrix, diagonal=not unit)
     flops = elements(solution) * matrix.shape[-1] * (4 if solution.is_complex() else 1)
     return Cost(read + distinct_bytes([right]), distinct_bytes([solution]) + copied, arithmetic(flops, [solution]))
@@ -180,7 +183,7 @@ def _triangular(call: Call, matrix: Tensor, right: Tensor, *, unit: bool) -> Cos
 
 @cost_of(*aten("_cholesky_solve_helper cholesky_solve linalg_ldl_solve linalg_lu_solve"))
 def solve_factored(call: Call) -> Cost:
-    """Two triangular solves, 2 n² k; for a Cholesky factor one triangle is read."""
+    """Two triangular solves take 2 n² k flops. Of a Cholesky factor, only one triangle is read."""
     name = call.func._schema.name
     solution: Tensor = call.out
     flops = 2 * solution.numel() * _order(call) * (4 if solution.is_complex() else 1)
@@ -200,7 +203,7 @@ def _order(call: Call) -> int:
 
 @cost_of("aten::_linalg_solve_ex")
 def solve(call: Call) -> Cost:
-    """An LU factorization, which is also returned, and two triangular solves."""
+    """Cost of an LU factorization, which is also returned, and of two triangular solves."""
     matrix, solution = call["A"], call.results[0]
     n = matrix.shape[-1]
     batch = matrix.numel() // max(n * n, 1)
@@ -214,7 +217,8 @@ def solve(call: Call) -> Cost:
 
 @cost_of("aten::linalg_lstsq")
 def least_squares(call: Call) -> Cost:
-    """QR, the reflectors applied to k right-hand sides, and a triangular solve; wide matrices use their transpose."""
+    """Cost of a QR factorization, of applying its reflectors to k right-hand sides, and of a triangular solve. Wide
+    matrices count as their transposes."""
     matrix, right = call["self"], call["b"]  # (..., m, n), (..., m, k) or (..., m)
     m, n = matrix.shape[-2:]
     k = right.shape[-1] if right.ndim == matrix.ndim else 1

@@ -1,4 +1,4 @@
-"""Losses: prediction and target are read once; if the loss is reduced, there is one more addition for each element."""
+"""Cost of losses: prediction and target are read once. If the loss is reduced, each element takes one more addition."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ GRADIENTS: dict[str, Flops] = {
 
 
 def _pointwise(flops: Flops) -> Formula:
-    """A formula with this many flops for each element, one more to reduce, one for a weight, two for a `pos_weight`."""
+    """A formula with this many flops for each element, plus one for a reduction, one for a weight and two for a
+    `pos_weight`."""
 
     def total(call: Call) -> int:
         reduced = call["reduction"] != 0
@@ -53,7 +54,8 @@ cover(GRADIENTS)
 
 @cost_of(*aten("nll_loss_forward nll_loss2d_forward"))
 def nll_loss(call: Call) -> Cost:
-    """Picks one log-probability for each target, weighs it and adds it. Only the picked log-probabilities are read."""
+    """The loss picks one log-probability for each target, weighs it and adds it. It reads only the picked
+    log-probabilities."""
     log_probability: Tensor = call["self"]  # (N, C) or (N, C, H, W)
     target, weight = call["target"], call["weight"]
     picked = target.numel() * log_probability.element_size()
@@ -66,7 +68,7 @@ def nll_loss(call: Call) -> Cost:
     )
 
 
-# Writes -weight / total at each target and zero elsewhere; the log-probabilities are not needed.
+# Backward writes -weight / total at each target and zero elsewhere. It does not read the log-probabilities.
 cost_of(*aten("nll_loss_backward nll_loss2d_backward"))(streaming(1, per="target", unread=["self"]))
 
 
@@ -77,7 +79,7 @@ with their exponentials counted as one, 2 additions, logarithm and the last addi
 
 @cost_of("aten::_ctc_loss")
 def ctc_loss(call: Call) -> Cost:
-    """The forward recursion over T steps and 2 S + 1 states of each sequence (Graves et al. 2006, section 4.1).
+    """Cost of the forward recursion over T steps and 2 S + 1 states of each sequence (Graves et al. 2006, section 4.1).
 
     A step needs the log-probabilities of the S labels and of the blank.
     """
@@ -94,8 +96,8 @@ def ctc_loss(call: Call) -> Cost:
 
 @cost_of("aten::_ctc_loss_backward")
 def ctc_loss_backward(call: Call) -> Cost:
-    """The recursion backwards, α + β gathered by label (3 for each state), and for each class
-    (exp(lp) - exp(gathered + nll - lp)) · grad: 6."""
+    """Cost of the backward recursion, of gathering α + β by label (3 flops for each state), and of (exp(lp) -
+    exp(gathered + nll - lp)) · grad for each class (6 flops)."""
     log_probability, alpha = call["log_probs"], call["log_alpha"]
     flops = (CTC_STATE + 3) * alpha.numel() + 6 * log_probability.numel()
     return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, [log_probability]))
@@ -103,8 +105,10 @@ def ctc_loss_backward(call: Call) -> Cost:
 
 @cost_of("aten::_cudnn_ctc_loss")
 def ctc_loss_and_gradient(call: Call) -> Cost:
-    """Both recursions at once, as cuDNN writes the gradient with the loss; S is the number of labels of a sequence."""
-    log_probability, targets = call["log_probs"], call["targets"]  # (T, N, C), (N, S) or those of all sequences
+    """Cost of both recursions at once, since cuDNN writes the gradient together with the loss. S is the number of
+    labels of a sequence."""
+    # (T, N, C), (N, S) or the labels of all sequences end to end
+    log_probability, targets = call["log_probs"], call["targets"]
     steps, batch, _ = log_probability.shape
     states = steps * (2 * targets.numel() + batch)  # 2 S + 1 for each sequence
     flops = (2 * CTC_STATE + 3) * states + 6 * log_probability.numel()
@@ -123,10 +127,10 @@ CHUNKED_LINEAR_LOSSES = (
 
 @cost_of(*CHUNKED_LINEAR_LOSSES)
 def chunked_linear_cross_entropy(call: Call) -> Cost:
-    """`F.linear_cross_entropy` with options: it computes the logits for a few samples at a time, so they need not be
-    written to memory.
+    """`F.linear_cross_entropy` with options: the function computes the logits for a few samples at a time, so it need
+    not write them to memory.
 
-    One product for the logits, and one for each gradient (of input and weight) that is computed with the loss.
+    One matrix product for the logits, and one for each gradient (of input and weight) that is computed with the loss.
     """
     samples, weight, bias = call["input"], call["linear_weight"], call["linear_bias"]
     logits = prod(samples.shape[:-1]) * prod(weight.shape[:-1])

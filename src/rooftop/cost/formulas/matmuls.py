@@ -1,7 +1,7 @@
-"""Matrix products: 2 m n k flops; every operand is moved once.
+"""Cost of matrix products: 2 m n k flops, and every operand is moved once.
 
-A sparse factor counts by its stored elements: 2 nnz n flops with a dense (k, n), and only the addressed rows of the
-dense factor are read.
+A sparse factor counts by its stored elements. With a dense (k, n) factor the product takes 2 nnz n flops, and only the
+addressed rows of the dense factor are read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from rooftop.cost.registry import cost_of
 
 
 def matrix_flops(left: Tensor, products: int) -> dict[str, int]:
-    """Flops of this many multiply-adds in the precision of `left`; a complex multiply-add counts as four real ones."""
+    """Flops of this many multiply-adds in the precision of `left`. A complex multiply-add counts as four real
+    multiply-adds."""
     return {matrix_precision(left): (8 if left.is_complex() else 2) * products} if products else {}
 
 
 def merged(*parts: dict[str, int]) -> dict[str, int]:
-    """Flops by precision, added up."""
+    """Sum of several counts of flops by precision."""
     return {p: sum(part.get(p, 0) for part in parts) for p in dict.fromkeys(p for part in parts for p in part)}
 
 
@@ -39,28 +40,28 @@ def product(call: Call) -> Cost:
 
 @cost_of(*aten("_addmm_activation _sparse_addmm addbmm addmm addmv baddbmm sspaddmm"))
 def product_and_sum(call: Call) -> Cost:
-    """`beta * self + alpha * (left @ right)`: with beta 0, `self` is not read; a factor of 1 is not a
+    """`beta * self + alpha * (left @ right)`. With beta 0, `self` is not read. A factor of 1 is not a
     multiplication."""
     left, right = call.read_tensors_except("self")  # (..., m, k), (..., k, n) or (k,)
     products = multiply_adds(left, right, call.out)
     if call.func._schema.name.startswith("aten::addbmm"):
-        products *= left.shape[0]  # the sum includes the batch
+        products *= left.shape[0]  # the operator sums over the batch, too
     beta, alpha = call["beta"], call["alpha"]
     epilogue = (beta != 0) + (beta not in (0, 1)) + (alpha != 1)
     if "use_gelu" in call:
-        epilogue += 9 if call["use_gelu"] else 1  # gelu's tanh form, or relu
+        epilogue += 9 if call["use_gelu"] else 1  # 9 for gelu in its tanh form, 1 for relu
     addends = [call["self"]] if beta != 0 else []
     flops = merged(matrix_flops(left, products), arithmetic(epilogue * elements(call.out), [left]))
     return Cost(factor_bytes(left, right, *addends), distinct_bytes([call.out]), flops)
 
 
-# The outer product added to a matrix: one multiplication, one addition.
+# An outer product added to a matrix takes one multiplication and one addition per element.
 cost_of("aten::addr")(streaming(2))
 
 
 @cost_of(*aten("_scaled_mm _scaled_mm_v2"))
 def scaled_product(call: Call) -> Cost:
-    """fp8 operands, with scaled results."""
+    """Cost of a product of fp8 operands with a scaled result."""
     left: Tensor = call["self"]  # (m, k)
     epilogue = 2 + (call["bias"] is not None)
     flops = merged(
@@ -71,7 +72,8 @@ def scaled_product(call: Call) -> Cost:
 
 @cost_of(*aten("_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"))
 def grouped_product(call: Call) -> Cost:
-    """One product for each group of rows (mixture of experts). Two matrices: the groups split the contraction."""
+    """One product for each group of rows (mixture of experts). If both operands are matrices, the groups split the
+    contraction."""
     left, right = call["self"], call["mat2"]  # (m, k) or (g, m, k); (k, n) or (g, k, n)
     if left.ndim == right.ndim == 2:
         products = left.shape[0] * left.shape[1] * right.shape[1]
@@ -91,7 +93,7 @@ def products(call: Call) -> Cost:
 @cost_of("aten::_trilinear")
 def trilinear(call: Call) -> Cost:
     """Sums of products of three tensors (`nn.Bilinear`): one multiply-add for each combination of their dimensions. The
-    multiplication with the third factor comes after the longest sum.
+    third factor is multiplied after the longest sum.
     """
     first, second, third = call["i1"], call["i2"], call["i3"]
     sizes = torch.broadcast_shapes(
@@ -104,7 +106,7 @@ def trilinear(call: Call) -> Cost:
 
 
 def _expanded(tensor: Tensor, dimensions: Sequence[int]) -> tuple[int, ...]:
-    """The shape with dimensions of size one at these positions of the result."""
+    """The shape with dimensions of size one inserted at these positions of the result."""
     sizes = list(tensor.shape)
     for dimension in sorted(dimensions):
         sizes.insert(dimension, 1)
@@ -113,7 +115,7 @@ def _expanded(tensor: Tensor, dimensions: Sequence[int]) -> tuple[int, ...]:
 
 @cost_of(*aten("linear mkldnn_linear"))
 def linear(call: Call) -> Cost:
-    """A linear layer that a back end computes as one operator: nested tensors, opaque layouts."""
+    """Cost of a linear layer that a back end computes as one operator: nested tensors, opaque layouts."""
     source, weight, bias = call.read_tensors[0], call["weight"], call["bias"]  # (..., k), (n, k), (n,)
     flops = merged(
         matrix_flops(source, source.numel() * weight.shape[0]),
@@ -124,7 +126,8 @@ def linear(call: Call) -> Cost:
 
 @cost_of("aten::linear_backward")
 def linear_backward(call: Call) -> Cost:
-    """Gradients of the input (needs the weights), of the weights (needs the input), and of the bias (a sum)."""
+    """Cost of the gradients of the input (reads the weights), of the weights (reads the input), and of the bias (a
+    sum)."""
     source, gradient, weight = call["self"], call["grad_output"], call["weight"]
     to_input, to_weight, to_bias = call["output_mask"]
     flops = merged(

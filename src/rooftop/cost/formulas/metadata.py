@@ -1,4 +1,4 @@
-"""Operators that access no elements: views, allocations, queries about a tensor.
+"""Operators that cost nothing because they access no elements: views, allocations, queries about a tensor.
 
 These operators are listed by name, so an unlisted operator counts as uncovered and never as free.
 """

@@ -1,4 +1,4 @@
-"""Operators that move data without arithmetic: fills, copies, concatenations, padding.
+"""Cost of operators that move data without arithmetic: fills, copies, concatenations, padding.
 
 Zero flops is not zero work: a copy or a concatenation has a byte floor like any other operator.
 """
@@ -33,18 +33,18 @@ COPIES = """
     unsqueeze_copy values_copy view_as_complex_copy view_as_real_copy view_copy
 """
 
-# The gradient of a view: its elements and zeros around them.
+# The gradient of a view is a full tensor: the view's elements, and zeros elsewhere.
 VIEW_GRADIENTS = "diagonal_backward select_backward slice_backward"
 
 cost_of(*aten(FILLS))(streaming(unread=["self"]))
 cost_of(*aten(COPIES))(streaming())
 cost_of(*aten(VIEW_GRADIENTS))(streaming())
-cost_of(*aten("copy"))(streaming(unread=["self"]))  # `self` only gives the positions
+cost_of(*aten("copy"))(streaming(unread=["self"]))  # `self` only gives the shape
 # The operator reads only the mask, to check whether its ones are on the left.
 cost_of("aten::_nested_tensor_from_mask_left_aligned")(streaming(1, per="mask", unread=["t"]))
-# The weights, one after another in cuDNN's layout.
+# The operator copies the weights one after another into cuDNN's layout.
 cost_of("aten::_cudnn_rnn_flatten_weight")(streaming())
-# The gradients of repeated elements are added up.
+# The operator adds up the gradients of repeated elements.
 cost_of(*aten("unfold_backward"))(streaming(1, per="grad_in"))
 cost_of(*aten("col2im"))(streaming(1, per="self"))
 cost_of(
@@ -54,8 +54,7 @@ cost_of(
 
 
 def gathering(table: str) -> Formula:
-    """A formula for an operator that picks elements: it reads at most as many elements of `table` as there are
-    results."""
+    """A formula for an operator that picks elements. It reads at most one element of `table` for each result."""
 
     def formula(call: Call) -> Cost:
         source: Tensor = call[table]
@@ -67,7 +66,7 @@ def gathering(table: str) -> Formula:
     return formula
 
 
-# A negative padding crops.
+# A negative padding crops, so only the kept elements are read.
 cost_of(*aten("constant_pad_nd diagonal_copy narrow_copy select_copy slice_copy as_strided_copy unfold_copy"))(
     gathering("self")
 )
@@ -75,7 +74,8 @@ cost_of(*aten("constant_pad_nd diagonal_copy narrow_copy select_copy slice_copy 
 
 @cost_of("aten::tril", "aten::triu")
 def triangle(call: Call) -> Cost:
-    """Reads the kept triangle, and writes the whole matrix (in place: the cleared triangle)."""
+    """The operator reads the kept triangle, and writes the whole matrix. In place it writes only the cleared
+    triangle."""
     matrix: Tensor = call["self"]  # (..., rows, columns)
     rows, columns = matrix.shape[-2:]
     if call.func._schema.name.startswith("aten::tril"):

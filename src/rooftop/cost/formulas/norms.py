@@ -1,10 +1,10 @@
-"""Normalizations. Per element: sum 1, sum of squares 2 (var = E[x²] - E[x]² has the fewest flops, although
-implementations use numerically better formulas), centring 1, scaling by 1/σ 1, weight 1, bias 1.
-The constants of a channel in batch norm combine to one multiplication and one addition.
+"""Cost of normalizations. Flops per element: sum 1, sum of squares 2, centring 1, scaling by 1/σ 1, weight 1, bias 1.
+(var = E[x²] - E[x]² has the fewest flops, although implementations use numerically better formulas.) In batch norm, the
+constants of a channel combine to one multiplication and one addition.
 
 The few operations on each row's statistics are not counted. A backward pass recomputes x̂ = (x - mean)/σ from x with 2
-flops. The gradient of the weight takes 2 more (multiply, add), that of the bias 1, and that of the input, with g =
-gradient · weight,
+flops. The gradient of the weight takes 2 more flops (multiply, add), the gradient of the bias 1. The gradient of the
+input, with g = gradient · weight, takes
 
     dx = (g - mean(g) - x̂ mean(g x̂)) / σ        8 with a weight: 1 + 1 + 2 + 4
 """
@@ -28,7 +28,7 @@ def _affine_flops(call: Call) -> int:
 
 @cost_of(*aten("native_layer_norm native_group_norm"))
 def row_norm(call: Call) -> Cost:
-    """Normalizes rows (of a layer or a group of channels). The mean and 1/σ of each row are also results."""
+    """Cost of normalizing rows (of a layer or a group of channels). The mean and 1/σ of each row are also results."""
     return streaming(_STATISTICS_FLOPS + _CENTRING_FLOPS + _affine_flops(call), per="input")(call)
 
 
@@ -44,11 +44,11 @@ def rms_norm(call: Call) -> Cost:
     *aten("native_batch_norm"),
 )
 def batch_norm(call: Call) -> Cost:
-    """In training: statistics of the batch, and the update of the running ones. Otherwise the running statistics are
-    applied.
+    """Cost of batch norm. In training it computes the batch's statistics and updates the running statistics. In
+    evaluation it applies the running statistics.
 
     Some overloads change the running statistics although their schema does not say so.
-    `reserve` is workspace of a back end, not part of the definition.
+    `reserve` is a back end's workspace and not part of the definition.
     """
     source: Tensor = call["input"]
     running = [call.get("running_mean"), call.get("running_var")]
@@ -68,8 +68,8 @@ def batch_norm(call: Call) -> Cost:
 
 @cost_of(*aten("batch_norm_backward cudnn_batch_norm_backward native_batch_norm_backward"))
 def batch_norm_backward(call: Call) -> Cost:
-    """In training, the gradient passes through the batch's statistics. Otherwise these are constants: dx = g · weight /
-    σ."""
+    """In training, the gradient flows through the batch's statistics. In evaluation the statistics are constants: dx =
+    g · weight / σ."""
     gradient = call["grad_out"] if "grad_out" in call else call["grad_output"]
     training = call.get("train", call.get("update", True))
     prefix = "save" if training else "running"
@@ -81,7 +81,7 @@ def batch_norm_backward(call: Call) -> Cost:
 
 @cost_of(*aten("native_group_norm_backward native_layer_norm_backward"))
 def row_norm_backward(call: Call) -> Cost:
-    """Layer norm and group norm, with the statistics that forward saved."""
+    """Cost of the backward pass of layer norm and group norm, which reads the statistics that forward saved."""
     return _norm_backward(call, call["grad_out"], call["mean"], call["rstd"], call["output_mask"])
 
 
@@ -101,7 +101,7 @@ def _norm_backward(
     *,
     statistics_depend: bool = True,
 ) -> Cost:
-    """Each requested gradient (input, weight, bias) with its operands.
+    """Cost of each requested gradient (input, weight, bias), with its operands.
 
     Args:
         mean: None for RMS norms, which subtract no mean.
@@ -109,7 +109,7 @@ def _norm_backward(
     """
     to_input, to_weight, to_bias = output_mask
     source, weight = call["input"], call["weight"]
-    normalized = to_weight or (to_input and statistics_depend)  # whether x̂ is needed
+    normalized = to_weight or (to_input and statistics_depend)  # whether a gradient needs x̂
     centered = mean is not None
     flops = normalized * (1 + centered) + 2 * to_weight + to_bias
     if to_input:
@@ -138,6 +138,6 @@ cost_of(*aten("batch_norm_gather_stats batch_norm_gather_stats_with_counts"))(
 cost_of("aten::batch_norm_backward_reduce")(streaming(6, per="input", unread=["weight"]))
 cost_of("aten::batch_norm_backward_elemt")(streaming(6, per="input"))
 
-# w = v · g / ‖v‖: square, add, scale. Backward: twice that, and the projection.
+# w = v · g / ‖v‖ takes square, add and scale. Backward takes twice that, and a projection.
 cost_of("aten::_weight_norm_interface")(streaming(3, per="v"))
 cost_of("aten::_weight_norm_interface_backward")(streaming(6, per="saved_v"))

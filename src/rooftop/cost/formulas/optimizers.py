@@ -1,7 +1,7 @@
-"""Optimizer steps: operators on lists of tensors (`_foreach_*`), and whole steps in one operator (`_fused_*`).
+"""Cost of optimizer steps: operators on lists of tensors (`_foreach_*`), and whole steps in one operator (`_fused_*`).
 
-Every tensor of every list counts once. A fused step's schema allows it to change gradients. This counts as a write only
-if the step unscales the gradients.
+Every tensor of every list counts once. A fused step's schema lets the step change gradients. That counts as a write
+only if the step unscales the gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FusedStep:
     """One fused optimizer.
 
     Attributes:
-        states: lists, besides the parameters, that are read and written.
+        states: names of the lists that the step reads and writes, besides the parameters.
         flops: flops for each element of the parameters.
     """
 
@@ -48,7 +48,7 @@ def _adam_states(call: Call) -> list[str]:
 
 
 def _adam_flops(call: Call) -> int:
-    # Averages: m 3 (lerp), v 4; denominator √v / c + ε: 3; step m / denominator · lr: 3.
+    # Flops: averages m 3 (lerp) and v 4, denominator √v / c + ε 3, step m / denominator · lr 3.
     return 13 + 2 * (call["weight_decay"] != 0) + call["amsgrad"]
 
 
@@ -57,7 +57,7 @@ def _sgd_states(call: Call) -> list[str]:
 
 
 def _sgd_flops(call: Call) -> int:
-    # The step 2; the buffer μ b + (1 - dampening) g 3 (undamped 2); Nesterov g + μ b 2.
+    # Flops: the step 2, the buffer μ b + (1 - dampening) g 3 (undamped 2), Nesterov's g + μ b 2.
     momentum = 0 if call["momentum"] == 0 or call["is_first_step"] else 2 + (call["dampening"] != 0)
     return 2 + momentum + 2 * call["nesterov"] + 2 * (call["weight_decay"] != 0)
 
@@ -75,12 +75,12 @@ FUSED_STEPS: dict[str, FusedStep] = {
 
 @cost_of(*(f"aten::{name}" for name in FUSED_STEPS))
 def fused_step(call: Call) -> Cost:
-    """One step of all parameters: the rule's flops for each element, and one more if there is a loss scale."""
+    """Cost of one step of all parameters: the rule's flops for each element, and one more if there is a loss scale."""
     step = FUSED_STEPS[call.func._schema.name.removeprefix("aten::").removesuffix("_")]
     states = [tensor for name in step.states(call) for tensor in tensors_in(call[name])]
     parameters, gradients = call["self"], call["grads"]
     scale, counters, rate = call["grad_scale"], call.get("state_steps", []), call["lr"]
-    # The first momentum buffer is the first gradient.
+    # In the first step the momentum buffer becomes the gradient, so no earlier buffer is read.
     old_states = [] if call.get("is_first_step", False) else states
     flops = step.flops(call) + (scale is not None)
     read = [*parameters, *gradients, *old_states, *tensors_in([counters, scale, call["found_inf"], rate])]

@@ -1,4 +1,4 @@
-"""Sorting, selection and search: one pass over the data, and the comparisons of a sort or of a binary search."""
+"""Cost of sorting, selection and search: one pass over the data, and the comparisons of a sort or a binary search."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def comparison_depth(count: int) -> int:
 
 @cost_of(*aten("argsort msort sort"))
 def sort(call: Call) -> Cost:
-    """n log₂ n comparisons for each line of n elements."""
+    """A sort takes n log₂ n comparisons for each line of n elements."""
     keys: Tensor = call["self"]
     length = (keys.shape[call.get("dim", 0)] if keys.ndim else 1) or 1
     comparisons = keys.numel() * comparison_depth(length)
@@ -26,7 +26,7 @@ def sort(call: Call) -> Cost:
 
 @cost_of(*aten("searchsorted bucketize"))
 def binary_search(call: Call) -> Cost:
-    """log₂ n comparisons for each value; the boundaries are read once."""
+    """A binary search takes log₂ n comparisons for each value. The boundaries are read once."""
     boundaries: Tensor = call["boundaries"] if "boundaries" in call else call["sorted_sequence"]
     comparisons = elements(call["self"]) * comparison_depth(boundaries.shape[-1])
     read = call.read_tensors
@@ -44,7 +44,7 @@ def histogram(call: Call) -> Cost:
     """
     points: Tensor = call["self"]
     bins, name = call["bins"], call.func._schema.name
-    if name == "aten::_histogramdd_bin_edges":  # only bounds and edges
+    if name == "aten::_histogramdd_bin_edges":  # this operator computes only bounds and edges
         return streaming(2, per="self")(call)
     edges = list(tensors_in(bins))
     if edges:

@@ -1,7 +1,7 @@
-"""Pooling: the input under the windows is read once, and each position in each window is one flop.
+"""Cost of pooling: the input under the windows is read once, and each position in each window takes one flop.
 
-A maximum takes one comparison for each position, an average one addition, with the division in the place of the last
-addition.
+A maximum takes one comparison for each position. An average takes one addition for each position except the last, and
+one division.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rooftop.cost.registry import cost_of
     *aten("mkldnn_max_pool2d mkldnn_max_pool3d"),
 )
 def pool(call: Call) -> Cost:
-    """One addition or comparison for each element of each window; reads only elements under a window."""
+    """Pooling takes one addition or comparison for each element of each window, and reads only elements under a
+    window."""
     source: Tensor = call["self"]  # (N, C, *spatial) or (C, *spatial)
     pooled: Tensor = call.results[0]
     kernel = _kernel(call)
@@ -34,7 +35,7 @@ def pool(call: Call) -> Cost:
 
 @cost_of(*aten("avg_pool2d_backward avg_pool3d_backward"))
 def average_pool_backward(call: Call) -> Cost:
-    """Spreads each gradient over its window; needs only the shape of the input."""
+    """Backward spreads each gradient over its window. It needs only the shape of the input."""
     return streaming(prod(_kernel(call)), per="grad_output", unread=["self"])(call)
 
 
@@ -46,14 +47,14 @@ def _kernel(call: Call) -> list[int]:
 
 @cost_of(*aten("fractional_max_pool2d fractional_max_pool3d"))
 def fractional_pool(call: Call) -> Cost:
-    """Windows at random positions, one per result; they may skip some of the input."""
+    """Windows are at random positions, one per result, and may skip parts of the input."""
     source, pooled = call["self"], call.results[0]
     taps = prod(per_dimension(call["kernel_size"], len(call["output_size"])))
     read = addressed_bytes(source, pooled.numel() * taps) + tensor_bytes(call["random_samples"])
     return Cost(read, distinct_bytes(call.written_tensors), arithmetic(pooled.numel() * taps, [source]))
 
 
-# Adjacent windows: each element is read once.
+# The windows are adjacent, so each element is read once.
 cost_of(*aten("_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d"))(
     streaming(1, per="self")
 )
@@ -61,7 +62,7 @@ cost_of(*aten("adaptive_max_pool2d adaptive_max_pool3d"))(streaming(1, per="self
 cost_of(*aten("_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward adaptive_avg_pool3d_backward"))(
     streaming(1, unread=["self"])
 )
-# A gradient goes to the position of its index; the input is not needed.
+# Backward adds each gradient at the position of its index. It does not need the input.
 cost_of(
     *aten("adaptive_max_pool2d_backward adaptive_max_pool3d_backward"),
     *aten("max_pool2d_with_indices_backward max_pool3d_with_indices_backward"),

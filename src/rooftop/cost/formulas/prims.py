@@ -1,5 +1,5 @@
-"""Operators of compiled graphs (conversions, ranges, inductor's random numbers) and of forward-mode derivatives, which
-PyTorch decomposes into elementwise primitives.
+"""Cost of operators of compiled graphs (conversions, ranges, inductor's random numbers), and of forward-mode
+derivatives, which PyTorch decomposes into elementwise primitives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ for _name in ELEMENTWISE.split():
 
 @cost_of("prims::_low_memory_max_pool_with_offsets")
 def max_pool_with_offsets(call: Call) -> Cost:
-    """One comparison for each element of each window."""
+    """Max pooling takes one comparison for each element of each window."""
     window = prod(call["kernel_size"])
     return streaming(window)(call)
 

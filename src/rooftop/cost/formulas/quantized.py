@@ -1,11 +1,11 @@
-"""Quantized tensors: conversion to and from integers, and their products; one byte per element.
+"""Cost of operators on quantized tensors (one byte per element): conversions to and from integers, and products.
 
     quantize     round(x / scale + zero) between two bounds      5 flops
     dequantize   (q - zero) * scale                              2 flops
 
 A quantized operator dequantizes its inputs, computes, and quantizes its outputs. Products of integers count in `fp32`,
-like all integer arithmetic, because the peak of integers is not measured. Weights packed in an object are read once,
-with one byte each (or the format's size). Their biases and scales are hidden in the object and are not counted.
+like all integer arithmetic, because the peak of integers is not measured. Weights packed in an object are read once, at
+one byte each (or the format's size). The object hides their biases and scales, which are not counted.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def _quantized(names: str) -> list[str]:
 
 
 cost_of(*aten("quantize_per_channel quantize_per_tensor"))(streaming(QUANTIZE))
-cost_of("aten::quantize_per_tensor_dynamic")(streaming(QUANTIZE + 2))  # after computing minimum and maximum
+cost_of("aten::quantize_per_tensor_dynamic")(streaming(QUANTIZE + 2))  # the operator first computes minimum and maximum
 cost_of("aten::dequantize")(streaming(DEQUANTIZE))
 cost_of(*aten("_make_per_channel_quantized_tensor _make_per_tensor_quantized_tensor int_repr"))(streaming())
 
-# Quantized and dequantized in one operator; a second result says which elements were within the bounds.
+# These operators quantize and dequantize. A second result marks the elements that were within the bounds.
 FAKE = QUANTIZE + DEQUANTIZE
 cost_of(
     *aten("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams fake_quantize_per_channel_affine_cachemask"),
@@ -46,7 +46,7 @@ cost_of(
 cost_of("aten::_fused_moving_avg_obs_fq_helper", "aten::_fused_moving_avg_obs_fq_helper_functional")(
     streaming(FAKE + 2)
 )
-# Within the bounds the gradient passes, and is added to the gradients of scale and zero point.
+# The gradient passes through elements within the bounds. It is also added to the gradients of scale and zero point.
 cost_of(
     *aten("_fake_quantize_learnable_per_channel_affine_backward"),
     *aten("_fake_quantize_learnable_per_tensor_affine_backward"),
@@ -96,7 +96,7 @@ cost_of(*_quantized("cat cat_relu"))(streaming())
 
 
 def _integer_product(call: Call, products: int, weight_bytes: int, epilogue: int) -> Cost:
-    """Products in the input's type, and the epilogue for each result."""
+    """Cost of products in the input's dtype, and of an epilogue for each result."""
     source = call.read_tensors[0]
     flops = merged(matrix_flops(source, products), arithmetic(epilogue * call.out.numel(), [call.out]))
     return Cost(distinct_bytes(call.read_tensors) + weight_bytes, tensor_bytes(call.out), flops)
@@ -104,7 +104,7 @@ def _integer_product(call: Call, products: int, weight_bytes: int, epilogue: int
 
 @cost_of(*_quantized("linear linear_dynamic linear_relu linear_relu_dynamic linear_dynamic_fp16"))
 def linear(call: Call) -> Cost:
-    """(..., k) times packed (n, k) weights: one byte each, or two bytes in float16."""
+    """Cost of (..., k) times packed (n, k) weights. A weight has one byte, or two bytes in float16."""
     source: Tensor = call["X"]
     depth, width = source.shape[-1], call.out.shape[-1]
     size = 2 if call.func._schema.name.endswith("fp16") else 1
@@ -114,17 +114,17 @@ def linear(call: Call) -> Cost:
 
 @cost_of(*_quantized("conv1d conv1d_relu conv2d conv2d_relu conv3d conv3d_relu"))
 def convolution(call: Call) -> Cost:
-    """2 c k flops for each result; the packed weights give their shape (filters, c, *kernel)."""
+    """A convolution takes 2 c k flops for each result. The packed weights give their shape (filters, c, *kernel)."""
     packed: Any = call["packed_weight"] if "packed_weight" in call else call["weight"]
     name = call.func._schema.name
-    dimensions = 3 if "3d" in name else 2  # one dimension is packed as two
+    dimensions = 3 if "3d" in name else 2  # the packed weights of a 1-D convolution have two dimensions
     shape = getattr(torch.ops.quantized, f"conv{dimensions}d_unpack_sizes")(packed)[0]
     return _integer_product(call, call.out.numel() * prod(shape[1:]), prod(shape), QUANTIZE + ("relu" in name))
 
 
 @cost_of(*_quantized("max_pool1d max_pool2d"), *aten("quantized_max_pool1d quantized_max_pool2d quantized_max_pool3d"))
 def max_pool(call: Call) -> Cost:
-    """A comparison for each element of each window."""
+    """Max pooling takes one comparison for each element of each window."""
     kernel = call["kernel_size"]
     taps = prod(kernel) if len(kernel) > 1 or "1d" in call.func._schema.name else kernel[0] ** 2
     return streaming(taps)(call)
@@ -132,7 +132,8 @@ def max_pool(call: Call) -> Cost:
 
 @cost_of(*_quantized("embedding_bag_byte_rowwise_offsets embedding_bag_4bit_rowwise_offsets"))
 def embedding_bag(call: Call) -> Cost:
-    """Rows of bytes (or half bytes), each with its scale: each element is dequantized, and added to its bag."""
+    """The table has rows of bytes (or half bytes), each row with a scale. Each element is dequantized and added to its
+    bag."""
     table, indices = call["weight"], call["indices"]  # (rows, bytes of a row)
     width = call.out.shape[-1]
     weights = call["per_sample_weights"]
@@ -148,7 +149,7 @@ def embedding_bag(call: Call) -> Cost:
     *aten("_weight_int8pack_mm _mixed_dtypes_linear _dyn_quant_matmul_4bit"),
 )
 def weight_only(call: Call) -> Cost:
-    """(..., k) in floating point times (n, k) integer weights; each weight is scaled (and shifted) once."""
+    """Cost of floating-point (..., k) times integer (n, k) weights. Each weight is scaled (and shifted) once."""
     source = call.read_tensors[0]
     depth, width = source.shape[-1], call.out.shape[-1]
     shifts = call.func._schema.name not in ("aten::_weight_int8pack_mm", "aten::_mixed_dtypes_linear")
@@ -165,14 +166,14 @@ cost_of(*aten("_convert_weight_to_int4pack _convert_weight_to_int4pack_for_cpu _
 
 @cost_of("onednn::qlinear_pointwise", "mkldnn::_linear_pointwise")
 def fused_linear(call: Call) -> Cost:
-    """A linear layer of the compiler's CPU back end, fused with the operation after it (which counts as one flop)."""
+    """Cost of a linear layer of the compiler's CPU back end, fused with the next operation (one flop per result)."""
     source = call["X"] if "X" in call else call["qx"]
     return _fused(call, source, call.out.numel() * source.shape[-1])
 
 
 @cost_of("onednn::qconv_pointwise", "onednn::qconv2d_pointwise", "mkldnn::_convolution_pointwise")
 def fused_convolution(call: Call) -> Cost:
-    """A convolution of the compiler's CPU back end, fused with the operation after it."""
+    """Cost of a convolution of the compiler's CPU back end, fused with the next operation."""
     source, weight = (call["X"], call["W"]) if "X" in call else (call["qx"], call["qw"])
     return _fused(call, source, call.out.numel() * prod(weight.shape[1:]))
 
@@ -187,7 +188,7 @@ def _fused(call: Call, source: Tensor, products: int) -> Cost:
 
 @cost_of("mkl::_mkl_linear")
 def packed_linear(call: Call) -> Cost:
-    """A float32 linear layer. Its weights are passed in packed and in plain form, and count as read once."""
+    """Cost of a float32 linear layer. Its weights are passed in packed and in plain form, and count as read once."""
     source, weight, bias = call["X"], call["ORI_W"], call["B"]
     flops = merged(
         matrix_flops(source, call.out.numel() * source.shape[-1]),

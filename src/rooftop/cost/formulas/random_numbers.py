@@ -1,4 +1,4 @@
-"""Random numbers and dropout. A draw counts as one flop; the generator's own work is not counted."""
+"""Cost of random numbers and dropout. A draw counts as one flop. The generator's own work is not counted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rooftop.cost.accounting import Call, Cost
 from rooftop.cost.formulas.streaming import aten, streaming
 from rooftop.cost.registry import cost_of
 
-# Filled with random numbers: the tensor that gives the shape is not read.
+# These operators fill a tensor with random numbers. The tensor that gives the shape is not read.
 cost_of(
     *aten("cauchy exponential geometric log_normal normal_ normal_functional rand rand_like randint randint_like"),
     *aten("randn randn_like random randperm uniform"),
@@ -19,7 +19,8 @@ cost_of("aten::multinomial")(streaming(1, per="self", and_per_result=1))
 
 @cost_of("aten::bernoulli")
 def bernoulli(call: Call) -> Cost:
-    """`bernoulli(p)` reads its tensor, `bernoulli(x, p)` and `bernoulli_` overwrite theirs with draws."""
+    """`bernoulli(p)` reads its tensor of probabilities. `bernoulli(x, p)` and `bernoulli_` do not read x and only write
+    draws."""
     overwrites = call.in_place or "p" in call
     return streaming(2, unread=["self"] if overwrites else [])(call)
 

@@ -1,7 +1,8 @@
-"""Recurrent networks: single LSTM and GRU cells, and whole layers in one operator.
+"""Cost of recurrent networks: single LSTM and GRU cells, and whole layers in one operator.
 
-An LSTM cell, per hidden unit: sums of its four gates, three sigmoids and two tanh, and c' = f c + i g, h = o tanh(c').
-A layer reads its weights once for all time steps. Sums and activations count as two flops for each gate and product.
+An LSTM cell computes, per hidden unit, the sums of its four gates, three sigmoids and two tanh, and c' = f c + i g, h =
+o tanh(c'). A layer reads its weights once for all time steps. Sums and activations count as two flops for each gate and
+product.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from rooftop.cost.registry import cost_of
 
 
 def _additions(call: Call) -> int:
-    """Additions of one gate: the products of input and hidden state, and two biases."""
+    """Number of additions in one gate, which sums the products of input and hidden state, and two biases."""
     return 1 + 2 * (call["input_bias"] is not None)
 
 
 cost_of("aten::_thnn_fused_lstm_cell")(streaming(lambda call: 4 * _additions(call) + 9))
-# Three gates: two sigmoids, a tanh, the reset r · (...), and h' = n + z (h - n).
+# A GRU cell has three gates: two sigmoids, a tanh, the reset r · (...), and h' = n + z (h - n).
 cost_of("aten::_thnn_fused_gru_cell")(streaming(lambda call: 3 * _additions(call) + 7))
 cost_of("aten::_thnn_fused_lstm_cell_backward_impl")(streaming(20, per="cx"))
 cost_of("aten::_thnn_fused_gru_cell_backward")(streaming(16, per="grad_hy"))
@@ -28,7 +29,8 @@ cost_of("aten::_thnn_fused_gru_cell_backward")(streaming(16, per="grad_hy"))
 
 @cost_of(*aten("_cudnn_rnn mkldnn_rnn_layer"))
 def recurrent_layers(call: Call) -> Cost:
-    """Writes output and last states; the workspace for a backward pass belongs to the back end."""
+    """Layers write the output and the last states. The workspace for a backward pass belongs to the back end and is not
+    counted."""
     weights, states = _weights(call), _arguments(call, "hx", "cx", "hx_", "cx_")
     read = [call["input"], *weights, *states]
     return Cost(distinct_bytes(read), distinct_bytes(call.results[:3]), _layer_flops(call["input"], weights))
@@ -36,7 +38,7 @@ def recurrent_layers(call: Call) -> Cost:
 
 @cost_of(*aten("_cudnn_rnn_backward mkldnn_rnn_layer_backward"))
 def recurrent_layers_backward(call: Call) -> Cost:
-    """Gradients of inputs and of weights: each needs as many products as the forward pass."""
+    """Cost of the gradients of inputs and of weights. Each gradient needs as many products as the forward pass."""
     weights = _weights(call)
     states = _arguments(call, "hx", "cx", "hx_", "cx_tmp", "output", "grad_output", "grad_hy", "grad_cy")
     flops = _layer_flops(call["input"], weights)
@@ -52,12 +54,12 @@ def _arguments(call: Call, *names: str) -> list[Tensor]:
 
 
 def _weights(call: Call) -> list[Tensor]:
-    """Matrices and biases; `weight_buf` is the same memory in the back end's layout."""
+    """The matrices and biases. `weight_buf` is the same memory in the back end's layout."""
     return _arguments(call, "weight", "weight0", "weight1", "weight2", "weight3", "weight4")
 
 
 def _layer_flops(source: Tensor, weights: list[Tensor]) -> dict[str, int]:
-    steps = source.numel() // max(source.shape[-1], 1)  # time steps of all sequences
+    steps = source.numel() // max(source.shape[-1], 1)  # number of time steps in all sequences
     matrices = [weight for weight in weights if weight.ndim == 2]  # (gates, inputs)
     return merged(
         matrix_flops(source, steps * sum(matrix.numel() for matrix in matrices)),

@@ -1,4 +1,5 @@
-"""Reductions, scans and distances: the input is read once, with flops per input element, and a few per result.
+"""Cost of reductions, scans and distances: the input is read once, with some flops per input element and some per
+result.
 
 A sum of n elements counts n additions. A variance counts the mean (1) and the squared deviations (3).
 """
@@ -65,7 +66,7 @@ SCANS: dict[str, Flops] = {
 }
 cover(SCANS, lambda flops: streaming(flops, per="self"))
 
-# Comparisons of whole tensors; the answer is a Python bool.
+# Comparisons of whole tensors return a Python bool.
 cover({"allclose": 4, "equal": 1}, lambda flops: streaming(flops, per="self"))
 
 
@@ -77,20 +78,20 @@ def item(call: Call) -> Cost:
 
 @cost_of("aten::_assert_async", "aten::_functional_assert_async")
 def assertion(call: Call) -> Cost:
-    """Reads one truth value."""
+    """The assertion reads one truth value."""
     return Cost(tensor_bytes(call["self"]), 0)
 
 
 @cost_of("aten::trace")
 def trace(call: Call) -> Cost:
-    """Reads and adds only the diagonal."""
+    """A trace reads and adds only the diagonal."""
     diagonal = min(call["self"].shape)
     return Cost(diagonal * call["self"].element_size(), tensor_bytes(call.out), arithmetic(diagonal, [call.out]))
 
 
 @cost_of("aten::_euclidean_dist")
 def euclidean_distances(call: Call) -> Cost:
-    """Distances of all pairs of rows by |x|² + |y|² - 2 x·y: a product, and a few more flops."""
+    """Cost of the distances of all pairs of rows by |x|² + |y|² - 2 x·y: a matrix product, and a few more flops."""
     left, right = call["x1"], call["x2"]  # (..., m, d), (..., n, d)
     pointwise = 2 * (left.numel() + right.numel()) + 4 * call.out.numel()  # two sums, a scale, a root
     flops = merged(matrix_flops(left, call.out.numel() * left.shape[-1]), arithmetic(pointwise, [left]))
@@ -99,7 +100,8 @@ def euclidean_distances(call: Call) -> Cost:
 
 @cost_of("aten::_pdist_forward")
 def pair_distances(call: Call) -> Cost:
-    """Distances of each pair of different rows, once: subtract, power, add for each coordinate, and a root."""
+    """Cost of the distance of each pair of different rows, once: subtract, power, add for each coordinate, and a
+    root."""
     points: Tensor = call["self"]
     flops = call.out.numel() * (3 * points.shape[-1] + 1)
     return Cost(tensor_bytes(points), tensor_bytes(call.out), arithmetic(flops, [points]))
@@ -107,27 +109,27 @@ def pair_distances(call: Call) -> Cost:
 
 @cost_of("aten::_pdist_backward")
 def pair_distances_backward(call: Call) -> Cost:
-    """For each pair and coordinate subtract, scale, and add to either row."""
+    """For each pair and coordinate, backward subtracts, scales, and adds to the gradients of both rows."""
     flops = 4 * call["pdist"].numel() * call["self"].shape[-1]
     return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, call.read_tensors))
 
 
 @cost_of("aten::renorm")
 def renorm(call: Call) -> Cost:
-    """The norm of each slice (2 flops for each element), and the slice's scaling."""
+    """The operator computes the norm of each slice (2 flops for each element), and scales the slice."""
     return streaming(3, per="self")(call)
 
 
 @cost_of("aten::_cdist_forward")
 def cdist(call: Call) -> Cost:
-    """Distances between all pairs of rows: subtract, power, add for each coordinate, and a root."""
+    """Cost of distances between all pairs of rows: subtract, power, add for each coordinate, and a root."""
     flops = call.out.numel() * (3 * call["x1"].shape[-1] + 1)
     return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, call.read_tensors))
 
 
 @cost_of("aten::_cdist_backward")
 def cdist_backward(call: Call) -> Cost:
-    """Gradient of the first operand: for each pair and coordinate subtract, scale, add."""
+    """Cost of the gradient of the first operand: subtract, scale and add for each pair and coordinate."""
     flops = 3 * prod(call["cdist"].shape) * call["x1"].shape[-1]
     return Cost(distinct_bytes(call.read_tensors), tensor_bytes(call.out), arithmetic(flops, call.read_tensors))
 

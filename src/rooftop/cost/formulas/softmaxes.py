@@ -1,4 +1,4 @@
-"""Softmax and its logarithm along one dimension, forward and backward.
+"""Cost of softmax and log-softmax along one dimension, forward and backward.
 
 softmax(x)       = exp(x - max) / sum(exp(x - max))      max, subtract, exp, add, divide
 log_softmax(x)   = x - max - log(sum(exp(x - max)))      max, subtract, exp, add, subtract
@@ -12,7 +12,7 @@ from rooftop.cost.formulas.streaming import cover, each, streaming
 from rooftop.cost.registry import cost_of
 
 SOFTMAX_FLOPS = 5
-"""Flops of one element, forward; attention uses it for its scores too."""
+"""Forward flops per element, also used for the scores of attention."""
 
 SOFTMAX_BACKWARD_FLOPS = 4
 

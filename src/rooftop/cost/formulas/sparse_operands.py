@@ -1,7 +1,8 @@
-"""Counting with sparse operands: flops count stored elements, and only the addressed part of dense operands is moved.
+"""Cost of operators with sparse operands: flops count stored elements, and only the addressed part of dense operands is
+moved.
 
-The positions of the indices depend on their values, which a cost does not read. As in `indexing`, all indices count as
-different, up to the size of the indexed dimension. Indices count wherever a tensor's pattern is read or written.
+A cost does not read the values of indices. As in `indexing`, all indices count as different, up to the size of the
+indexed dimension. The bytes of indices count wherever a tensor's pattern is read or written.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from rooftop.cost.accounting import Call, distinct_bytes, is_sparse, parts, stor
 
 
 def addressed_bytes(dense: Tensor, count: int) -> int:
-    """Bytes of `count` elements of a tensor, but at most of all its elements."""
+    """Bytes of `count` elements of a tensor, and at most the bytes of all its elements."""
     return min(count * dense.element_size(), tensor_bytes(dense))
 
 
 def value_bytes(sparse: Tensor) -> int:
-    """Bytes of the values alone."""
+    """Bytes of a sparse tensor's values, without its indices."""
     return tensor_bytes(parts(sparse)[-1])
 
 
 def index_bytes(sparse: Tensor) -> int:
-    """Bytes of the indices alone."""
+    """Bytes of a sparse tensor's indices, without its values."""
     return distinct_bytes(parts(sparse)[:-1])
 
 
 def new_bytes(written: Sequence[Tensor], read: Sequence[Tensor]) -> int:
-    """Bytes of results in new memory; a conversion may reuse the memory of the values."""
+    """Bytes of the results that are in new memory. A conversion may reuse the memory of the operand's values."""
     return distinct_bytes([*read, *written]) - distinct_bytes(read)
 
 
 def multiply_adds(left: Tensor, right: Tensor, out: Tensor) -> int:
-    """Products in `left @ right`, (..., m, k) @ (..., k, n) or (..., m, k) @ (k,).
+    """Number of multiply-adds in `left @ right`, (..., m, k) @ (..., k, n) or (..., m, k) @ (k,).
 
-    For two sparse operands the count depends on the positions of the elements, but each stored result needs at least
-    one product.
+    For two sparse operands, the number depends on the positions of the elements. Each stored result needs at least one
+    product, which is counted.
     """
     if is_sparse(left) and is_sparse(right):
         return stored_elements(out)
@@ -51,8 +52,8 @@ def multiply_adds(left: Tensor, right: Tensor, out: Tensor) -> int:
 
 
 def factor_bytes(left: Tensor, right: Tensor, *addends: Tensor) -> int:
-    """Bytes of both factors and of the summand. For a dense factor, only the rows (right factor) or columns (left
-    factor) that the sparse one addresses count."""
+    """Bytes of both factors and of the summand. Of a dense factor, only the rows (right factor) or columns (left
+    factor) that the sparse factor addresses count."""
     if is_sparse(left) == is_sparse(right):
         return distinct_bytes([left, right, *addends])
     if is_sparse(left):
@@ -64,8 +65,8 @@ def factor_bytes(left: Tensor, right: Tensor, *addends: Tensor) -> int:
 
 
 def _lines(sparse: Tensor, dimension: int) -> int:
-    """The number of rows (-2) or columns (-1) with a stored element, in all matrices of a batch: at most one per
-    element, or one per row or column of each block."""
+    """The number of rows (-2) or columns (-1) with a stored element, in all matrices of a batch. It counts one for each
+    element, or for each row or column of each block, as an upper bound."""
     values = parts(sparse)[-1]
     if sparse.layout in (torch.sparse_bsr, torch.sparse_bsc):  # (..., blocks, rows, columns)
         stored = values.numel() // (values.shape[-2] * values.shape[-1]) * values.shape[dimension]
@@ -79,7 +80,7 @@ def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tens
 
     A sparse result needs only the elements of a dense operand at its own positions. An in-place operator changes a
     dense tensor only at the positions of the sparse operand. The earlier content of a sparse tensor that was changed in
-    place is not available, so its earlier size is assumed to equal the present one.
+    place is gone, so its earlier size is assumed to equal its present size.
     """
     target = written[0]
     sparse = [tensor for tensor in read if is_sparse(tensor)]
@@ -91,10 +92,11 @@ def elementwise_bytes(call: Call, read: Sequence[Tensor], written: Sequence[Tens
     if not is_sparse(target):
         places = sum(map(stored_elements, sparse))
         return distinct_bytes(sparse) + sum(addressed_bytes(t, places) for t in dense), addressed_bytes(target, places)
-    if any(tensor is not target for tensor in sparse):  # each element was in one operand, in the other, or in both
+    # each element of the result was in one operand, in the other operand, or in both
+    if any(tensor is not target for tensor in sparse):
         overwritten = all(tensor is not target for tensor in sparse)
         return distinct_bytes(sparse if overwritten else [target]), tensor_bytes(target)
-    # The pattern stays: a number is applied to the values directly, and a dense operand is read at the indices.
+    # The pattern stays. A number is applied to the values directly; a dense operand is read at the indices.
     lookup = index_bytes(target) if any(tensor.ndim for tensor in dense) else 0
     read_bytes = value_bytes(target) * len(sparse)
     return read_bytes + lookup + sum(addressed_bytes(t, stored_elements(target)) for t in dense), value_bytes(target)

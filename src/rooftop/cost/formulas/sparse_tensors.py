@@ -1,8 +1,8 @@
-"""Operators of sparse tensors: conversions, merging, masks, reductions, and products with a sparse result.
+"""Cost of operators of sparse tensors: conversions, merging, masks, reductions, and products with a sparse result.
 
 The formulas of ordinary operators (`mm`, `add`, `relu`) count their sparse operands with the help of `sparse_operands`.
 This file covers the operators that exist only for sparse tensors. Wrapping indices and values in a tensor moves nothing
-(`metadata`). A conversion moves all data that the result does not share with the operand.
+(`metadata`). A conversion moves the data that the result does not share with the operand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rooftop.cost.registry import cost_of
 
 @cost_of(*aten("_coalesce"))
 def coalesce(call: Call) -> Cost:
-    """Sorts the nnz coordinates (nnz log₂ nnz comparisons) and adds values with the same coordinates."""
+    """The operator sorts the nnz coordinates (nnz log₂ nnz comparisons) and adds values with the same coordinates."""
     scattered: Tensor = call["self"]
     entries = scattered._nnz()
     additions = stored_elements(scattered) - stored_elements(call.out)
@@ -39,11 +39,11 @@ def coalesce(call: Call) -> Cost:
 
 @cost_of(*aten("_to_sparse _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr"))
 def to_sparse(call: Call) -> Cost:
-    """In a conversion from a dense tensor, each element is compared with zero; between sparse layouts, shared parts
-    stay.
+    """A conversion from a dense tensor compares each element with zero. A conversion between sparse layouts leaves
+    shared parts in place.
 
-    Coordinates become compressed rows by counting the entries of each row; columns and values may stay where they are
-    in memory.
+    To compress rows, the conversion counts the entries of each row. Columns and values may stay where they are in
+    memory.
     """
     source: Tensor = call["self"]
     if not is_sparse(source):
@@ -54,7 +54,7 @@ def to_sparse(call: Call) -> Cost:
 
 cost_of("aten::_to_dense")(streaming())
 cost_of(*aten("_convert_indices_from_coo_to_csr _convert_indices_from_csr_to_coo _spdiags"))(streaming())
-# Checks that pointers ascend and indices are inside the shape: one comparison each.
+# The operator checks that pointers ascend and that indices are inside the shape: one comparison each.
 cost_of("aten::_validate_compressed_sparse_indices")(streaming(1, per="plain_idx"))
 cost_of("aten::copy_sparse_to_sparse")(streaming(unread=["self"]))
 cost_of("aten::_sparse_broadcast_to")(streaming())
@@ -62,7 +62,7 @@ cost_of("aten::_sparse_broadcast_to")(streaming())
 
 @cost_of(*aten("sparse_mask _sparse_mask_projection"))
 def sparse_mask(call: Call) -> Cost:
-    """Picks the elements at the positions of the mask; the mask's values do not matter."""
+    """The operator picks the elements at the positions of the mask. It does not read the mask's values."""
     source, mask = call["self"], call["mask"]
     picked = tensor_bytes(source) if is_sparse(source) else addressed_bytes(source, stored_elements(call.out))
     return Cost(picked + index_bytes(mask), tensor_bytes(call.out))
@@ -73,13 +73,13 @@ cost_of(*aten("_sparse_csr_prod _sparse_csr_sum _sparse_sum"))(streaming(1, per=
 
 @cost_of("aten::_sparse_sum_backward")
 def sum_backward(call: Call) -> Cost:
-    """Repeats the gradient at each position of the operand, whose values are not needed."""
+    """Backward repeats the gradient at each position of the operand. It does not need the operand's values."""
     gradient: Tensor = call["grad"]
     read = distinct_bytes([gradient, *parts(call["self"])[:-1]])
     return Cost(read, new_bytes([call.out], [gradient]))
 
 
-# Absent elements count as minus infinity, so this is a softmax of the stored ones.
+# Missing elements count as minus infinity, so this is a softmax of the stored elements.
 cost_of(*aten("_sparse_log_softmax _sparse_softmax"))(streaming(SOFTMAX_FLOPS))
 cost_of(*aten("_sparse_log_softmax_backward_data _sparse_softmax_backward_data"))(
     streaming(SOFTMAX_BACKWARD_FLOPS, unread=["self"])
@@ -101,7 +101,8 @@ def sampled_product(call: Call) -> Cost:
 
 @cost_of("aten::_sparse_mm_reduce_impl")
 def product_reduced(call: Call) -> Cost:
-    """A product whose sums are maxima, minima or means; for extremes, the positions are also results."""
+    """Cost of a product that takes maxima, minima or means instead of sums. For maxima and minima, the positions are
+    results, too."""
     left, right = call["self"], call["other"]  # (m, k) sparse, (k, n)
     count = stored_elements(left) * right.shape[-1]
     division = elements(call.results[0]) if call["reduce"] == "mean" else 0
@@ -111,7 +112,8 @@ def product_reduced(call: Call) -> Cost:
 
 @cost_of("aten::_sparse_mm_reduce_impl_backward")
 def product_reduced_backward(call: Call) -> Cost:
-    """Gradients of the matrix's values (needs the other factor) and of the other factor (needs the values)."""
+    """Cost of the gradients of the matrix's values (reads the other factor) and of the other factor (reads the
+    values)."""
     left, gradient, right = call["self"], call["grad_out"], call["weight"]  # (m, k) sparse, (m, n), (k, n)
     wanted = call["output_mask"]
     count = stored_elements(left) * right.shape[-1]
@@ -123,7 +125,7 @@ def product_reduced_backward(call: Call) -> Cost:
 
 @cost_of(*aten("_sparse_semi_structured_mm _sparse_semi_structured_addmm"))
 def semi_structured_product(call: Call) -> Cost:
-    """Two of every four elements in each row of (m, k) are kept, as (m, k / 2) with their positions. This halves the
+    """The (m, k) factor keeps two of every four elements in a row, as (m, k / 2) with their positions. This halves the
     number of multiplications.
     """
     kept = call["mat1"]
@@ -136,7 +138,7 @@ def semi_structured_product(call: Call) -> Cost:
 
 @cost_of("aten::_sparse_semi_structured_linear")
 def semi_structured_linear(call: Call) -> Cost:
-    """(..., k) by (n, k / 2) kept weights, then bias and activation."""
+    """Cost of (..., k) times (n, k / 2) kept weights, then bias and activation."""
     source, kept = call["input"], call["weight"]
     epilogue = (call["bias"] is not None) + (call["activation"] not in (None, "none"))
     flops = merged(
@@ -148,7 +150,8 @@ def semi_structured_linear(call: Call) -> Cost:
 
 @cost_of("aten::_cslt_sparse_mm")
 def compressed_product(call: Call) -> Cost:
-    """The same product. One buffer holds the kept elements and their positions; its size does not determine k."""
+    """Cost of a semi-structured product whose kept elements and positions are in one buffer. Its size does not
+    determine k."""
     depth = call["dense_B"].shape[0]  # (k, n)
     epilogue = (call["bias"] is not None) + (call["alpha"] is not None)
     flops = merged(

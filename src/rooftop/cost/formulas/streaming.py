@@ -6,9 +6,9 @@
 
 For sparse tensors, only stored elements count, and `sparse_operands` counts the bytes.
 
-A family is then a table: operator, flops per element. Conventions for the constants: addition, multiplication,
-comparison and each transcendental function (also sigmoid and erf) are 1; moving, selecting (`where`) and converting are
-0.
+So a family of operators is a table from operator to flops per element. By convention, addition, multiplication,
+comparison and each transcendental function (also sigmoid and erf) take 1 flop. Moving, selecting (`where`) and
+converting take 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rooftop.cost.formulas.sparse_operands import elementwise_bytes
 from rooftop.cost.registry import Formula, cost_of
 
 Flops = int | Callable[[Call], int]
-"""Flops per element; a function if they depend on the arguments."""
+"""Flops per element, or a function of the call if they depend on its arguments."""
 
 
 def streaming(
@@ -41,10 +41,9 @@ def streaming(
 
     Args:
         flops: flops for each element of `per`.
-        per: the argument whose elements count (all its tensors if it is a list); None: the first result.
+        per: the argument whose elements count (if it is a list, of all its tensors); None: the first result.
         and_per_result: additional flops for each element of the first result.
-        unread: arguments whose values are not needed: only their shape is used, or they are overwritten before they are
-            read.
+        unread: arguments whose values are not read, because only their shape is used or they are overwritten first.
     """
     unread = tuple(unread)
 
@@ -53,7 +52,7 @@ def streaming(
         sparse = [tensor for tensor in read if is_sparse(tensor)]
         count = 0
         if flops:
-            # A dense result changes at the elements of a sparse operand.
+            # A sparse operand changes a dense result only at its stored elements.
             counted = call[per] if per is not None else call.results[0]
             counted = sparse if per is None and sparse and not is_sparse(written[0]) else counted
             count += (flops if isinstance(flops, int) else flops(call)) * elements(counted)
@@ -69,7 +68,7 @@ def streaming(
 
 
 def each(names: str, flops: Flops) -> dict[str, Flops]:
-    """A table in which all names (between spaces) have the same flops per element."""
+    """Make a table in which all names in a text have the same flops per element."""
     return dict.fromkeys(names.split(), flops)
 
 
@@ -80,22 +79,23 @@ def cover(table: Mapping[str, Flops], make: Callable[[Flops], Formula] = streami
 
 
 def aten(names: str) -> list[str]:
-    """Schema names of aten operators, from their names between spaces."""
+    """Schema names ("aten::add") of aten operators, from a text of names."""
     return [f"aten::{name}" for name in names.split()]
 
 
 def elements(value: Any) -> int:
-    """Elements of a tensor (for a sparse one the stored ones), or of all tensors in a list; a number counts as one."""
+    """Number of elements of a tensor (of a sparse tensor, the stored elements) or of all tensors in a list. A number
+    counts as one element."""
     return 1 if isinstance(value, (bool, int, float, complex)) else sum(map(stored_elements, tensors_in(value)))
 
 
 def requested(results: Sequence[Any], output_mask: Sequence[bool]) -> list[Any]:
-    """The results that a mask requests. Some implementations return memory for the other results as well."""
+    """The results that a mask requests. Some implementations also return memory for results that were not requested."""
     return [result for result, wanted in zip(results, output_mask, strict=False) if wanted]
 
 
 def arithmetic(count: int, tensors: Iterable[Tensor | None]) -> dict[str, int]:
-    """Flops outside matrix units: in fp64 if any tensor is fp64, else in fp32."""
+    """Flops outside matrix units: in fp64 if any tensor is fp64, and in fp32 if none is."""
     if not count:
         return {}
     precisions = {precision_of(tensor.dtype) for tensor in tensors if tensor is not None}

@@ -1,7 +1,8 @@
-"""Fourier transforms: the data are read once and written once, with the operations of the split-radix algorithm.
+"""Cost of Fourier transforms: the data are read once and written once, with the operations of the split-radix
+algorithm.
 
-A complex transform of n elements takes 4 n log₂ n - 6 n + 8 real operations (Yavne 1968), a real one half as many.
-Several dimensions are transformed one after another. The scale of a norm is folded into the last factors.
+A complex transform of n elements takes 4 n log₂ n - 6 n + 8 real operations (Yavne 1968). A real transform takes half
+as many. Several dimensions are transformed one after another. The scale of a norm is folded into the last factors.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from rooftop.cost.registry import cost_of
 
 @cost_of("aten::_fft_c2c")
 def complex_transform(call: Call) -> Cost:
-    """Complex to complex."""
+    """Cost of a complex-to-complex transform."""
     return _cost(call, call["self"], 1.0)
 
 
 @cost_of("aten::_fft_r2c", "aten::_fft_c2r")
 def real_transform(call: Call) -> Cost:
-    """Real to complex and back: half the work, counted on the real side's elements."""
+    """Cost of a transform from real to complex, or back: half the work, counted on the real side's elements."""
     signal = call.out if call["self"].is_complex() else call["self"]
     return _cost(call, signal, 0.5)
 

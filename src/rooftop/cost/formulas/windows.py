@@ -1,6 +1,6 @@
-"""The part of its input that a sliding window touches: all of it, unless the stride is longer than the window.
+"""Count the part of an input that sliding windows touch: all of the input, unless the stride is longer than the window.
 
-A 1x1 convolution of stride 2 needs a quarter of its input, and its floor must not count the rest.
+A 1x1 convolution of stride 2 needs only a quarter of its input, so its floor must not count the rest.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def touched_bytes(
 
 
 def per_dimension(values: int | Sequence[int], dimensions: int) -> list[int]:
-    """Expand a single number to all dimensions, as PyTorch does."""
+    """Repeat a single number for all dimensions, as PyTorch does."""
     values = [values] if isinstance(values, int) else list(values)
     return values * dimensions if len(values) == 1 else values
 
 
 @lru_cache(maxsize=4096)
 def _touched(size: int, windows: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """The number of positions under a window, among the `size` positions along one dimension."""
+    """How many of the `size` positions along one dimension are under a window."""
     places = (w * stride - padding + k * dilation for w in range(windows) for k in range(kernel))
     return len({place for place in places if 0 <= place < size})

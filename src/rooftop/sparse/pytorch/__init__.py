@@ -1,4 +1,4 @@
-"""The names of `spconv.pytorch`, so that a network written for it runs with a changed import.
+"""The names of `spconv.pytorch`, so that a network for spconv runs after only changing its import.
 
 import rooftop.sparse.pytorch as spconv
 from rooftop.sparse.pytorch import SparseConvTensor, functional as Fsp, ops
@@ -23,4 +23,4 @@ __all__ = [*_names, "Identity", "conv", "core", "functional", "modules", "ops", 
 for _name, _module in (
     ("conv", conv), ("core", core), ("functional", functional), ("modules", modules), ("ops", ops), ("pool", pool),
 ):  # fmt: skip
-    sys.modules[f"{__name__}.{_name}"] = _module  # the module for `from rooftop.sparse.pytorch.conv import ...`
+    sys.modules[f"{__name__}.{_name}"] = _module  # so that `from rooftop.sparse.pytorch.conv import ...` works
