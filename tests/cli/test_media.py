@@ -221,7 +221,7 @@ WRONG = [
     (["transcode", "IN", "OUT.mp4", "--codec", "abacus"], "no encoder 'abacus'"),
     (["transcode", "IN", "OUT.mp4", "--codec", "mpeg4", "--crf", "20"], "--crf does not apply to mpeg4"),
     (["transcode", "IN", "OUT.webm"], "cannot hold the pcm_s16le sound"),
-    (["transcode", "IN", "OUT.abacus"], "no suffix of a format"),
+    (["transcode", "IN", "OUT.abacus"], "FFmpeg writes no format with this suffix"),
     (["transcode", "IN", "OUT.mp4", "--start", "60"], "no frame of"),
     (["bench", "IN", "--streams", "0"], "expected numbers from 1"),
     (["bench", "IN", "--device", "abacus"], "is not known"),

@@ -105,14 +105,14 @@ def test_repairs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ("words", "status", "said"),
     [
         (["build", "none.ply"], 2, "no file"),
-        (["build", "ball.ply", "-o", "ball.ply"], 2, "would replace"),
+        (["build", "ball.ply", "-o", "ball.ply"], 2, "would overwrite"),
         (["build", "ball.ply", "-o", "none/ball.rtg"], 2, "no folder"),
         (["build", "ball.ply", "--precision", "0"], 2, "precision"),
         (["build", "ball.ply", "--precision", "1e-20"], 2, "too fine"),
         (["build", "ball.ply", "--normals", "odd"], 2, "normals"),
         (["build", "ball.ply", "--workers", "0"], 2, "workers"),
         (["info", "none.rtg"], 2, "no file"),
-        (["info", "ball.ply"], 1, "does not begin like a geometry file"),
+        (["info", "ball.ply"], 1, "is not a geometry file"),
     ],
 )
 def test_wrong_calls_end_in_one_line(

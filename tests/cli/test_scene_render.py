@@ -413,7 +413,7 @@ def test_files_that_are_none(run: Run, ball: Path, tmp_path: Path) -> None:
     Path("text.rtg").write_text("a geometry file is more than this, and begins otherwise" * 9)
     status, _, err = run(ball, "text.rtg", "-o", "out.png", *SMALL)
     assert status == 1
-    assert "text.rtg cannot be used: it does not begin like a geometry file (at byte 0)" in err
+    assert "text.rtg cannot be used: it is not a geometry file: its first bytes are wrong (at byte 0)" in err
     assert run("-o", "out.png")[0] == 2
     assert run(ball)[0] == 2
     assert not list(tmp_path.glob("*.png"))

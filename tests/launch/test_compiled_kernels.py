@@ -27,11 +27,13 @@ CPU = torch.device("cpu")
 STREAM = 7
 
 
-def constants_last(x, y, n, m, eps, flag, SIZE: triton.language.constexpr, KIND: triton.language.constexpr):  # type: ignore[no-untyped-def]
+# type: ignore[no-untyped-def]
+def constants_last(x, y, n, m, eps, flag, SIZE: triton.language.constexpr, KIND: triton.language.constexpr):
     pass
 
 
-def some_by_position(x, n, SIZE: triton.language.constexpr, KIND: triton.language.constexpr):  # type: ignore[no-untyped-def]
+# type: ignore[no-untyped-def]
+def some_by_position(x, n, SIZE: triton.language.constexpr, KIND: triton.language.constexpr):
     pass
 
 

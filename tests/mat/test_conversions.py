@@ -210,7 +210,7 @@ def test_a_mat_may_be_converted_into_itself() -> None:
 
 
 def test_what_cannot_be_converted() -> None:
-    with pytest.raises(TypeError, match="a type, or a dtype of torch or NumPy was expected, got 'CV_32F'"):
+    with pytest.raises(TypeError, match="expected a type, or a dtype of torch or NumPy, got 'CV_32F'"):
         Mat.zeros(2, 2, mat.CV_8U).convertTo("CV_32F")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="20 is not the code of a type"):
         Mat.zeros(2, 2, mat.CV_8U).convertTo(20)

@@ -162,11 +162,11 @@ def test_scalars_are_opencvs() -> None:
     assert Mat(1, 1, mat.CV_64S, 2**62 + 1)[0, 0] == 2**62 + 1
     assert Mat(1, 1, mat.CV_64U, 2.0**70)[0, 0] == 2**64 - 1
     assert Mat(1, 1, mat.CV_64U, 2**63 + 5)[0, 0] == 2**63 + 5
-    with pytest.raises(ValueError, match="6 numbers for an element of CV_8UC3: give 1 for all channels, 3"):
+    with pytest.raises(ValueError, match="6 numbers for an element of CV_8UC3: pass 1 for all channels, 3"):
         m.setTo(range(6))
     with pytest.raises(ValueError, match=r"2 numbers for an element of CV_8UC\(5\)"):
         Mat(2, 2, mat.CV_8UC(5)).setTo((1, 2))
-    with pytest.raises(TypeError, match="a number or a tuple of numbers was expected, got 'red'"):
+    with pytest.raises(TypeError, match="expected a number or a tuple of numbers, got 'red'"):
         m.setTo("red")
 
 
@@ -235,7 +235,7 @@ def test_what_is_no_mask(mask: np.ndarray, error: type[Exception], message: str)
 @pytest.mark.parametrize(
     ("given_arguments", "error", "message"),
     [
-        ((2, 3), TypeError, r"a type is needed beside the sizes \(2, 3\), such as CV_8UC3"),
+        ((2, 3), TypeError, r"sizes \(2, 3\) came without a type: pass one, such as CV_8UC3"),
         ((2, -3, 0), ValueError, r"sizes must be at least 0, got \(2, -3\)"),
         ((2, 3, 0, 1, 5), TypeError, "1 arguments too many"),
         (([[1, 2], [3, 4]],), TypeError, r"np.array\(...\) makes an array"),

@@ -304,7 +304,7 @@ def test_arrays_and_tensors_are_operands() -> None:
             "a sum takes two Mats of the same size, got 4 x 5 and 3 x 5: Mats are not broadcast",
         ),
         (lambda a, f: a * a, TypeError, r"a.mul\(b\) multiplies element by element, and convertTo\(CV_32F\) converts"),
-        (lambda a, f: f @ f, ValueError, "a product of 4 x 5 and 4 x 5: the columns of the first"),
+        (lambda a, f: f @ f, ValueError, "a product of 4 x 5 and 4 x 5: the first must have as many columns"),
         (lambda a, f: f & f, TypeError, "bitwise operations need integers, got CV_32FC1"),
         (lambda a, f: a & 1.5, TypeError, "bitwise operations need integers"),
         (lambda a, f: f.inv(), ValueError, "an inverse needs a square matrix, got 4 x 5: 'svd' gives"),

@@ -150,11 +150,11 @@ def test_an_empty_mat_takes_the_type_of_what_is_pushed() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.push_back(Mat(1, 2, CV_8UC3)), "rows must be of one length and type"),
-        (lambda m: m.push_back(Mat(1, 3, CV_8U)), "rows must be of one length and type"),
+        (lambda m: m.push_back(Mat(1, 2, CV_8UC3)), "must have the same length and type"),
+        (lambda m: m.push_back(Mat(1, 3, CV_8U)), "must have the same length and type"),
         (lambda m: m.push_back(5), "one element can be pushed to a single column"),
-        (lambda m: m.pop_back(3), "3 rows cannot be removed from"),
-        (lambda m: m.pop_back(-1), "-1 rows cannot be removed from"),
+        (lambda m: m.pop_back(3), "cannot remove 3 rows from"),
+        (lambda m: m.pop_back(-1), "cannot remove -1 rows from"),
         (lambda m: m.reserve(-1), "reserve takes a number of rows"),
         (lambda m: m.resize(-1), "resize takes a number of rows"),
         (lambda m: Mat().reserve(3), r"create\(0, cols, type\) first"),

@@ -172,7 +172,7 @@ def test_what_no_header_can_lie_on_names_the_copy(name: str) -> None:
         (torch.zeros(2, 2).to_sparse(), TypeError, r"use x.to_dense\(\)"),
         (torch.zeros(4, 5).T, ValueError, r"x.contiguous\(\) copies it"),
         (torch.zeros(2, dtype=torch.complex64).conj().imag, TypeError, "resolve_neg"),
-        ("text", TypeError, "an array was expected, got 'text'"),
+        ("text", TypeError, "or an array, got 'text'"),
     ],
 )
 def test_what_cannot_be_a_mat(thing: object, error: type[Exception], message: str) -> None:

@@ -92,7 +92,7 @@ def test_numbers_that_are_no_types(wrong: object, message: str) -> None:
         (torch.complex64, "no depth holds torch.complex64"),
         (np.longdouble, r"no depth holds NumPy's float128: .*astype\('float32'\)"),
         (np.dtype(">f4"), r"other byte order: array.astype\(array.dtype.newbyteorder\('='\)\)"),
-        ("a dtype", "a type, or a dtype of torch or NumPy was expected, got 'a dtype'"),
+        ("a dtype", "expected a type, or a dtype of torch or NumPy, got 'a dtype'"),
     ],
 )
 def test_dtypes_that_no_depth_holds(dtype: object, message: str) -> None:

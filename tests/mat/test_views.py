@@ -245,17 +245,20 @@ def test_reshape_of_n_dimensions() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.reshape(5), "24 numbers .* cannot be 3 rows|rows of 6 numbers cannot be elements of 5"),
-        (lambda m: m.reshape(0, 7), "numbers .* cannot be 7 rows of one length"),
+        (
+            lambda m: m.reshape(5),
+            "24 numbers .* cannot be divided into 3 rows|rows of 6 numbers cannot be divided into elements of 5",
+        ),
+        (lambda m: m.reshape(0, 7), "numbers .* cannot be divided into 7 rows of equal length"),
         (lambda m: m.reshape(0, -1), "a number of rows of at least 0"),
-        (lambda m: m.reshape(1, (5, -1)), r"cannot be \(5, -1\) with 1 channels"),
+        (lambda m: m.reshape(1, (5, -1)), r"cannot be reshaped to \(5, -1\) with 1 channels"),
         (lambda m: m.reshape(1, (-1, -1)), "at most one -1"),
-        (lambda m: m.reshape(1, (2, 2, 0)), "there is no dimension 2"),
+        (lambda m: m.reshape(1, (2, 2, 0)), "the 0 at dimension 2"),
         (lambda m: m.reshape(-2), "1 to 512 channels, got -2"),
         (lambda m: m.roi(0, 0, -1, 2), "a width and a height of at least 0"),
-        (lambda m: m[0:4:2], "has no step, got 2"),
+        (lambda m: m[0:4:2], "cannot have a step, got 2"),
         (lambda m: Mat((2, 2, 2), CV_8U).locateROI(), "locateROI needs two dimensions"),
-        (lambda m: m[1:1].locateROI(), "locateROI of a Mat without elements"),
+        (lambda m: m[1:1].locateROI(), "locateROI needs a Mat with elements"),
         (lambda m: Mat((2, 2, 2), CV_8U).row(0), "rows needs two dimensions"),
     ],
 )
@@ -278,7 +281,7 @@ def test_what_cannot_be_seen_so(call: object, message: str) -> None:
         (lambda m: m.colRange(-2, 3), "range -2:3 of columns"),
         (lambda m: m.roi(4, 0, 3, 2), "range 4:7 of columns is not within 0:6"),
         (lambda m: m.diag(6), "4 x 6 has no diagonal 6: expected -3 to 5"),
-        (lambda m: m.step1(2), r"step1\(2\): the Mat has 2 dimensions, so expected 0 to 1"),
+        (lambda m: m.step1(2), r"step1\(2\): the Mat has 2 dimensions: expected 0 to 1"),
         (lambda m: m.at(1, 2, 3), "at takes 2 indices"),
     ],
 )
@@ -290,7 +293,7 @@ def test_places_that_are_not_there(call: object, message: str) -> None:
 def test_an_index_is_an_integer() -> None:
     m = Mat.zeros(4, 6, CV_8UC3)
     for wrong in (1.0, "1", None, True):
-        with pytest.raises(TypeError, match="is an integer or a range"):
+        with pytest.raises(TypeError, match="must be an integer or a range"):
             m[wrong]  # type: ignore[index]
     with pytest.raises(TypeError, match="needs integers"):
         m[0.0:2.0]  # type: ignore[misc]

@@ -204,7 +204,7 @@ def test_all_that_is_missing_is_named_at_once_with_what_installs_it(
     monkeypatch.setenv("PATH", str(place.folder / "tools"))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(FFmpegBuildError, match="missing to build FFmpeg, 5: a C compiler") as raised:
+    with pytest.raises(FFmpegBuildError, match="missing to build FFmpeg, 5 parts: a C compiler") as raised:
         build_ffmpeg(place.source, place.prefix)
     *lines, together = raised.value.details
     commands = [line.rpartition("install -y ")[2] for line in lines]
@@ -277,7 +277,7 @@ def test_wrong_folders_are_refused_before_anything_is_done(place: Place) -> None
     assert place.record("configured") == []
     assert place.files(other) == {"letter.txt": "dear"}
     place.write("installed.build/letter.txt", "dear")
-    with pytest.raises(InputError, match="is not a folder of such a build"):
+    with pytest.raises(InputError, match="is not the folder of an FFmpeg build"):
         build_ffmpeg(place.source, place.prefix, headers=place.headers)
 
 

@@ -228,7 +228,7 @@ def test_animations_are_videos(tmp_path: Path, make_picture: Picture, read_numbe
 def test_webp_is_refused_with_what_reads_it(tmp_path: Path, make_picture: Picture) -> None:
     pictures = [Image.fromarray(make_picture(number, 32, 48)) for number in range(3)]
     pictures[0].save(tmp_path / "a.webp", save_all=True, append_images=pictures[1:], duration=100)
-    with pytest.raises(InputError, match=r"is a WebP picture.* With Pillow"):
+    with pytest.raises(InputError, match=r"is a WebP picture.* Convert it with Pillow"):
         VideoReader(tmp_path / "a.webp")
 
 

@@ -157,7 +157,7 @@ def test_wrong_sound_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=said):
             writer.write_sound(samples, rate_hz, codec)
     writer.write_sound(tones(), RATE)
-    with pytest.raises(InputError, match="a stream cannot change them"):
+    with pytest.raises(InputError, match="a stream cannot change these"):
         writer.write_sound(tones(), 44_100)
     with pytest.raises(VideoWriteError, match="no frames"):
         writer.close()
@@ -206,7 +206,7 @@ def test_auto_says_which_encoder_it_took_and_why(tmp_path: Path) -> None:
     plain = VideoWriter(path, 25)
     assert (plain.encoder, plain.fallback_reason) == ("libx264", None)
     plain.discard()
-    with pytest.raises(InputError, match='name it instead of codec="auto"'):
+    with pytest.raises(InputError, match='pass its name as codec, not "auto"'):
         VideoWriter(path, 25, "auto", options={"crf": "20"})
 
 

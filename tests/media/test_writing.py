@@ -133,7 +133,7 @@ def test_what_cannot_be_written_is_refused_before(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=said):
             VideoWriter(path, **{"fps": 25, **settings})  # type: ignore[arg-type]
     for where, said in (
-        ("out.abacus", "no suffix of a format"),
+        ("out.abacus", "FFmpeg writes no format with this suffix"),
         ("missing/out.mp4", "is not a folder"),
         ("", "a folder"),
     ):
@@ -149,7 +149,7 @@ def test_what_cannot_be_written_is_refused_before(tmp_path: Path) -> None:
             with pytest.raises(InputError, match=said):
                 writer.write(frames)
         writer.write(smooth())
-        with pytest.raises(InputError, match="a video has one size"):
+        with pytest.raises(InputError, match="all frames of a video must have one size"):
             writer.write(torch.zeros(3, 32, 24))
         with pytest.raises(InputError, match="some frames have times"):
             writer.write(smooth()[0], times=[9.0])

@@ -418,13 +418,13 @@ def test_a_description_that_lacks_something_is_refused(path: Path, tmp_path: Pat
     start, length = sections(bytes(data))["meta"]
     meta = json.dumps(json.loads(data[start : start + length]) | change).encode()
     data[start : start + length] = meta.ljust(length)[:length]
-    with pytest.raises(GeometryFileError, match=r"its description"):
+    with pytest.raises(GeometryFileError, match=r"its metadata"):
         Geometry.open(damaged(tmp_path, resealed(data, "meta")))
 
 
 def test_other_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "ball.stl").write_bytes(b"solid ball" * 20)
-    with pytest.raises(GeometryFileError, match="does not begin like a geometry file"):
+    with pytest.raises(GeometryFileError, match="is not a geometry file"):
         Geometry.open(tmp_path / "ball.stl")
     with pytest.raises(FileNotFoundError):
         Geometry.open(tmp_path / "none.rtg")

@@ -281,7 +281,7 @@ def test_a_texture_without_coordinates_is_told(tmp_path: Path) -> None:
     gltf.part(brick, uv=False)
     gltf.part(brick)
     gltf.part(uv=False)
-    with pytest.warns(UserWarning, match="material brick has a texture, and part GLTF has no texture coordinates"):
+    with pytest.warns(UserWarning, match="material brick has a texture, but part GLTF has no texture coordinates"):
         mesh = gltf.read(tmp_path)
     assert mesh.table is not None
     assert [each.texture is None for each in mesh.table] == [True, False, True]

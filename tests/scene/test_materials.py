@@ -274,7 +274,7 @@ def test_materials_that_do_not_fit_a_mesh_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.rtg"
     with pytest.raises(ValueError, match="material number 4, but there are 2 materials: expected 5"):
         build(path, Material(), Material(), materials=[0, 4])
-    with pytest.raises(ValueError, match="no texture coordinates: give uv="):
+    with pytest.raises(ValueError, match="no texture coordinates: pass uv="):
         build(path, Material(texture=RGB), uv=None)
     with pytest.raises(TypeError, match=r"expected a list of scene\.Material"):
         build(path, "red")  # type: ignore[arg-type]

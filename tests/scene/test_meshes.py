@@ -30,8 +30,8 @@ def with_one(values: NDArray[Any], at: Any, value: Any) -> NDArray[Any]:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ((POINTS, FACES[:0]), ValueError, "has no faces"),
-        ((POINTS[:0], []), ValueError, "has no faces"),
+        ((POINTS, FACES[:0]), ValueError, "but no faces"),
+        ((POINTS[:0], []), ValueError, "but no faces"),
         ((POINTS, with_one(FACES, (7, 1), 642)), ValueError, r"face 7 is \[.*642.*but the mesh has 642 vertices"),
         ((POINTS, with_one(FACES, (9, 2), -1)), ValueError, "face 9"),
         ((with_one(POINTS, 5, np.nan), FACES), ValueError, "vertex 5 is not finite"),
@@ -243,7 +243,7 @@ def test_the_mesh_is_not_replaced_by_what_is_built_from_it(tmp_path: Path) -> No
     before = (tmp_path / "ball.stl").read_bytes()
     (tmp_path / "link.rtg").symlink_to(tmp_path / "ball.stl")
     for output in ("ball.stl", "link.rtg"):
-        with pytest.raises(InputError, match="would replace the mesh"):
+        with pytest.raises(InputError, match="would overwrite the mesh"):
             scene.build_file(tmp_path / "ball.stl", tmp_path / output)
     with pytest.raises(FileNotFoundError, match="no folder"):
         scene.build_file(tmp_path / "ball.stl", tmp_path / "none" / "ball.rtg")

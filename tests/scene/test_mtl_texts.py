@@ -123,7 +123,7 @@ def test_options_that_would_change_the_picture_are_told(tmp_path: Path, option: 
 
 def test_an_option_that_is_not_known_is_refused(tmp_path: Path) -> None:
     image(tmp_path)
-    with pytest.raises(InputError, match=r"a\.mtl, line 3: material brick has the option -flip of map_Kd"):
+    with pytest.raises(InputError, match=r"a\.mtl, line 3: material brick has the unknown option -flip of map_Kd"):
         read(tmp_path, "newmtl brick\nKd 1 1 1\nmap_Kd -flip on brick.png\n")
 
 
@@ -184,7 +184,7 @@ def test_transparency_is_told(tmp_path: Path, words: str) -> None:
 
 def test_a_texture_without_coordinates_is_told(tmp_path: Path) -> None:
     image(tmp_path)
-    with pytest.warns(UserWarning, match="material brick has a texture, and part .* has no texture coordinates"):
+    with pytest.warns(UserWarning, match="material brick has a texture, but part .* has no texture coordinates"):
         mesh = read(tmp_path, "newmtl brick\nKd 1 0 0\nmap_Kd brick.png\n", "usemtl brick\nf 1 2 3\nf 3 2 4\n")
     assert only(mesh).texture is None
     assert only(mesh).color == (1, 0, 0)

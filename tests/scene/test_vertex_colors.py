@@ -224,7 +224,7 @@ def test_colours_of_an_obj_file_with_uv_are_left_out_with_a_warning(tmp_path: Pa
 def test_colours_of_an_obj_file_beyond_one_are_refused(red: str, words: str, tmp_path: Path) -> None:
     """Clipped colours would all be white."""
     (tmp_path / "mesh.obj").write_text(f"v 0 0 0 0 0 0\nv 1 0 0 {red} 0 0\nv 0 1 0 0 0 0\nf 1 2 3\n")
-    with pytest.raises(InputError, match=f"mesh.obj: colours of its vertices go .*{words}"):
+    with pytest.raises(InputError, match=f"mesh.obj: its vertex colours go .*{words}"):
         read_mesh(tmp_path / "mesh.obj")
 
 

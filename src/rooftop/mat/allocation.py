@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 DeviceLike = str | torch.device
-_ALIGNMENT_BYTES = 8  # bytes of a number of the widest depths
+_ALIGNMENT_BYTES = 8  # size of one number of the widest depths
 
 
 class MatDataFlag(Flag):
@@ -43,14 +43,14 @@ class MatData:
 
     Attributes:
         allocator: the allocator that made it; None for memory that was passed in.
-        start_bytes: where the block begins in its storage: an allocator may return pieces of a larger tensor.
-        size_bytes: its size from there.
+        start_bytes: offset of the block in its storage. An allocator may return pieces of a larger tensor.
+        size_bytes: size of the block.
         device: its device.
         flags: `MatDataFlag`s.
-        mapping: which side may access the block now. "host" for host memory; "device" for a GPU's memory. Within
-            `Mat.mapped()` it is "host" for a GPU's memory too, and the block on the device is out of date.
-        used_bytes: the end of the rows of all headers in the storage. A header grows in place only from there. So two
-            headers of one block never push different rows to the same position, as they can in OpenCV.
+        mapping: the side that may access the block now: "host" for host memory, "device" for a GPU's memory. Within
+            `Mat.mapped()`, a GPU's block is "host" too, and its copy on the device is out of date.
+        used_bytes: end of the rows of all headers, in the storage. A header grows in place only if its rows end here.
+            So two headers of one block never push different rows to the same position. In OpenCV they can.
     """
 
     __slots__ = ("__weakref__", "_bases", "allocator", "device", "flags", "mapping", "share", "size_bytes",
@@ -92,7 +92,7 @@ class MatData:
     def check_mapping(self) -> None:
         """
         Raises:
-            RuntimeError: it is a GPU's block, and mapped to the host.
+            RuntimeError: this GPU block is mapped to the host.
         """
         if self.mapping == "host" and self.device.type != "cpu":
             raise RuntimeError(
@@ -105,7 +105,7 @@ class MatData:
         self.check_mapping()
         base = self._bases.get(dtype)
         if base is None:
-            # a tensor created in inference mode could never be written outside of that mode
+            # a tensor created in inference mode cannot be written outside of that mode
             with torch.inference_mode(False):
                 base = torch.empty(0, dtype=dtype, device=self.device)
                 base.set_(self.storage, 0, (0,), (1,))
@@ -138,10 +138,10 @@ class MatAllocator:
         object.__setattr__(self, "device", torch.device(self.device))
 
     def allocate(self, size_bytes: int) -> MatData:
-        """A block with undefined content.
+        """Allocate a block with undefined content.
 
         Raises:
-            ValueError: `get_bytes` returned something else than such a tensor.
+            ValueError: `get_bytes` did not return a contiguous 1-D uint8 tensor of that size on the device.
         """
         given = self.get_bytes(size_bytes)
         fits = (
@@ -159,8 +159,9 @@ class MatAllocator:
             )
         if given.data_ptr() % _ALIGNMENT_BYTES:
             raise ValueError(
-                f"allocator {self.name!r} gave memory that begins at byte {given.data_ptr() % _ALIGNMENT_BYTES} of "
-                f"{_ALIGNMENT_BYTES}: numbers of up to {_ALIGNMENT_BYTES} bytes must be aligned to their size"
+                f"allocator {self.name!r} returned memory {given.data_ptr() % _ALIGNMENT_BYTES} bytes past a "
+                f"multiple of {_ALIGNMENT_BYTES}: align it, because numbers of up to {_ALIGNMENT_BYTES} bytes are "
+                "stored in it"
             )
         return MatData(given.untyped_storage(), size_bytes, self, self.flags, start_bytes=int(given.storage_offset()))
 
@@ -187,7 +188,7 @@ def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatA
 
 
 def getDefaultAllocator() -> MatAllocator:
-    """The allocator of Mats that are given neither an allocator nor a device."""
+    """The allocator of Mats for which the caller names neither an allocator nor a device."""
     return _WITHIN.get() or _DEFAULT[0]
 
 
@@ -207,8 +208,8 @@ def using_allocator(allocator: MatAllocator) -> Iterator[MatAllocator]:
 
 
 def allocator_for(device: DeviceLike | None, allocator: MatAllocator | None) -> MatAllocator:
-    """The allocator of a new Mat: the given one; else the default one, if it belongs to that device; else the device's
-    own."""
+    """Choose the allocator of a new Mat: the given one; without it, the default one if it is for that device; without
+    that, the device's own."""
     if allocator is not None:
         _checked(allocator)
         if device is not None and not same_device(torch.device(device), allocator.device):
@@ -221,7 +222,7 @@ def allocator_for(device: DeviceLike | None, allocator: MatAllocator | None) -> 
 
 
 def same_device(one: torch.device, other: torch.device) -> bool:
-    """Whether two names mean the same device; "cuda" is the current GPU."""
+    """Whether two names mean the same device; "cuda" means the current GPU."""
     if one == other:
         return True
     if one.type != other.type or one.type == "cpu":

@@ -17,7 +17,7 @@ from rooftop.mat.views import Header, is_integer
 
 
 class Block(ExportedHeader):
-    """A header that can get memory: new memory, that of another header, or that of another library's array."""
+    """A header that can take memory: new memory, another header's memory, or memory of another library's array."""
 
     __slots__ = ()
 
@@ -27,8 +27,9 @@ class Block(ExportedHeader):
     ) -> Self:  # fmt: skip
         """Make this a Mat of the given sizes and type: `create(rows, cols, type)` or `create(sizes, type)`.
 
-        Nothing is allocated if sizes, type and device stay the same, so results can be written into regions. Otherwise
-        this Mat leaves its memory to other headers and gets new, uninitialized memory from its allocator.
+        If sizes, type and device stay the same, nothing is allocated, so results can be written into regions. If any of
+        them changes, this Mat drops its reference to the old memory and gets new, uninitialized memory from its
+        allocator.
         """
         sizes, type, _ = shape_arguments(shape, type, None)
         where = self._device if device is None and allocator is None else allocator_for(device, allocator).device
@@ -40,7 +41,7 @@ class Block(ExportedHeader):
         return self
 
     def prepare_for(self, sizes: Sizes, type: int, device: torch.device) -> None:
-        """`create` for a result of these sizes on this device.
+        """Call `create` for a result of these sizes on this device.
 
         Raises:
             ValueError: this Mat has elements on another device; `create` would keep it there.
@@ -71,7 +72,7 @@ class Block(ExportedHeader):
         self._submatrix = False
 
     def _finish(self) -> None:
-        """The end of the whole memory, if this header was not cut from another."""
+        """Set the end of the memory for a header that was not cut from another."""
         self._end = self._offset + headers.span_bytes(self._sizes, self._steps)
         self._limit = self._offset + self._sizes[0] * self._steps[0] if self._data is not None else self._offset
 
@@ -96,7 +97,7 @@ class Block(ExportedHeader):
 
 
 def new_block(sizes: Sizes, type: int, device: torch.device) -> Block:
-    """New memory from the device's allocator; not initialized."""
+    """Allocate uninitialized memory with the device's allocator."""
     new = Block()
     new._allocate(sizes, type, allocator_for(device, None))
     return new
@@ -123,7 +124,7 @@ def shape_arguments(given: tuple[Any, ...], type: int | None, value: Any) -> tup
         sizes, rest = tuple(int(each) for each in given[0]), given[1:]
     else:
         raise TypeError(
-            "(rows, cols, type), (sizes, type) or an array was expected, got "
+            "expected (rows, cols, type), (sizes, type) or an array, got "
             f"{', '.join(map(repr, given)) or 'no sizes'}; np.array(...) makes an array of numbers"
         )
     if rest and type is None:
@@ -133,7 +134,7 @@ def shape_arguments(given: tuple[Any, ...], type: int | None, value: Any) -> tup
     if rest:
         raise TypeError(f"{len(rest)} arguments too many: (rows, cols, type, value) or (sizes, type, value)")
     if type is None:
-        raise TypeError(f"a type is needed beside the sizes {sizes}, such as CV_8UC3")
+        raise TypeError(f"sizes {sizes} came without a type: pass one, such as CV_8UC3")
     depth_of(type)
     if any(size < 0 for size in sizes):
         raise ValueError(f"sizes must be at least 0, got {sizes}")

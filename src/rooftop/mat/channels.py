@@ -84,10 +84,10 @@ def mixChannels(
     """Copy single channels from some Mats to channels of others.
 
     Args:
-        src, dst: their channels are numbered consecutively: those of the first Mat, then those of the second, and so
-            on. All have one size, depth and device; the channels of dst are overwritten.
-        fromTo: pairs, or all numbers in one sequence: channel of src, channel of dst. A negative number of src writes
-            0.
+        src, dst: Mats whose channels are numbered consecutively: first the channels of the first Mat, then the
+            second's, and so on. All have one size, depth and device; the channels of dst are overwritten.
+        fromTo: pairs (channel of src, channel of dst), or all these numbers in one sequence. A negative channel of src
+            writes 0.
 
     Returns:
         dst.

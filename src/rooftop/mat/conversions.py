@@ -2,19 +2,19 @@
 
     stored = saturate(round(alpha * x + beta))          rounding half to even; no rounding into floating depths
 
-alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). Everything is
-in float64 if float32 cannot represent the numbers of the source or the target: into 64F, 64S and 64U, and between 32-
-or 64-bit integers, 64F and 32F. Saturation: values beyond an integer depth become its nearest limit; NaN becomes its
-least value; Bool is `x != 0`, so NaN is true.
+alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). If float32
+cannot represent the numbers of the source or the target, float64 is used instead: into 64F, 64S and 64U, and between
+32- or 64-bit integers, 64F and 32F. Saturation: values beyond an integer depth's range become its nearest limit, and
+NaN becomes its least value. Bool is `x != 0`, so NaN is true.
 
-OpenCV on x86 behaves differently, although its documentation of saturate_cast promises the above. There, floating
-values of 2^31 and more become the *least* value (1e10 as CV_8U is 0), and values of CV_32U from 2^31 on wrap when
-converted to CV_8S and CV_16S. In float64, OpenCV fuses product and sum if the processor can. Here, both are rounded, on
-every device.
+OpenCV on x86 behaves differently, although its documentation of saturate_cast promises the rules above. On x86,
+floating values of 2^31 and more become the *least* value (1e10 as CV_8U is 0), and values of CV_32U from 2^31 on wrap
+when converted to CV_8S and CV_16S. In float64, OpenCV fuses product and sum if the processor can. Here, both are
+rounded, on every device.
 
-Most depths are converted by one loop on a CPU, and by one kernel on a GPU (`converting.py`). For others, and for small
-Mats on a CPU, the steps run one after another: on a CPU on blocks of rows that stay in its cache, on a GPU on the whole
-Mat.
+Most depths are converted by one loop on a CPU, and by one kernel on a GPU (`converting.py`). Other depths, and small
+Mats on a CPU, are converted by a sequence of torch operations. On a CPU these run on blocks of rows that stay in its
+cache, on a GPU on the whole Mat.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rooftop.mat.type_codes import (
     CV_Bool,
 )
 
-_BLOCK_ELEMENTS = 1 << 17  # fits in an L2 of 2 MB; smaller blocks cost more by additional calls than they save
+_BLOCK_ELEMENTS = 1 << 17  # fits in an L2 of 2 MB; the calls for smaller blocks cost more time than they save
 WITHOUT_PROGRAMS = (CV_64S, CV_64U, CV_16F, CV_16BF)
 """Depths that neither loops nor kernels convert."""
 _WIDE = (CV_32S, CV_32U, CV_64S, CV_64U, CV_64F)
@@ -49,8 +49,8 @@ _MOST_SCALE = 2.0**128  # beyond this, any number except 0 exceeds every limit
 
 
 def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool:
-    """Whether integers of 64 bits are converted to or from other integers by an integer scale and shift. All numbers
-    are then exact, as in an expression."""
+    """Whether a conversion between integers, of which one has 64 bits, has an integer scale and shift. Then all numbers
+    are exact, as in an expression."""
     integers = DEPTHS[depth].limits is not None and DEPTHS[new_depth].limits is not None
     if not integers or not {depth, new_depth} & {CV_64S, CV_64U} or (alpha, beta) == (1, 0):
         return False
@@ -72,7 +72,8 @@ def convert_blocks(source: Tensor, target: Tensor, depth: int, new_depth: int, s
 
 
 def row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Corresponding rows of several tensors: a block at a time on the CPU, all at once on other devices."""
+    """Iterate over corresponding rows of several tensors: block by block on the CPU, all rows at once on other
+    devices."""
     rows = tensors[0].shape[0]
     per_row = max(tensor.numel() for tensor in tensors) // max(rows, 1)
     if not per_row:
@@ -118,13 +119,13 @@ class Scaling:
         if self.alpha == 1:
             return _unscaled(x, torch.float32).add_(self.beta)
         # Products of two float32 numbers are exact in float64. The intermediate rounding of the sum to float64 changes
-        # one of 2^29 results.
+        # one in 2^29 results.
         wide = _unscaled(x if x.dtype.itemsize <= 2 else x.float(), torch.float64)
         return wide.mul_(self.alpha).add_(self.beta).float()
 
 
 def scaling_of(depth: int, new_depth: int, alpha: float, beta: float) -> Scaling:
-    """The scaling of numbers of one depth on conversion to another."""
+    """The scaling for a conversion from one depth to another."""
     if new_depth in (CV_64F, CV_64S, CV_64U) or (depth in _WIDE and new_depth in (*_WIDE, CV_32F)):
         return Scaling(torch.float64, alpha, beta)
     with np.errstate(over="ignore"):
@@ -136,7 +137,7 @@ def _unscaled(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _store(y: Tensor, into: Tensor, depth: int) -> None:
-    """Write floating numbers, float32 or float64: rounded and limited if the depth has limits."""
+    """Write float32 or float64 numbers; for an integer depth, round and saturate them first."""
     limits = DEPTHS[depth].limits
     if depth == CV_Bool:
         torch.ne(y, 0, out=into)
@@ -145,7 +146,7 @@ def _store(y: Tensor, into: Tensor, depth: int) -> None:
     elif into.dtype.itemsize == 8:
         store_64(y.double().round(), into, depth)
     else:
-        # float64 holds the limits of 32 bits, float32 those of 16.
+        # float64 holds the limits of 32-bit integers; float32 holds the limits of 16-bit integers.
         rounded = (y.double() if into.dtype.itemsize == 4 else y).round()
         low, high = limits
         clamped = rounded.clamp_(low, high).nan_to_num_(nan=float(low))
@@ -171,7 +172,7 @@ def _store_integers(x: Tensor, into: Tensor, depth: int, new_depth: int) -> None
     limits, new_limits = DEPTHS[depth].limits, DEPTHS[new_depth].limits
     assert limits is not None
     assert new_limits is not None
-    if depth == CV_64U:  # as signed: values of 2^63 or more become the greatest
+    if depth == CV_64U:  # as int64: values of 2^63 or more become 2^63 - 1
         signed = x.view(torch.int64)
         x, limits = signed.masked_fill(signed < 0, _TOP - 1), (0, _TOP - 1)
     elif depth in (CV_16U, CV_32U):

@@ -1,4 +1,5 @@
-"""Convert elements in the fastest way: one kernel on a GPU, one loop on a CPU, or step by step."""
+"""Choose the fastest way to convert elements: one kernel on a GPU, one loop on a CPU, or a sequence of torch
+operations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Copy elements as bits: those that a mask selects, or one element to all positions.
+"""Copy elements as bits: the elements that a mask selects, or one element to all positions.
 
-Tensors here have a depth's carrier dtype, (..., channels). Copies do not interpret values, so NaN keep their bits, and
+Tensors here have a depth's carrier dtype, (..., channels). Copies do not interpret values, so NaNs keep their bits, and
 unsigned types need no special operators.
 """
 
@@ -68,9 +68,9 @@ def copy_masked(source: Tensor, target: Tensor, mask: Tensor) -> None:
 
 
 def _spread(chosen: Tensor, channels: int) -> Tensor:
-    """Expand a mask of elements to a mask of numbers. A mask broadcast over channels would make torch loop over single
-    numbers: 337 ms for a 4K image of CV_8UC3. Expanding it for a block of rows at a time takes 15 ms. NumPy is the
-    fastest at that."""
+    """Expand a mask of elements to a mask of numbers. If the mask were broadcast over channels, torch would loop over
+    single numbers: 337 ms for a 4K image of CV_8UC3. Expanding the mask for a block of rows at a time takes 15 ms.
+    NumPy expands it fastest."""
     if chosen.shape[-1] == channels:
         return chosen
     return torch.from_numpy(np.repeat(chosen.numpy(), channels, axis=-1))
@@ -84,7 +84,7 @@ def _copy_block(some: Tensor, into: Tensor, chosen: Tensor) -> None:
 
 
 def apart(source: Tensor, target: Tensor) -> Tensor:
-    """The source, or a copy if writing to the target would change elements before they are read."""
+    """The source, or a copy of it if writing to the target would change elements before they are read."""
     return source.clone() if overlap(source, target) else source
 
 

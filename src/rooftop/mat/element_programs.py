@@ -1,7 +1,8 @@
-"""Translate an expression of Mats to one of `rooftop.kernels`: the operations on each element between its loads and its
-store.
+"""Translate an expression of Mats to an expression of `rooftop.kernels`: the operations on each element between its
+loads and its store.
 
-The CPU's loops (`loop_programs.py`) and a GPU's kernel (`kernel_programs.py`) are generated from it.
+The CPU's loops (`loop_programs.py`) and a GPU's kernel (`kernel_programs.py`) are generated from the translated
+expression.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, is_one, same_
 from rooftop.mat.remembered import remember
 from rooftop.mat.type_codes import CV_16U, CV_32U, CV_64S, CV_64U, DEPTHS, CV_Bool
 
-# depths that are read as signed numbers and masked
+# depths that are read as signed numbers and then masked
 _UNSIGNED = {CV_16U: ("int32", 0xFFFF), CV_32U: ("int64", 0xFFFFFFFF)}
 _TOP = 1 << 63
 _NEAREST_IN_FLOAT32 = 1 << 22
@@ -32,7 +33,7 @@ _LESS_THAN_HALF = Fraction(1, 4)
 
 
 def signed(x: Tensor) -> Tensor:
-    """x in a signed dtype that kernels support."""
+    """View x in a signed dtype that kernels support."""
     if x.dtype == torch.bool:
         return x.view(torch.uint8)
     carriers = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -40,21 +41,22 @@ def signed(x: Tensor) -> Tensor:
 
 
 class Numbers:
-    """Values in one dtype: loaded elements of Mats, numbers, and the store. The arguments of the program are first the
-    Mats, then rows of numbers, then numbers.
+    """Build a program whose values have one dtype: loads of Mats' elements, constants, and the store. The program's
+    arguments are the Mats, then rows of numbers (one per channel), then single numbers.
 
     Args:
         dtype: the dtype of the computation.
-        for_kernel: whether a kernel computes it instead of a loop. Kernels take float64 numbers as integers of the same
-            bits. They convert 32-bit numbers to float64 and back without conversion instructions, which on a GPU are a
-            quarter as fast as sums.
+        for_kernel: whether a GPU kernel runs the program, not a CPU loop. Kernels take float64 numbers as integers of
+            the same bits. They convert 32-bit numbers to float64 and back without conversion instructions, because on a
+            GPU these have a quarter of the throughput of additions.
 
     Attributes:
         result: the expression to store.
-        about: the bounds of the value before it is rounded and saturated, including earlier roundings; None if unknown.
+        about: bounds of the value before the final rounding and saturation; they allow for earlier roundings. None if
+            unknown.
         rows: numbers that differ between channels.
         rows_dtype: the dtype of their tensors.
-        numbers: numbers equal for all channels, unchanged.
+        numbers: numbers that are equal for all channels, not converted to the dtype.
     """
 
     result: Expression
@@ -86,11 +88,11 @@ class Numbers:
         return apply(self.name, x)
 
     def plain(self, number: int | float) -> Expression:
-        """A number that is part of the expression's form."""
+        """A constant that is part of the expression's form."""
         return constant(float(number) if self.floating else int(number))
 
     def given(self, number: int | float, dtype: torch.dtype) -> Expression:
-        """A number of a dtype that is passed at each call."""
+        """A number that the caller passes at each call, in this dtype."""
         number_of = argument(self.first_number + len(self.numbers))
         if dtype == torch.float64 and self.for_kernel:
             (bits,) = struct.unpack("<q", struct.pack("<d", number))
@@ -107,7 +109,7 @@ class Numbers:
         if depth in _UNSIGNED:
             name, ones = _UNSIGNED[depth]
             x = apply("bitwise_and", apply(name, x), ones)
-        elif depth == CV_64U:  # its upper and lower halves are exact in float64, and their sum is rounded once
+        elif depth == CV_64U:  # float64 holds each 32-bit half exactly, and their sum is rounded once
             low = apply("bitwise_and", x, 0xFFFFFFFF)
             high = apply("float64", apply("sub", x, low))
             high = apply("where", apply("lt", high, 0.0), apply("add", high, 2.0**64), high)
@@ -126,7 +128,7 @@ class Numbers:
         if self.floating and (known is None or not limits.contain(known)):
             if DEPTHS[depth].size_bytes == 8:
                 return _stored_64(apply("round", apply("float64", x)), depth)
-            if DEPTHS[depth].size_bytes == 4 and self.dtype == torch.float32:  # which cannot represent the limits
+            if DEPTHS[depth].size_bytes == 4 and self.dtype == torch.float32:  # float32 cannot represent the limits
                 x, self.dtype, self.name = apply("float64", x), torch.float64, "float64"
         if self.floating and self.for_kernel and DEPTHS[depth].size_bytes <= 4:
             return apply(carrier, self.nearest(x, known, limits))
@@ -156,8 +158,8 @@ class Numbers:
         assert limits is not None
         if self.floating and (known is None or known.unit):
             x = apply("round", x)
-        # An unnecessary limit does more than cost time: ptxas saturates -x of 16 bits at both limits wrongly for x =
-        # -32768.
+        # An unnecessary limit costs time, and can be wrong: if both limits are applied to a 16-bit -x, ptxas saturates
+        # it wrongly for x = -32768.
         low, high = map(self.plain, limits_in(self.dtype, depth))
         below = x
         if known is None or known.high > limits.high:
@@ -171,7 +173,7 @@ class ElementProgram(Numbers):
     """An expression as a program for each element.
 
     Args:
-        root: an expression of Mats, numbers and element by element operations.
+        root: an expression of Mats, numbers and elementwise operations.
         bounds: bounds of all nodes.
         dtype: the dtype of the computation.
         leaves: the Mats among the nodes.
@@ -215,7 +217,7 @@ class ElementProgram(Numbers):
         return tuple(float(value) if self.floating else int(value) for value in each._value)
 
     def _row_of(self, each: MatExpr) -> int | None:
-        """A row with these numbers."""
+        """Index of the row that holds these numbers, or None."""
         numbers = self._numbers(each)
         return next((n for n, row in enumerate(self.rows) if all(map(same_number, row, numbers))), None)
 
@@ -245,7 +247,7 @@ class ElementProgram(Numbers):
             if not self.floating:
                 return apply("minimum" if operation == "min" else "maximum", a, b)
             if any(map(is_one, each._operands)):
-                kept = apply("le" if operation == "min" else "ge", a, b)  # if both are zeros, a, as in torch.clamp
+                kept = apply("le" if operation == "min" else "ge", a, b)  # a if both are zeros, as in torch.clamp
                 return apply("where", kept, a, apply("where", apply("ne", a, a), a, b))  # NaN if one of them is NaN
             chosen = apply("lt" if operation == "min" else "gt", a, b)
             return apply("where", apply("bitwise_or", chosen, apply("ne", a, a)), a, b)  # NaN if one of them is NaN

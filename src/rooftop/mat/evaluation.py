@@ -1,8 +1,8 @@
 """Compute the value of an expression into memory.
 
-Operations that are not elementwise come first: matrix products and inverses go to BLAS and LAPACK, and a sum with a
-product goes into the same call. The rest is one pass over memory: blocks of rows on the CPU (`row_programs.py`), one
-kernel on a GPU (`kernel_programs.py`).
+Operations that are not elementwise run first: BLAS and LAPACK compute matrix products and inverses; a product and the
+sum around it are one call. All other operations make one pass over memory: blocks of rows on the CPU
+(`row_programs.py`), one kernel on a GPU (`kernel_programs.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def store(expression: MatExpr, dst: Block, rtype: Any = None) -> None:
     """Evaluate an expression into a header's memory.
 
     Args:
-        dst: gets size and type by `create`, so that nothing is allocated if it already has them. It may overlap the
+        dst: gets its size and type by `create`, so that nothing is allocated if it has them already. It may overlap the
             expression's Mats.
         rtype: the depth of the stored numbers: a depth, a type (its channels are ignored), or a dtype; None is the
             expression's own.
@@ -83,7 +83,7 @@ def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
 
 
 def _store_large(plan: ExpressionPlan, root: MatExpr, tensors: Sequence[Tensor], into: Tensor) -> None:
-    """Store integers beyond int64. Into a floating depth they go through float64, as all numbers do."""
+    """Store integers beyond int64. For a floating depth they are first rounded to float64, like all numbers."""
     if plan.depth not in FLOATING or plan.depth == CV_64F:
         store_whole_numbers(plan.root, plan.bounds, plan.leaves, tensors, into, plan.depth)
         return
@@ -93,7 +93,7 @@ def _store_large(plan: ExpressionPlan, root: MatExpr, tensors: Sequence[Tensor],
 
 
 def _launched(nodes: Sequence[MatExpr], target: Tensor, depth: int) -> bool:
-    """Launch the kernel again if it was launched for such Mats before; return whether it was."""
+    """Relaunch the cached kernel if Mats of this layout were evaluated before; return whether that happened."""
     from rooftop.mat.kernel_programs import Evaluation
 
     return Evaluation(nodes, target, depth).again()
@@ -106,12 +106,11 @@ def tensor_of(each: MatExpr, bits: bool = False) -> Tensor:
     return tensor.transpose(0, 1) if transposed else tensor
 
 
-# ---- operations that are not elementwise
-# -------------------------------------------------------------------------------
+# ---- operations that are not elementwise -----------------------------------------------------------------------------
 
 
 def _without_matrices(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
-    """The expression with products and inverses computed and replaced by leaves."""
+    """Compute the expression's matrix products and inverses, and replace them by leaves."""
     if each._operation not in ("product", "inverse"):
         return None
     new = node(each._operation, operands, *of(each), each._value)
@@ -122,7 +121,7 @@ def _without_matrices(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr |
 
 
 def _multiplied(root: MatExpr, target: Tensor, depth: int) -> bool:
-    """Write the value of an inverse, or of a product with its factor and term; return False for anything else."""
+    """Write the value of an inverse, or of `alpha * A @ B + beta * C`; return False for any other expression."""
     if depth != root.depth():
         return False
     into = target[..., 0]  # (rows, columns): one channel
@@ -152,7 +151,7 @@ def _matrix(each: MatExpr) -> Tensor:
 
 
 def _without_wide_bits(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
-    """The expression with bitwise operations of 64 bits computed and replaced by leaves."""
+    """Compute the expression's bitwise operations on 64 bits, and replace them by leaves."""
     if each._operation not in BITWISE or DEPTHS[each.depth()].size_bytes != 8:
         return None
     simple = tuple(operand if operand._operation in ("mat", "numbers") else _computed(operand) for operand in operands)
@@ -160,7 +159,7 @@ def _without_wide_bits(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr 
 
 
 def _computed(each: MatExpr) -> MatExpr:
-    """The value in new memory, as a leaf."""
+    """Compute the value into new memory, and return it as a leaf."""
     m = new_block(each._sizes, each._type, each._device)
     if not m.empty():
         evaluate_into(each, m._writable(), each.depth())

@@ -1,13 +1,15 @@
-"""Choose a dtype for an expression in which only the store rounds, from the bounds of every value in it.
+"""Choose the dtype of an expression's computation, such that only the store rounds, from the bounds of every value in
+it.
 
-The rule is that of float64: each operation is rounded to float64, and the final value is rounded once to the target's
+The reference is float64: each operation is rounded to float64, and the final value is rounded once to the target's
 depth. If every value is known to be an integer (a multiple of 2^unit) that a narrower dtype holds exactly, computing in
 that dtype gives exactly the same numbers. So 8-bit images are added in int16, and `a * 0.5` in float32.
 
-Floating elements have no bounds. In float32 an expression of them has the bits of float64 if no value is rounded twice
-before it is stored as float32. min, max, abs, negation and comparisons do not round. One sum, difference, product or
-quotient of float32 numbers, rounded to float32, equals the float64 result rounded to float32, since 53 >= 2 * 24 + 2
-(Figueroa 1995, "When is double rounding innocuous?"). The same applies to half precision computed in float32.
+Floating elements have no bounds. An expression of them, computed in float32, gives the same bits as in float64 if no
+value is rounded twice before it is stored as float32. min, max, abs, negation and comparisons do not round. One sum,
+difference, product or quotient of float32 numbers, rounded to float32, equals the float64 result rounded to float32,
+since 53 >= 2 * 24 + 2 (Figueroa 1995, "When is double rounding innocuous?"). The same applies to half precision
+computed in float32.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from rooftop.mat.type_codes import CV_16BF, CV_16F, CV_32F, CV_64U, DEPTHS, CV_B
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _FLOAT32_BITS = 24
-_SMALL = 1 << 29  # from twice this value on, float64 rounds by up to 2^-23
+_SMALL = 1 << 29  # float64 rounds values from 2 * _SMALL on by up to 2^-23
 _ROUNDED = Fraction(1, 1 << 23)
-_SMALL_QUOTIENT = 1 << 11  # the float32 quotient of smaller integers is never closer to a half than the exact quotient
+_SMALL_QUOTIENT = 1 << 11  # for smaller integers, the float32 quotient is no closer to a half than the exact one
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of a value: low <= value <= high, and it is a multiple of 2^unit, unit <= 0."""
+    """Bounds of a value: low <= value <= high, and the value is a multiple of 2^unit with unit <= 0."""
 
     low: Fraction
     high: Fraction
@@ -53,7 +55,7 @@ class Bounds:
         return self.unit == 0 and limits.min <= self.low and self.high <= limits.max
 
 
-BoundsOf = dict[int, Bounds | None]  # by id of the node; None if unknown
+BoundsOf = dict[int, Bounds | None]  # bounds by the node's id; None if unknown
 TRUTH = Bounds(Fraction(0), Fraction(255))
 
 
@@ -66,7 +68,7 @@ def bounds_of(root: MatExpr) -> BoundsOf:
 
 
 def trusted(bounds: BoundsOf, dtype: torch.dtype) -> BoundsOf:
-    """The known bounds of values computed in a dtype: None for values that it may have rounded."""
+    """The bounds that hold for values computed in a dtype; None for values that this dtype may have rounded."""
     return {n: known if known is not None and known.within(dtype) else None for n, known in bounds.items()}
 
 
@@ -75,7 +77,7 @@ def rounded_bounds(root: MatExpr, bounds: BoundsOf) -> Bounds | None:
 
     None if they are unknown, or beyond 32 bits.
     """
-    beyond: dict[int, Fraction] = {}  # the distance by which each value may exceed its bounds
+    beyond: dict[int, Fraction] = {}  # how far each value may lie outside its exact bounds
     for each in topological(root):
         known = bounds[id(each)]
         if known is None or known.largest > _SMALL:
@@ -116,9 +118,9 @@ def depth_bounds(depth: int) -> Bounds | None:
 
 
 def computing_dtype(root: MatExpr, bounds: BoundsOf, depth: int) -> torch.dtype:
-    """The narrowest dtype in which the expression has the same numbers as in float64, stored as numbers of a depth.
+    """The narrowest dtype in which the expression gives the same stored numbers as in float64, for a target depth.
 
-    Integers beyond float64's 53 bits are exact too, in int64, if they are below 2^63.
+    Integers beyond float64's 53 bits are computed exactly in int64, if they are below 2^63.
     """
     nodes = topological(root)
     known = [each for node in nodes if (each := bounds[id(node)]) is not None]
@@ -177,7 +179,7 @@ def _float32_is_enough(root: MatExpr, nodes: list[MatExpr], bounds: BoundsOf, de
     """Whether no path rounds more than once in float32, and a rounded value is stored without another rounding."""
     narrow = {CV_32F: (CV_32F,), CV_16F: (CV_16F,), CV_16BF: (CV_16BF,)}.get(depth, ())
     rounded: dict[int, bool] = {}
-    leaves_allow = True  # a rounded value is stored without change, even after a conversion to float64
+    leaves_allow = True  # a value rounded to float32 is stored unchanged, even by way of float64
     for each in nodes:
         operands = [rounded[id(operand)] for operand in each._operands]
         known = bounds[id(each)]

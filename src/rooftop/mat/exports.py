@@ -1,4 +1,5 @@
-"""A Mat's memory for other libraries: tensors, arrays, DLPack, the CUDA array interface. None of these copies."""
+"""Give other libraries access to a Mat's memory without a copy: as tensor, array, DLPack capsule or CUDA array
+interface."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ class ExportedHeader(Header):
     __slots__ = ()
 
     def tensor(self, layout: Literal["hwc", "chw"] = "hwc") -> Tensor:
-        """The elements as a tensor on the same memory: (H, W, C), or all sizes before C. One channel is a dimension,
+        """The elements as a tensor on the same memory: (H, W, C), or (all sizes, C). A single channel is a dimension
         too.
 
         Args:
             layout: "chw" returns the same memory as (C, H, W).
 
         Raises:
-            ValueError: the Mat is on a read-only array; a tensor could not refuse writes.
+            ValueError: the Mat is on a read-only array, and a tensor cannot refuse writes.
         """
         if layout not in ("hwc", "chw"):
             raise ValueError(f"layout must be 'hwc' or 'chw', got {layout!r}")
@@ -34,8 +35,8 @@ class ExportedHeader(Header):
         return elements if layout == "hwc" else elements.movedim(-1, 0)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The elements as an array on the same memory, in OpenCV-Python's shape: (H, W) for one channel, else (H, W,
-        C).
+        """The elements as an array on the same memory, in OpenCV-Python's shape: (H, W) for one channel, (H, W, C) for
+        several.
 
         Raises:
             ValueError: the Mat is on a GPU; `cpu().numpy()` copies it.

@@ -2,7 +2,8 @@
 
 An operator computes nothing. It checks types and sizes and makes a `MatExpr`: a tree of headers of the Mats and of
 numbers, with a type and a size. Storing it (`Mat(e)`, `m.assign(e)`, `m[...] = e`, `e.to_mat()`, or passing it as a
-Mat) evaluates all of it at once (`evaluation.py`), as if in float64, rounded and saturated only at the end.
+Mat) evaluates the whole tree at once (`evaluation.py`): as if in float64, with the result rounded and saturated once,
+at the end.
 
 Source of names and meanings: `cv::MatExpr` of OpenCV, modules/core/src/matrix_expressions.cpp.
 """
@@ -37,14 +38,14 @@ from rooftop.mat.type_codes import (
 from rooftop.mat.views import Header, Shaped
 
 if TYPE_CHECKING:
-    from rooftop.mat.matrix import Mat  # defined in a module above this one, whose methods provide these
+    from rooftop.mat.matrix import Mat  # `Mat` is defined in a higher module; its methods provide these types
 
 ELEMENTWISE = ("add", "sub", "mul", "div", "min", "max", "abs", "neg")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 BITWISE = ("and", "or", "xor", "not")
 INVERSES = ("lu", "cholesky", "svd")
 FLOATING = (CV_32F, CV_64F, CV_16F, CV_16BF)
-Operand = Any  # a Mat, an expression, an array, or numbers; anything else gives NotImplemented
+Operand = Any  # a Mat, an expression, an array, or numbers; for anything else, operators return NotImplemented
 
 
 class Arithmetic:
@@ -117,7 +118,7 @@ class Arithmetic:
         return _unary("not", self)
 
     def __lt__(self, other: Operand) -> MatExpr:
-        """255 where true, 0 elsewhere, in CV_8U; the same for all comparisons."""
+        """Compare element by element: 255 where true and 0 where false, in CV_8U. All comparisons do this."""
         return _binary("lt", self, other)
 
     def __le__(self, other: Operand) -> MatExpr:
@@ -155,8 +156,8 @@ class Arithmetic:
     def inv(self, method: Literal["lu", "cholesky", "svd"] = "lu") -> MatExpr:
         """The inverse of a square floating-point matrix; with "svd" the pseudo-inverse of any matrix.
 
-        Its evaluation raises numpy's LinAlgError if the matrix has no inverse ("lu") or is not positive definite
-        ("cholesky"); OpenCV returns zeros then.
+        The evaluation raises numpy's LinAlgError if the matrix has no inverse ("lu") or is not positive definite
+        ("cholesky"). In these cases OpenCV returns zeros.
         """
         return _inverse(as_expression(self), method)
 
@@ -184,15 +185,15 @@ class MatExpr(Arithmetic, Shaped):
         return self._value_as_mat(rtype)
 
     def clone(self) -> Mat:
-        """The same as `to_mat`."""
+        """Evaluate into new memory, as `to_mat()` does."""
         return self.to_mat()
 
     def dot(self, other: Operand) -> float:
-        """`Mat.dot` of the value."""
+        """Evaluate, then call `Mat.dot`."""
         return self.to_mat().dot(other)
 
     def cross(self, other: Operand) -> Mat:
-        """`Mat.cross` of the value."""
+        """Evaluate, then call `Mat.cross`."""
         return self.to_mat().cross(other)
 
     def copyTo(self, dst: Mat | None = None, mask: Any = None) -> Mat:
@@ -200,15 +201,15 @@ class MatExpr(Arithmetic, Shaped):
         return self.to_mat().copyTo(dst, mask) if dst is None or mask is not None else dst.assign(self)
 
     def convertTo(self, rtype: Any = None, alpha: float = 1, beta: float = 0, dst: Mat | None = None) -> Mat:
-        """`Mat.convertTo` of the value."""
+        """Evaluate, then convert as `Mat.convertTo` does."""
         return self.to_mat().convertTo(rtype, alpha, beta, dst)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The value as an array, as `Mat.numpy`."""
+        """Evaluate, and return the value as an array like `Mat.numpy`."""
         return self.to_mat().numpy()
 
     def tensor(self, layout: Literal["hwc", "chw"] = "hwc") -> Tensor:
-        """The value as a tensor, as `Mat.tensor`."""
+        """Evaluate, and return the value as a tensor like `Mat.tensor`."""
         return self.to_mat().tensor(layout)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -254,7 +255,7 @@ def absdiff(a: Operand, b: Operand) -> MatExpr:
 def node(
     operation: str, operands: tuple[MatExpr, ...], type: int, sizes: Sizes, where: device, value: Any = None
 ) -> MatExpr:
-    """One node."""
+    """Make a node of an expression tree."""
     new = MatExpr.__new__(MatExpr)
     new._operation, new._operands, new._value = operation, operands, value
     new._type, new._sizes, new._device = type, sizes, where
@@ -262,8 +263,8 @@ def node(
 
 
 def leaf(m: Header) -> MatExpr:
-    """A leaf for a Mat in its present state: a separate header, so that later changes of the Mat's header have no
-    effect."""
+    """A leaf for a Mat in its present state: it has its own header, so that later changes of the Mat's header do not
+    affect it."""
     return node("mat", (), m._type, m._sizes, m._device, (m._header_of_itself(), False))
 
 
@@ -327,7 +328,7 @@ def as_expression(value: Any) -> MatExpr:
         return leaf(value)
     if is_foreign(value):
         return leaf(block_on(value))
-    raise TypeError(f"a Mat or an expression was expected, got {type(value).__name__}")
+    raise TypeError(f"expected a Mat or an expression, got {type(value).__name__}")
 
 
 def _unary(operation: str, value: Any) -> MatExpr:
@@ -338,12 +339,12 @@ def _unary(operation: str, value: Any) -> MatExpr:
 
 
 def _of_two(operation: str, a: Operand, b: Operand) -> MatExpr:
-    """A function with the rules of an operator."""
+    """A function of two operands that follows the rules of the operators."""
     if _are_numbers(a) and _are_numbers(b):
         raise TypeError("one of the two must be a Mat or an expression")
     found = _binary(operation, a, b)
     if found is NotImplemented:
-        raise TypeError(f"Mats, expressions or numbers were expected, got {type(a).__name__} and {type(b).__name__}")
+        raise TypeError(f"expected Mats, expressions or numbers, got {type(a).__name__} and {type(b).__name__}")
     return found
 
 
@@ -392,7 +393,9 @@ def _numbers(value: ScalarLike, beside: MatExpr) -> MatExpr:
 
 def _check_bits(operand: MatExpr) -> None:
     if DEPTHS[operand.depth()].limits is None and not DEPTHS[operand.depth()].name == "Bool":
-        raise TypeError(f"bitwise operations need integers, got {typeToString(operand._type)}: compare, or convertTo")
+        raise TypeError(
+            f"bitwise operations need integers, got {typeToString(operand._type)}: compare, or convertTo integers"
+        )
 
 
 def check_matrix(operand: Shaped, what: str, hint: str) -> None:
@@ -420,8 +423,8 @@ def _product(left: MatExpr, right: MatExpr) -> MatExpr:
     (rows, inner), (inner_too, cols) = left._sizes, right._sizes
     if inner != inner_too:
         raise ValueError(
-            f"a product of {_sizes(left)} and {_sizes(right)}: the columns of the first must equal the rows of the "
-            "second; a.mul(b) multiplies element by element"
+            f"a product of {_sizes(left)} and {_sizes(right)}: the first must have as many columns as the "
+            "second has rows; a.mul(b) multiplies element by element"
         )
     return node("product", (left, right), left._type, (rows, cols), left._device)
 

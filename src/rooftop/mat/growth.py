@@ -1,9 +1,9 @@
-"""Add and remove rows at the end of a Mat, like a std::vector: growth reserves room for more rows than requested.
+"""Add and remove rows at the end of a Mat, like a std::vector: a growing Mat reserves more rows than requested.
 
 A header grows in place only into room that holds no rows of another header of the block. (OpenCV lets two headers push
 different rows to the same position.)
 
-Source of the policy: Mat::reserve and Mat::push_back of OpenCV (half as many rows again, at least 64 bytes).
+Source of the policy: Mat::reserve and Mat::push_back of OpenCV (reserve 1.5 times the rows, at least 64 bytes).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def push_back(m: Mat, value: Mat | MatLike | ScalarLike) -> None:
         m._become(rows.clone().to(m._device))
         return
     if rows._sizes[1:] != m._sizes[1:] or rows._type != m._type:
-        raise ValueError(f"{rows} cannot be pushed to {m}: rows must be of one length and type")
+        raise ValueError(f"{rows} cannot be pushed to {m}: the rows of both must have the same length and type")
     count, more = len(m), len(rows)
     if not _grows_in_place(m, count + more):
         _move(m, max(count + more, (count * 3 + 1) // 2))
@@ -52,7 +52,7 @@ def pop_back(m: Mat, nelems: int) -> None:
         ValueError: there are fewer rows.
     """
     if not 0 <= nelems <= len(m):
-        raise ValueError(f"{nelems} rows cannot be removed from {m}")
+        raise ValueError(f"cannot remove {nelems} rows from {m}: pass at least 0 and at most its number of rows")
     if m._submatrix:
         m._sizes, m._cached = (len(m) - nelems, *m._sizes[1:]), None
     elif nelems:
@@ -68,7 +68,7 @@ def reserve(m: Mat, nelems: int) -> None:
     if nelems < 0:
         raise ValueError(f"reserve takes a number of rows, got {nelems}")
     if not m._sizes:
-        raise ValueError("rows of an empty Mat have no length: create(0, cols, type) first")
+        raise ValueError("rows of an empty Mat have no length yet: call create(0, cols, type) first")
     if nelems > len(m) and not _grows_in_place(m, nelems):
         _move(m, nelems)
 
@@ -103,7 +103,7 @@ def _as_rows(m: Mat, value: Mat | MatLike | ScalarLike) -> Mat:
 
 
 def _grows_in_place(m: Mat, rows: int) -> bool:
-    """Whether there is room that holds no rows of another header."""
+    """Whether the room after the last row suffices and holds no rows of another header."""
     data = m._data
     if data is None or m._submatrix or data.user_given or m._offset + rows * m._steps[0] > m._limit:
         return False
@@ -128,7 +128,7 @@ def _move(m: Mat, rows: int) -> None:
 
 
 def _set_rows(m: Mat, rows: int) -> None:
-    """Sets the number of rows within the reserved memory."""
+    """Set the number of rows within the reserved memory."""
     m._sizes, m._cached = (rows, *m._sizes[1:]), None
     m._end = m._offset + headers.span_bytes(m._sizes, m._steps)
     if m._data is not None:

@@ -1,9 +1,8 @@
-"""The arithmetic of headers: sizes and steps, whether the elements are contiguous, and the position of a header in the
-whole Mat from which it was cut. It uses plain numbers and no tensors, so that making a view costs less than slicing a
-tensor.
+"""The arithmetic of headers: sizes, steps, contiguity, and the position of a header in the whole Mat from which it was
+cut. This code uses plain numbers and no tensors, so that making a view costs less than slicing a tensor.
 
-Steps are the bytes from one index to the next, for each dimension; the last is the size of an element. An element with
-all its channels is always contiguous.
+A step is the stride of a dimension in bytes; the last dimension's step is the size of an element. An element with all
+its channels is always contiguous.
 
 Source of the rules: modules/core/src/matrix.cpp of OpenCV (updateContinuousFlag, locateROI, adjustROI, reshape).
 """
@@ -17,7 +16,7 @@ Sizes = tuple[int, ...]
 
 
 def natural_steps(sizes: Sizes, elem_bytes: int) -> Sizes:
-    """The steps of elements without gaps."""
+    """The steps of contiguous elements."""
     steps = [elem_bytes] * len(sizes)
     for axis in range(len(sizes) - 2, -1, -1):
         steps[axis] = steps[axis + 1] * sizes[axis + 1]
@@ -27,8 +26,8 @@ def natural_steps(sizes: Sizes, elem_bytes: int) -> Sizes:
 def is_continuous(sizes: Sizes, steps: Sizes) -> bool:
     """Whether the elements are contiguous. The steps of leading dimensions with one index do not matter.
 
-    As in OpenCV, except for Mats of 2^31 numbers or more: OpenCV calls none of them continuous, because it counts in an
-    int.
+    The result equals OpenCV's except for Mats of 2^31 numbers or more: OpenCV counts in an int, so it calls none of
+    these continuous.
     """
     last = len(sizes) - 1
     first = 0  # the first dimension with more than one index
@@ -54,7 +53,7 @@ class Place(NamedTuple):
 
 
 def locate(rows: int, cols: int, step: int, elem_bytes: int, offset: int, start: int, end: int) -> Place:
-    """Find a 2-D header at byte `offset` in the whole Mat, from `start` to `end`."""
+    """Find the position of a 2-D header at byte `offset` in the whole Mat, which spans bytes `start` to `end`."""
     row, rest = divmod(offset - start, step)
     col = rest // elem_bytes
     whole_rows = max((end - start - (col + cols) * elem_bytes) // step + 1, row + rows)
@@ -63,7 +62,8 @@ def locate(rows: int, cols: int, step: int, elem_bytes: int, offset: int, start:
 
 
 def adjusted(place: Place, rows: int, cols: int, top: int, bottom: int, left: int, right: int) -> tuple[int, ...]:
-    """First row, end of rows, first column and end of columns, after the edges moved outward within the whole Mat."""
+    """Compute (first row, end of rows, first column, end of columns) after the edges moved outward within the whole
+    Mat."""
     row1, row2 = _moved(place.row, rows, top, bottom, place.whole_rows)
     col1, col2 = _moved(place.col, cols, left, right, place.whole_cols)
     return row1, row2, col1, col2
@@ -94,16 +94,18 @@ def reshaped_2d(rows: int, cols: int, cn: int, new_cn: int, new_rows: int, conti
         total = width * rows
         if total % new_rows:
             raise ValueError(
-                f"{total} numbers ({rows} x {cols}, {cn} channels) cannot be {new_rows} rows of one length"
+                f"{total} numbers ({rows} x {cols}, {cn} channels) cannot be divided into {new_rows} rows of equal "
+                "length"
             )
         width, rows = total // new_rows, new_rows
     if width % new_cn:
-        raise ValueError(f"rows of {width} numbers cannot be elements of {new_cn} channels")
+        raise ValueError(f"rows of {width} numbers cannot be divided into elements of {new_cn} channels")
     return rows, width // new_cn, new_cn
 
 
 def reshaped_nd(sizes: Sizes, cn: int, new_cn: int, wanted: Sizes) -> tuple[Sizes, int]:
-    """Sizes and channels of reshaped elements without gaps; in `wanted`, 0 keeps a dimension, and one -1 is computed.
+    """Compute the sizes and channels of reshaped contiguous elements. In `wanted`, 0 keeps a dimension's size, and the
+    size of one -1 is computed.
 
     Raises:
         ValueError: the count of numbers differs.
@@ -114,12 +116,16 @@ def reshaped_nd(sizes: Sizes, cn: int, new_cn: int, wanted: Sizes) -> tuple[Size
     kept = []
     for axis, size in enumerate(wanted):
         if size == 0 and axis >= len(sizes):
-            raise ValueError(f"0 keeps a dimension, and there is no dimension {axis} in {sizes}")
+            raise ValueError(
+                f"the 0 at dimension {axis} keeps that dimension's size, but {sizes} has no such dimension"
+            )
         kept.append(sizes[axis] if size == 0 else size)
     numbers = math.prod(sizes) * cn
     known = math.prod(size for size in kept if size != -1) * new_cn
     if -1 in kept and known and numbers % known == 0:
         kept[kept.index(-1)] = numbers // known
     elif -1 in kept or known != numbers:
-        raise ValueError(f"{numbers} numbers ({sizes}, {cn} channels) cannot be {wanted} with {new_cn} channels")
+        raise ValueError(
+            f"{numbers} numbers ({sizes}, {cn} channels) cannot be reshaped to {wanted} with {new_cn} channels"
+        )
     return tuple(kept), new_cn

@@ -1,8 +1,9 @@
 """Make headers on other libraries' arrays without a copy. If that is impossible, the error names the call that copies.
 
 A Mat can be a header on memory whose elements are contiguous along the last dimension with all their channels. The
-other steps must be positive, must not overlap, and must grow toward the first dimension. Slices of rows and columns of
-an image satisfy this; a single channel, a transposed, reversed or broadcast array does not.
+steps of the other dimensions must be positive, must not make elements overlap, and must grow toward the first
+dimension. Slices of rows and columns of an image meet these rules. A single channel and a transposed, reversed or
+broadcast array do not.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rooftop.mat.type_codes import (
 
 
 class Parts(NamedTuple):
-    """The parts of a header; no data if there are no elements."""
+    """The parts of a header; `data` is None if there are no elements."""
 
     data: MatData | None
     type: int
@@ -40,7 +41,7 @@ class Parts(NamedTuple):
 
 def is_foreign(thing: object) -> bool:
     """Whether `parts_of` may accept an object."""
-    if isinstance(thing, np.generic):  # a number, such as rows
+    if isinstance(thing, np.generic):  # a number, such as the count of rows
         return False
     return isinstance(thing, (np.ndarray, Tensor)) or any(
         hasattr(thing, name) for name in ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
@@ -51,9 +52,10 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
     """A header on a NumPy array, a tensor, or an object with DLPack or one of the array interfaces.
 
     Args:
-        type: If given with more than one channel, the last dimension is the channels. Without type and layout, three
-            dimensions, the last of at most 512, are an image with channels; anything else has one channel.
-        layout: "hwc", or "chw" if the channels are the third dimension from the end in shape (not in memory).
+        type: If it has more than one channel, the array's last dimension holds the channels. Without type and layout,
+            an array of three dimensions whose last is at most 512 is an image with channels; any other array has one
+            channel.
+        layout: "hwc", or "chw" if the shape is (C, H, W) while the channels are interleaved in memory.
 
     Raises:
         TypeError, ValueError: no header can describe the memory.
@@ -66,7 +68,7 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
         return _of_tensor(from_dlpack(thing), type, layout)
     if hasattr(thing, "__cuda_array_interface__"):
         return _of_tensor(torch.as_tensor(thing, device="cuda"), type, layout)
-    if not isinstance(thing.__array_interface__.get("data"), tuple):  # for example the interface of Pillow's images
+    if not isinstance(thing.__array_interface__.get("data"), tuple):  # Pillow's images do this, for example
         raise TypeError(f"{thing.__class__.__name__} returns a copy of its memory: pass np.array(...) of it")
     return _of_array(np.asarray(thing), type, layout)
 
@@ -83,7 +85,7 @@ def _of_array(array: np.ndarray[Any, Any], type: int | None, layout: str) -> Par
     flags = MatDataFlag.USER_GIVEN
     if not array.flags.writeable:
         flags |= MatDataFlag.READ_ONLY
-        array = np.asarray(_WritableAlias(array))  # torch warns of read-only arrays; Mat itself refuses to write
+        array = np.asarray(_WritableAlias(array))  # torch warns about read-only arrays; here Mat refuses the writes
     storage = torch.from_numpy(array).untyped_storage()
     assert storage.data_ptr() == array.ctypes.data
     return Parts(MatData(storage, span_bytes(sizes, steps), None, flags), type, sizes, steps, 0, storage.device)
@@ -93,7 +95,7 @@ def _of_tensor(x: Tensor, type: int | None, layout: str) -> Parts:
     if x.layout != torch.strided:
         raise TypeError(f"expected a strided tensor, got {x.layout}: use x.to_dense()")
     if x.requires_grad:
-        raise ValueError("the tensor requires grad, which a Mat does not record: pass x.detach()")
+        raise ValueError("the tensor requires grad, but a Mat records no gradients: pass x.detach()")
     if x.is_conj() or x.is_neg():
         raise TypeError("the tensor is a lazy conjugate or negative: pass x.resolve_neg()")
     code = type_code(x.dtype)
@@ -130,8 +132,8 @@ def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: s
         depth_of(type)
         if CV_MAT_DEPTH(type) != code:
             raise TypeError(
-                f"numbers of CV_{depth_of(code).name} cannot be seen as {typeToString(type)}: leave out the type, and "
-                "convertTo it"
+                f"numbers of CV_{depth_of(code).name} cannot be seen as {typeToString(type)}: leave out the type, "
+                "then convertTo it"
             )
         channels = CV_MAT_CN(type) if CV_MAT_CN(type) > 1 else 0
         if channels and (len(shape) < 2 or shape[-1] != channels):
@@ -149,7 +151,8 @@ def _header(shape: Sizes, strides: Sizes, code: int, type: int | None, copied: s
 
 
 def _steps(sizes: Sizes, strides: Sizes, elem_bytes: int, copied: str) -> Sizes:
-    """The strides. Relevant ones are checked. Irrelevant ones are set as if there were no gaps."""
+    """Check the strides, and return them. The strides of dimensions of size 1 do not matter; they are set as for
+    contiguous elements."""
     steps: list[int] = []
     least = elem_bytes
     for axis in range(len(sizes) - 1, -1, -1):

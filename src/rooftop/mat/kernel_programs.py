@@ -1,10 +1,10 @@
-"""Expressions and conversions on a GPU: one kernel, through `rooftop.kernels`.
+"""Run an expression or a conversion on a GPU as one kernel of `rooftop.kernels`.
 
-Every Mat is read once, with any strides, and the result is written once; intermediate values stay in registers. The
-kernel depends on the expression's form. The same kernel serves other Mats of the same layout, and other numbers.
+Every Mat is read once, with any strides, and the result is written once; intermediate values stay in registers. A
+kernel is generated for an expression's form. It also serves other Mats of the same layout, and other numbers.
 
 Between two evaluations of one form, on Mats of the same layout, only addresses differ. So the launch is cached and
-reused: for small images the host would otherwise take several times as long as the GPU.
+reused. Without the cache, the host would take several times as long as the GPU for small images.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _conversions: dict[Form, Stored] = {}
 
 
 class Launched(NamedTuple):
-    """The launch for a form, and for Mats and a target of one layout.
+    """The cached launch for one form of expression, with Mats and a target of one layout.
 
     Attributes:
         stored: the launch.
@@ -44,8 +44,8 @@ class Launched(NamedTuple):
     alike: tuple[bool, ...]
 
     def again(self, addresses: Sequence[int]) -> bool:
-        """Launch for Mats and a target at these addresses; returns False if writing could change elements that are
-        still read.
+        """Launch for Mats and a target at these addresses. Return False, without a launch, if writing could change
+        elements that are still to be read.
         """
         target = addresses[-1]
         end = target + self.spans[-1]
@@ -75,12 +75,12 @@ class Evaluation:
         self.key: Form = (form_of(nodes, depth), lie, torch.get_default_dtype())
 
     def again(self) -> bool:
-        """Launch the cached kernel for this evaluation; returns whether there was one."""
+        """Launch the cached kernel of this evaluation; return whether there was one."""
         found = _launches.get(self.key)
         return found is not None and found.again(self.addresses)
 
     def run(self, plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None:
-        """Compute it, and cache the launch.
+        """Compute the expression, and cache the launch.
 
         Args:
             plan: the plan of the expression.
@@ -96,7 +96,7 @@ class Evaluation:
 
 
 def run_conversion(source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None) -> None:
-    """Convert elements of one depth to another; the two do not overlap, or are the same elements."""
+    """Convert elements of one depth to another. Source and target do not overlap, or are the same elements."""
     addresses = [source.data_ptr(), target.data_ptr()]
     begins = (addresses[0] % LINE_BYTES, addresses[1] % LINE_BYTES)
     key = (depth, new_depth, repr(scaling), target.shape, target.stride(), source.stride(), begins, target.device)

@@ -1,4 +1,4 @@
-"""Determinants and systems of equations, by LAPACK on the device of the operands.
+"""Determinants and linear systems, computed by LAPACK or the GPU's solver on the operands' device.
 
 Source of names and meanings: `cv::determinant`, `cv::solve` of OpenCV.
 """
@@ -20,8 +20,8 @@ SOLUTIONS = ("lu", "cholesky", "qr", "svd")
 
 
 def determinant(m: MatLike) -> float:
-    """Determinant of a square floating-point matrix with one channel; 1.0 for a matrix without rows. It is computed by
-    LU, in the matrix's own precision.
+    """Determinant of a square floating-point matrix with one channel, by LU in the matrix's own precision; 1.0 for a
+    matrix without rows.
 
     Raises:
         TypeError: the numbers are integers, or there are several channels.
@@ -34,9 +34,9 @@ def determinant(m: MatLike) -> float:
 
 
 def solve(a: MatLike, b: MatLike, method: Literal["lu", "cholesky", "qr", "svd"] = "lu") -> Mat:
-    """Solve a x = b. "lu" solves it exactly for a square `a`, and so does "cholesky" if `a` is positive definite. "qr"
-    (for linearly independent columns) and "svd" (which gives the shortest solution) solve it in the least-squares
-    sense.
+    """Solve a x = b. "lu" solves it exactly for a square `a`; "cholesky" does too if `a` is positive definite. "qr"
+    needs linearly independent columns and gives the least-squares solution. "svd" gives the shortest least-squares
+    solution.
 
     Args:
         a: (rows, cols), one channel of floating numbers.
@@ -47,8 +47,9 @@ def solve(a: MatLike, b: MatLike, method: Literal["lu", "cholesky", "qr", "svd"]
 
     Raises:
         TypeError: the types differ, or are integers.
-        ValueError: the numbers of rows differ, the method needs a square matrix, or the method is unknown.
-        numpy.linalg.LinAlgError: this method finds no solution. OpenCV returns false there.
+        ValueError: `a` and `b` have different numbers of rows, the method needs a square matrix, or the method is
+            unknown.
+        numpy.linalg.LinAlgError: this method finds no solution. In that case OpenCV returns false.
     """
     if method not in SOLUTIONS:
         raise ValueError(f"the method of solve is one of {', '.join(SOLUTIONS)}, got {method!r}")

@@ -1,12 +1,12 @@
-"""Expressions and conversions on the CPU as one loop that Numba compiles and that reads every Mat once.
+"""Run expressions and conversions on the CPU as one loop, which Numba compiles and which reads every Mat once.
 
-The loop depends on the expression's form. The same loop serves other Mats of the same layout, and other numbers.
-Compiling takes some tenths of a second. So a form is compiled once the blocks of `row_programs.py` have spent as much
-time on it: the total time is at most twice the optimum.
+A loop is generated for an expression's form. It also serves other Mats of the same layout, and other numbers. Compiling
+takes some tenths of a second. So a form is compiled once `row_programs.py` has spent about as much time on evaluating
+it. The total time is then at most twice the optimum.
 
-Some expressions are not compiled: those of transposed Mats (whose neighbours along a row are apart), of half precision
-(which Numba lacks on CPUs), of more Mats than the compiler checks for overlaps, with hundreds of operations, or of
-small Mats.
+Some expressions are not compiled: expressions with transposed Mats (neighbours along a row are not adjacent in memory),
+with half precision (Numba lacks it on CPUs), with more Mats than the compiler checks for overlaps, with hundreds of
+operations, or with small Mats.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from rooftop.mat.remembered import remember
 from rooftop.mat.row_programs import in_few_dims
 
 PATIENCE_SECONDS = 0.3
-"""Approximate compile time of 20 operations: a form is compiled once blocks of rows have taken as long."""
+"""Approximate compile time of 20 operations. A form is compiled once its row-by-row evaluation has taken this long."""
 LEAST_COLUMNS = 32
 MOST_OPERATIONS = 200
-"""Limit of a loop: compile time grows faster than the number of operations."""
+"""Most operations of one loop: compile time grows faster than their number."""
 MOST_LOOPS = 512
-"""Limit of a process: each loop takes about a megabyte."""
+"""Most loops of a process: each takes about a megabyte."""
 _MOST_ARRAYS = 7
-_ROW = 1 << 14  # approximate elements of a row if all elements form one; rows of channel numbers get that length, too
+_ROW = 1 << 14  # row length into which contiguous elements are cut, approximately; rows of channel numbers have it too
 _LEAST_PER_THREAD = 1 << 18
 _KNOWN = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
 
 Loop = Callable[..., None]
 Form = tuple[Expression, tuple[Kind, ...], tuple[int, ...]]
-"""The stored result of a loop, the kinds of its arguments, and the array of each Mat and, last, of the target."""
+"""The expression that a loop stores, the kinds of its arguments, and the index of the array of each Mat and, last, of
+the target."""
 _MOST_FORMS = 1024
 _spent: dict[Form, float] = {}  # seconds spent on forms that have no loop yet
-_loops: dict[Form, Loop] = {}  # never removed, because Numba does not free loops
+_loops: dict[Form, Loop] = {}  # loops are never removed, because Numba does not free them
 
 
 def run(plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None:
@@ -63,7 +64,7 @@ def run(plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None
 def run_conversion(
     source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None, otherwise: Callable[[], None]
 ) -> None:
-    """Convert elements of one depth to another, by a loop, or by `otherwise`."""
+    """Convert elements of one depth to another by a loop; call `otherwise` if there is no loop."""
     _run(lambda: conversion_program(depth, new_depth, scaling, for_kernel=False), [source], target, otherwise)
 
 
@@ -131,7 +132,7 @@ def run_loop(
     flat = [memory_of(each) for each in views]
     threads = views[0].numel() // _LEAST_PER_THREAD
 
-    def part(first: int, last: int) -> None:  # the part of a Mat that is one row
+    def part(first: int, last: int) -> None:  # a part of a Mat whose elements form one row
         given = chain.from_iterable((x[first * channels :], 0) for x in flat)
         loop(0, 1, (last - first) * channels, *given, *numbers)
 
@@ -146,7 +147,7 @@ def run_loop(
 
 
 def _rectangles(views: Sequence[Tensor], channels: int) -> Iterator[tuple[list[int], int, int, list[int]]]:
-    """(where each view begins, number of rows, number of columns, the row step of each view)."""
+    """Yield (offset of each view, number of rows, number of columns, row step of each view)."""
     *outer, columns = views[0].shape
     if not outer:
         width = max(_ROW // channels, 1) * channels
@@ -166,10 +167,10 @@ def _rectangles(views: Sequence[Tensor], channels: int) -> Iterator[tuple[list[i
 
 
 def source_of(form: Form) -> tuple[str, str, dict[str, Any]]:
-    """(text, name, values of its global names) of the loop over rows and columns.
+    """Generate the source of the loop over rows and columns: (text, function name, values of its global names).
 
-    Its arguments: the first row and the one after the last; the number of columns; for each array its memory and its
-    row step; rows of numbers as long as the columns; numbers.
+    The function takes the first row, the row after the last, the number of columns, the memory and row step of each
+    array, rows of numbers as long as the columns, and single numbers.
     """
     result, kinds, places = form
     types = types_of([result], kinds, autocast=False)

@@ -1,7 +1,8 @@
-"""Copies under a mask on a GPU, by one kernel that reads the mask and the chosen elements, and writes only these.
+"""Copy under a mask on a GPU, by one kernel that reads the mask and the selected elements, and writes only these
+elements.
 
-Memory bounds the kernel if the mask consists of areas, as most masks do. At the edges of areas, and everywhere if
-neighbours differ at random, the kernel stores numbers one by one. For bytes that takes several times as long.
+The kernel is memory-bound if the mask consists of areas, as most masks do. At the edges of areas, and everywhere in a
+random mask, the kernel stores numbers one by one. For bytes these stores take several times as long.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rooftop.launch.triton_launch import Repeated, require_triton
 from rooftop.mat.remembered import remember
 
 _NUMBERS = (
-    2048  # per program: two words per thread for bytes; more for wider numbers, because fewer programs start sooner
+    2048  # per program: two words per thread for bytes; more for wider numbers, because fewer programs launch faster
 )
 _WARPS = 2
 _launches: dict[Any, list[Repeated]] = {}
@@ -30,7 +31,7 @@ _MOST_LAUNCHES = 1024
 
 
 def copy_by_kernel(source: Tensor, target: Tensor, mask: Tensor) -> None:
-    """Copies the elements whose mask is not 0.
+    """Copy the elements whose mask is not 0.
 
     Args:
         source: like the target, or one element (channels,) on the CPU.
@@ -60,18 +61,19 @@ def copy_by_kernel(source: Tensor, target: Tensor, mask: Tensor) -> None:
 
 
 def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[int], odd: int) -> Iterator[Repeated]:
-    """One launch if at most three dimensions remain after merging; otherwise one launch for each index of the other
-    dimensions.
+    """Yield one launch if at most three dimensions remain after merging. If more remain, yield one launch for each
+    index of the leading dimensions.
 
     Args:
-        leads: distance, in numbers or marks, from the pointers of source, target and mask to the first element.
+        leads: distance, in numbers or marks (mask bytes), from the pointers of source, target and mask to the first
+            element.
         odd: the distance of the mask's pointer from the multiple of 16 bytes before it.
     """
     require_triton()
     from rooftop.mat.masked_copy_kernels import masked_copy
 
     channels = target.shape[-1]
-    per = channels // mask.shape[-1]  # numbers for each number of the mask
+    per = channels // mask.shape[-1]  # numbers for each mark (byte of the mask)
     is_value = source.dim() == 1
     dims, columns = _dims(None if is_value else source, target, mask)
     word = math.gcd(LINE_BYTES // target.element_size(), columns, *leads[:2])
@@ -102,9 +104,8 @@ def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[i
 
 
 def _dims(source: Tensor | None, target: Tensor, mask: Tensor) -> tuple[Dims, int]:
-    """The dimensions of elements, outermost first, with the steps of source, target and mask; dimensions are merged if
-    all tensors step through them with one stride. The last dimension is omitted; its count of contiguous numbers is the
-    second result."""
+    """Merge dimensions that all tensors step through with one stride. Return (size, steps of source, target and mask)
+    of each dimension but the last, outermost first, and the last one's count of contiguous numbers."""
     nowhere = (0,) * target.dim()
     strides = [nowhere if source is None else source.stride(), target.stride(), mask.stride()]
     dims = merged(target.shape[:-1], *(each[:-1] for each in strides))

@@ -1,8 +1,9 @@
 """Triton kernel that copies numbers under a mask; `masked_copies.py` launches it.
 
-The target is never read. A thread has a group of marks (bytes of the mask) and the numbers that belong to them, as wide
-words. For a mask of pixels of three bytes, these are 16 marks and three words of 16 bytes. Most groups are fully chosen
-and are stored word by word. An unchosen group is not even loaded. A partly chosen group is stored number by number.
+The target is never read. A thread handles a group of marks (bytes of the mask) and the numbers that they select, as
+wide words. With pixels of three bytes, a group is 16 marks and three words of 16 bytes. Most groups are fully selected
+and are stored word by word. If no mark of a group is set, its numbers are not loaded. A partly selected group is stored
+number by number.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["source_lead", "target_lead", "mask_lead"])
 def masked_copy(
-    source,  # rows of numbers; for a source of one element of CHANNELS, a table with that many columns
+    source,  # rows of numbers; if the source is one element of CHANNELS numbers, a table with CHANNELS columns
     target,  # rows of numbers
     mask,  # rows of bytes, one for each PER numbers
     source_lead, target_lead, mask_lead,  # distances from the pointers to the first number or mark, in words
     rows, inner_rows, words,  # number of rows; rows of the inner dimension; words of a row
     source_outer, source_inner, target_outer, target_inner, mask_outer, mask_inner,  # from row to row, in words
-    CHANNELS: tl.constexpr,  # channels if the source is one element, else 0
+    CHANNELS: tl.constexpr,  # number of channels if the source is one element; 0 if it is not
     TABLE: tl.constexpr,
     PER: tl.constexpr,
-    WORD: tl.constexpr,  # numbers: the width at which source and target are read and written
+    WORD: tl.constexpr,  # numbers that one load or store of source and target moves
     WORDS: tl.constexpr,  # words of a group, which begins and ends with whole marks
     MARKS: tl.constexpr,  # length in words
-    MASK_WORD: tl.constexpr,  # marks: the width at which the mask is read
+    MASK_WORD: tl.constexpr,  # marks that one load of the mask reads
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS words a program."""
+    """Copy a block of ROWS x COLUMNS words in each program."""
     blocks = tl.cdiv(words, COLUMNS)
     part, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if WIDE:
@@ -64,13 +65,13 @@ def masked_copy(
 
 @triton.jit
 def bits_of(mask, begin, inside, MARKS: tl.constexpr, MASK_WORD: tl.constexpr):
-    """A bit for each of the marks from `begin` on: whether it is not 0."""
+    """One bit for each of the MARKS marks from `begin` on: 1 if the mark is not 0."""
     if MASK_WORD % 4 == 0:  # four marks at a time
         four = tl.arange(0, MARKS // 4)[None, :]
         fours = mask.to(tl.pointer_type(tl.uint32)) + (begin // 4)[:, None] + four
         marks = tl.load(fours, mask=inside[:, None], other=0)
         ones = (((marks & 0x7F7F7F7F) + 0x7F7F7F7F | marks) >> 7) & 0x01010101  # a byte that is not 0 becomes 1
-        return tl.sum(((ones * 0x01020408 >> 24) & 15).to(tl.int32) << 4 * four, 1)  # and the four are adjacent
+        return tl.sum(((ones * 0x01020408 >> 24) & 15).to(tl.int32) << 4 * four, 1)  # the four bits become adjacent
     mark = tl.arange(0, MARKS)[None, :]
     marks = tl.load(mask + begin[:, None] + mark, mask=inside[:, None], other=0)
     return tl.sum((marks != 0).to(tl.int32) << mark, 1)

@@ -1,8 +1,9 @@
-"""Copies under a mask on the CPU, in loops that Numba compiles: one pass over memory, without a branch at each element.
+"""Copy under a mask on the CPU, in loops that Numba compiles: one pass over memory, without a branch at each element.
 
-A block of a row whose mask is 0 everywhere is skipped. A block whose mask is nowhere 0 is copied. For other blocks the
-mask is spread over channels as 0 or all ones, and `target ^ ((source ^ target) & mask)` is computed in the processor's
-vector units. The loops are compiled once for each width of numbers and cached next to this file, for later processes.
+A row is processed in blocks. A block whose mask is all 0 is skipped. A block whose mask has no 0 is copied. For other
+blocks, each mark is expanded over the channels as 0 or all ones, and SIMD instructions compute `target ^ ((source ^
+target) & mask)`. The loops are compiled once for each width of numbers and cached next to this file, so that later
+processes load them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from torch import Tensor
 from rooftop.launch.numba_loops import in_threads, kept_loop, memory_of, run_part
 
 _LEAST_PER_THREAD = 1 << 18
-_BLOCK = 2048  # numbers of a row at a time; their expanded mask stays in the first-level cache
+_BLOCK = 2048  # numbers of a row per block; their expanded mask stays in the L1 cache
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_by_loops(source: Tensor, target: Tensor, mask: Tensor) -> bool:
-    """Copy the elements whose mask is not 0. Returns False, and copies nothing, if these loops do not support the
-    layout.
+    """Copy the elements whose mask is not 0. Return False, and copy nothing, if these loops do not support the layout.
 
     Args:
         source: (..., channels) as the target, or one element (channels,).
@@ -34,7 +34,7 @@ def copy_by_loops(source: Tensor, target: Tensor, mask: Tensor) -> bool:
     views = [target, mask.view(torch.uint8), *([] if is_value else [source])]
     if (by_number and is_value) or not all(map(_has_rows, views)):
         return False
-    width = target.element_size() * (1 if by_number else target.shape[-1])  # bytes for each number of the mask
+    width = target.element_size() * (1 if by_number else target.shape[-1])  # bytes for each mark of the mask
     if width in _BITS and all(_is_of(x, width) for x in [target, source]):
         bits, channels = _BITS[width], 1
     else:

@@ -1,7 +1,7 @@
 """`Mat`: an array on the CPU or a GPU with the semantics of cv::Mat.
 
 Names, arguments and results are OpenCV's, if OpenCV has them; docs/mat.md lists the differences. views.py has headers
-and their views, exports.py the interfaces for other libraries, growth.py adding and removing rows.
+and their views, exports.py has the interfaces for other libraries, and growth.py adds and removes rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rooftop.mat.views import Range
 
 
 class Mat(Block, Arithmetic):
-    """An n-dimensional array of elements with 1 to 512 channels, which other Mats may share."""
+    """An n-dimensional array of elements with 1 to 512 channels; other Mats may share its memory."""
 
     __slots__ = ()
 
@@ -65,11 +65,11 @@ class Mat(Block, Arithmetic):
             Mat(expression), Mat(expression, type)         its value, in new memory
 
         Args:
-            type: for example CV_8UC3. For an array, None takes (H, W, C) with up to 512 channels as an image, other
-                shapes as one channel.
-            value: written to every element of new memory, which is otherwise not initialized.
+            type: for example CV_8UC3. If None, an array (H, W, C) of up to 512 channels becomes an image, and an array
+                of any other shape gets one channel.
+            value: written to every element of new memory; without it, new memory is not initialized.
             device: the device of new memory.
-            allocator: allocator of new memory; otherwise the default one or the device's.
+            allocator: allocator of new memory; if None, the default one or the device's.
             layout: "chw" for an array (C, H, W) whose channels are interleaved in memory (channels_last).
 
         Raises:
@@ -100,7 +100,9 @@ class Mat(Block, Arithmetic):
         if len(given) == 2 and type is None:
             type = given[1]
         elif len(given) > 1:
-            raise TypeError(f"Mat(array) takes an array and a type, got {len(given)} arguments: cut with m[rows, cols]")
+            raise TypeError(
+                f"Mat(array) takes an array and a type, got {len(given)} arguments: use m[rows, cols] to cut a region"
+            )
         if value is not None or device is not None or allocator is not None:
             raise TypeError(
                 "value, device and allocator apply to new memory, but this Mat shares the memory of its argument: "
@@ -112,7 +114,10 @@ class Mat(Block, Arithmetic):
             return
         if isinstance(source, Mat):
             if type is not None and type != source._type:
-                raise TypeError(f"{source} cannot be seen as {typeToString(type)}: convertTo, or reshape its channels")
+                raise TypeError(
+                    f"{source} cannot be viewed as {typeToString(type)}: convertTo another depth, or reshape to other "
+                    "channels"
+                )
             self._become(source)
             return
         self._look_at(source, type, layout)
@@ -129,8 +134,7 @@ class Mat(Block, Arithmetic):
 
     @classmethod
     def ones(cls, *shape: Any, device: DeviceLike | None = None, allocator: MatAllocator | None = None) -> Mat:
-        """Like `zeros`, but with ones. They are only in the first channel, as in OpenCV; `Mat(..., value=1)` sets all
-        channels."""
+        """Like `zeros`, but with ones in the first channel, as in OpenCV; `Mat(..., value=1)` sets all channels."""
         m = cls(*shape, device=device, allocator=allocator)
         return m.setTo(m._first_channel(1))
 
@@ -165,7 +169,7 @@ class Mat(Block, Arithmetic):
             return
         source = value if isinstance(value, Mat) else Mat(value)
         if source._data is region._data and source._place_in_memory() == region._place_in_memory():
-            return  # as after `m[range] += 5`
+            return  # Python assigns the view to itself after `m[range] += 5`
         if source._sizes != region._sizes or source._type != region._type:
             raise ValueError(
                 f"{source} cannot be assigned to a region {region}: sizes and types must be equal; use convertTo"
@@ -175,7 +179,7 @@ class Mat(Block, Arithmetic):
     def assign(self, expression: Mat | MatExpr) -> Self:
         """`m = expression` of C++: evaluate it into this Mat's memory if that has its size and type, as by `create`.
 
-        A Mat is shared instead, as by `Mat(other)`.
+        If the argument is a Mat, this Mat shares its memory, as `Mat(other)` does.
         """
         if isinstance(expression, Mat):
             self._become(expression)
@@ -230,8 +234,8 @@ class Mat(Block, Arithmetic):
 
         Args:
             dst: gets this Mat's sizes and type by `create`; its device stays. A new Mat if None.
-            mask: 8 bits or Bool, with the same sizes, and with one channel or as many as this Mat. Elements of new
-                memory that the mask excludes are 0.
+            mask: a Mat of 8 bits or Bool, with the same sizes, and with one channel or as many channels as this Mat.
+                Elements of new memory that the mask excludes are 0.
 
         Returns:
             dst.
@@ -254,7 +258,7 @@ class Mat(Block, Arithmetic):
         return dst
 
     def clone(self) -> Mat:
-        """A copy without gaps, by the same allocator."""
+        """A contiguous copy, in memory from the same allocator."""
         if self.empty():
             return self._header_of_itself()
         return self.copyTo(Mat(self._sizes, self._type, allocator=self._own_allocator()))
@@ -270,7 +274,7 @@ class Mat(Block, Arithmetic):
 
         Args:
             rtype: a depth, a type (its channels are ignored), or a dtype; None keeps the depth.
-            dst: gets sizes and type by `create`; a new Mat if None. It may be this one.
+            dst: gets sizes and type by `create`; a new Mat if None. `dst` may be this Mat.
 
         Returns:
             dst.
@@ -327,8 +331,8 @@ class Mat(Block, Arithmetic):
     def push_back(self, value: Mat | MatLike | ScalarLike) -> None:
         """Append rows with the same type and length (a Mat, an array), or one element to a single column.
 
-        If there is no room, memory for half as many rows more is allocated, as by `reserve`. Rows of a region of a
-        larger Mat are first copied to new memory: the rows below the region do not change.
+        If there is no room, the Mat moves to memory for 1.5 times its rows. A region of a larger Mat is first copied to
+        new memory, so the rows below the region do not change.
         """
         growth.push_back(self, value)
 
@@ -337,21 +341,21 @@ class Mat(Block, Arithmetic):
         growth.pop_back(self, nelems)
 
     def reserve(self, nelems: int) -> None:
-        """Reserve memory for that many rows, unless there is as much already. The rows themselves do not change."""
+        """Reserve memory for at least that many rows. The rows themselves do not change."""
         growth.reserve(self, nelems)
 
     def resize(self, nelems: int, value: ScalarLike | None = None) -> None:
-        """Change the number of rows. New rows are set to `value`, or otherwise not initialized."""
+        """Change the number of rows. New rows are set to `value`; without a value, they are not initialized."""
         growth.resize(self, nelems, value)
 
     # Devices.
 
     def to(self, device: DeviceLike, *, non_blocking: bool = False, allocator: MatAllocator | None = None) -> Mat:
-        """A copy on another device, or a header on the same memory if the Mat is already there.
+        """A copy on another device; if the Mat is on that device already, a header on the same memory.
 
         Args:
-            non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless it
-                goes into memory of a pinned allocator, which may be read once the GPU's stream is synchronized.
+            non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless its
+                memory comes from a pinned allocator. Synchronize the GPU's stream before you read that memory.
         """
         where = torch.device(device)
         if same_device(where, self._device) and allocator is None:
@@ -376,8 +380,8 @@ class Mat(Block, Arithmetic):
     def mapped(self, *, write: bool = True) -> Iterator[np.ndarray[Any, Any]]:
         """The elements as an array on the host during a `with` block, from any device.
 
-        For host memory it is `numpy()`. For a GPU it is a copy, which is copied back at the end if `write`. Meanwhile
-        the block has `mapping == "host"`, and using it on the GPU raises.
+        For host memory it is `numpy()`. For a GPU it is a copy; at the end of the `with` block it is copied back if
+        `write`. Within the `with` block, `mapping` is "host", and using the Mat on the GPU raises.
         """
         if self._data is None or self._device.type == "cpu":
             array = self.cpu().numpy()
@@ -412,7 +416,7 @@ class Mat(Block, Arithmetic):
     # Internal.
 
     def _mask(self, mask: MatLike, device: torch.device) -> Tensor:
-        """The bits of a mask for these elements, on the device of the target."""
+        """Check a mask for these elements, and return its tensor on the target's device."""
         if isinstance(mask, (list, tuple)):
             raise TypeError(
                 "a mask must be a Mat, an expression, an array or a tensor, got a list: convert it to an array"
@@ -462,7 +466,7 @@ def _value_of(expression: MatExpr, rtype: int | None) -> Mat:
     return evaluate(expression, None, rtype)
 
 
-MatExpr._value_as_mat = _value_of  # expressions do not import the modules above them
+MatExpr._value_as_mat = _value_of  # set here, because expressions must not import higher modules
 
 
 def _rebuilt(elements: Tensor | None, sizes: Sizes, type: int) -> Mat:

@@ -32,9 +32,9 @@ class ExpressionPlan:
     """A plan for expressions of one form, stored as numbers of one depth. It refers to no Mat.
 
     Attributes:
-        root: the tree of elementwise operations; its Mats are only types.
+        root: the tree of elementwise operations; its leaves hold the Mats' types, not the Mats.
         leaves: the nodes for Mats, in the expression's order.
-        bits: whether Mats and target are read and written as integers that carry their bits.
+        bits: whether elements are read and written as integers of the same bits.
         depth: depth of the stored numbers.
         bounds: bounds of all nodes.
         dtype: the dtype of the computation.
@@ -58,14 +58,15 @@ class ExpressionPlan:
 
     @cached_property
     def is_large(self) -> bool:
-        """Whether all its values are integers, some perhaps beyond int64."""
+        """Whether all values of the expression are integers, and some may exceed int64."""
         if self.bits or self.is_copy or self.dtype != torch.float64:
             return False
         return all((known := self.bounds[id(each)]) is not None and known.unit == 0 for each in self.nodes)
 
     @cached_property
     def has_wide_bits(self) -> bool:
-        """Whether it has bitwise operations on 64 bits, but a dtype that does not hold them."""
+        """Whether the expression has bitwise operations on 64 bits, but is computed in a dtype that does not hold 64
+        bits."""
         wide = any(each._operation in BITWISE and DEPTHS[each.depth()].size_bytes == 8 for each in self.nodes)
         return wide and not self.bits and self.dtype != torch.int64
 
@@ -102,7 +103,7 @@ def plan_of(nodes: Sequence[MatExpr], depth: int) -> ExpressionPlan:
 
 
 def form_of(nodes: Sequence[MatExpr], depth: int) -> Form:
-    """Operations, types and numbers, and the stored depth: everything that determines a plan."""
+    """The key of a plan: the operations, types and numbers of an expression, and the stored depth."""
     form: list[Any] = [depth]
     places: dict[int, int] = {}
     for place, each in enumerate(nodes):
@@ -121,7 +122,7 @@ def _without_mat(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None
 
 
 def of(each: MatExpr) -> tuple[int, tuple[int, ...], torch.device]:
-    """Type, sizes and device of a node."""
+    """The type, sizes and device of a node."""
     return each._type, each._sizes, each._device
 
 
@@ -129,7 +130,8 @@ def of(each: MatExpr) -> tuple[int, tuple[int, ...], torch.device]:
 
 
 def simpler(root: MatExpr) -> MatExpr:
-    """Turn quotients by powers of two into products, which are exact, so that their bounds are known."""
+    """Replace division by a power of two with multiplication by its reciprocal. The product is exact, so its bounds are
+    known."""
 
     def change(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr | None:
         if each._operation != "div" or operands[1]._operation != "numbers":
@@ -153,7 +155,7 @@ def _is_power_of_two(number: float) -> bool:
 
 
 def _is_of_bits(root: MatExpr, depth: int) -> bool:
-    """Whether an expression has only bitwise operations, so that any 64-bit dtype can compute it."""
+    """Whether an expression has only bitwise operations, so that integers of the same bits can compute it."""
     inner = [each for each in topological(root) if each._operation not in ("mat", "numbers")]
     return bool(inner) and root.depth() == depth and all(each._operation in BITWISE for each in inner)
 
@@ -164,7 +166,7 @@ def depth_of_bits(depth: int) -> int:
 
 
 def _as_bits(root: MatExpr) -> MatExpr:
-    """The same operations on the carriers of the bits."""
+    """The same operations on integers that carry the same bits."""
     depth = root.depth()
     carried = depth_of_bits(depth)
     bits = DEPTHS[depth].size_bytes * 8

@@ -1,4 +1,4 @@
-"""Matrix products and inverses of expressions, by BLAS and LAPACK.
+"""Compute the matrix products and inverses of expressions with BLAS and LAPACK.
 
 A product with a factor and a term, `alpha * A @ B + beta * C`, is one call; transposes are views.
 """
@@ -28,7 +28,7 @@ class Gemm(NamedTuple):
 def gemm_of(root: MatExpr) -> Gemm | None:
     """The single call that computes the root's value; None for other expressions.
 
-    Sums, differences and factors above a product are part of the call if the other operand is not a product.
+    A sum, difference or factor applied to a product joins its call, if the other operand is not a product too.
     """
     factor, each = _scaled(root)
     if each._operation == "product":
@@ -50,7 +50,7 @@ def _gemm(alpha: float, product: MatExpr, beta: float, term: MatExpr | None) -> 
 
 
 def _scaled(each: MatExpr) -> tuple[float, MatExpr]:
-    """(factor, the expression that it multiplies)."""
+    """Split an expression into (numeric factor, the rest)."""
     factor = 1.0
     while True:
         if each._operation == "neg":
@@ -78,13 +78,13 @@ def multiply_into(target: Tensor, left: Tensor, right: Tensor, alpha: float, bet
     term may be the target."""
     if not target.numel():
         return
-    if left.shape[1] == 0:  # a sum of no elements
+    if left.shape[1] == 0:  # no columns to multiply: the product is 0
         target.zero_() if term is None else torch.mul(term, beta, out=target)
         return
     if term is None and alpha == 1:
         torch.mm(left, right, out=target)
     elif term is None:
-        # beta = 0 reads nothing, not even NaN
+        # with beta = 0, BLAS does not read the term, so its NaNs do not spread
         torch.addmm(target, left, right, beta=0, alpha=alpha, out=target)
     else:
         torch.addmm(term, left, right, beta=beta, alpha=alpha, out=target)

@@ -1,4 +1,4 @@
-"""Caches for the next call of the same form: the last values of each kind, safe with threads and forks."""
+"""Small caches that keep the last few values, safe with threads and forks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ os.register_at_fork(
 
 
 def remember(found: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Store a value, and keep only the last `most` values."""
+    """Store a value in the cache, and keep only the last `most` values."""
     with _remembering:
         if len(found) >= most and key not in found:
             found.pop(next(iter(found)))

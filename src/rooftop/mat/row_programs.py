@@ -1,13 +1,13 @@
 """Expressions on the CPU: a list of torch operations, run over one block of rows after another.
 
-A block's intermediate values stay in the cache. So memory is only accessed to read the Mats and to write the result,
-however many operations there are. Blocks are so small that torch runs each operation in the calling thread; large Mats
-are divided among as many threads as torch would use.
+A block's intermediate values stay in the cache. So main memory is accessed only to read the Mats and to write the
+result, for any number of operations. Blocks are so small that torch runs each operation in the calling thread. Large
+Mats are divided among as many threads as torch would use.
 
-Every operation writes into a register: a tensor with a block's size that is allocated once. Operations that return new
-tensors take 1.3 times as long (geometric mean over the operations of `benchmarks/mat.py` in uint8 and float32, whole
-images and regions, on one thread and on two of an EPYC with 512 KB of L2 a core), and up to 2 times for sums of bytes:
-freed memory goes back to the system and returns page by page.
+Every operation writes into a register: a tensor of a block's size, allocated once. Operations that return new tensors
+take 1.3 times as long (geometric mean over the operations of `benchmarks/mat.py` in uint8 and float32, whole images and
+regions, on one thread and on two of an EPYC with 512 KB of L2 a core), and up to 2 times for sums of bytes: the system
+takes freed memory back, and then maps it again page by page.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, tru
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, is_one, topological
 from rooftop.mat.type_codes import DEPTHS, CV_Bool
 
-BLOCK = 1 << 15  # elements: the most that torch computes in one thread. An operand is 16 KB to 256 KB, which fits in L2
-_LEAST_PER_THREAD = 1 << 18  # elements; with fewer, an additional thread costs as much time as it saves
-_TILE_COLUMNS = 256  # columns of a block if an operand is transposed: both sides then use whole cache lines
+BLOCK = 1 << 15  # elements: the most that torch computes in one thread. An operand of 16 KB to 256 KB fits in L2
+_LEAST_PER_THREAD = 1 << 18  # elements; with fewer elements per thread, an additional thread saves no time
+_TILE_COLUMNS = 256  # columns of a block if an operand is transposed, so that reads and writes use whole cache lines
 Block = tuple[slice, ...]
 Step = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...], int | None]
-"""A function, its operand registers, numbers after them, and the register for its `out=`, None if it has none."""
+"""A function, the registers of its operands, the numbers after these, and the register for `out=` (None without
+`out=`)."""
 
 
 @dataclass
 class RowProgram:
-    """Steps on registers: first the leaves, then the target, then numbers, then scratch.
+    """Steps on registers, which are numbered in this order: leaves, target, numbers, scratch.
 
     Attributes:
         dtype: the dtype of the computation.
@@ -52,7 +53,7 @@ class RowProgram:
     steps: list[Step] = field(default_factory=list)
 
     def run(self, tensors: Sequence[Tensor], target: Tensor) -> None:
-        """Writes the value into the target.
+        """Write the expression's value into the target.
 
         Args:
             tensors: tensors of the leaves, (..., channels), of the target's shape, in their depths' dtypes.
@@ -96,7 +97,7 @@ def _parts(views: list[Tensor], share: list[Block]) -> Iterator[list[Tensor]]:
 
 
 def _along(numbers: Tensor, shape: torch.Size) -> Tensor:
-    """Repeat the channels' numbers along the last dimension of a block, which begins at the first channel. A single
+    """Repeat the channels' numbers along the last dimension of a block. The block begins at the first channel. A single
     number stays unchanged."""
     return numbers.repeat(shape[-1] // len(numbers)).expand(shape).contiguous() if numbers.dim() else numbers
 
@@ -114,16 +115,16 @@ def in_few_dims(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def blocks_of(views: Sequence[Tensor], channels: int) -> Iterator[Block]:
-    """Blocks of at most `BLOCK` elements that begin at a first channel, in order."""
+    """Iterate in order over blocks of at most `BLOCK` elements, each beginning at a first channel."""
     *outer, last = shape = views[0].shape
     turned = len(shape) > 1 and any(view.stride(-1) > view.stride(-2) for view in views)
     turned = turned or (len(shape) > 2 and any(view.stride(-2) > view.stride(-3) for view in views))
     columns = min(_TILE_COLUMNS * channels if turned else BLOCK, BLOCK)
     most = BLOCK
     width = max(columns // channels * channels, channels)
-    if last == channels and outer:  # channels that merge with nothing stay together
+    if last == channels and outer:  # keep the channels together if no other dimension merges with them
         most, width = max(columns // channels, 1), channels
-    # A chunk of a dimension has as many indices as fit together with the chunks of all later dimensions.
+    # A chunk of a dimension takes as many indices as fit into a block, given the chunks of all later dimensions.
     chunks = [min(width, last)]
     room = max(BLOCK // chunks[0], 1)
     for size in reversed(outer):
@@ -145,7 +146,7 @@ def row_program(root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, depth: int)
 
 
 class _Writer:
-    """Writes the steps; `places` are the registers of computed nodes and of numbers."""
+    """Generates the steps; `places` maps each computed node and number to its register."""
 
     def __init__(self, root: MatExpr, bounds: BoundsOf, dtype: torch.dtype) -> None:
         self.nodes = topological(root)
@@ -155,7 +156,7 @@ class _Writer:
         leaves = [each for each in self.nodes if each._operation == "mat"]
         self.places = {id(each): n for n, each in enumerate(leaves)}
         self.target = len(leaves)
-        for each in self.nodes:  # the registers of numbers come before those of scratch
+        for each in self.nodes:  # registers of numbers precede the scratch registers
             for operand in each._operands:
                 if operand._operation == "numbers":
                     self.places[id(operand)] = self.target + 1 + len(self.program.numbers)
@@ -166,7 +167,8 @@ class _Writer:
         self.uses = Counter(id(operand) for each in self.nodes for operand in each._operands)
 
     def _numbers(self, each: MatExpr, as_bits: bool) -> tuple[int | float, ...]:
-        """Write numbers in the tensor's dtype. Numbers that are used as bits are written as their depth stores them."""
+        """Convert a node's numbers to the computation's dtype. Operands of bitwise operations become the bits that
+        their depth stores."""
         if not as_bits:
             return tuple(float(value) if self.dtype.is_floating_point else int(value) for value in each._value)
         if each.depth() == CV_Bool:
@@ -185,7 +187,7 @@ class _Writer:
         return self.first_scratch + len(self.program.scratch) - 1
 
     def give_back(self, register: int) -> None:
-        """Free scratch registers that are not needed any more; other registers stay."""
+        """Free the scratch registers among these; other registers stay allocated."""
         if register >= self.first_scratch:
             self.free[self.program.scratch[register - self.first_scratch]].append(register)
 
@@ -195,7 +197,7 @@ class _Writer:
         self.program.steps.append((function, places, numbers, out))
 
     def copied(self, place: int, dtype: torch.dtype) -> int:
-        """The same numbers in scratch of a dtype."""
+        """Copy numbers to a scratch register of a dtype."""
         room = self.room(dtype)
         self.step(Tensor.copy_, room, place)
         return room
@@ -233,7 +235,7 @@ class _Writer:
             self.step(_FUNCTIONS[operation], *places, out=self._result(each, target))
 
     def _extreme(self, each: MatExpr, target: int | None) -> None:
-        """Numbers are the second operand: for two zeros torch may return either."""
+        """Compute min or max, with constants as the second operand, because for two zeros torch may return either."""
         mat, other = each._operands if each._operands[0]._operation != "numbers" else each._operands[::-1]
         if is_one(other):
             function = torch.clamp_max if each._operation == "min" else torch.clamp_min
@@ -253,7 +255,7 @@ class _Writer:
         return self.places[id(each)]
 
     def _divide(self, each: MatExpr, places: list[int], target: int | None) -> None:
-        """Division by 0 gives 0."""
+        """Divide element by element; division by 0 gives 0."""
         right = each._operands[1]
         if is_one(right) and right._value[0] == 0:
             self.step(torch.zero_, self._result(each, target))
@@ -297,7 +299,7 @@ class _Writer:
     # The store.
 
     def _within_limits(self, place: int, dtype: torch.dtype, known: Bounds | None, depth: int) -> int:
-        """Rounded and saturated, in scratch of its dtype."""
+        """Round and saturate a value, in a scratch register of its dtype."""
         out = self.room(dtype)
         limits = depth_bounds(depth)
         assert limits is not None
@@ -330,7 +332,7 @@ class _Writer:
                 self.step(store_half, self.target, place)
                 return
         elif known is None or not limits.contain(known):
-            if dtype == torch.float32 and target.size_bytes >= 4:  # which cannot represent the limits
+            if dtype == torch.float32 and target.size_bytes >= 4:  # float32 cannot represent the limits
                 place, dtype = self.copied(place, torch.float64), torch.float64
             if target.size_bytes == 8 and dtype.is_floating_point:
                 rounded = self.room(torch.float64)
@@ -360,20 +362,21 @@ def _store_64(into: Tensor, rounded: Tensor, depth: int) -> None:
 def store_half(into: Tensor, y: Tensor) -> None:
     """Store float64 as half precision, rounded once: first to float32, with rounding to odd.
 
-    A value that float32 cannot hold gets an odd last bit, so that it never counts as halfway between two numbers of
-    half precision (Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums").
+    If float32 cannot hold a value exactly, its last bit becomes odd, so that the value never lies halfway between two
+    numbers of half precision (Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums").
     """
     near = y.float()
     rest = y - near.double()
     bits = near.view(torch.int32)
-    outward = (rest > 0) == (near > 0)  # whether the exact number has the larger magnitude
+    outward = (rest > 0) == (near > 0)  # whether the exact number has a larger magnitude than the rounded one
     even = (rest != 0) & (bits & 1 == 0) & near.isfinite() & (near != 0)
     bits += torch.where(even, torch.where(outward, 1, -1), 0).to(torch.int32)
     into.copy_(near)
 
 
 _INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
-_BY_WAY_OF = {torch.uint16: torch.int32, torch.uint32: torch.int64}  # torch converts floats to them through other types
+# torch converts floats to these dtypes by way of other types
+_BY_WAY_OF = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 _TRUTH_OF = {torch.uint8: _truth_of_bytes}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": torch.add,

@@ -19,12 +19,12 @@ from rooftop.mat.type_codes import CV_MAT_CN, Depth, depth_of, typeToString
 
 ScalarLike: TypeAlias = "float | bool | Sequence[float] | np.ndarray[Any, Any] | Tensor"
 
-_MOST_BITS = 1023  # integers of more bits may exceed float64
+_MOST_BITS = 1023  # integers of more bits may exceed the range of float64
 
 
 class Scalar(tuple[float, float, float, float]):
-    """cv::Scalar: four numbers; omitted ones are 0. So `Scalar(5)` is 5 in the first channel and 0 in the others;
-    `Scalar.all(5)`, or the plain number 5, is 5 in all."""
+    """cv::Scalar: four numbers; omitted ones are 0. So `Scalar(5)` is 5 in the first channel and 0 in the others.
+    `Scalar.all(5)` and the plain number 5 are 5 in all channels."""
 
     __slots__ = ()
 
@@ -41,7 +41,7 @@ class Scalar(tuple[float, float, float, float]):
 
 
 def element(value: ScalarLike, type: int) -> Tensor:
-    """One element of a type, from a value: (channels,) of the type's dtype, on the CPU.
+    """Build one element of a type from a value: a tensor (channels,) of the type's dtype, on the CPU.
 
     Args:
         value: one number, for every channel; as many numbers as channels; or, for up to four channels, 2 to 4 numbers
@@ -64,7 +64,8 @@ def numbers_of(value: ScalarLike, type: int) -> list[int | float]:
     if len(numbers) != channels:
         if channels > 4 or len(numbers) > 4 or not numbers:
             raise ValueError(
-                f"{len(numbers)} numbers for an element of {typeToString(type)}: give 1 for all channels, {channels}, "
+                f"got {len(numbers)} numbers for an element of {typeToString(type)}: pass 1 for all channels, "
+                f"{channels}, "
                 "or for up to 4 channels a Scalar of up to 4"
             )
         numbers = (numbers + [0] * 4)[:channels]
@@ -83,7 +84,7 @@ def _numbers(value: ScalarLike) -> list[int | float]:
         except TypeError:
             flat = [value]
     if not all(isinstance(each, (bool, int, float)) for each in flat):
-        raise TypeError(f"a number or a tuple of numbers was expected, got {value!r}")
+        raise TypeError(f"expected a number or a tuple of numbers, got {value!r}")
     if any(isinstance(each, int) and each.bit_length() > _MOST_BITS for each in flat):
         raise ValueError(f"a number of more than {_MOST_BITS} bits is more than a Mat can hold")
     return list(flat)

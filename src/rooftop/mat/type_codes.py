@@ -1,8 +1,8 @@
 """Element types as numbers: a depth (the type of one channel) and the number of channels, packed as in OpenCV 5.
 
 A code is `depth | (channels - 1) << 5`, so CV_8UC3 is 64. OpenCV 4 shifts by 3, so CV_8UC3 is 16 there; `type_code` and
-`from_opencv4` convert between the two. OpenCV 5 itself ends at 128 channels; 129 to 512 are coded here by the same
-rule, so that all types of OpenCV 4 have a code.
+`from_opencv4` convert between the two. OpenCV 5 itself allows at most 128 channels. Here the same rule codes up to 512
+channels, so that all types of OpenCV 4 have a code.
 
 Source: opencv2/core/hal/interface.h of OpenCV 5.0 and 4.x.
 """
@@ -43,8 +43,8 @@ class Depth:
     Attributes:
         name: as in CV_8U, without the prefix.
         dtype: dtype of torch.
-        carrier: a torch dtype of the same width that every operator on every device supports. torch has few operators
-            for uint16, uint32 and uint64, and copies need none of them.
+        carrier: a torch dtype of the same width that every operator on every device supports; used to copy bits. torch
+            has few operators for uint16, uint32 and uint64.
         numpy: NumPy's dtype; None if NumPy has none.
         limits: least and greatest value, for integers.
     """
@@ -136,7 +136,7 @@ def depth_of(type: int) -> Depth:
     """
     if not isinstance(type, int) or isinstance(type, bool):
         raise TypeError(
-            f"a type is a number such as CV_8UC3, got {type!r}: type_code(dtype, channels) returns that of a dtype"
+            f"a type is a number such as CV_8UC3, got {type!r}: type_code(dtype, channels) makes one from a dtype"
         )
     if not 0 <= type < CV_CN_MAX << CV_CN_SHIFT or CV_MAT_DEPTH(type) >= len(DEPTHS):
         raise ValueError(f"{type} is not the code of a type; CV_MAKETYPE(CV_8U, 3) returns one")
@@ -182,13 +182,13 @@ def type_code(
         raise ValueError(f"opencv must be 4 or 5, got {opencv}")
     if CV_MAT_DEPTH(code) not in _OPENCV4_DEPTHS:
         raise ValueError(
-            f"OpenCV 4 has no {typeToString(code)}: its depths are CV_8U to CV_16F; convertTo one of these"
+            f"OpenCV 4 has no {typeToString(code)}: its depths are CV_8U to CV_16F, so convertTo one of these"
         )
     return CV_MAT_DEPTH(code) | (CV_MAT_CN(code) - 1) << _OPENCV4_SHIFT
 
 
 def from_opencv4(code: int) -> int:
-    """This package's code for a type's code in OpenCV 4 (16 is CV_8UC3 there)."""
+    """Convert a type code of OpenCV 4 to this package's code. In OpenCV 4, 16 is CV_8UC3."""
     if not 0 <= code < CV_CN_MAX << _OPENCV4_SHIFT:
         raise ValueError(
             f"{code} is not the code of a type of OpenCV 4: codes are 0 to {(CV_CN_MAX << _OPENCV4_SHIFT) - 1}"
@@ -221,7 +221,7 @@ def _depth_of_dtype(dtype: object) -> int:
     try:
         found = np.dtype(dtype)  # type: ignore[call-overload]
     except TypeError:
-        raise TypeError(f"a type, or a dtype of torch or NumPy was expected, got {dtype!r}") from None
+        raise TypeError(f"expected a type, or a dtype of torch or NumPy, got {dtype!r}") from None
     if not found.isnative:
         raise TypeError(f"{found} has the other byte order: array.astype(array.dtype.newbyteorder('=')) copies it")
     if found not in _BY_NUMPY:

@@ -55,5 +55,5 @@ def _check_alike(what: str, x: Header, y: Header) -> None:
 
 
 def in_float32(x: Tensor) -> Tensor:
-    """16-bit numbers in float32, others unchanged."""
+    """Convert 16-bit floating numbers to float32; leave other numbers unchanged."""
     return x.float() if x.element_size() == 2 else x

@@ -1,6 +1,7 @@
 """Headers (type, sizes and steps on a block of memory), their properties, and views of the same memory.
 
-Making a view takes a few numbers and no tensor operation; its tensor is created when something is computed.
+Making a view computes a few numbers and no tensor operation. The tensor is created when an operation first needs the
+elements.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ class Shaped:
 
     @property
     def rows(self) -> int:
-        """-1 with more than two dimensions; 1 with one."""
+        """Number of rows: 1 with one dimension, -1 with more than two."""
         return (0, 1, self._sizes[0] if self._sizes else 0)[self.dims] if self.dims <= 2 else -1
 
     @property
     def cols(self) -> int:
-        """-1 with more than two dimensions."""
+        """Number of columns; -1 with more than two dimensions."""
         return (self._sizes[-1] if self._sizes else 0) if self.dims <= 2 else -1
 
     @property
@@ -82,7 +83,7 @@ class Shaped:
 
 
 class Header(Shaped):
-    """The part of a `Mat` that never changes elements."""
+    """The read-only part of a `Mat`: type, sizes, steps, memory and views."""
 
     __slots__ = (
         "__weakref__", "_cached", "_data", "_device", "_end", "_limit", "_offset", "_share", "_sizes", "_start",
@@ -118,7 +119,7 @@ class Header(Shaped):
     def step1(self, i: int = 0) -> int:
         """Like `step`, in numbers (channels) instead of bytes."""
         if not 0 <= i < self.dims:
-            raise IndexError(f"step1({i}): the Mat has {self.dims} dimensions, so expected 0 to {self.dims - 1}")
+            raise IndexError(f"step1({i}): the Mat has {self.dims} dimensions: expected 0 to {self.dims - 1}")
         return self._steps[i] // self.elemSize1()
 
     def isContinuous(self) -> bool:
@@ -194,11 +195,11 @@ class Header(Shaped):
         return self._header((length, 1), steps, offset, self._submatrix or (rows, cols) != (1, 1))
 
     def reshape(self, cn: int, rows: int | Sequence[int] = 0) -> Self:
-        """The same numbers with another count of channels, in other rows or sizes.
+        """View the same numbers with another number of channels, rows or sizes.
 
         Args:
             cn: channels; 0 keeps them.
-            rows: the number of rows, where 0 keeps it; or all sizes, where 0 keeps a size and one -1 is computed.
+            rows: the number of rows, or a tuple of all sizes. 0 keeps a number; in a tuple, one -1 is computed.
 
         Raises:
             ValueError: the sizes are not divisible, or a Mat with gaps cannot get these rows or sizes (`clone()` it
@@ -209,13 +210,17 @@ class Header(Shaped):
         if not isinstance(rows, int):
             return self._reshape_nd(cn, tuple(rows))
         if rows < 0:
-            raise ValueError(f"reshape needs a number of rows of at least 0, got {rows}; sizes with -1 are a tuple")
+            raise ValueError(
+                f"reshape needs a number of rows of at least 0, got {rows}: pass a tuple of sizes to use -1"
+            )
         if self.dims > 2:
             if rows:
                 return self._reshape_nd(cn, (rows, -1))
             numbers = self._sizes[-1] * self.channels()
             if cn and numbers % cn:
-                raise ValueError(f"the last dimension of {numbers} numbers cannot be elements of {cn} channels")
+                raise ValueError(
+                    f"the last dimension has {numbers} numbers, which cannot be divided into elements of {cn} channels"
+                )
             return self._seen(cn or self.channels(), self._sizes[:-1], numbers, self._steps[:-1])
         if not rows and self.dims == 2:  # the usual request: another number of channels in the same rows
             numbers = self._sizes[1] * self.channels()
@@ -251,7 +256,7 @@ class Header(Shaped):
         return (place.whole_cols, place.whole_rows), (place.col, place.row)
 
     def adjustROI(self, dtop: int, dbottom: int, dleft: int, dright: int) -> Self:
-        """Move the edges of this header outward (inward if negative), within the whole Mat. Return this header."""
+        """Move the edges of this header outward (inward if negative), within the whole Mat, and return this header."""
         place = self._place("adjustROI")
         row1, row2, col1, col2 = headers.adjusted(place, self.rows, self.cols, dtop, dbottom, dleft, dright)
         self._offset += (row1 - place.row) * self._steps[0] + (col1 - place.col) * self._steps[1]
@@ -261,7 +266,7 @@ class Header(Shaped):
     def _place(self, of: str) -> headers.Place:
         self._two_dimensions(of)
         if self.empty():
-            raise ValueError(f"{of} of a Mat without elements: {self}")
+            raise ValueError(f"{of} needs a Mat with elements, got {self}")
         return headers.locate(
             *(self.rows, self.cols, self._steps[0], self._steps[1]), self._offset, self._start, self._end
         )
@@ -270,8 +275,8 @@ class Header(Shaped):
         """Elements or views, without copies.
 
         `m[y, x]`, an index for each dimension, is the element: a number, or a tuple with a number for each channel.
-        `m[y0:y1, x0:x1]`, with a range for some dimension, is a Mat with as many dimensions; an index counts as a range
-        of one. `m[y]` is row y.
+        `m[y0:y1, x0:x1]`, with a range for at least one dimension, is a Mat of the same number of dimensions; an index
+        counts as a range of one. `m[y]` is row y.
 
         Raises:
             IndexError: out of range, negative indices included.
@@ -290,7 +295,7 @@ class Header(Shaped):
             raise IndexError(f"at takes {self.dims} indices of {self}, got {len(index)}")
         return self[index]
 
-    # The same, for internal use.
+    # Tensors and addresses for internal use.
 
     def _header(self, sizes: Sizes, steps: Sizes, offset: int, submatrix: bool) -> Self:
         new = self.__class__.__new__(self.__class__)
@@ -409,7 +414,7 @@ def is_integer(value: object) -> bool:
 def _index(value: Any, size: int, what: str) -> tuple[int, int]:
     if not is_integer(value):
         mask = "; elements of a mask are set by setTo(value, mask)" if hasattr(value, "__len__") else ""
-        raise TypeError(f"an index of {what} is an integer or a range a:b, got {value!r}{mask}")
+        raise TypeError(f"an index of {what} must be an integer or a range a:b, got {value!r}{mask}")
     if not 0 <= value < size:
         hint = f"; to count from the end, use {size + value}" if -size <= value < 0 else ""
         raise IndexError(f"index {value} of {what} is out of range 0 to {size - 1}{hint}")
@@ -421,7 +426,8 @@ def _range(given: slice, size: int, what: str) -> tuple[int, int]:
     end = size if given.stop is None else given.stop
     if given.step not in (None, 1):
         raise ValueError(
-            f"a range of {what} has no step, got {given.step}: a Mat view contains every row and column in between"
+            f"a range of {what} cannot have a step, got {given.step}: a view of a Mat contains every row and column of "
+            "its range"
         )
     if not (is_integer(start) and is_integer(end)):
         raise TypeError(f"a range of {what} needs integers, got {start!r}:{end!r}")

@@ -1,8 +1,8 @@
 """Exact evaluation of integer expressions whose intermediate values may exceed 64 bits, on any device.
 
-A number is a list of int64 tensors: its digits in base 2^30, lowest first. All digits but the last are from 0 to
-2^30 - 1; the last one carries the sign. The bounds of a value determine the number of digits. No carry is lost: int64
-has 34 more bits than a digit, and the product of two digits is split in two before it is added.
+A number is a list of int64 tensors: its digits in base 2^30, lowest first. The last digit carries the sign; all other
+digits are from 0 to 2^30 - 1. The bounds of a value determine the number of digits. No carry is lost: int64 has 34 bits
+more than a digit, and a product of two digits is split into two digits before it is added.
 
 Expressions whose values all fit in int64 are evaluated elsewhere, in int64.
 """
@@ -35,9 +35,9 @@ def store_whole_numbers(
 
     Args:
         bounds: bounds of all nodes. Every node is an integer expression. leaves, tensors: the Mats among the nodes, and
-            their elements (..., channels), of the target's shape.
-        into: the target, of the dtype of `depth`. It overlaps no tensor, or has exactly its elements.
-        depth: an integer one, Bool or CV_64F.
+            their elements (..., channels) in the target's shape.
+        into: the target, in the dtype of `depth`. It overlaps no tensor, or shares exactly its elements.
+        depth: an integer depth, Bool or CV_64F.
     """
     known = bounds[id(root)]
     assert known is not None
@@ -105,13 +105,13 @@ def _of_elements(x: Tensor, depth: int) -> Digits:
 
 
 def _of_int64(x: Tensor, unsigned: bool = False) -> Digits:
-    """Digits of int64 numbers, or of the bits of uint64 ones."""
+    """Split int64 numbers into digits; uint64 numbers are passed as their bits."""
     last = x >> 2 * _BITS
     return [x & _MASK, (x >> _BITS) & _MASK, last & ((1 << 64 - 2 * _BITS) - 1) if unsigned else last]
 
 
 def _of_numbers(numbers: Sequence[int], device: torch.device) -> Digits:
-    """Digits of one number for each channel."""
+    """Split one number for each channel into digits."""
     count = _count(max(map(abs, numbers)))
     rows = [[n >> _BITS * place & _MASK for n in numbers] for place in range(count - 1)]
     rows.append([n >> _BITS * (count - 1) for n in numbers])
@@ -124,7 +124,7 @@ def _count(largest: int | Fraction) -> int:
 
 
 def _fitted(digits: Digits, known: Bounds) -> Digits:
-    """Bring the digits within their limits; keep as many as the value's bounds need."""
+    """Propagate carries so that all digits are within their limits; keep as many digits as the value's bounds need."""
     count = _count(known.largest)
     digits = list(digits)
     while len(digits) < count:
@@ -139,7 +139,7 @@ def _fitted(digits: Digits, known: Bounds) -> Digits:
 
 
 def _alike(a: Digits, b: Digits) -> tuple[Digits, Digits]:
-    """Extend both to the same number of digits."""
+    """Extend two numbers to the same number of digits."""
     count = max(len(a), len(b))
     return _extended(a, count), _extended(b, count)
 
@@ -248,7 +248,7 @@ def _to_float64(digits: Digits, known: Bounds) -> Tensor:
     """Each number rounded once, half to even.
 
     The highest bits of the absolute value go into an int64, up to 62 of them. If any lower bit is set, the lowest bit
-    of the int64 is set too. It is below the 53 bits that float64 keeps, so it only breaks ties.
+    of the int64 is set too. That lowest bit is below the 53 bits that float64 keeps, so it only breaks ties.
     """
     if known.within(torch.int64):
         return _saturated(digits, known, CV_64S).to(torch.float64)
@@ -263,6 +263,7 @@ def _to_float64(digits: Digits, known: Bounds) -> Tensor:
             rest = rest | (~has_room & (piece != 0))
             exponent = torch.where(has_room, exponent, exponent + _PIECE)
             taken = torch.where(has_room, (taken << _PIECE) | piece, taken)
-    power = (exponent.clamp_max(1023) + 1023 << 52).view(torch.float64)  # pow on a GPU need not be exact
+    # pow on a GPU may be inexact, even for powers of two
+    power = (exponent.clamp_max(1023) + 1023 << 52).view(torch.float64)
     found = (taken | rest.to(torch.int64)).to(torch.float64) * power
     return torch.where(negative, -found, found)

@@ -1,4 +1,4 @@
-"""Work that threads do ahead of the consumer, with results in the order of the items."""
+"""Run a function in threads ahead of the consumer, and yield the results in the order of the items."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooftop.errors import InputError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MOST_THREADS = 8  # by default, because each may hold a whole photograph
+MOST_THREADS = 8  # default limit, because each thread may hold a whole photograph
 
 
 def usual_threads() -> int:
@@ -27,11 +27,12 @@ def in_order(
 ) -> Iterator[Result]:
     """Apply `function` to each item in a pool of threads, and return the results in the order of the items.
 
-    An exception is raised at its item's position. After it, or when the iterator is closed, no more items are started.
-    The function should avoid torch's operators if possible: each thread that uses them starts its own team of threads.
+    If the function raises for an item, the iterator raises at that item's position. After an exception, or when the
+    iterator is closed, no more items are started. The function should avoid torch's operators if possible: each thread
+    that uses them starts its own team of threads.
 
     Args:
-        function: releases the GIL for most of its time; otherwise threads do not help.
+        function: must release the GIL for most of its time, or threads do not help.
         items: taken one by one, when there is room.
         threads: None: `usual_threads()`.
         ahead: the maximum number of items that are started but not yet requested; None: two for each thread.
@@ -42,7 +43,7 @@ def in_order(
     threads = usual_threads() if threads is None else threads
     ahead = 2 * threads if ahead is None else ahead
     if threads < 1 or ahead < 1:
-        raise InputError(f"got {threads} threads and {ahead} items ahead: expected 1 or more")
+        raise InputError(f"got {threads} threads and {ahead} items ahead: expected 1 or more of each")
     return _results(function, items, threads, ahead)
 
 

@@ -4,7 +4,7 @@
     ClipLoader     batches of clips, in an order drawn from a seed; each decoding thread has its own stream
 
 A thread of the loader has its own decoder and CUDA stream. Each clip comes with an event. The stream that takes a batch
-waits for these events on the GPU, and the host only waits for the decoding itself.
+waits for these events on the GPU. The host waits only for the decoding itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rooftop.media.errors import DamagedVideoError
 from rooftop.media.forms import Normalization
 from rooftop.media.reading import VideoReader
 
-OPEN_FILES = 2  # per thread; NVDEC has a session for each
+OPEN_FILES = 2  # per thread; each open reader has a session of NVDEC
 
 
 class Clip(NamedTuple):
@@ -56,23 +56,23 @@ class ClipDataset(Dataset[Clip]):
         for pixels, files, firsts in ClipLoader(clips, batch=8, shuffle=True): ...
 
     Args:
-        paths: video files; each is read once, without decoding, to count its frames.
+        paths: video files. Each file is read once, without decoding, to count its frames.
         frames: number of frames of a clip.
         step: distance from one frame of a clip to the next, in frames of the file.
         stride: frames from the start of a clip to the start of the next; by default, clips share no frames.
         resize: (height, width), upright; required if the videos differ in size.
         dtype, normalize, device: as in `VideoReader`.
-        on_error: "raise"; or "skip" files that cannot be read, and in a `ClipLoader` clips that cannot be decoded, with
-            a warning for each. `dataset[i]` raises in any case.
+        on_error: "raise"; or "skip", with a warning for each skipped file that cannot be read and, in a `ClipLoader`,
+            each clip that cannot be decoded. `dataset[i]` always raises.
 
     Attributes:
         readers: a reader for each open file.
-        counts: number of clips of each file; 0 if it is too short. If a file was cut off, only its complete clips
-            count.
+        counts: number of clips of each file; 0 if the file is too short. A file that was cut off counts only its
+            complete clips.
         skipped: (path, problem) for each skipped file.
 
     Raises:
-        InputError: as in `VideoReader`; also if no file has a clip, or videos differ in size and `resize` is not given.
+        InputError: as in `VideoReader`; also if no file has a clip, or if videos differ in size and `resize` is None.
         DamagedVideoError: no frame of a file can be decoded.
     """
 
@@ -96,7 +96,8 @@ class ClipDataset(Dataset[Clip]):
         self.stride = frames * step if stride is None else stride
         if min(frames, step, self.stride) < 1:
             raise InputError(
-                f"clips of {frames} frames with step {step} every {self.stride} frames: expected 1 or more"
+                f"clips of {frames} frames with step {step} every {self.stride} frames: expected 1 or more for all "
+                "three"
             )
         if isinstance(paths, (str, bytes, os.PathLike)) or not len(paths):
             raise InputError(f"paths: expected a list of video files, got {paths!r}")
@@ -122,7 +123,7 @@ class ClipDataset(Dataset[Clip]):
         sizes = {(reader.height, reader.width) for reader in self.readers}
         if len(sizes) > 1:
             said = ", ".join(f"{width} x {height}" for height, width in sorted(sizes))
-            raise InputError(f"videos of several sizes ({said}): give ClipDataset(resize=(height, width))")
+            raise InputError(f"the videos have several sizes ({said}): pass resize=(height, width) to ClipDataset")
         span = (frames - 1) * step + 1
         self.counts = [max(0, (len(reader) - span) // self.stride + 1) for reader in self.readers]
         self._ends: list[int] = []
@@ -154,13 +155,14 @@ class ClipDataset(Dataset[Clip]):
         return Clip(self._reader(file).take(positions), file, first)
 
     def _reader(self, file: int) -> VideoReader:
-        """This thread's reader, with its own decoder; the least recently used ones are closed."""
+        """This thread's reader of a file, with its own decoder. Opening one closes the least recently used reader above
+        the limit."""
         readers: OrderedDict[int, VideoReader] | None = getattr(self._of_thread, "readers", None)
         if readers is None or self._of_thread.process != os.getpid():
             readers = self._of_thread.readers = OrderedDict()
             self._of_thread.process = os.getpid()
         if file not in readers:
-            readers[file] = copy.copy(self.readers[file])  # the index is shared, open files are not
+            readers[file] = copy.copy(self.readers[file])  # the copy shares the index, but no open file
         readers.move_to_end(file)
         while len(readers) > OPEN_FILES:
             readers.popitem(last=False)[1].close()
@@ -181,20 +183,20 @@ class ClipLoader:
     Args:
         dataset: the clips.
         batch: clips of a batch; the last batch has the remaining ones.
-        shuffle: whether clips come in random order; otherwise in the order of the files.
+        shuffle: whether clips come in random order; if False, they come in the order of the files.
         seed: seed of the order; pass number n draws from (seed, n).
-        threads: number of decoding threads. On the CPU each decoder uses several threads already; a GPU gets as many as
-            it has NVDEC engines.
+        threads: number of decoding threads. On the CPU few suffice, because each decoder uses several threads itself.
+            On a GPU, pass the number of its NVDEC engines.
         ahead: batches that are decoded in advance.
         drop_last: whether an incomplete last batch is dropped.
-        to: a GPU to which clips decoded on the CPU are copied, from pinned memory; None: they stay on the device of
-            decoding.
+        to: the GPU to which clips decoded on the CPU are copied, from pinned memory. If None, clips stay where they
+            were decoded.
 
-    Batches are on the stream that requests them. NVDEC's frames go through the device's default stream, so a step on
-    that stream delays them; a loop within `torch.cuda.stream(torch.cuda.Stream())` does not.
+    A batch is ready for the current stream of the thread that requests it. NVDEC works on the device's default stream,
+    so a training step on that stream delays decoding. A loop within `torch.cuda.stream(torch.cuda.Stream())` does not.
 
     Attributes:
-        epoch: the number of the next pass; may be set.
+        epoch: the number of the next pass; the caller may set it.
 
     Raises:
         InputError: numbers below 1, or an unavailable device in `to`.
@@ -213,7 +215,7 @@ class ClipLoader:
         to: str | torch.device | None = None,
     ) -> None:
         if min(batch, threads, ahead) < 1:
-            raise InputError(f"batch={batch}, threads={threads}, ahead={ahead}: expected 1 or more")
+            raise InputError(f"batch={batch}, threads={threads}, ahead={ahead}: expected 1 or more for each")
         self.dataset, self.batch, self.shuffle, self.seed = dataset, batch, shuffle, seed
         self.threads, self.ahead, self.drop_last = threads, ahead, drop_last
         self.to = None if to is None else torch.device(to)
@@ -237,7 +239,7 @@ class ClipLoader:
         """
         Raises:
             DamagedVideoError: a clip cannot be decoded; raised at its batch. If the dataset skips such clips, their
-                batches are smaller, even with `drop_last`, and empty batches are skipped.
+                batches are smaller, even with `drop_last`. Empty batches are skipped.
         """
         order, self.epoch = self.order(self.epoch), self.epoch + 1
         groups = [order[start : start + self.batch] for start in range(0, len(order), self.batch)][: len(self)]
@@ -261,7 +263,7 @@ class ClipLoader:
                         future.cancel()
 
     def _make(self, number: int, streams: threading.local) -> _Made | None:
-        """A clip; None if it cannot be decoded and such clips are skipped."""
+        """Decode a clip; return None if it cannot be decoded and the dataset skips such clips."""
         try:
             return self._made(number, streams)
         except (DamagedVideoError, InputError, OSError) as error:
@@ -286,11 +288,11 @@ class ClipLoader:
 
 class _Made(NamedTuple):
     clip: Clip
-    ready: torch.cuda.Event | None  # recorded where the clip was made
+    ready: torch.cuda.Event | None  # recorded on the stream that produced the clip
 
 
 def _together(made: list[_Made]) -> ClipBatch:
-    """One batch, on the current stream."""
+    """Stack clips to one batch, on the current stream."""
     clips = [each.clip for each in made]
     device = clips[0].pixels.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -1,15 +1,16 @@
-"""Luma and chroma to red, green and blue, and back.
+"""Convert luma and chroma to red, green and blue, and back.
 
 With the weights Kr and Kb of a matrix, and Y in 0..1, Cb and Cr in -0.5..0.5:
 
     R = Y + 2 (1 - Kr) Cr        B = Y + 2 (1 - Kb) Cb        G = (Y - Kr R - Kb B) / (1 - Kr - Kb)
 
 Sources: ITU-R BT.601-7, BT.709-6, BT.2020-2 (non-constant luminance); their numbers in files: ITU-T H.273, table 4.
-Limited range has Y in 16..235 and chroma in 16..240 for 8 bits, and the same times 2^(bits-8) for more bits.
+Limited range has Y in 16..235 and chroma in 16..240 for 8 bits; for more bits these limits are multiplied by
+2^(bits-8).
 
-A chroma sample applies to all pixels that it covers. In the other direction, it is the mean over these pixels. The
-formula is ours, not swscale's. swscale is off by up to 3 of 255 on its fast paths, and (version 9.5) leaves the last
-columns of odd widths unwritten when it converts 4:2:0 to planes.
+A chroma sample applies to all pixels that it covers. When RGB is converted to chroma, a sample is the mean over these
+pixels. The formula is ours, not swscale's. swscale is off by up to 3 of 255 on its fast paths, and (version 9.5) leaves
+the last columns of odd widths unwritten when it converts 4:2:0 to planes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ WEIGHTS = {  # Kr, Kb
     "smpte240m": (0.212, 0.087),
 }
 MATRICES = {1: "bt709", 4: "fcc", 5: "bt601", 6: "bt601", 7: "smpte240m", 9: "bt2020"}
-"""H.273's matrix_coefficients. 2 is unspecified; the others are not matrices of this form, or are RGB."""
+"""H.273's matrix_coefficients. Number 2 means unspecified. Numbers that are missing here are RGB, or matrices of
+another form."""
 CODES = {"bt709": 1, "fcc": 4, "bt601": 6, "smpte240m": 7, "bt2020": 9}
 
 
@@ -38,7 +40,7 @@ class Colours:
 
     Attributes:
         matrix: bt601, bt709, bt2020, fcc or smpte240m.
-        full_range: whether black is 0 (and white 255 for 8 bits), or 16 (and 235).
+        full_range: True if black is 0 and white 255 (for 8 bits); False if black is 16 and white 235.
         assumed: properties that the file does not state: "matrix", "range" or both.
     """
 
@@ -48,8 +50,8 @@ class Colours:
 
 
 def usual_matrix(height: int, width: int) -> str:
-    """The matrix that is assumed if a video does not state one: BT.709 from 1280 x 720 on, BT.601 below, as in
-    players.
+    """The matrix to assume if a video does not state one, as players do: BT.709 from 1280 x 720 on, BT.601 for smaller
+    sizes.
     """
     return "bt709" if width >= 1280 or height > 576 else "bt601"
 
@@ -59,8 +61,10 @@ def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dty
 
     Args:
         y: (H, W), unsigned integers of `bits` bits in any integer dtype.
-        u, v: (H', W') of Cb and Cr; H' is H or half of it rounded up (or a quarter); W' likewise.
-        dtype: dtype of the result; uint8 is rounded, floating types are in 0..1 and keep the precision of `bits`.
+        u, v: (H', W') of Cb and Cr. H' is H, or a half or a quarter of H, rounded up; W' is derived from W in the same
+            way.
+        dtype: dtype of the result; uint8 values are rounded; floating values are in 0..1 and keep the precision of
+            `bits`.
 
     Returns: (3, H, W).
     """
@@ -72,7 +76,7 @@ def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dty
     black, luma_scale, chroma_scale = extents(colours.full_range, bits)
     if height % down:
         u, v, down = u.repeat_interleave(down, 0)[:height], v.repeat_interleave(down, 0)[:height], 1
-    if across > 1:  # before rows are repeated, by the addition below, while the planes are small
+    if across > 1:  # here the planes are still small; the addition below repeats their rows
         u, v = (each.repeat_interleave(across, 1)[:, :width] for each in (u, v))
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     luma = y.to(exact).sub_(black).mul_(white / luma_scale).view(-1, down, width)
@@ -96,7 +100,7 @@ def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dty
 def rgb_to_yuv(
     rgb: Tensor, colours: Colours, bits: int, down: int, across: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RGB as planes of luma and chroma.
+    """Convert RGB to planes of luma and chroma.
 
     Args:
         rgb: (3, H, W) floating, in 0..1.
@@ -117,7 +121,7 @@ def rgb_to_yuv(
 
 
 def extents(full: bool, bits: int) -> tuple[float, float, float]:
-    """For `bits` bits: the luma of black, luma from black to white, chroma from end to end."""
+    """For `bits` bits: (luma of black, luma of white minus luma of black, range of chroma)."""
     if full:
         return 0.0, float((1 << bits) - 1), float((1 << bits) - 1)
     unit = 2.0 ** (bits - 8)
@@ -125,5 +129,5 @@ def extents(full: bool, bits: int) -> tuple[float, float, float]:
 
 
 def pixels_a_sample(pixels: int, samples: int) -> int:
-    """Pixels for one sample of chroma."""
+    """Pixels that one sample of chroma covers, along one dimension."""
     return next(each for each in (1, 2, 4) if -(-pixels // each) == samples)

@@ -1,4 +1,4 @@
-"""A source opened by FFmpeg to read its other streams, besides video."""
+"""Open a source with FFmpeg to read streams other than video."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Container:
     Attributes:
         streams: all streams that FFmpeg finds.
         format: FFmpeg's names of the format.
-        start_us: where the clock of the file begins, in microseconds; players start at 0.
+        start_us: the first time on the clock of the file, in microseconds; players show it as 0.
 
     Raises:
         InputError: FFmpeg cannot read the source.

@@ -1,6 +1,6 @@
-"""Decode a video file with FFmpeg on the CPU or with a GPU's NVDEC: packets, frames, and the index of both.
+"""Decode a video file with FFmpeg on the CPU or with a GPU's NVDEC: packets, frames, and what an index needs of both.
 
-A file is read while it is decoded, never as a whole.
+A file is read piece by piece while it is decoded.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from rooftop.media.suspicions import Suspicions
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-MAX_PIXELS = 1 << 27  # pixels of one frame; 16K (15360 x 8640) fits. A header of a few bytes may claim any size
+# Most pixels of one frame: a header of a few bytes may claim any size. 16K (15360 x 8640) fits.
+MAX_PIXELS = 1 << 27
 
 KEY_FRAMES_ONLY = frozenset(
     ["mjpeg", "png", "ffv1", "prores", "dnxhd", "huffyuv", "ffvhuff", "utvideo", "rawvideo", "v210", "jpeg2000"]
 )
-"""Codecs whose frames do not depend on each other: in an AVI file, which has no times, each frame has a fixed
+"""Codecs whose frames do not depend on each other. So in an AVI file, which has no times, each frame has a fixed
 position.
 """
 
-ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")  # at most one frame waits for frames that are shown earlier
+# Codecs in which at most one decoded frame waits for frames that are shown earlier.
+ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")
 UNMARKED = ("gif",)  # codecs for which some containers do not mark the first packet as a key frame
 
 WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: unknown, I, SI
@@ -46,9 +48,9 @@ NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS, for formats that contain only the co
 
 
 class Broken(Exception):
-    """Internal: a position cannot be decoded; `pts` is its tick, if known.
+    """Internal error: a position cannot be decoded; `pts` is its tick, if known.
 
-    `damaged_frame`: the damaged frame itself, decoded after all frames that are shown before it.
+    `damaged_frame`: whether the decoder returned the damaged frame itself, after all frames that are shown before it.
     """
 
     def __init__(self, reason: str, pts: int | None = None, *, damaged_frame: bool = False) -> None:
@@ -58,11 +60,11 @@ class Broken(Exception):
 
 
 class Misled(Broken):
-    """Internal: a seek led to a key frame that is too late."""
+    """Internal error: a seek led to a key frame that is later than the requested one."""
 
 
 class Unclean(Broken):
-    """Internal: a key frame is incomplete by itself, as in streams that refresh the picture gradually."""
+    """Internal error: a key frame is incomplete by itself, as in streams that refresh the picture gradually."""
 
 
 class Decoder:
@@ -71,7 +73,7 @@ class Decoder:
     Args:
         source: the source to read.
         device: the GPU whose NVDEC decodes; None: the CPU.
-        threads: whether the CPU decodes several frames at once.
+        threads: whether the CPU decodes several frames in parallel.
 
     Raises:
         InputError: FFmpeg cannot read the source, or there is no video in it.
@@ -101,8 +103,8 @@ class Decoder:
             why = "not the format of a video file" if isinstance(error, self.av.ArgumentError) else said(error)
             if is_webp(self._file):
                 raise InputError(
-                    f"{self.source.name} is a WebP picture, which FFmpeg does not decode as a video. With Pillow it "
-                    'becomes one: Image.open(path).save("frames.png", save_all=True)'
+                    f"{self.source.name} is a WebP picture, which FFmpeg does not decode as a video. Convert it "
+                    'with Pillow: Image.open(path).save("frames.png", save_all=True)'
                 ) from error
             raise InputError(
                 f"{self.source.name} is not a video that FFmpeg can read ({why}): expected a complete file of MP4, "
@@ -145,25 +147,25 @@ class Decoder:
         self.is_stream = "mpegts" in form.name
         self.suspicions = Suspicions(self.stream.codec_context, self.is_stream, usual_duration(self), options)
         start = self.container.start_time
-        # PyAV gives it in microseconds.
+        # PyAV returns microseconds.
         self.start_ticks = round(Fraction(start, 1_000_000) / self.time_base) if start is not None else 0
         raw = bool(int(form.flags) & NO_TIMESTAMPS)
         self._by_places = "avi" in form.name and context.name not in KEY_FRAMES_ONLY
         self.clocked = not raw and not self._by_places
-        # The length that the file states, to detect a file that was cut off.
+        # The stated length helps to detect a file that was cut off.
         self._entries = len(self.stream.index_entries) if "mp4" in form.name else 0
         self._entries = self.stream.frames if "avi" in form.name else self._entries
         self._end = self._end_of_track()
-        self._whole = True  # no seek yet: packets can be counted
+        self._whole = True  # no seek yet, so packets can be counted
         self._keys: list[int] = []  # ticks of key frames that were sent to the decoder
-        self._went_back = False  # whether the clock went back; ticks of packets then differ from those of frames
-        self._missing = False  # whether packets at the end have given no frame
+        self._went_back = False  # whether the clock went back; ticks of packets then differ from ticks of frames
+        self._missing = False  # whether some packets at the end returned no frame
 
     def _end_of_track(self) -> int | None:
         """The tick at which the last frame ends, as an MP4 or Matroska file states it. None if the file does not state
-        it, or if the track would end after the file."""
+        it, or states an end of the track after the end of the file."""
         name, stream = self.container.format.name, self.stream
-        if "mp4" in name:  # packet durations of MP4 are the times from one decoding to the next
+        if "mp4" in name:  # in MP4, a packet's duration is the time until the next packet is decoded
             return None if not stream.duration or stream.start_time is None else stream.start_time + stream.duration
         if "matroska" not in name or not self.container.duration:
             return None
@@ -193,7 +195,8 @@ class Decoder:
         return self._rate
 
     def last_duration(self, pts: int, given: int | None, damaged: bool) -> int:
-        """The duration of the last frame in ticks: that of its packet, or the time until the end that the file states.
+        """The duration of the last frame in ticks: its packet's duration, or the time until the end that the file
+        states.
 
         It also works after close.
         """
@@ -201,12 +204,12 @@ class Decoder:
         return ticks if damaged or self._end is None else max(ticks, self._end - pts)
 
     def seconds(self, ticks: int) -> float:
-        """Convert a tick to seconds on the clock of the file, which starts with the file's first stream."""
+        """Convert a tick to seconds on the clock of the file, whose 0 is the start of the file's first stream."""
         return float((ticks - self.start_ticks) * self.time_base)
 
     def packets(self) -> Iterator[av.Packet[av.VideoStream]]:
-        """The packets of the video from here on, in file order. If the file ends too early, `Broken` is raised at the
-        end."""
+        """Yield the packets of the video from here on, in file order. If the file ends too early, raise `Broken` after
+        the last packet."""
         count, end, places = 0, None, 0
         is_avi, usual = "avi" in self.container.format.name, usual_duration(self)
         demuxed = self.container.demux(self.stream)
@@ -217,12 +220,12 @@ class Decoder:
                 packet = next(demuxed, None)
             except self.av.FFmpegError as error:
                 raise Broken(f"the rest of the file cannot be read: {said(error)}") from error
-            if packet is None or (packet.size == 0 and packet.dts is None):  # the last one only drains the decoder
+            if packet is None or (packet.size == 0 and packet.dts is None):  # an empty packet only drains the decoder
                 break
             count += 1
             if is_avi and packet.dts is not None:
-                # A tick is the position of the packet's chunk. Chunks without bytes repeat a frame, and are not
-                # packets.
+                # In this AVI file, a tick is the position of the packet's chunk. A chunk without bytes repeats a frame
+                # and gives no packet.
                 places = max(places, packet.dts // usual + 1)
             if packet.pts is not None:
                 end = max(end or packet.pts, packet.pts + (packet.duration or 0))
@@ -231,8 +234,8 @@ class Decoder:
         self._check_end(count if self._whole else None, end)
 
     def _check_end(self, count: int | None, end: int | None) -> None:
-        """Check that the file is complete: by the size that an AVI or a Matroska file states, else by the number of
-        frames in the header."""
+        """Check that the file is complete: by the size that an AVI or a Matroska file states; without such a size, by
+        the number of frames in the header."""
         size = self.source.size_bytes
         declared = declared_end(self._file, self.container.format.name, size)
         few = count is not None and count < self._entries
@@ -243,33 +246,33 @@ class Decoder:
             raise Broken(f"the file ends after {size:,} of {declared:,} bytes{until}")
 
     def seek(self, pts: int) -> None:
-        """Seek to a packet no later than the key frame at `pts`, if the format can; decoding starts again there.
+        """Seek to a packet no later than the key frame at `pts`, if the format allows it; decoding restarts there.
 
         Raises:
-            Broken: the format cannot seek.
+            Broken: the format does not support seeks.
         """
         try:
             self.container.seek(pts, stream=self.stream)
         except self.av.FFmpegError as error:
-            raise Broken(f"this file cannot be seeked: {said(error)}") from error
+            raise Broken(f"FFmpeg cannot seek in this file: {said(error)}") from error
         if self.context is not None:
             self.context.flush_buffers()
         self._whole = False
 
     def frames(self, start: int | None = None) -> Iterator[tuple[int, av.VideoFrame]]:
-        """Frames in display order, from the next key frame on, each with its tick.
+        """Yield (tick, frame) in display order, from the next key frame on.
 
-        If packets have no times, frames get times from the frame rate (raw streams), or from their positions in the
+        If packets have no times, a frame gets its time from the frame rate (raw streams), or from its position in the
         file (AVI with frames out of order).
 
         Args:
-            start: after a seek, the tick of the requested key frame. Frames shown before the key frame of the seek are
-                skipped, because they depend on frames before it.
+            start: after a seek, the tick of the requested key frame. Frames shown before that key frame are skipped,
+                because they depend on frames before it.
 
         Raises:
             Misled: the seek led to a later key frame.
-            Unclean: it led to a frame that is incomplete by itself.
-            Broken: a packet or a frame is damaged, or the file ends early. All frames before it were returned.
+            Unclean: the seek led to a key frame that is incomplete by itself.
+            Broken: a packet or a frame is damaged, or the file ends early. All frames before the damage were returned.
         """
         last: int | None = None
         try:
@@ -287,8 +290,9 @@ class Decoder:
             yield from self._once_more(start, last)
 
     def _once_more(self, start: int | None, last: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
-        """The frames after tick `last` and before the damage. At the end of a file, several threads silently drop
-        frames that they had begun. A single thread, which decodes them again from a key frame on, loses none.
+        """Decode again the frames after tick `last` and before the damage. At the end of a file, a multithreaded
+        decoder silently drops frames that it has begun. A single-threaded decoder, started again at a key frame, loses
+        none.
 
         Raises:
             Broken: as in `frames`.
@@ -305,7 +309,7 @@ class Decoder:
                         yield pts, frame
                         last = pts
                 return
-            except (Misled, Unclean):  # start from an earlier key frame
+            except (Misled, Unclean):  # retry from an earlier key frame
                 continue
             finally:
                 slow.close()
@@ -317,9 +321,9 @@ class Decoder:
         for frame in self._decoded(start):
             pts = frame.pts
             if self._by_places and frame.dts is not None:
-                # In an AVI file this is the position of the packet with which a frame came out. It is later than the
-                # frame's own position by the number of frames that wait in the decoder. That number is the same as
-                # before the first frame.
+                # In an AVI file, this is the position of the packet after which the decoder returned the frame. The
+                # frame's own position is earlier by the number of frames that wait in the decoder. That number does not
+                # change after the first frame.
                 first_place = frame.dts if first_place is None else first_place
                 place = self.start_ticks + frame.dts - first_place
                 if last is None or place > last:
@@ -337,7 +341,7 @@ class Decoder:
     def _decoded(self, start: int | None) -> Iterator[av.VideoFrame]:
         first: int | None = None
         started, sought = False, start is not None
-        # ticks of packets whose frames have not come out yet, since decoding runs in several threads
+        # ticks of packets whose frames the decoder has not returned yet, since it runs several threads
         pending: set[int] = set()
         try:
             for packet, damage in self.suspicions.checked(self.packets()):
@@ -389,7 +393,7 @@ class Decoder:
         except BaseException:
             self._sound = False
             raise
-        # A rotation stored in the pictures' own data stays in the decoder.
+        # A decoder keeps a rotation that it read from the pictures' own data, so it must not be reused.
         if self.kind is not None and any(display_matrix(frame) is not None for frame in frames):
             self._sound = False
         return frames
@@ -405,7 +409,8 @@ class Decoder:
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
         """Return the frames shown before the first missing one, because the error comes some packets after its cause.
 
-        If packets have no times, frames are counted, because a frame after lost ones would get a lost frame's time.
+        If packets have no times, frames are counted instead, because a frame after lost frames would get a lost frame's
+        time.
         """
         held: list[av.VideoFrame] = []
         with suppress(Broken):
@@ -419,9 +424,9 @@ class Decoder:
             yield frame
 
 
-# FFmpeg's decoders and encoders run threads, which a forked process does not have: freeing a decoder there would wait
-# for them forever. PyAV's objects are cycles, which only the garbage collector frees: it skips objects from before the
-# fork.
+# FFmpeg's decoders and encoders run threads that do not exist in a forked process, so freeing a decoder there would
+# wait for them forever. PyAV's objects are in reference cycles, so only the garbage collector frees them. After
+# `gc.freeze` it skips all objects from before the fork.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
@@ -437,7 +442,7 @@ def _good(frames: list[av.VideoFrame], first: int | None, sought: bool) -> Itera
 
 
 def _seconds_of(text: str | None) -> Fraction | None:
-    """The seconds of "00:00:03.400000000"."""
+    """Parse a duration such as "00:00:03.400000000" to seconds."""
     try:
         hours, minutes, seconds = (text or "").split(":")
         return int(hours) * 3600 + int(minutes) * 60 + Fraction(seconds)
@@ -446,5 +451,5 @@ def _seconds_of(text: str | None) -> Fraction | None:
 
 
 def usual_duration(decoder: Decoder) -> int:
-    """Ticks of one frame by the frame rate, at least 1."""
+    """Duration of one frame in ticks, computed from the frame rate; at least 1."""
     return max(1, round(1 / (decoder.rate() or Fraction(25)) / decoder.time_base))

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 class DamagedVideoError(RooftopError, RuntimeError):
-    """A video that ends early or has a position that cannot be decoded; the frames before it stay readable.
+    """A video ends early, or cannot be decoded at some position; the frames before that position stay readable.
 
     Attributes:
-        last_good_time: time in seconds of the last frame known to be good before the damage; None if there is none.
+        last_good_time: time in seconds of the last frame that is known to be intact before the damage; None if there is
+            none.
     """
 
     def __init__(self, message: str, last_good_time: float | None = None) -> None:
@@ -24,7 +25,7 @@ class DamagedVideoError(RooftopError, RuntimeError):
 
 
 class DamagedSoundError(DamagedVideoError):
-    """Sound that ends early or has a position that cannot be decoded.
+    """Sound ends early, or cannot be decoded at some position.
 
     Attributes:
         last_good_time: time in seconds at which the decodable sound ends; None if there is none.
@@ -45,7 +46,7 @@ class VideoWriteError(RooftopError, RuntimeError):
 
 
 class FFmpegBuildError(RooftopError, RuntimeError):
-    """FFmpeg cannot be built here, or a part is still missing. Installed files are unchanged.
+    """FFmpeg cannot be built on this machine, or a required part is missing. Installed files are unchanged.
 
     Attributes:
         details: lines to show: all missing parts, each with its install command, or the end of the log.

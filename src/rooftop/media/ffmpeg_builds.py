@@ -1,8 +1,8 @@
 """Build FFmpeg from source for NVIDIA's video engines.
 
-Objects, log and state are in PREFIX.build, next to the install folder PREFIX, never in the source. An interrupted build
-continues; one with other options starts again. When everything is built and the new program has listed its decoders and
-encoders, PREFIX is created or replaced atomically.
+Objects, log and state are in PREFIX.build, next to the install folder PREFIX, never in the source. The next call
+continues an interrupted build; with other options, it starts from the beginning. When everything is built and the new
+program has listed its decoders and encoders, PREFIX is created or replaced atomically.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rooftop.media.ffmpeg_checks import identity
 from rooftop.media.ffmpeg_requirements import Requirements, build_environment, find_requirements, lines
 from rooftop.media.ffmpeg_trials import Trials
 
-MARK = ".rooftop-ffmpeg.json"  # a file that marks PREFIX as ours to replace, and names its source
+MARK = ".rooftop-ffmpeg.json"  # this file marks PREFIX as a build that may be replaced, and names its source
 PLAIN_PATH = re.compile(r"[\w./@+-]+")  # characters that are safe in paths for FFmpeg's configure and for make
 SHOWN_LINES = 15  # lines of the log shown if a build fails
-UNSURE_S = 60.0  # seconds; files written less than this before a power failure may be incomplete
+UNSURE_S = 60.0  # seconds; files written within this time before a power failure may be incomplete
 PRESENT = {"decoders": ("h264_cuvid", "hevc_cuvid"), "encoders": ("h264_nvenc", "hevc_nvenc"), "devices": ("cuda",)}
 COMMON = ("--disable-doc", "--disable-debug", "--disable-ffplay")
 
@@ -54,7 +54,7 @@ MINIMAL = {
 
 @dataclass(frozen=True)
 class FFmpegBuild:
-    """What was built.
+    """The result of `build_ffmpeg`.
 
     Attributes:
         ffmpeg: the program.
@@ -80,20 +80,20 @@ def build_ffmpeg(
     minimal: bool = False,
     report: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> FFmpegBuild:
-    """Configure, build, check and install FFmpeg, with cuvid, nvdec, nvenc, and every optional library that is
-    installed.
+    """Configure, build, check and install FFmpeg with cuvid, nvdec, nvenc, and every optional library on this machine.
 
     Args:
         source: FFmpeg's source, unpacked; nothing is written there.
         prefix: the install folder: new, empty, or from an earlier call. PREFIX.build next to it keeps the objects and
             the log; it may be deleted afterwards.
-        headers: nv-codec-headers, unpacked or installed; None uses those that pkg-config finds.
+        headers: nv-codec-headers, unpacked or installed; None uses the headers that pkg-config finds.
         jobs: parallel processes; None for one per core.
-        minimal: only video, from files and pipes: some minutes of one core instead of half an hour.
+        minimal: only video, from files and pipes. The build then takes some minutes of one core instead of half an
+            hour.
         report: called with (the current activity, fraction done).
 
     Raises:
-        InputError: a folder is not of the expected kind, or its path has spaces or other special characters.
+        InputError: a folder does not have the expected content, or its path has spaces or other special characters.
         FFmpegBuildError: something is missing (`details` lists everything), or a step fails (`details` has the end of
             the log). An earlier installation is unchanged.
     """
@@ -106,7 +106,7 @@ def build_ffmpeg(
     needs = find_requirements(source, headers)
     if needs.missing:
         names = "; ".join(each.what for each in needs.missing)
-        raise FFmpegBuildError(f"missing to build FFmpeg, {len(needs.missing)}: {names}", lines(needs.missing))
+        raise FFmpegBuildError(f"missing to build FFmpeg, {len(needs.missing)} parts: {names}", lines(needs.missing))
     arguments = (f"--prefix={prefix}", *COMMON, *needs.options, *(_minimal_options() if minimal else ()))
     with _Workshop(folder, source, prefix, headers) as shop:
         shop.configure(arguments, _key(source, arguments, needs))
@@ -127,13 +127,13 @@ class _Workshop:
         self.tree, self.staged, self.replaced = folder / "tree", folder / "staged", folder / "replaced"
         self.log_path, self.state_path = folder / "build.log", folder / "state.json"
         if folder.exists() and not self.state_path.exists() and any(folder.iterdir()):
-            raise InputError(f"{folder} is not a folder of such a build: move it away, or choose another --prefix")
+            raise InputError(f"{folder} is not the folder of an FFmpeg build: move it away, or choose another --prefix")
         folder.mkdir(parents=True, exist_ok=True)
         self.environment = build_environment(headers, folder / "pkgconfig")
         self.state: dict[str, Any] = {}
 
     def __enter__(self) -> _Workshop:
-        import fcntl  # not on Windows, where the rest of this package runs
+        import fcntl  # missing on Windows, where the rest of this package works
 
         self._lock = (self.folder / "lock").open("w")
         try:
@@ -141,11 +141,11 @@ class _Workshop:
         except OSError as error:
             self._lock.close()
             raise FFmpegBuildError(f"another process is building in {self.folder}: wait until it ends") from error
-        with suppress(OSError, ValueError):  # none yet, or truncated: then everything is built again
+        with suppress(OSError, ValueError):  # no state, or a truncated one: build everything again
             self.state = json.loads(self.state_path.read_text())
         self._save()
         self.log = _appended(self.log_path)
-        if self.replaced.exists() and not self.prefix.exists():  # interrupted between two renames
+        if self.replaced.exists() and not self.prefix.exists():  # interrupted between the two renames of `install`
             self.replaced.rename(self.prefix)
         return self
 
@@ -154,7 +154,7 @@ class _Workshop:
         self._lock.close()
 
     def configure(self, arguments: Sequence[str], key: str) -> None:
-        """Run FFmpeg's `configure`, unless that was done with the same arguments, tools and source."""
+        """Run FFmpeg's `configure`, unless it has already run with the same arguments, tools and source."""
         if self.state.get("key") == key and self.state.get("configured"):
             self._drop_unsure()
             return
@@ -165,7 +165,7 @@ class _Workshop:
         self._save(configured=True)
 
     def make(self, jobs: int, report: Callable[[str, float], None]) -> bool:
-        """Build everything that is not built yet; returns whether there was anything."""
+        """Build everything that is not built yet; return whether there was anything to build."""
         left = self._left_to_make()
         if left == 0:
             return False
@@ -178,9 +178,8 @@ class _Workshop:
                 done += 1
                 report(line.strip().replace("\t", " "), 0.05 + 0.9 * min(1.0, done / left))
 
-        delete = (
-            "--eval=.DELETE_ON_ERROR:"  # incomplete output of a failed or killed compiler would later count as complete
-        )
+        # make would later take the incomplete output of a failed or killed compiler as complete
+        delete = "--eval=.DELETE_ON_ERROR:"
         try:
             self._step("make", ("make", f"-j{jobs}", delete), count)
         finally:
@@ -236,8 +235,8 @@ class _Workshop:
         return len(re.findall(r'^(?:@|\s)*printf "[A-Z0-9]+\\t', done.stdout, re.MULTILINE))
 
     def _drop_unsure(self) -> None:
-        """After a sudden end (power failure, kill -9), delete files that were being written, because `make` would take
-        them as complete."""
+        """After a power failure or kill -9, delete the files that were being written, because `make` would take them as
+        complete."""
         since = float(self.state.get("making", 0.0))
         if since == 0.0:
             return
@@ -271,10 +270,11 @@ class _Workshop:
 def _running(
     words: Sequence[str], folder: Path, environment: Mapping[str, str], lock: IO[str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process and all its child processes, ended if the block is left early; make then deletes incomplete files.
+    """Start a process; if the block is left early, end it and all its child processes. make then deletes incomplete
+    files.
 
-    The child processes hold the lock too: if only this process is killed, no second build starts while the first one's
-    processes still run.
+    The child processes inherit the lock. So if only this process is killed, no second build starts while they still
+    run.
     """
     process = subprocess.Popen(
         words,
@@ -312,7 +312,7 @@ def _minimal_options() -> Iterator[str]:
 
 
 def _key(source: Path, arguments: Sequence[str], needs: Requirements) -> str:
-    """A key that changes if a build must start again."""
+    """A key that changes whenever a build must start from the beginning."""
     release = [path.read_text(errors="replace") for name in ("RELEASE", "VERSION") if (path := source / name).is_file()]
     flags = [os.environ.get(name, "") for name in ("CFLAGS", "LDFLAGS", "PKG_CONFIG_PATH")]
     script = hashlib.sha256((source / "configure").read_bytes()).hexdigest()
@@ -324,7 +324,7 @@ def _key(source: Path, arguments: Sequence[str], needs: Requirements) -> str:
 
 
 def _plain(path: Path, what: str) -> Path:
-    """The full path, if a shell and make read it as one word."""
+    """The absolute path; raise if a shell or make would not read it as one word."""
     path = path.expanduser().resolve()
     if not PLAIN_PATH.fullmatch(str(path)):
         raise InputError(
@@ -346,7 +346,7 @@ def _appended(path: Path) -> TextIO:
 def _checked_source(path: Path) -> Path:
     source = _plain(path, "source")
     if source.is_file():
-        raise InputError(f"{source} is a file: unpack it, and give the folder that has FFmpeg's configure")
+        raise InputError(f"{source} is a file: unpack it, and pass the folder that has FFmpeg's configure")
     if not source.is_dir():
         raise InputError(f"{source} is not a folder: expected the source of FFmpeg")
     if not _is_ffmpeg(source):
@@ -367,12 +367,12 @@ def _is_ffmpeg(folder: Path) -> bool:
 def _checked_prefix(path: Path) -> Path:
     prefix = _plain(path, "prefix")
     if prefix.parent == prefix:
-        raise InputError(f"{prefix} is the root: expected a new folder")
+        raise InputError(f"{prefix} is the root of the file system: expected a new folder")
     if prefix.exists() and not prefix.is_dir():
         raise InputError(f"{prefix} is a file: expected a new folder")
     if prefix.is_dir() and any(prefix.iterdir()) and not (prefix / MARK).exists():
         raise InputError(
-            f"{prefix} has other files, and would be replaced as a whole: expected a new folder, such as "
+            f"{prefix} has other files, which the installation would delete: expected a new folder, such as "
             f"{prefix}/ffmpeg"
         )
     return prefix
@@ -380,4 +380,6 @@ def _checked_prefix(path: Path) -> Path:
 
 def _refuse_inside(source: Path, prefix: Path) -> None:
     if prefix.is_relative_to(source) or source.is_relative_to(prefix):
-        raise InputError(f"one of {prefix} and the source {source} contains the other: expected a prefix elsewhere")
+        raise InputError(
+            f"of the prefix {prefix} and the source {source}, one contains the other: choose a prefix elsewhere"
+        )

@@ -1,8 +1,8 @@
-"""Test what this machine's FFmpeg can really do: every claim of its lists, on real frames.
+"""Test what this machine's FFmpeg really does: every entry of its lists is run on real frames.
 
-FFmpeg lists what it was built with, whether or not a GPU, a driver or a card's decoder is present. With `-hwaccel` it
-falls back to software without an error. So each decoder, encoder, device and filter is run, and its frames are compared
-with those of software (`ffmpeg_trials.py`).
+FFmpeg lists what it was built with, even if there is no GPU, no driver or no such decoder on the GPU. With `-hwaccel`
+it falls back to software without an error. So each decoder, encoder, device and filter is run, and its frames are
+compared with the frames of software (`ffmpeg_trials.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rooftop.media.ffmpeg_trials import CODECS, FILTERS, Codec, FFmpegAbility, T
 
 DRIVER_LIBRARIES = ("libcuda.so.1", "libnvcuvid.so.1", "libnvidia-encode.so.1")
 DEVICES = ("cuda", "vaapi", "vdpau", "qsv", "drm", "opencl", "vulkan")
-# in addition to cuda, which is tried even if the device does not open
+# in addition to cuda; cuda is tried even if its device does not open
 DECODING_DEVICES = ("vaapi", "vdpau", "qsv", "vulkan")
 NVENC = (("h264_nvenc", 8), ("hevc_nvenc", 8), ("hevc_nvenc", 10), ("av1_nvenc", 8), ("av1_nvenc", 10))
 PARTS = ("library", "device", "decode", "encode", "filter")
@@ -38,10 +38,10 @@ class FFmpegReport:
     """An FFmpeg, and what it can do on this machine.
 
     Attributes:
-        path: path of the program. version, configuration: as it reports them; configuration is the arguments of its
-        `configure`.
-        driver: version of NVIDIA's driver, "" if there is none.
-        gpus: their names, from the driver.
+        path: path of the program. version, configuration: as the program reports them; configuration holds the
+            arguments of its `configure`.
+        driver: version of NVIDIA's driver; "" without a driver.
+        gpus: names of the GPUs, from the driver.
         abilities: results of the trials, in the order of `PARTS`.
     """
 
@@ -89,7 +89,7 @@ def ffmpeg_abilities(
 
 
 def find_ffmpeg(ffmpeg: str | os.PathLike[str] | None) -> Path:
-    """The requested program; errors as in `ffmpeg_abilities`."""
+    """Find the requested program; errors as in `ffmpeg_abilities`."""
     if ffmpeg is not None:
         given = shutil.which(Path(ffmpeg).expanduser())
         if given is None:
@@ -158,7 +158,7 @@ def _tried(
 
 
 def _codec(trials: Trials, codec: Codec, others: Sequence[str]) -> Iterator[FFmpegAbility]:
-    """A clip of the codec, then its decoders by software, CUDA and other devices."""
+    """Make a clip of the codec, then try its decoders by software, CUDA and other devices."""
     clip, made = trials.make_clip(codec)
     if codec.encoders:
         yield made
@@ -179,7 +179,8 @@ def _codec(trials: Trials, codec: Codec, others: Sequence[str]) -> Iterator[FFmp
 
 
 def _untried(trials: Trials) -> list[FFmpegAbility]:
-    """Features for NVIDIA's GPUs that are listed but not tried, because their correct result is unknown here."""
+    """List the features for NVIDIA's GPUs that are not tried, because this module has no correct result to compare
+    with."""
     known = {*(trial.name for trial in FILTERS), *(name for name, _ in NVENC), *(codec.cuvid for codec in CODECS)}
     lists: tuple[tuple[Literal["decode", "encode", "filter"], tuple[str, ...]], ...] = (
         ("decode", tuple(name for name in trials.decoders if name.endswith("_cuvid"))),
@@ -214,7 +215,8 @@ def _gpus() -> tuple[str, tuple[str, ...]]:
 def _libraries(configuration: Sequence[str]) -> list[FFmpegAbility]:
     rows = [_driver_library(name) for name in DRIVER_LIBRARIES]
     npp = "works" if "--enable-libnpp" in configuration else "not built in"
-    return [*rows, FFmpegAbility("library", "libnpp", "", npp, "linked" if npp == "works" else "")]  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return [*rows, FFmpegAbility("library", "libnpp", "", npp, "linked" if npp == "works" else "")]
 
 
 def _driver_library(name: str) -> FFmpegAbility:
@@ -239,7 +241,7 @@ def _file_version(name: str) -> str:
 
 
 def _interface_version(name: str, library: ctypes.CDLL) -> str:
-    """The newest CUDA or NVENC interface that the driver supports; other libraries cannot be queried."""
+    """The newest CUDA or NVENC version that the driver supports; only these two libraries can be queried."""
     functions = {"libcuda.so.1": "cuDriverGetVersion", "libnvidia-encode.so.1": "NvEncodeAPIGetMaxSupportedVersion"}
     if name not in functions:
         return ""

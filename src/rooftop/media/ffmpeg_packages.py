@@ -1,4 +1,4 @@
-"""Package managers' names for FFmpeg and its libraries, and the commands that install them."""
+"""Package names of FFmpeg and its libraries in each package manager, and the commands that install them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKAGES = {
         "pkg-config": "pkgconf-pkg-config",
         "nasm": "nasm",
         "clang": "clang",
-        "ffnvcodec": "nv-codec-headers",  # this one, x264 and x265: in the repository RPM Fusion
+        "ffnvcodec": "nv-codec-headers",  # like x264 and x265, it is in the repository RPM Fusion
         "libx264": "x264-devel",
         "libx265": "x265-devel",
         "libvpx": "libvpx-devel",
@@ -40,11 +40,11 @@ PACKAGES = {
         "libopus": "opus-devel",
     },
 }
-"""Package manager -> its names."""
+"""Package manager -> its package names."""
 
 
 def install_command(*things: str) -> str:
-    """The command that installs all of them at once; "" for an unknown package manager."""
+    """The command that installs all these packages at once; "" for an unknown package manager."""
     for manager, names in PACKAGES.items():
         if shutil.which(manager):
             update = ("apt-get update",) if manager == "apt-get" else ()

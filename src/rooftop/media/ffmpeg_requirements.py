@@ -1,5 +1,5 @@
-"""The tools and libraries for building FFmpeg: whether each is installed, the resulting options of `configure`, and the
-command that installs the rest.
+"""The tools and libraries for building FFmpeg: which are installed, which options of `configure` follow, and which
+command installs the rest.
 
 The required library versions are not listed here: they are read from the `configure` of the source.
 """
@@ -21,7 +21,7 @@ from rooftop.errors import InputError
 from rooftop.media.ffmpeg_packages import install_command
 
 X86 = ("x86_64", "amd64", "i386", "i686")
-LIBRARIES = {  # name in FFmpeg's options -> its use in the build, and the licence that it requires
+LIBRARIES = {  # name in FFmpeg's options -> what the build uses it for, and the licence that it requires
     "libx264": ("a software encoder of H.264", "gpl"),
     "libx265": ("a software encoder of HEVC", "gpl"),
     "libvpx": ("software encoders of VP8 and VP9", ""),
@@ -36,8 +36,8 @@ NO_HEADERS = "NVIDIA's interfaces for video: nv-codec-headers, with ffnvcodec.pc
 
 
 class Lacking(NamedTuple):
-    """A missing part or the feature that it would give, and its name in `ffmpeg_packages` ("" if no package provides
-    it)."""
+    """A missing part: its name or the feature that it enables, and its name in `ffmpeg_packages` ("" if no package
+    provides it)."""
 
     what: str
     thing: str
@@ -60,13 +60,13 @@ def lines(lacking: Sequence[Lacking]) -> list[str]:
 
 @dataclass(frozen=True)
 class Requirements:
-    """The search results.
+    """The results of `find_requirements`.
 
     Attributes:
         missing: missing required parts.
         left_out: missing optional parts.
-        options: options of `configure` that follow from what is installed.
-        versions: versions of the tools and headers of the build; other versions need a new build.
+        options: options of `configure` that follow from the installed parts.
+        versions: versions of the build's tools and headers; if one changes, everything is built again.
     """
 
     missing: tuple[Lacking, ...]
@@ -76,14 +76,14 @@ class Requirements:
 
 
 def find_requirements(source: Path, headers: Path | None) -> Requirements:
-    """Look for everything at once; nothing is built or changed.
+    """Look for all tools and libraries of the build, without building or changing anything.
 
     Args:
         source: FFmpeg's source.
-        headers: a folder with nv-codec-headers, as source or installed; None uses those of the system.
+        headers: a folder with nv-codec-headers, as source or installed; None uses the system's headers.
 
     Raises:
-        InputError: `headers` contains none.
+        InputError: `headers` contains no nv-codec-headers.
     """
     script = (source / "configure").read_text(encoding="utf-8", errors="replace")
     missing: list[Lacking] = []
@@ -110,7 +110,7 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
         environment = build_environment(headers, Path(folder))
         if not _said("pkg-config", "--version"):
             missing.append(Lacking("pkg-config, which finds libraries", "pkg-config"))
-            if headers is None:  # it may be installed later, and is checked next time; otherwise the error names it
+            if headers is None:  # the user may install it before the next call; until then the error names it
                 missing.append(Lacking(NO_HEADERS, "ffnvcodec"))
         else:
             wanted = _asked("ffnvcodec", script) or ("ffnvcodec",)
@@ -143,9 +143,10 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
 
 
 def build_environment(headers: Path | None, folder: Path) -> dict[str, str]:
-    """This process's environment, changed so that pkg-config finds these headers first, through a file in `folder`.
+    """This process's environment, changed so that pkg-config finds these headers first. Its .pc file is written to
+    `folder`.
 
-    We write that file because the headers' own one names their intended install folder, not their present one.
+    The headers' own .pc file does not serve, because it names their intended install folder, not their present one.
     """
     environment = {**os.environ, "LC_ALL": "C"}
     if headers is None:
@@ -167,7 +168,7 @@ def build_environment(headers: Path | None, folder: Path) -> dict[str, str]:
 
 
 def _asked(name: str, script: str) -> tuple[str, ...]:
-    """The alternatives for a library that pkg-config must find, as FFmpeg's `configure` requests: "dav1d >= 0.5.0"."""
+    """The alternative requests for a library, as FFmpeg's `configure` passes them to pkg-config: "dav1d >= 0.5.0"."""
     pattern = rf"(?:require|check)_pkg_config {name}(?:_\w+)? +(?:\"([^\"]+)\"|(\w+))"
     return tuple(dict.fromkeys(quoted or plain for quoted, plain in re.findall(pattern, script)))
 
@@ -194,7 +195,7 @@ def _compiler() -> str | None:
 
 
 def _clang_compiles_cuda() -> bool:
-    """Whether clang compiles for NVIDIA's GPUs without CUDA's own files, as FFmpeg's `configure` will require."""
+    """Whether clang compiles for NVIDIA's GPUs without CUDA's own files; FFmpeg's `configure` requires this."""
     words = (
         "-S",
         "-nocudalib",

@@ -1,9 +1,10 @@
-"""Single trials of FFmpeg: FFmpeg processes a small picture, and the resulting frames are checked.
+"""Run single trials of FFmpeg: it processes a small moving picture, and the resulting frames are checked.
 
 The picture is smooth and moves. So a codec at high quality hardly changes it, while a missing, stale, shifted or
-reordered frame differs strongly. Hardware is judged against the software of the same FFmpeg. From H.264 on a codec's
-frames are exact by its standard, so 2 levels of 255 allow for rounding. The older standards allow differences in the
-cosine transform, which add up from frame to frame, so there the average is compared.
+reordered frame differs strongly. Hardware is judged against the software of the same FFmpeg. The standards of H.264 and
+newer codecs define every frame exactly, so a difference of 2 levels of 255 is allowed for rounding. Older standards
+allow differences in the cosine transform, and these accumulate over frames. So for older codecs the average is
+compared.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from rooftop.media.pyav import load_av
 
 WIDTH, HEIGHT, FRAMES = 320, 240, 10  # above the smallest sizes of NVDEC (144 x 144) and NVENC (192 x 128)
 SAME_LEVELS = 2.0  # levels of 255, between decoders
-LIKE_LEVELS = 4.0  # levels of 255, on average, after encoding or another scaling
+LIKE_LEVELS = 4.0  # levels of 255, on average: after encoding, or between two scaling filters
 RAW = ("-f", "rawvideo")
-# FFmpeg's message if frames in memory reach a filter that accepts none
+# FFmpeg's message if frames in host memory reach a filter that accepts only a device's frames
 NO_DEVICE_FRAMES = "Impossible to convert between the formats"
 
 Status = Literal["works", "fails", "not built in", "not tried"]
@@ -42,8 +43,8 @@ class FFmpegAbility:
         part: "library" of the driver, "device", "decode", "encode" or "filter".
         what: the codec, filter, library or kind of device.
         way: the decoder, encoder or option that was tried; "" if there is only one.
-        status: "works" only if the frames were correct; libraries are loaded, not tried.
-        note: why it fails, in FFmpeg's words; otherwise what was found.
+        status: "works" only if the frames were correct. A library is only loaded, not tried.
+        note: if the trial failed, FFmpeg's reason; if not, what was found.
     """
 
     part: Literal["library", "device", "decode", "encode", "filter"]
@@ -54,8 +55,8 @@ class FFmpegAbility:
 
 
 class Codec(NamedTuple):
-    """A codec to test: encoders for its clip (the first available one is used) with their options, and its software
-    decoders."""
+    """A codec to test: its software decoders, and the encoders for its clip with their options. The first available
+    encoder is used."""
 
     name: str
     bits: int
@@ -97,11 +98,11 @@ CODECS = (
 
 
 class FilterTrial(NamedTuple):
-    """A filter of frames on a device, and software filters that do the same to the picture."""
+    """A filter that runs on a device's frames, and software filters with the same result."""
 
     name: str
     device: str
-    graph: str  # from an uploaded frame to one to be downloaded
+    graph: str  # takes an uploaded frame; its result is downloaded
     twin: str
     inputs: str = "hwupload"
     size: tuple[int, int] = (WIDTH, HEIGHT)
@@ -124,7 +125,7 @@ FILTERS = (
     FilterTrial("colorspace_cuda", "cuda", "colorspace_cuda=range=pc", _FULL, "setparams=range=tv,hwupload"),
     FilterTrial("scale_npp", "cuda", "scale_npp=160:120", "scale=160:120", size=_HALF),
     FilterTrial("transpose_npp", "cuda", "transpose_npp=clock", "transpose=clock", size=_TURNED),
-    FilterTrial("sharpen_npp", "cuda", "sharpen_npp", "null"),  # does not change a smooth picture
+    FilterTrial("sharpen_npp", "cuda", "sharpen_npp", "null"),  # deinterlacing does not change a smooth picture
     FilterTrial("scale_vaapi", "vaapi", "scale_vaapi=160:120", "scale=160:120", size=_HALF, download="nv12"),
     FilterTrial("scale_qsv", "qsv", "scale_qsv=160:120", "scale=160:120", size=_HALF, download="nv12"),
     FilterTrial("scale_vulkan", "vulkan", "scale_vulkan=160:120", "scale=160:120", size=_HALF),
@@ -133,25 +134,25 @@ FILTERS = (
 
 
 class Ran(NamedTuple):
-    """The output of a run of FFmpeg, and the reason if it failed, else ""."""
+    """The output of a run of FFmpeg, and why it failed ("" if it succeeded)."""
 
     output: bytes
     failure: str
 
 
 class Trials:
-    """Runs one FFmpeg on the picture, each time for at most `timeout_s` seconds. Close it, since it has a temporary
-    folder.
+    """Runs one FFmpeg on the picture, each time for at most `timeout_s` seconds. It has a temporary folder until it is
+    closed.
 
     Attributes:
-        decoders, encoders, filters, devices: what this FFmpeg lists; devices are those of `-hwaccels`.
+        decoders, encoders, filters, devices: what this FFmpeg lists; devices come from `-hwaccels`.
     """
 
     def __init__(self, ffmpeg: Path, version: str, timeout_s: float) -> None:
         self.ffmpeg, self.timeout_s = ffmpeg, timeout_s
         release = re.match(r"n?(\d+)\.(\d+)", version)
         old = release is not None and (int(release[1]), int(release[2])) < (5, 1)
-        self._every_frame = ("-vsync" if old else "-fps_mode", "passthrough")  # frames as they come, without duplicates
+        self._every_frame = ("-vsync" if old else "-fps_mode", "passthrough")  # write each frame exactly once
         self._folder = tempfile.TemporaryDirectory(prefix="rooftop-ffmpeg-")
         self.folder = Path(self._folder.name)
         for bits in (8, 10):
@@ -187,7 +188,8 @@ class Trials:
         return Ran(done.stdout, reason_in(log, done.returncode) if done.returncode else "")
 
     def _listed(self, option: str, line: str) -> tuple[str, ...]:
-        """Names in one of FFmpeg's lists. The legend above a list has "=" in the place of names."""
+        """Parse the names in one of FFmpeg's lists. Lines of the legend above a list have "=" where the other lines
+        have a name."""
         ran = self.run(option)
         if ran.failure:
             raise InputError(f"{self.ffmpeg} does not answer to {option}: {ran.failure}")
@@ -197,8 +199,8 @@ class Trials:
     # ---- clips and their decoders -----------------------------------------------------------------------------------
 
     def make_clip(self, codec: Codec) -> tuple[Path | None, FFmpegAbility]:
-        """A clip from the codec's first software encoder in this FFmpeg, and the result of that trial. If there is
-        none, PyAV's own FFmpeg encodes it, so that decoders can still be tested."""
+        """Make a clip with the first software encoder of this FFmpeg, and return the result of that trial too. If this
+        FFmpeg has no such encoder, PyAV's own FFmpeg encodes the clip, so that decoders can still be tested."""
         there = [each for each in codec.encoders if each[0] in self.encoders]
         if there:
             name, options = there[0]
@@ -209,7 +211,7 @@ class Trials:
         return clip, FFmpegAbility("encode", codec.title, "software", "not built in", f"{names}; {note}")
 
     def _clip_by_pyav(self, codec: Codec) -> tuple[Path | None, str]:
-        """A clip that PyAV encodes, or None; and the result of that trial."""
+        """Make a clip with PyAV; return it (None if that failed) and the result of the trial."""
         try:
             av = load_av()
         except MissingExtraError:
@@ -233,8 +235,8 @@ class Trials:
     def encode(
         self, encoder: str, options: Mapping[str, str], bits: int, pixels: str = "", full_range: bool = False
     ) -> tuple[Path | None, str]:
-        """The picture from an encoder, or the reason why it failed. If a pixel format is given, the picture is first
-        converted to it.
+        """Encode the picture; return the clip, or the reason why the encoder failed. If a pixel format is given, the
+        picture is first converted to it.
         """
         clip = self.folder / f"{encoder}-{bits}.mkv"
         convert = ("-pix_fmt", pixels) if pixels else ()
@@ -246,7 +248,7 @@ class Trials:
     def decode(self, clip: Path, words: Sequence[str], pixels: str, graph: str = "") -> tuple[np.ndarray | None, str]:
         """Frames (T, N) of a clip in levels of 255, from a decoder with these arguments, or the reason why it failed.
 
-        `pixels` is the output format of the decoder or the graph: no conversion is allowed.
+        `pixels` is the format in which the decoder or the filter graph outputs frames; FFmpeg must not convert them.
         """
         graph_words = ("-vf", graph) if graph else ()
         every = self._every_frame
@@ -254,7 +256,8 @@ class Trials:
         return (None, ran.failure) if ran.failure else (levels(ran.output, pixels), "")
 
     def decode_by_software(self, codec: Codec, clip: Path) -> tuple[np.ndarray | None, FFmpegAbility]:
-        """Frames from the first available software decoder. They are correct if they resemble the encoded picture."""
+        """Decode with the first available software decoder. Its frames are correct if they resemble the encoded
+        picture."""
         there = [name for name in codec.decoders if name in self.decoders]
         if not there:
             frames = _decoded_by_pyav(clip)
@@ -267,8 +270,8 @@ class Trials:
         return frames, FFmpegAbility("decode", codec.title, there[0], "works")
 
     def decode_by_device(self, codec: Codec, clip: Path, device: str, right: np.ndarray) -> FFmpegAbility:
-        """`-hwaccel DEVICE`: frames stay on the device and are downloaded by a filter that accepts no others. So
-        FFmpeg's silent fallback to software is a failure here."""
+        """Decode with `-hwaccel DEVICE`. A filter that accepts only the device's frames downloads them, so FFmpeg's
+        silent fallback to software fails here."""
         decoder = f"{codec.name}_qsv" if device == "qsv" else codec.name
         words = ("-hwaccel", device, "-hwaccel_output_format", device, "-c:v", decoder)
         if decoder not in self.decoders:
@@ -282,7 +285,7 @@ class Trials:
         return FFmpegAbility("decode", codec.title, f"-hwaccel {device}", "fails" if failure else "works", failure)
 
     def decode_by_cuvid(self, codec: Codec, clip: Path, right: np.ndarray) -> FFmpegAbility:
-        """`-c:v X_cuvid`."""
+        """Decode with NVIDIA's own decoder, `-c:v X_cuvid`."""
         if codec.cuvid not in self.decoders:
             return FFmpegAbility("decode", codec.title, codec.cuvid, "not built in")
         frames, failure = self.decode(clip, ("-c:v", codec.cuvid), "nv12" if codec.bits == 8 else "p010le")
@@ -292,7 +295,8 @@ class Trials:
     # ---- encoders, devices, filters ---------------------------------------------------------------------------------
 
     def encode_by_nvenc(self, encoder: str, bits: int) -> FFmpegAbility:
-        """The picture encoded by NVENC, and decoded again by software: correct if it still resembles the original."""
+        """Encode the picture with NVENC and decode it by software. The trial succeeds if the result resembles the
+        picture."""
         name = encoder.removesuffix("_nvenc")
         codec = next((each for each in CODECS if (each.name, each.bits) == (name, bits)), None)
         title = name if bits == 8 else f"{name}, {bits} bits"
@@ -311,18 +315,18 @@ class Trials:
         return FFmpegAbility("encode", title, encoder, decoded.status, decoded.note)
 
     def open_device(self, device: str, number: int | None = None) -> FFmpegAbility:
-        """Open a device, upload frames to it and download them: they must be identical."""
+        """Open a device, upload frames to it and download them: the downloaded frames must be identical."""
         title = device if number is None else f"{device} {number}"
         if device not in self.devices:
             return FFmpegAbility("device", title, "", "not built in")
         opened = ("-init_hw_device", f"{device}=d" + ("" if number is None else f":{number}"))
-        if device == "drm":  # this filter passes on frames of other devices, and does not accept frames in memory
+        if device == "drm":  # this filter passes on frames of other devices, and rejects frames in host memory
             node = next(iter(sorted(Path("/dev/dri").glob("renderD*"))), None)
             if node is None:
                 return FFmpegAbility("device", title, "", "fails", "there is no /dev/dri/renderD*")
             failure = self.run("-init_hw_device", f"drm=d:{node}", *self._picture(8), "-f", "null", "-").failure
             return FFmpegAbility("device", title, "", "fails" if failure else "works", failure or f"{node} opens")
-        pixels = "yuv420p" if device == "opencl" else "nv12"  # a format that all of its frames can have
+        pixels = "yuv420p" if device == "opencl" else "nv12"  # a format that the frames of all devices support
         graph = f"format={pixels},hwupload,hwdownload,format={pixels}"
         words = (*opened, "-filter_hw_device", "d", *self._picture(8), "-vf", graph, "-pix_fmt", pixels)
         ran = self.run(*words, *RAW, "pipe:1")
@@ -330,7 +334,7 @@ class Trials:
         return FFmpegAbility("device", title, "", "fails" if failure else "works", failure)
 
     def filter_on_device(self, trial: FilterTrial) -> FFmpegAbility:
-        """Run a filter, and compare it with its software equivalent."""
+        """Run a device's filter, and compare its frames with those of the equivalent software filter."""
         if trial.name not in self.filters:
             return FFmpegAbility("filter", trial.name, "", "not built in")
         upload = "nv12" if trial.download == "nv12" else "yuv420p"
@@ -351,7 +355,7 @@ class Trials:
         return FFmpegAbility("filter", trial.name, "", "fails" if failure else "works", failure)
 
     def _picture(self, bits: int, full_range: bool = False) -> tuple[str, ...]:
-        """The arguments with which FFmpeg reads the picture."""
+        """The arguments that make FFmpeg read the picture."""
         pixels = "yuv420p10le" if bits == 10 else "yuvj420p" if full_range else "yuv420p"
         size = ("-video_size", f"{WIDTH}x{HEIGHT}", "-framerate", "25")
         return (*RAW, "-pixel_format", pixels, *size, "-i", str(self.folder / f"picture-{bits}"))
@@ -359,8 +363,7 @@ class Trials:
 
 @contextmanager
 def _quiet_svt() -> Iterator[None]:
-    """The environment for FFmpeg. SVT-AV1 writes to stderr, whatever FFmpeg's log level, unless this variable is
-    set."""
+    """The environment for FFmpeg. Without this variable, SVT-AV1 writes to stderr at any log level of FFmpeg."""
     before = os.environ.get("SVT_LOG")
     os.environ["SVT_LOG"] = "0"
     try:
@@ -391,11 +394,11 @@ def _decoded_by_pyav(clip: Path) -> np.ndarray | None:
 
 @cache
 def picture(bits: int) -> np.ndarray:
-    """(T, N) uint8, or uint16 for 10 bits: luma and the two chroma planes at half the size, one after another."""
+    """(T, N) uint8, or uint16 for 10 bits: the luma plane, then the two chroma planes of half its width and height."""
     y, x = np.ogrid[0:HEIGHT, 0:WIDTH]
     y, x = y / 2, x / 2  # in pixels of chroma
     number = np.arange(FRAMES)[:, None, None]
-    wave = 2 * np.pi / 96  # smooth; it moves 7 pixels of the plane per frame
+    wave = 2 * np.pi / 96  # smooth; the picture moves 7 pixels of this plane per frame
     luma = 125 + 90 * np.cos(wave * (x - 7 * number)) * np.cos(wave * y / 2)
     half = (slice(None), slice(0, HEIGHT, 2), slice(0, WIDTH, 2))
     blue, red = 128 + 60 * np.cos(wave * (x + 5 * number)), 128 + 60 * np.cos(wave * (y + 5 * number))
@@ -418,22 +421,22 @@ def software_pixels(codec: Codec) -> str:
 
 
 def levels(data: bytes, pixels: str, size: tuple[int, int] = (WIDTH, HEIGHT)) -> np.ndarray:
-    """Raw frames as (T, N) float32 in levels of 255, planes one after another; an incomplete frame is dropped."""
+    """Convert raw frames to (T, N) float32 in levels of 255, plane after plane; an incomplete frame is dropped."""
     wide = pixels in ("p010le", "yuv420p10le")
     samples = size[0] * size[1] * 3 // 2
     values = np.frombuffer(data, np.dtype("<u2") if wide else np.uint8, count=len(data) // (2 if wide else 1))
     frames = values[: len(values) // samples * samples].reshape(-1, samples).astype(np.float32)  # (T, N)
     if wide:
-        frames /= 256 if pixels == "p010le" else 4  # p010le has its ten bits at the upper end
-    if pixels in ("nv12", "p010le"):  # the two chroma values alternate
+        frames /= 256 if pixels == "p010le" else 4  # p010le stores its ten bits in the upper end of 16
+    if pixels in ("nv12", "p010le"):  # values of the two chroma planes alternate
         luma = size[0] * size[1]
         frames = np.concatenate([frames[:, :luma], frames[:, luma::2], frames[:, luma + 1 :: 2]], axis=1)
     return frames
 
 
 def unlike(got: np.ndarray | None, right: np.ndarray, limit: float, on_average: bool = False) -> str:
-    """The difference of frames from the correct ones, in words. "" if they differ by at most `limit` levels (in any
-    sample, or on average)."""
+    """Describe how frames differ from the correct ones; "" if the difference is at most `limit` levels (in any sample,
+    or on average)."""
     if got is None or got.shape != right.shape:
         count = 0 if got is None else len(got)
         return f"{count} frames come out, not {len(right)}"
@@ -451,8 +454,8 @@ ONLY_A_NUMBER = re.compile(r"Device creation failed: -?\d+$")
 
 
 def reason_in(log: str, status: int) -> str:
-    """Why FFmpeg failed, from its log with levels: the first error, since it causes the later ones. An error of opening
-    a device takes precedence, since a decoder may have reported earlier that it has no device."""
+    """Find in FFmpeg's log why it failed: the first error, since it causes the later ones. An error from opening a
+    device takes precedence, because a decoder without a device may have logged an error before it."""
     errors: list[str] = []
     of_devices: list[str] = []
     before = last = ""
@@ -462,7 +465,7 @@ def reason_in(log: str, status: int) -> str:
             last = line.strip() or last
             continue
         of_device, level, said = line.startswith("[AVHWDeviceContext"), found[1], found[2].strip(" .")
-        if ONLY_A_NUMBER.match(said):  # the library said why just before, but not as an error
+        if ONLY_A_NUMBER.match(said):  # the library logged the reason just before, but not as an error
             of_device, said = of_device or bool(before), before or said
         if level in ("error", "fatal", "panic"):
             (of_devices if of_device else errors).append(said)

@@ -1,5 +1,5 @@
-"""Find where a file must end by its own structure. That shows whether the file was cut off. Durations and counts in its
-header do not, since writers get them wrong."""
+"""Find the size that a file must have by its own structure, to detect that it was cut off. Durations and counts in
+headers do not show this, since many writers get them wrong."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import struct
 from typing import BinaryIO
 
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675  # names of elements in https://www.rfc-editor.org/rfc/rfc9559
-_OPEN_RIFF = (0, 0xFFFFFFFF)  # sizes in a file whose writer did not finish
+_OPEN_RIFF = (0, 0xFFFFFFFF)  # sizes that a file has if its writer did not finish
 
 
 def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
-    """The size that a file states for itself, in bytes; None if it states none.
+    """The size in bytes that a file's structure states; None if it states none.
 
     Args:
         file: read from its present position, which is restored.
-        container: FFmpeg's names of its format: the structures of AVI and Matroska (WebM) are known.
+        container: FFmpeg's names of its format; only AVI and Matroska (WebM) are supported.
         size_bytes: size of the file.
     """
     place = file.tell()
@@ -42,7 +42,7 @@ def _end_of_riff(file: BinaryIO, size_bytes: int) -> int | None:
 
 
 def _end_of_matroska(file: BinaryIO, size_bytes: int) -> int | None:
-    """The end of the segment. If its size is unknown, as in a live stream, it ends with its last element."""
+    """The end of the segment. If the segment's size is unknown, as in a live stream, it ends with its last element."""
     place = 0
     while (found := _element(file, place)) is not None:
         name, begin, size = found
@@ -58,16 +58,16 @@ def _end_of_elements(file: BinaryIO, place: int, size_bytes: int) -> int | None:
     while place < size_bytes:
         found = _element(file, place)
         if found is None:
-            return size_bytes + 1  # not even the head of an element is complete
+            return size_bytes + 1  # the file ends within the head of an element
         name, begin, size = found
         if size is None and name != _CLUSTER:
             return None
-        place = begin + (size or 0)  # the elements of an open cluster are read like those of the segment
+        place = begin + (size or 0)  # elements of a cluster of unknown size are read like elements of the segment
     return place
 
 
 def _element(file: BinaryIO, place: int) -> tuple[int, int, int | None] | None:
-    """(name, start of its content, length of the content, None if unknown) of the element at a position."""
+    """Read the element at a position: (name, start of the content, length of the content or None if unknown)."""
     file.seek(place)
     head = file.read(12)
     name_bytes = _length(head[:1], 4)
@@ -80,13 +80,14 @@ def _element(file: BinaryIO, place: int) -> tuple[int, int, int | None] | None:
 
 
 def _length(first: bytes, most: int) -> int:
-    """The length in bytes of a number with this first byte: its leading zeros, plus one. 0 if there is none."""
+    """The length in bytes of a number with this first byte: the byte's leading zero bits plus one; 0 if the byte is
+    0."""
     count = 9 - first[0].bit_length() if first and first[0] else 0
     return count if count <= most else 0
 
 
 def is_webp(file: BinaryIO) -> bool:
-    """Whether the beginning of a file is that of a WebP picture, animated or not."""
+    """Whether a file begins like a WebP picture, animated or not."""
     file.seek(0)
     head = file.read(12)
     return head[:4] == b"RIFF" and head[8:] == b"WEBP"

@@ -1,4 +1,4 @@
-"""The form of a reader's frames."""
+"""The requested form of a reader's frames: layout, dtype, size and normalization."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Form:
     """The form of frames, checked by `form_of`.
 
     Attributes:
-        output: "rgb", (3, H, W), upright; or "nv12", (3 H / 2, W), luma and then pairs of chroma, as in the video.
+        output: "rgb": (3, H, W), upright; or "nv12": (3 H / 2, W), luma and below it pairs of chroma, as in the video.
         dtype: dtype of the tensor.
         resize: (height, width) upright, or None for the size of the video.
         mean, std: mean and standard deviation of red, green and blue in 0..1, for (value - mean) / std; or None.
@@ -37,11 +37,11 @@ class Form:
 
     @property
     def white(self) -> float:
-        """The number for white, before normalization."""
+        """The value of white, before normalization."""
         return 1.0 if self.dtype.is_floating_point else 255.0
 
     def shape(self, height: int, width: int) -> tuple[int, ...]:
-        """The shape of a frame with this upright size."""
+        """The shape of a tensor for a frame of this upright size."""
         return (height * 3 // 2, width) if self.output == "nv12" else (3, height, width)
 
 
@@ -57,7 +57,7 @@ def form_of(output: str, dtype: torch.dtype, resize: Any, normalize: Any) -> For
     if output == "nv12" and (resize is not None or normalize is not None or dtype != torch.uint8):
         raise InputError('output="nv12" returns uint8 values as decoded: leave out resize, normalize and dtype')
     if normalize is not None and not dtype.is_floating_point:
-        raise InputError(f"normalize needs a floating dtype, got {dtype}: give dtype=torch.float32 or torch.float16")
+        raise InputError(f"normalize needs a floating dtype, got {dtype}: pass dtype=torch.float32 or torch.float16")
     mean, std = _normalization(normalize)
     return Form(output, dtype, _size(resize), mean, std)
 

@@ -1,4 +1,4 @@
-"""The frames of a video: the time of each, and the key frames from which decoding can start."""
+"""The index of a video: the time of each frame, and the key frames from which decoding can start."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class FrameIndex:
-    """Frames in display order. It takes 16 bytes a frame.
+    """The times of all frames in display order, with their key frames. It takes 16 bytes a frame.
 
     Attributes:
-        pts: (N), increasing: when each frame is shown, in ticks of the stream's clock.
+        pts: (N,), increasing: the time at which each frame is shown, in ticks of the stream's clock.
         last_duration: duration of the last frame, in ticks.
-        starts: pts of the key frames from which decoding can start, increasing; including those that are not shown
+        starts: pts of the key frames from which decoding can start, increasing; some of these key frames are not shown
             themselves.
         keys: positions of the key frames.
-        seekable: whether the file itself has these times; if not, decoding always starts at the first frame.
-        damage: the damage that the file's packets show, or None.
-        discontinuity: where its clock goes back or its parts do not follow each other, or None.
+        seekable: whether the file itself stores these times; if not, decoding always starts at the first frame.
+        damage: the damage that was found in the file's packets, or None.
+        discontinuity: where the file's clock goes back or its parts are not consecutive, or None.
     """
 
     pts: array[int]
@@ -45,19 +45,19 @@ class FrameIndex:
         return bisect_right(self.pts, ticks) - 1
 
     def start_before(self, position: int) -> int:
-        """The number of the last start that is not later than the frame at this position; -1 if all starts are
+        """The index in `starts` of the last start that is not later than the frame at this position; -1 if all are
         later."""
         return bisect_right(self.starts, self.pts[position]) - 1
 
     def duration(self, position: int) -> int:
-        """Ticks until the next frame."""
+        """Ticks from this frame to the next one."""
         if position + 1 < len(self.pts):
             return self.pts[position + 1] - self.pts[position]
         return self.last_duration
 
     def constant_rate(self, time_base: Fraction, stated: Fraction | None) -> Fraction | None:
-        """Frames per second, if the k-th frame is shown k / rate after the first, to the precision of the clock. None
-        if there is no such rate.
+        """The rate in frames per second at which frame k is shown k / rate after the first, to the precision of the
+        clock. None if there is no such rate.
 
         Args:
             time_base: seconds of a tick. stated: the rate in the file.

@@ -1,13 +1,13 @@
 """Triton kernels that convert luma and chroma to red, green and blue; `surfaces.py` launches them.
 
-The planes are read once and the tensor is written once. In between, a kernel applies the colour matrix, resizing, and
-rounding or normalization. The strides of the result rotate it upright. A sample of chroma is at `(row // DOWN) *
-chroma_row + (column // ACROSS) * chroma_step`, so the same code reads separate planes and pairs (NV12).
+A kernel reads the planes once and writes the tensor once. In between, it applies the colour matrix, resizing, and
+rounding or normalization. It writes with strides that rotate the result upright. A sample of chroma is at `(row //
+DOWN) * chroma_row + (column // ACROSS) * chroma_step`, so the same code reads separate planes and pairs (NV12).
 
 A launch takes up to eight pictures of one geometry, each with its own pointers. So a thread that reads a video launches
-once every eight frames, and kept frames do not keep their neighbours' memory.
+once every eight frames. Each frame has its own memory, so a kept frame does not keep its neighbours' memory alive.
 
-`colours.py` defines the colours; bilinear weights without antialiasing are those of PyTorch's `interpolate`.
+`colours.py` defines the colours; bilinear weights without antialiasing equal those of PyTorch's `interpolate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 
 @triton.jit
 def one_of(number, a0, a1, a2, a3, a4, a5, a6, a7):
-    """The pointer with this index."""
+    """Select the pointer with this index."""
     found = a0
     if number == 1:
         found = a1
@@ -45,7 +45,7 @@ def colours_at(
     black, middle, luma, red_cr, green_cb, green_cr, blue_cb, white,
     DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """(red, green, blue) of pixels, in 0..white."""
+    """Compute (red, green, blue) of pixels, in 0..white."""
     at = row // DOWN * chroma_row + column // ACROSS * chroma_step
     light = (tl.load(y + row * y_row + column, mask=there, other=0).to(tl.float32) - black) * luma
     cb = tl.load(u + at, mask=there, other=0).to(tl.float32) - middle
@@ -61,7 +61,7 @@ def store_colours(
     out, red, green, blue, there, plane, red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
     ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Store three planes, as integers or as gain * value + shift."""
+    """Store red, green and blue: rounded to integers, or as gain * value + shift."""
     if ROUND:
         red, green, blue = round_half_even(red), round_half_even(green), round_half_even(blue)
     else:
@@ -85,7 +85,7 @@ def frame_to_rgb(
     red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
     DOWN: tl.constexpr, ACROSS: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS pixels of one picture, in the size of the video."""
+    """Convert ROWS x COLUMNS pixels of one picture, in the size of the video."""
     number = tl.program_id(2)
     y = one_of(number, y0, y1, y2, y3, y4, y5, y6, y7)
     u = one_of(number, u0, u1, u2, u3, u4, u5, u6, u7)
@@ -122,9 +122,10 @@ def frame_to_resized_rgb(
     red_gain, green_gain, blue_gain, red_shift, green_shift, blue_shift,
     DOWN: tl.constexpr, ACROSS: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x COLUMNS pixels of the result, each a weighted mean of at most `rows` x `columns` pixels of the video.
+    """Compute ROWS x COLUMNS pixels of the result, each a weighted mean of at most `rows` x `columns` pixels of the
+    video.
 
-    down_by, across_by: pixels of the video for one pixel of the result.
+    down_by, across_by: rows and columns of the video per row and column of the result.
     """
     number = tl.program_id(2)
     y = one_of(number, y0, y1, y2, y3, y4, y5, y6, y7)

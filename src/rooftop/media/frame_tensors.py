@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Turned = tuple[int, bool]
 UPRIGHT: Turned = (0, False)
-REPACKED = {  # the same numbers, in planes
+REPACKED = {  # pixel formats with the same numbers, in separate planes
     "nv12": "yuv420p",
     "nv21": "yuv420p",
     "nv16": "yuv422p",
@@ -47,10 +47,10 @@ REPACKED = {  # the same numbers, in planes
 
 
 def colours_of(frame: av.VideoFrame) -> Colours:
-    """The colours of a frame's numbers; properties that the frame does not state are assumed and listed.
+    """The colour encoding of a frame; properties that the frame does not state are assumed, and listed as such.
 
-    Luma alone ("gray") has full range whatever range a codec states, as in FFmpeg and OpenCV: encoders tag it like all
-    other formats.
+    Luma alone ("gray") always has full range, as in FFmpeg and OpenCV. The range that the file states is ignored,
+    because encoders write it without regard to this format.
 
     Raises:
         InputError: the matrix is not supported (YCgCo, ICtCp, constant luminance).
@@ -71,18 +71,18 @@ def colours_of(frame: av.VideoFrame) -> Colours:
 
 
 def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = None, turned: Turned = UPRIGHT) -> Tensor:
-    """A frame in the requested form: RGB (3, H, W), upright, or NV12 unchanged.
+    """Convert a frame to the requested form: RGB (3, H, W), upright, or NV12 unchanged.
 
-    It is resized with bilinear weights that shrink without aliasing (`resizing.py`).
+    Resizing uses bilinear weights that shrink without aliasing (`resizing.py`).
 
     Args:
-        frame: a frame in the host's memory, or NVDEC's.
+        frame: a frame in the host's memory, or a frame of NVDEC.
         form: the form of the tensor.
         device: the GPU whose NVDEC decoded it; None: the host's memory.
-        turned: as in `orientation`, if the frame itself does not state it.
+        turned: the result of `orientation`, for a frame that does not state its rotation.
 
     Raises:
-        InputError: the colour matrix or pixel format is not supported, or NV12 cannot hold it.
+        InputError: the colour matrix or pixel format is not supported, or NV12 cannot hold the frame.
     """
     if device is not None:
         return _on_gpu([frame], form, device, turned, None)[0]
@@ -129,7 +129,8 @@ def to_tensors(
     turned: Turned = UPRIGHT,
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Convert several frames at once, each as in `to_tensor`. With a GPU, this takes the host less time.
+    """Convert several frames at once, each as in `to_tensor`. On a GPU this takes less host time than one call per
+    frame.
 
     Args:
         into: contiguous tensors to write to, one for each frame; new ones if None.
@@ -154,9 +155,9 @@ def _by_torch(frame: av.VideoFrame, form: Form, size: tuple[int, int] | None) ->
 def _on_gpu(
     frames: Sequence[av.VideoFrame], form: Form, device: torch.device, turned: Turned, into: Sequence[Tensor] | None
 ) -> list[Tensor]:
-    """The decoder works on the device's default stream, and the tensors are created on the current one. Each stream
-    waits for the other, so that a frame is not read before it is ready, and its memory is not reused before it has been
-    read."""
+    """Convert frames of NVDEC. The decoder works on the device's default stream, and the kernel on the current stream.
+    Each stream waits for the other: a frame is not read before it is ready, and its memory is not reused before it has
+    been read."""
     with torch.cuda.device(device):
         current, decoding = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         surfaces = [surface_of(frame, colours_of(frame), device) for frame in frames]
@@ -196,7 +197,7 @@ def _nv12(frame: av.VideoFrame) -> Tensor:
 
 
 def _interleaved(y: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """(3 H / 2, W): luma, and pairs of chroma below it."""
+    """Return (3 H / 2, W): luma, and below it pairs of chroma."""
     height, width = y.shape
     if height % 2 or width % 2:
         raise InputError(NO_NV12.format(8, f"{width} x {height}"))
@@ -214,20 +215,20 @@ def displayed_size(frame: av.VideoFrame, turned: Turned = UPRIGHT) -> tuple[int,
 
 
 def display_matrix(frame: av.VideoFrame) -> Any:
-    """The rotation in the frame's own data; None if there is none.
+    """The display matrix in the frame's own data; None if there is none.
 
-    This avoids `frame.side_data`, which would form a reference cycle with the frame: the frame's memory, on a GPU too,
-    would stay until Python collects garbage.
+    This avoids `frame.side_data`, which forms a reference cycle with the frame. The cycle would keep the frame's
+    memory, also on a GPU, until Python collects garbage.
     """
     try:
         data = load_av().sidedata.sidedata.SideDataContainer(frame)
-    except ValueError:  # PyAV does not know a type of side data, such as EXIF of JPEG
+    except ValueError:  # PyAV raises for side data of a type that it does not know, such as EXIF of JPEG
         return None
     return data.get("DISPLAYMATRIX") if len(data) else None
 
 
 def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
-    """Quarter turns counterclockwise, and whether the result is then mirrored left to right.
+    """Return the number of quarter turns counterclockwise, and whether the turned frame is then mirrored left to right.
 
     NVDEC frames carry no container metadata; `otherwise` supplies it.
 
@@ -235,7 +236,7 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
     quarter.
     """
     data = display_matrix(frame)
-    if data is None:  # or PyAV does not return it, and only this rotation is known
+    if data is None:  # or PyAV does not return the matrix, and only this rotation is known
         return (round(frame.rotation / 90) % 4, False) if frame.rotation else otherwise
     numbers = np.frombuffer(memoryview(data), dtype=np.int32)  # type: ignore[arg-type]
     if len(numbers) < 9:
@@ -248,7 +249,7 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
 
 
 def _plain(frame: av.VideoFrame) -> av.VideoFrame:
-    """The same numbers in planes, and in this machine's byte order."""
+    """Convert a frame to separate planes in this machine's byte order, with the same numbers."""
     name = frame.format.name
     if name in REPACKED or (name.startswith(("yuv", "gray")) and name.endswith("be")):
         return _reformatted(frame, REPACKED.get(name) or name[:-2] + "le")
@@ -292,8 +293,8 @@ def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
         u, v = chroma
         return yuv_to_rgb(y, u, v, colours_of(frame), bits, dtype)
     deep = max((each.bits for each in frame.format.components), default=8) > 8
-    # The numbers are already red, green and blue, or a palette; only their order and depth change.
-    pixels = _reformatted(frame, "rgb48le" if deep else "rgb24").to_ndarray()  # (H, W, 3), perhaps FFmpeg's own
+    # These frames hold red, green and blue, or a palette; only the order and depth of the numbers change.
+    pixels = _reformatted(frame, "rgb48le" if deep else "rgb24").to_ndarray()  # (H, W, 3); may share FFmpeg's memory
     values = torch.from_numpy(pixels.astype(np.int32 if deep else np.uint8)).permute(2, 0, 1)
     if dtype == torch.uint8:
         return values.contiguous() if not deep else (values.float() / 257).round_().to(torch.uint8)
@@ -306,7 +307,7 @@ def _memory(plane: av.video.plane.VideoPlane, bits: int) -> np.ndarray:
 
 
 def _plane(plane: av.video.plane.VideoPlane, bits: int) -> Tensor:
-    """(H, W) of one plane, uint8 or int32; with more than 8 bits it shares no memory with the frame."""
+    """One plane as (H, W), uint8 or int32. An int32 plane (more than 8 bits) shares no memory with the frame."""
     step = plane.line_size // (1 + (bits > 8))
     rows = _memory(plane, bits)[: step * plane.height].reshape(plane.height, step)[:, : plane.width]
     return torch.from_numpy(rows if bits <= 8 else rows.astype(np.int32))

@@ -1,4 +1,4 @@
-"""Photographs as tensors: (3, H, W) or (H, W, 3) uint8, red, green and blue, upright.
+"""Read photographs as tensors: (3, H, W) or (H, W, 3) uint8, red, green and blue, upright.
 
     from rooftop.media import find_images, read_image, read_images
 
@@ -6,9 +6,9 @@
     for path, pixels in read_images(["holiday/"]): ...     # decoded ahead by threads
     for path, pixels in read_images(["holiday/"], device="auto"): ...  # JPEGs by a GPU's NVJPEG, if there is one
 
-On the CPU, Pillow decodes every format that it knows: the first picture of a file, rotated by its EXIF orientation, on
-white where transparent, 16 bits scaled to 8, CMYK and palettes as RGB. A GPU decodes JPEGs only (`nvjpeg.py`); Pillow
-decodes all other formats for it.
+On the CPU, Pillow decodes every format that it knows. It returns the first picture of a file, rotated by its EXIF
+orientation. Transparent parts become white, 16 bits are scaled to 8, and CMYK and palettes become RGB. A GPU decodes
+only JPEGs (`nvjpeg.py`); Pillow decodes all other formats for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm"}
 MAX_PIXELS = 178_956_970  # 512 MiB of RGB, Pillow's own limit, which other libraries disable for the whole process
 ORIENTATION = 0x0112  # EXIF
 LAYOUTS = ("chw", "hwc")
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of ImageNet, RGB in 0..1
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of ImageNet, RGB in 0..1
 GPU_BATCH = 8  # files that NVJPEG decodes at once
 GPU_THREADS = 4  # maximum number of threads with a GPU, since each holds a batch
 
@@ -65,7 +65,8 @@ class NamedImage(NamedTuple):
 
 
 def find_images(paths: Sequence[ImagePath]) -> list[Path]:
-    """The photographs for the paths: files as given, and the files directly in a folder, sorted by name.
+    """List the photographs for the paths: each file as given, and of each folder its own files (not of subfolders),
+    sorted by name.
 
     Raises:
         InputError: a path does not exist, or a folder has no photographs.
@@ -96,7 +97,7 @@ def check_images(paths: Sequence[ImagePath]) -> None:
 
 
 def read_image(path_or_bytes: ImagePath | bytes, device: str | torch.device = "cpu", layout: str = "chw") -> Tensor:
-    """One photograph as (3, H, W) or (H, W, 3) uint8.
+    """Read one photograph as (3, H, W) or (H, W, 3) uint8.
 
     Args:
         path_or_bytes: a file, or the content of one.
@@ -118,7 +119,7 @@ def read_images(
 ) -> Iterator[NamedImage]:
     """Photographs and folders of photographs in the order of `find_images`, decoded ahead by threads.
 
-    Arguments and errors are those of `ImageDecoder`, which also reports statistics afterwards.
+    Arguments and errors are as in `ImageDecoder`; use that class for statistics afterwards.
     """
     return ImageDecoder(device, layout, threads, on_error).read(paths)
 
@@ -128,13 +129,13 @@ def pillow_image(
     reduction: Callable[[int, int], float] | None = None,
     name: str | None = None,
 ) -> Image.Image:
-    """A photograph as Pillow's RGB, rotated by its EXIF orientation; transparent parts become white.
+    """Open a photograph as Pillow's RGB, rotated by its EXIF orientation; transparent parts become white.
 
     Args:
         path_or_bytes: a file, or the content of one.
-        reduction: a function of width and height, upright, that returns the factor by which they may shrink. A JPEG is
-            then decoded at 1/2, 1/4 or 1/8 of its size, whichever is the strongest reduction within that factor.
-        name: what errors call the photograph.
+        reduction: a function of the upright width and height that returns the factor by which they may shrink. A JPEG
+            is then decoded at 1/2, 1/4 or 1/8 of its size: the smallest of these that the factor allows.
+        name: the photograph's name in error messages.
 
     Raises:
         InputError: the file is not an image, is damaged or truncated, or has more than `MAX_PIXELS` pixels.
@@ -144,19 +145,20 @@ def pillow_image(
             width, height = image.size
             turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
             factor = max(1.0, reduction(height, width) if turned else reduction(width, height))
-            image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))  # other formats ignore it
+            # formats other than JPEG ignore it
+            image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))
         return _upright_rgb(image)
 
 
 def normalized(image: Image.Image, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
     """(3, H, W) float32 from an RGB image: (value / 255 - mean) / std.
 
-    NumPy computes it, bit by bit like torch. torch's operators would start a team of threads for each thread that
+    NumPy computes it, with the same bits as torch. torch's operators would start a team of threads for each thread that
     prepares images.
     """
     pixels = np.asarray(image)  # (H, W, 3)
     values = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
-    for channel, value in enumerate(values):  # in chunks that stay in the cache, and in place
+    for channel, value in enumerate(values):  # in-place, in chunks that stay in the cache
         np.divide(pixels[..., channel], np.float32(255), out=value)
         value -= np.float32(mean[channel])
         value /= np.float32(std[channel])
@@ -168,10 +170,10 @@ class ImageFile:
     """A file that has the header of an image.
 
     Attributes:
-        name: as errors show it.
-        content: all of it.
+        name: the file's name in error messages.
+        content: the whole file.
         shape: (H, W) as stored.
-        orientation: EXIF's number for the stored orientation.
+        orientation: the EXIF number of the stored orientation.
         against: why NVJPEG must not decode it, or None.
     """
 
@@ -212,10 +214,10 @@ class ImageDecoder:
         print(decoder.device, decoder.fallback_reason, decoder.by_pillow, decoder.skipped)
 
     Args:
-        device: "cpu"; "cuda" or "cuda:1", a GPU, whose NVJPEG decodes JPEGs while Pillow decodes the rest; or "auto", a
-            GPU if NVJPEG is available, else the CPU. NVJPEG's colours are close to those of libjpeg, but not equal.
-            They differ most at colour edges with subsampled chroma.
-        layout: "chw" for (3, H, W), or "hwc" for (H, W, 3), contiguous: `rooftop.mat.Mat` and OpenCV take the latter
+        device: "cpu"; "cuda" or "cuda:1", a GPU whose NVJPEG decodes JPEGs (Pillow decodes the rest); or "auto": a GPU
+            if NVJPEG is available, and the CPU if not. NVJPEG's colours are close to libjpeg's, but not equal. They
+            differ most at colour edges with subsampled chroma.
+        layout: "chw" for (3, H, W), or "hwc" for (H, W, 3), contiguous: `rooftop.mat.Mat` and OpenCV accept "hwc"
             directly (OpenCV's own order is blue, green, red).
         threads: number of decoding threads; None: one for each CPU, at most 8 (4 of them with a GPU). At most two
             photographs per thread are in memory on the CPU, and eight with a GPU.
@@ -223,7 +225,7 @@ class ImageDecoder:
 
     Attributes:
         device: the device of the tensors.
-        fallback_reason: why `device` is not a GPU, if "auto" was requested; else None.
+        fallback_reason: why "auto" chose the CPU; None in all other cases.
         by_pillow: number of files that Pillow decoded although `device` is a GPU, by format.
         skipped: (path, problem) for each skipped file.
 
@@ -244,7 +246,7 @@ class ImageDecoder:
         if on_error not in ("raise", "skip"):
             raise InputError(f'on_error {on_error!r} is not known: expected "raise" or "skip"')
         if threads is not None and threads < 1:
-            raise InputError(f"threads is {threads}, expected 1 or more")
+            raise InputError(f"threads={threads}: expected 1 or more")
         self.layout, self.threads, self.on_error = layout, threads or usual_threads(), on_error
         self.device, self.fallback_reason = _device_of(device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -253,14 +255,14 @@ class ImageDecoder:
         self.skipped: list[tuple[Path, str]] = []
 
     def decode(self, path_or_bytes: ImagePath | bytes) -> Tensor:
-        """One photograph. This raises `InputError` like `read_image`, even with `on_error` "skip"."""
+        """Decode one photograph. It raises `InputError` as `read_image` does, even with `on_error` "skip"."""
         (found,) = self._decoded([path_or_bytes])
         if isinstance(found, InputError):
             raise found
         return self._handed_over(found)
 
     def decode_each(self, files: Sequence[ImageFile]) -> list[Tensor | InputError]:
-        """Decode several files: the pixels of each, or why it cannot be read."""
+        """Decode several files; return for each its pixels, or the error that says why it cannot be read."""
         found = self._decoded(files)
         return [self._handed_over(each) if isinstance(each, Tensor) else each for each in found]
 
@@ -288,7 +290,7 @@ class ImageDecoder:
                 warnings.warn(f"skipped: {found}", stacklevel=2)
 
     def _decoded(self, group: Sequence[Source]) -> list[Tensor | InputError]:
-        """For each file, its tensor or its error. On a GPU the tensors are complete when this returns."""
+        """Decode files; return for each its tensor or its error. On a GPU the tensors are complete on return."""
         if self._stream is None:
             return [_or_error(self._on_cpu, each) for each in group]
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
@@ -304,11 +306,11 @@ class ImageDecoder:
     def _by_either(
         self, group: Sequence[Source], decode: Callable[[Sequence[bytes | memoryview]], list[Tensor]]
     ) -> list[Tensor | InputError]:
-        """Decode JPEGs with `decode`, which returns (3, H, W) for each or refuses them all. Pillow decodes the other
-        files."""
+        """Decode JPEGs with `decode`, and other files with Pillow. `decode` returns (3, H, W) for each file, or refuses
+        all of them."""
         files = [each if isinstance(each, ImageFile) else _or_error(ImageFile.of, each) for each in group]
         jpegs = [file for file in files if isinstance(file, ImageFile) and file.against is None]
-        with self._lock:  # one batch at a time: `decode` must not allocate memory that earlier work still reads
+        with self._lock:  # one batch at a time, because `decode` must not get memory that earlier work still reads
             decoded = dict(zip(map(id, jpegs), self._by_nvjpeg(jpegs, decode), strict=True))
         found: list[Tensor | InputError] = []
         for file in files:
@@ -323,15 +325,15 @@ class ImageDecoder:
     def _by_nvjpeg(
         self, files: list[ImageFile], decode: Callable[[Sequence[bytes | memoryview]], list[Tensor]]
     ) -> list[Tensor | None]:
-        """Images upright and in the requested layout; None for files that `decode` refuses, or whose size differs from
-        Pillow's."""
+        """Decode files upright in the requested layout; None for a file that `decode` refuses, or whose size differs
+        from Pillow's."""
         if not files:
             return []
         try:
             decoded = decode([file.content for file in files])
         except torch.cuda.OutOfMemoryError:
             raise
-        except RuntimeError:  # the error does not name the file
+        except RuntimeError:  # NVJPEG's error does not name the file
             if self._stream is not None:
                 torch.cuda.synchronize(self.device)  # the GPU may still write the other images
             if len(files) == 1:
@@ -343,7 +345,7 @@ class ImageDecoder:
             for file, pixels in zip(files, decoded, strict=True)
         ]
         if self._stream is not None:
-            self._stream.synchronize()  # before the memory of rotated images is free
+            self._stream.synchronize()  # wait before the memory of rotated images is freed
         return found
 
     def _moved(self, file: ImageFile) -> Tensor:
@@ -361,7 +363,7 @@ class ImageDecoder:
 
 @contextmanager
 def _opened(path_or_bytes: ImagePath | bytes | memoryview, name: str | None = None) -> Iterator[Image.Image]:
-    """The file's header as Pillow's image; errors in the block name the file."""
+    """Open a file's header as Pillow's image; an error in the `with` block names the file."""
     name = name or _name_of(path_or_bytes)
     with (
         _errors_of(name),
@@ -398,25 +400,26 @@ def _errors_of(name: str) -> Iterator[None]:
 def _upright_rgb(image: Image.Image) -> Image.Image:
     image.load()
     # Pillow also copies an image that it leaves unchanged. For a JPEG of 500 x 375 pixels, this takes as long as
-    # decoding. Only an image that is mapped from its file needs a copy, because the file is closed.
+    # decoding. A copy is needed only if the image is mapped from its file, because the file is closed.
     turned = image.getexif().get(ORIENTATION, 1) != 1
     upright: Image.Image = ImageOps.exif_transpose(image) if turned else image.copy() if image.readonly else image
     if upright.mode.startswith("I"):  # 16-bit: Pillow would clip, not scale
         upright = Image.fromarray((np.asarray(upright, dtype=np.float64) / 257).round().astype(np.uint8))
-    if upright.has_transparency_data:  # the colour under transparent pixels is meaningless
+    if upright.has_transparency_data:  # transparent pixels have a meaningless colour, so white replaces it
         upright = upright.convert("RGBA")
         upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
     return upright if upright.mode == "RGB" else upright.convert("RGB")
 
 
 def _tensor(image: Image.Image, layout: str) -> Tensor:
-    """It uses NumPy: torch's operators would start a team of threads for each decoding thread."""
+    """Convert Pillow's image to a tensor with NumPy: torch's operators would start a team of threads for each decoding
+    thread."""
     pixels = np.array(image)  # (H, W, 3)
     return torch.from_numpy(pixels if layout == "hwc" else np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
 def _laid_out(pixels: Tensor, layout: str) -> Tensor:
-    """(3, H, W) in the requested layout, contiguous."""
+    """Bring (3, H, W) to the requested layout, contiguous."""
     return (pixels if layout == "chw" else pixels.permute(1, 2, 0)).contiguous()
 
 
@@ -428,7 +431,7 @@ def _or_error(function: Callable[[Given], Result], given: Given) -> Result | Inp
 
 
 def _device_of(device: str | torch.device) -> tuple[torch.device, str | None]:
-    """The device of the tensors, and with "auto" the reason if it is not a GPU."""
+    """The device of the tensors, and with "auto" the reason why it is not a GPU (None if it is)."""
     wanted, may_be_cpu = gpu_of(device)
     if wanted is None:
         return torch.device("cpu"), None

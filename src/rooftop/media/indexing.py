@@ -1,4 +1,4 @@
-"""Build the index of a video: from its packets alone if they suffice, otherwise by decoding the video once."""
+"""Build the index of a video: from its packets alone if they suffice; if they do not, by decoding the video once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 ONE_FRAME_A_PACKET = KEY_FRAMES_ONLY | {"h264", "hevc", "vvc", "vp9", "av1", "gif", "webp", "qtrle"}
-"""Codecs whose packets each contain one displayed frame. Other codecs (VP8 has frames that are never shown, MPEG-4 two
-frames in one packet) are indexed by decoding the file once."""
+"""Codecs in which each packet contains exactly one displayed frame. For other codecs, the index is built by decoding
+the file once: VP8 has frames that are never shown, and MPEG-4 can have two frames in a packet."""
 
 
 def build_index(source: Source) -> FrameIndex:
-    """The index of a source."""
+    """Build the index of a source."""
     decoder = Decoder(source)
     try:
         index = _index_by_packets(decoder)
@@ -50,8 +50,8 @@ def _goes_back(source: Source) -> bool:
 
 
 class _Clock:
-    """Packets in file order with increasing decoding times; each key frame is shown after all earlier frames. If the
-    clock of a transport stream goes back, FFmpeg repeats the last decoding time."""
+    """Checks the clock of packets in file order: decoding times must increase, and each key frame must be shown after
+    all earlier frames. If the clock of a transport stream goes back, FFmpeg repeats the last decoding time."""
 
     def __init__(self, is_stream: bool) -> None:
         self._is_stream = is_stream
@@ -59,7 +59,7 @@ class _Clock:
         self._shown: int | None = None
 
     def goes_back(self, packet: av.Packet[av.VideoStream]) -> bool:
-        """Whether it goes back at this packet."""
+        """Whether the clock goes back at this packet."""
         dts, pts = packet.dts, packet.pts
         found = dts is not None and self._decoded is not None and dts < self._decoded + self._is_stream
         found |= packet.is_keyframe and pts is not None and self._shown is not None and pts <= self._shown
@@ -69,8 +69,8 @@ class _Clock:
 
 
 def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
-    """The index from packets alone. None if they do not suffice: in some codecs a packet can hold no frame, or one
-    field of a frame."""
+    """Build the index from packets alone. None if they do not suffice: in some codecs a packet can hold no frame, or
+    only one field of a frame."""
     context = decoder.stream.codec_context
     interlaced = int(context.field_order) > 1  # 0 is unknown, 1 progressive
     if not decoder.clocked or context.codec.canonical_name not in ONE_FRAME_A_PACKET or interlaced:
@@ -97,14 +97,15 @@ def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
     pts = array("q", sorted(shown))
     if any(a == b for a, b in pairwise(pts)):
         return None
-    if pts and pts[0] < starts[0]:  # frames shown before the first key frame; some depend on frames that do not exist
+    # these frames are shown before the first key frame; some of them depend on missing frames
+    if pts and pts[0] < starts[0]:
         there = _shown_before(decoder.source, starts[0])
         pts = array("q", [tick for tick in pts if tick >= starts[0] or tick in there])
     return replace(_index(decoder, pts, last_duration, starts, True, damage), discontinuity=_breaks(decoder))
 
 
 def _breaks(decoder: Decoder) -> str | None:
-    """The breaks in the packet counters of a transport stream."""
+    """Describe the breaks in the packet counters of a transport stream; None without breaks."""
     places = decoder.suspicions.places
     if not places:
         return None

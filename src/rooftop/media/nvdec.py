@@ -1,7 +1,7 @@
-"""Decoding by a GPU's own engines (NVDEC): whether they are available, and the memory of a decoded frame.
+"""Decode with a GPU's own engines (NVDEC): whether they are available, and the memory of a decoded frame.
 
-FFmpeg, which PyAV includes, reads the file and drives the engines. So the same code as on the CPU handles the order of
-frames, damage and colours. It works in torch's context and on its default stream.
+FFmpeg, which PyAV includes, reads the file and drives the engines. So the order of frames, damage and colours are
+handled by the same code as on the CPU. FFmpeg works in torch's CUDA context, on the default stream.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
 
 DRIVER = ("libcuda.so.1", "libnvcuvid.so.1")
 IN_TORCHS_CONTEXT = {"primary_ctx": "0", "current_ctx": "1"}
-"""FFmpeg would set flags of the primary context that torch does not set."""
+"""Without this option, FFmpeg would set flags of the primary context that torch does not set."""
 
 WORTH_PIXELS = 320 * 240
-"""From this size on an H200's NVDEC is faster than 16 cores (`benchmarks/media.py`); fewer cores were not measured."""
+"""Pixels from which an H200's NVDEC is faster than 16 CPU cores (`benchmarks/media.py`). Fewer cores were not
+measured."""
 
 BITS = {"nv12": 8, "p010le": 10, "p016le": 12, "yuv444p": 8, "yuv444p16le": 12}
-"""Bits of a number, by FFmpeg's names of NVDEC's output formats. In 16 bits they are the upper ones."""
+"""Significant bits of a number, by FFmpeg's names of NVDEC's output formats. Numbers of 10 and 12 bits are in the upper
+bits of 16."""
 
 
 class NoNvdecError(Exception):
-    """Internal: NVDEC is not available, or cannot decode this."""
+    """Internal error: NVDEC is not available, or cannot decode this video."""
 
 
 def gpu_of(device: str | torch.device) -> tuple[torch.device | None, bool]:
-    """The GPU on which a reader should decode, None for the CPU; and whether the CPU may be used as well.
+    """The GPU on which a reader should decode (None for the CPU), and whether it may fall back to the CPU.
 
     Raises:
         InputError: there is no such device.
@@ -95,8 +97,8 @@ def odd(height: int, width: int) -> str | None:
 
 
 def acceleration(device: torch.device) -> Any:
-    """The `hwaccel` argument of PyAV's decoders. The device must be torch's current one during the call."""
-    torch.cuda.current_stream(device).query()  # creates a context if there is none
+    """The `hwaccel` argument of PyAV's decoders. The device must be torch's current device during the call."""
+    torch.cuda.current_stream(device).query()  # this creates a CUDA context if there is none
     hwaccel: Any = load_av().codec.hwaccel.HWAccel(
         "cuda", str(device.index), allow_software_fallback=False, options=IN_TORCHS_CONTEXT, is_hw_owned=True
     )
@@ -104,14 +106,15 @@ def acceleration(device: torch.device) -> Any:
 
 
 def surface_of(frame: av.VideoFrame, colours: Colours, device: torch.device) -> Surface:
-    """The memory of a frame decoded by NVDEC; it belongs to the frame, which lives as long as the tensors.
+    """The memory of a frame decoded by NVDEC, without a copy. The frame owns it, and the tensors on it keep the frame
+    alive.
 
     Raises:
         NoNvdecError: the format is unknown.
     """
     form = frame.sw_format.name if frame.sw_format is not None else frame.format.name
     if form not in BITS:
-        raise NoNvdecError(f"NVDEC gives frames as {form}, which is not supported")
+        raise NoNvdecError(f"NVDEC returns frames in the format {form}, which is not supported")
     height, width = frame.height, frame.width
     dtype = torch.uint8 if BITS[form] == 8 else torch.uint16
     size = dtype.itemsize

@@ -1,8 +1,8 @@
-"""NVDEC's decoders, kept for the next video of the same kind.
+"""A pool of NVDEC decoders, reused for the next video of the same kind.
 
-Starting a decoder takes as long as decoding many frames, and ending one takes even longer; no other Python thread runs
-meanwhile. So a decoder whose video has ended is kept, and the next pass over that video, or over another with the same
-headers, reuses it.
+Starting a decoder takes as long as decoding many frames. Ending a decoder takes even longer. During both, no other
+Python thread runs. So a decoder whose video has ended is kept. The next pass over that video, or over another video
+with the same headers, reuses it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 KEPT = ("h264", "hevc", "vp8", "vp9", "av1")
-HEADED = ("h264", "hevc")  # codecs whose headers are stated once for the whole file instead of in the key frames
+HEADED = ("h264", "hevc")  # codecs that state headers once for the whole file, not in the key frames
 MOST = 32  # maximum number of idle decoders
 MOST_PIXELS = 32 * 1920 * 1088
-"""Memory limit of all idle decoders. A decoder holds about twenty frames: 32 of 1920 x 1080, or 8 of 3840 x 2160, some
-2 GB.
+"""Memory limit of all idle decoders. A decoder holds about twenty frames, so some 2 GB are 32 decoders of 1920 x 1080,
+or 8 of 3840 x 2160.
 """
 
 PARAMETER_SETS = {"h264": (7, 8), "hevc": (32, 33, 34)}
-"""Types of NAL units with parameters for reading others. Sources: ITU-T H.264, table 7-1; H.265, table 7-1."""
+"""Types of NAL units that hold parameter sets. Sources: ITU-T H.264, table 7-1; H.265, table 7-1."""
 
 
 class Kind(NamedTuple):
-    """The settings with which a decoder is started. A video with the same settings can reuse it.
+    """The settings with which a decoder was started. A video with the same settings can reuse the decoder.
 
     Attributes:
         headers: the codec's headers from the file.
@@ -50,19 +50,20 @@ class Kind(NamedTuple):
 
 COLOURS = ("colorspace", "color_range", "color_primaries", "color_trc")
 
-_idle: list[tuple[Kind, av.VideoCodecContext]] = []  # the first one has been idle longest
+_idle: list[tuple[Kind, av.VideoCodecContext]] = []  # oldest first
 _lock = threading.RLock()  # reentrant, because garbage collection may return a decoder while the lock is held
 _inherited: list[object] = []
 
 
 def kind_of(stream: av.VideoCodecContext, device: torch.device) -> Kind:
-    """The kind of decoder that a stream needs."""
+    """The kind of decoder for a stream."""
     colours = tuple(int(getattr(stream, name)) for name in COLOURS)
-    return Kind(device, stream.codec.canonical_name, stream.extradata or b"", stream.width, stream.height, colours)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return Kind(device, stream.codec.canonical_name, stream.extradata or b"", stream.width, stream.height, colours)
 
 
 def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
-    """A decoder of a kind for one owner: an idle one, or a new one.
+    """Take a decoder of a kind out of the pool, or start one.
 
     Args:
         options: options of FFmpeg's decoder.
@@ -85,19 +86,21 @@ def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
     decoder.width, decoder.height = kind.width, kind.height
     for name, value in zip(COLOURS, kind.colours, strict=True):
         setattr(decoder, name, value)
-    decoder.thread_type, decoder.thread_count = "NONE", 1  # the CPU only reads the part before the pictures' data
-    # A container's own decoder knows how many frames wait for others, since FFmpeg has read into the file. This decoder
-    # does not know. If an H.264 header does not state the number, the decoder assumes the maximum of the level.
+    # on the CPU, FFmpeg only parses the headers before the pictures' data
+    decoder.thread_type, decoder.thread_count = "NONE", 1
+    # A container's own decoder knows how many frames must wait for reordering, because FFmpeg has read into the file.
+    # This decoder knows it only from the H.264 header. If the header does not state it, the decoder assumes the maximum
+    # of the level.
     decoder.options = {**options, "strict": "strict"} if kind.codec == "h264" else options
     return decoder
 
 
 def given_back(kind: Kind, decoder: av.VideoCodecContext, process: int) -> None:
-    """Add a decoder to the idle ones if it can be reused. If there are too many, end the one that has been idle
+    """Return a decoder to the pool if it can be reused. If the pool has too many, end the decoder that has been idle
     longest.
 
     Args:
-        process: the process that started it.
+        process: the process that started the decoder.
     """
     if process != os.getpid():
         _inherited.append(decoder)
@@ -110,7 +113,7 @@ def given_back(kind: Kind, decoder: av.VideoCodecContext, process: int) -> None:
         _idle.append((kind, decoder))
         while len(_idle) > MOST or sum(each.width * each.height for _, each in _idle) > MOST_PIXELS:
             ended.append(_idle.pop(0))
-    del ended  # not while others wait for the lock
+    del ended  # end the decoders without holding the lock
 
 
 def release_decoders() -> int:
@@ -125,7 +128,7 @@ def release_decoders() -> int:
 
 
 def says_otherwise(packet: bytes, kind: Kind) -> bool:
-    """Whether a packet has parameter sets that differ from its file's headers: they would apply to the decoder's next
+    """Whether a packet has parameter sets that differ from its file's headers. The decoder would keep them for its next
     video."""
     types = PARAMETER_SETS.get(kind.codec)
     if types is None:
@@ -141,8 +144,8 @@ def says_otherwise(packet: bytes, kind: Kind) -> bool:
 
 
 def _units(packet: bytes, kind: Kind) -> list[bytes] | None:
-    """The NAL units of a packet. They follow start codes or, as in MP4, each begins with its length; None if the
-    headers are too short to tell."""
+    """The NAL units of a packet. A unit follows a start code or, as in MP4, its length. None if the headers are too
+    short to tell."""
     if kind.headers[:1] != b"\1":
         return [unit for unit in packet.split(b"\0\0\1")[1:] if unit]
     place, found = 0, []

@@ -1,4 +1,5 @@
-"""Whether a GPU here encodes H.264 with its own engine (NVENC): tested by encoding a few frames, once per process.
+"""Test whether a GPU of this machine encodes H.264 with its own engine (NVENC), by encoding a few frames once per
+process.
 
 Data centre GPUs (A100, H100, H200, B200) have NVDEC but no NVENC.
 """
@@ -20,7 +21,7 @@ TRIAL_PIXELS = 256
 
 @lru_cache(maxsize=64)
 def why_no_nvenc(pixel_format: str, height: int = TRIAL_PIXELS, width: int = TRIAL_PIXELS) -> str | None:
-    """The reason why NVENC cannot encode such frames; None if it encoded them in a test."""
+    """Why NVENC cannot encode frames of this size and format; None if it encoded them in a test."""
     av = load_av()
     if ENCODER not in av.codecs_available:
         return f"this FFmpeg was built without {ENCODER}"

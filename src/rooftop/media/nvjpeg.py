@@ -1,7 +1,7 @@
-"""JPEGs decoded by a GPU (NVJPEG), through torchvision: whether it is available, and which files it gets.
+"""Decode JPEGs on a GPU (NVJPEG, through torchvision): whether it is available, and which files it may decode.
 
-NVJPEG does not get files that it would decode differently from libjpeg, or whose damage it would miss: CMYK, stored
-red, green and blue, more than 8 bits, a file without its end. `reason_against` finds these.
+NVJPEG must not decode files that it would decode differently from libjpeg, or whose damage it would miss. These are
+CMYK files, files that store RGB, files of more than 8 bits and truncated files. `reason_against` finds them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from rooftop.errors import RooftopError
 
 IS_DATA = np.isin(np.arange(256), [0x00, *range(0xD0, 0xD8), 0xFF])
-"""Whether a byte after 0xff stays within coded data: stuffed bytes, restart markers, padding."""
+"""For each byte after 0xff, whether coded data continues: stuffed bytes, restart markers and padding."""
 
 START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
 RGB_IDS = (ord("R"), ord("G"), ord("B"))
@@ -40,28 +40,29 @@ def missing(device: torch.device) -> str | None:
     file = io.BytesIO()
     Image.new("RGB", (16, 16), (0, 128, 255)).save(file, "JPEG", quality=95)
     try:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # an idle one
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # an idle stream
             found = decode([file.getvalue()], device)[0].cpu()
     except ImportError as error:
         return f"NVJPEG needs torchvision, which is not installed ({error})"
-    except (RuntimeError, OSError, AttributeError) as error:  # its compiled part does not fit torch, or lacks NVJPEG
+    # torchvision's compiled part does not fit torch, or lacks NVJPEG
+    except (RuntimeError, OSError, AttributeError) as error:
         return f"torchvision cannot reach NVJPEG ({_first_line(error)})"
     apart = (found.int() - torch.tensor([0, 128, 255])[:, None, None]).abs().max().item()
     return None if apart <= 4 else f"NVJPEG gives wrong colours, {apart} of 255 levels away"
 
 
 def decode(contents: Sequence[bytes | memoryview], device: torch.device) -> list[Tensor]:
-    """(3, H, W) uint8 RGB for each file, not rotated. Later work on the current stream may use them.
+    """Decode each file to (3, H, W) uint8 RGB, not rotated. Later work on the current stream may use the results.
 
-    torchvision writes from its own stream into memory of the current one, without waiting for it: the current stream
-    must be idle during this call.
+    torchvision writes from its own stream into memory of the current stream, without waiting for that stream. So the
+    current stream must be idle during this call.
 
     Raises:
         ImportError: torchvision is not installed.
         RuntimeError: NVJPEG refuses one of the files, or torchvision was built without it.
     """
     torchvision_io: Any = import_module("torchvision.io")
-    inputs = [  # a copy of what may not be written: PyTorch would warn
+    inputs = [  # copy read-only memory, because PyTorch would warn about it
         torch.frombuffer(bytearray(each) if isinstance(each, bytes) else each, dtype=torch.uint8) for each in contents
     ]
     found: list[Tensor] = torchvision_io.decode_jpeg(inputs, mode="RGB", device=device)
@@ -69,7 +70,7 @@ def decode(contents: Sequence[bytes | memoryview], device: torch.device) -> list
 
 
 def reason_against(image: Image.Image, content: bytes) -> str | None:
-    """Why NVJPEG must not decode a file; None if it may.
+    """Why NVJPEG must not decode a file; None if it may decode it.
 
     Args:
         image: the file as Pillow opens it; its header is enough.
@@ -91,9 +92,9 @@ def reason_against(image: Image.Image, content: bytes) -> str | None:
 
 
 def is_whole(content: bytes) -> bool:
-    """Whether a JPEG has all its segments and coded data up to the marker of its end."""
+    """Whether a JPEG has all its segments and coded data up to the end-of-image marker."""
     after_scan = _markers(content)
-    at = 2  # after the marker of the beginning
+    at = 2  # skip the start-of-image marker
     while True:
         if not content.startswith(b"\xff", at):
             return False
@@ -116,7 +117,7 @@ def is_whole(content: bytes) -> bool:
 
 
 def _markers(content: bytes) -> Any:
-    """Places of the 0xff before each marker that ends coded data. NumPy takes 20 us for 45 KB, `re` 240 us."""
+    """Positions of the 0xff of each marker that ends coded data. NumPy takes 20 us for 45 KB, `re` 240 us."""
     values = np.frombuffer(content, np.uint8)
     places = np.flatnonzero(values[:-1] == 0xFF)
     return places[~IS_DATA[values[places + 1]]]

@@ -1,6 +1,6 @@
 """Open sources with FFmpeg.
 
-Files that refer to other files (playlists, SDP) cannot open those: only the given bytes are ever read.
+Only the given file or bytes are ever read: playlists and SDP files cannot make FFmpeg open the files they refer to.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ BUFFER_BYTES = 1 << 18
 FORMATS = (
     "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,live_flv,ogg,asf,rm,mxf,nut,ivf,obu,av1,h264,hevc,vvc,h261,h263,m4v,"
     "mjpeg,cavsvideo,dirac,dnxhd,dv,gif,apng,yuv4mpegpipe,wtv,vc1,swf,bink,smk,roq,nsv,"
-    "aac,ac3,eac3,aiff,amr,au,caf,dts,flac,mp3,w64,wav,wv"  # sound, so that the error can say that there is no video
+    # sound formats, so that the error can say that there is no video
+    "aac,ac3,eac3,aiff,amr,au,caf,dts,flac,mp3,w64,wav,wv"
 )
-"""FFmpeg's formats that contain their own content. The others are lists of files elsewhere (concat, HLS, DASH),
+"""FFmpeg's formats that contain their own content. Formats that are left out: lists of other files (concat, HLS, DASH),
 descriptions of streams (SDP, which listens on a network), single pictures and devices."""
 
 
@@ -31,7 +32,7 @@ class Source:
     """The source to read: a file, or bytes.
 
     Raises:
-        InputError: it does not exist, is not a file, or is empty.
+        InputError: the file does not exist, is not a regular file, or is empty.
     """
 
     def __init__(self, path_or_bytes: str | os.PathLike[str] | bytes | bytearray | memoryview) -> None:
@@ -58,7 +59,7 @@ class Source:
 
 
 def open_input(file: Any) -> av.container.InputContainer:
-    """A file-like object as FFmpeg's container; errors are those of PyAV."""
+    """Open a file-like object as FFmpeg's container; it raises PyAV's errors."""
     container: av.container.InputContainer = load_av().open(
         file,
         "r",
@@ -75,5 +76,5 @@ def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
 
 
 def said(error: BaseException) -> str:
-    """The message of FFmpeg or of the system that an error contains."""
+    """Extract the message of FFmpeg or of the system from an error."""
     return str(getattr(error, "strerror", None) or error or type(error).__name__)

@@ -1,11 +1,10 @@
 """Convert luma and chroma in the host's memory to RGB, in loops that Numba compiles: one pass over the frame.
 
-The contribution of chroma to red, green and blue is computed once per row of chroma and spread over the pixels that it
-covers. The rows of luma are added to it with the processor's vector units. The numbers equal those of
-`colours.yuv_to_rgb`, bit for bit. If a size is requested, rows are added to the result as they are computed, so the
-whole frame is never in memory as RGB.
+Each row of chroma is converted once to its contributions to red, green and blue, which are repeated for the pixels that
+it covers. SIMD instructions then add the rows of luma. The numbers equal those of `colours.yuv_to_rgb`, bit for bit. If
+a size is requested, rows are added to the result as they are computed, so the whole frame is never in memory as RGB.
 
-The loops are compiled once for each depth and cached next to this file, for later processes.
+The loops are compiled once for each depth and cached next to this file, so that later processes load them.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _LEAST_PER_THREAD = 1 << 18  # pixels
 
 @dataclass(frozen=True)
 class Plane:
-    """Rows of numbers.
+    """A plane of numbers in host memory, stored row by row.
 
     Attributes:
-        memory: uint8 or uint16, of one dimension.
+        memory: a one-dimensional array of uint8 or uint16.
         step: distance between rows, in numbers.
         height, width: size of the plane.
     """
@@ -45,22 +44,23 @@ def planes_to_rgb(
     y: Plane, u: Plane, v: Plane, colours: Colours, bits: int, dtype: torch.dtype,
     size: tuple[int, int] | None = None, normalization: Normalization | None = None,
 ) -> Tensor:  # fmt: skip
-    """Planes of luma and chroma as RGB.
+    """Convert planes of luma and chroma to RGB.
 
     Args:
-        y: H x W. u, v: Cb and Cr, H' x W'; H' is H or half of it rounded up (or a quarter), W' likewise.
+        y: H x W. u, v: Cb and Cr, H' x W'. H' is H, or a half or a quarter of H, rounded up; W' is derived from W in
+            the same way.
         bits: bits of each number.
-        dtype: uint8, rounded, or float32, in 0..1.
-        size: (h, w) to resize to, with bilinear weights that shrink without aliasing, as
-            `torch.nn.functional.interpolate` with `antialias=True`; None is (H, W).
-        normalization: (mean, std) of red, green and blue in 0..1, of float32.
+        dtype: uint8 (rounded), or float32 in 0..1.
+        size: (h, w) of the result; None is (H, W). Bilinear weights shrink without aliasing, as in
+            `torch.nn.functional.interpolate` with `antialias=True`.
+        normalization: (mean, std) of red, green and blue in 0..1, for float32.
 
     Returns: (3, h, w).
 
     Raises:
-        ValueError: a plane whose memory ends before its last row.
+        ValueError: a plane's memory ends before its last row.
     """
-    for plane in (y, u, v):  # the loops check nothing themselves
+    for plane in (y, u, v):  # the loops themselves check no bounds
         if plane.memory.size < (plane.height - 1) * plane.step + plane.width:
             raise ValueError(
                 f"a plane of {plane.width} x {plane.height} has memory for only {plane.memory.size} numbers"
@@ -95,8 +95,8 @@ def planes_to_rgb(
 
 @kept_loop
 def _spread(samples: np.ndarray, across: int, found: np.ndarray) -> None:
-    """Repeat each sample for the pixels that it covers. This is a separate loop, because a loop that also computes
-    takes twice as long.
+    """Repeat each sample for the pixels that it covers. This loop only copies, because a loop that also computes takes
+    twice as long.
     """
     width = len(found)
     if across == 2:
@@ -114,7 +114,7 @@ def _spread(samples: np.ndarray, across: int, found: np.ndarray) -> None:
 def _differences(
     u: np.ndarray, v: np.ndarray, across: int, numbers: np.ndarray, found: np.ndarray, room: np.ndarray
 ) -> None:
-    """The contribution of chroma to red, green and blue of a row's pixels, (3, width)."""
+    """Compute the contributions of chroma to red, green and blue for a row's pixels, (3, width)."""
     half, scale, red, green_v, green_u, blue = numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]
     samples = len(u)
     some = found[0] if across == 1 else room[:samples]
@@ -143,7 +143,7 @@ def _luma(y: np.ndarray, numbers: np.ndarray, found: np.ndarray) -> None:
 
 @kept_loop
 def _colour(luma: np.ndarray, difference: np.ndarray, white: np.float32, found: np.ndarray) -> None:
-    """Write one colour (red, green or blue) of a row, limited to black and white."""
+    """Write one colour (red, green or blue) of a row, clamped to 0..white."""
     for j in range(len(luma)):
         value = luma[j] + difference[j]
         value = value if value < white else white
@@ -180,7 +180,7 @@ def _whole(
     rgb: np.ndarray, height: int, width: int, down: int, across: int, numbers: np.ndarray, gains: np.ndarray,
     rounded: bool,
 ) -> None:  # fmt: skip
-    """Rows of chroma from the first to the last, in the size of the video."""
+    """Convert the rows from `first` to `last` of chroma, in the size of the video."""
     samples = (width + across - 1) // across
     differences, luma, row = np.empty((3, width), np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     for n in range(first, last):
@@ -204,8 +204,8 @@ def _whole(
 def _resize_rows(
     row: np.ndarray, lefts: np.ndarray, counts: np.ndarray, weights: np.ndarray, found: np.ndarray
 ) -> None:
-    """(3, width) resized along the row to (3, columns). Unsigned indices: signed ones would be checked for negative
-    values.
+    """Resize (3, width) along the row to (3, columns). Indices are unsigned, because signed indices would be checked
+    for negative values.
     """
     red, green, blue = row[0], row[1], row[2]
     for x in range(len(counts)):
@@ -226,10 +226,10 @@ def _resized(
     rounded: bool, tops: np.ndarray, bottoms: np.ndarray, row_weights: np.ndarray,
     lefts: np.ndarray, rights: np.ndarray, column_weights: np.ndarray,
 ) -> None:  # fmt: skip
-    """Rows of the result from the first to the last.
+    """Compute the rows from `first` to `last` of the resized result.
 
-    Each needed row of the video is computed once, and added to the rows of the result to which it contributes; a few of
-    these are open at a time. Complete rows are resized along the row.
+    Each needed row of the video is computed once, and added to all rows of the result to which it contributes. A few
+    rows of the result are incomplete at a time. Complete rows are resized along the row.
     """
     samples = (width + across - 1) // across
     rows, columns = len(tops), len(lefts)
@@ -250,11 +250,11 @@ def _resized(
             cb, cr = u[chroma * u_step :], v[chroma * v_step :]
             _differences(cb[:samples], cr[:samples], across, numbers, differences, row)
         _luma(y[i * y_step : i * y_step + width], numbers, luma)
-        newest = oldest  # rows of the result from the oldest up to this one are open
+        newest = oldest  # the rows of the result from `oldest` to before `newest` are incomplete
         while newest < last and tops[newest] <= i:
             newest += 1
         for c in range(3):
-            if newest - oldest == 2:  # as when pictures shrink: add to both rows in one pass
+            if newest - oldest == 2:  # the usual case when pictures shrink: add to both rows in one pass
                 _add_to_two(
                     luma, differences[c], numbers[8],
                     row_weights[oldest, i - tops[oldest]], opened[oldest % most, c],

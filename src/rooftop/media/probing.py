@@ -23,7 +23,7 @@ H273_TRANSFERS = {16: "PQ (SMPTE ST 2084)", 18: "HLG (ARIB STD-B67)"}
 
 @dataclass(frozen=True)
 class AudioInfo:
-    """A stream of sound: codec, samples a second, number of channels."""
+    """A stream of sound: codec, samples per second, number of channels."""
 
     codec: str
     rate_hz: int
@@ -38,26 +38,29 @@ class VideoInfo:
         source: the path, or the number of bytes.
         size_bytes: size of the file.
         container: FFmpeg's names of the format.
-        codec, profile, pixel_format: FFmpeg's names for those of the video; profile may be None.
+        codec, profile, pixel_format: FFmpeg's names of the video's codec, profile and pixel format; profile may be
+            None.
         bits: bits per sample. height, width: pixels as shown, upright. coded_height, coded_width: pixels as stored.
         rotation_degrees: counterclockwise, applied by `VideoReader`.
-        mirrored: whether it is also mirrored left to right.
+        mirrored: whether `VideoReader` then also mirrors frames left to right.
         pixel_aspect: width of a pixel over its height; 1.0 if square or unknown. `VideoReader` does not stretch.
         interlaced: whether the first frame is interlaced; `VideoReader` does not separate fields.
         colours: matrix and range, and which of them are assumed; None if not supported.
-        hdr: PQ or HLG, if the brightness follows one of these; else None. `VideoReader` does not map tones.
-        fps: the mean, as the file says it.
-        variable_frame_rate: whether there is no rate for which frame k is shown at k / rate. frames, key_frames: their
-            numbers.
-        longest_gop: the largest number of frames from one key frame to the next, which one random access may have to
-            decode.
-        start_s, duration_s: time of the first frame, and time from it to the end of the last.
+        hdr: "PQ" or "HLG", the transfer function of a video with high dynamic range; None without one. `VideoReader`
+            does not map tones.
+        fps: mean frames per second, as the file states them.
+        variable_frame_rate: True if no rate exists at which each frame k is shown at k / rate. frames, key_frames: the
+            numbers of frames and of key frames.
+        longest_gop: largest number of frames from one key frame to the next; one random access may have to decode that
+            many.
+        start_s, duration_s: time of the first frame, and time from its start to the end of the last frame.
         bit_rate_bps: bit rate of the whole file.
-        seekable: whether decoding can start at key frames; otherwise it always starts at the beginning.
-        audio: its streams of sound.
-        damage: a problem with the packets, or None. Not all frames were decoded to find problems.
-        discontinuity: where the clock of the file goes back, or parts of a transport stream do not follow each other,
-            as in joined files; None if nowhere.
+        seekable: whether decoding can start at key frames; if not, it always starts at the beginning.
+        audio: the file's streams of sound.
+        damage: a problem with the packets, or None. Frames may be damaged even if it is None, because not all frames
+            were decoded.
+        discontinuity: where the clock of the file goes back, or where parts of a transport stream are not consecutive,
+            as in joined files; None if there is no such place.
     """
 
     source: str
@@ -92,7 +95,7 @@ class VideoInfo:
 
 
 def probe(path_or_bytes: str | os.PathLike[str] | bytes) -> VideoInfo:
-    """Describe a video: one frame is decoded and all packets are read.
+    """Describe a video, by decoding one frame and reading all packets.
 
     Raises:
         InputError: there is no such file, or no video in it.
@@ -106,7 +109,7 @@ def probe(path_or_bytes: str | os.PathLike[str] | bytes) -> VideoInfo:
             _, frame = next(decoder.frames())
         except (Broken, StopIteration) as broken:
             raise DamagedVideoError(
-                f"not one frame of {source.name} can be decoded: {str(broken) or 'it has none'}"
+                f"no frame of {source.name} can be decoded: {str(broken) or 'it has none'}"
             ) from broken
         return _describe(source, decoder, frame)
     finally:

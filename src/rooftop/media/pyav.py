@@ -1,4 +1,4 @@
-"""PyAV, which includes FFmpeg's libraries: the only module that imports it."""
+"""Import PyAV, which includes FFmpeg's libraries; no other module imports it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`VideoReader`: the frames of a video as tensors, in order or at any position.
 
-Access is exact: the frame at a position or a time equals, bit by bit, the frame that decoding from the beginning
+Access is exact: the frame at a position or a time has the same bits as the frame that decoding from the beginning
 returns. An index of all packets locates the frame. The index is built when it is first needed, in one pass over the
-file without decoding (with decoding for the few codecs whose packets do not suffice). Reading a video from its
-beginning needs no index and holds a few frames.
+file. This pass decodes frames only for the few codecs whose packets do not suffice. Reading a video from its beginning
+needs no index, and holds a few frames in memory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from rooftop.media.surfaces import MOST_AT_ONCE
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-MOST_BYTES_AT_ONCE = 1 << 27  # maximum bytes of frames that are converted together, before a caller requests them
-SEEKS = 3  # after this many seeks that lead too far, a file is read from its beginning
+MOST_BYTES_AT_ONCE = 1 << 27  # maximum bytes of frames that are converted together, ahead of the caller
+SEEKS = 3  # after this many seeks that overshoot, a file is read from its beginning
 CLOCK_SLACK_S = Fraction(1, 2000)
 
 
@@ -65,7 +65,7 @@ class VideoReader:
         for pixels, time, duration in reader.timed(): ...
         reader[7], reader[-1]               # (3, H, W)
         reader[10:50:4]                     # (T, 3, H, W)
-        reader.frames_at([0.5, 2.0])        # those shown at these times
+        reader.frames_at([0.5, 2.0])        # the frames shown at these times
         for clip in reader.clips(16): ...   # (16, 3, H, W)
 
     Times are seconds on the clock of the file; players start at 0. Pixels that are not square are not resampled, and
@@ -73,23 +73,23 @@ class VideoReader:
 
     Args:
         path_or_bytes: a file, or the content of one.
-        device: "cpu"; "cuda" or "cuda:1", a GPU's NVDEC, whose frames are never in the host's memory; or "auto", NVDEC
-            if it is available and faster than the CPU.
+        device: "cpu"; "cuda" or "cuda:1", a GPU's NVDEC, whose frames stay in GPU memory; or "auto": NVDEC if it is
+            available and faster than the CPU.
         output: "rgb"; or "nv12", (3 H / 2, W) uint8, the video's own format.
-        dtype: torch.uint8, or float16, bfloat16, float32, float64; the floating ones keep the depth of 10-bit videos.
-        resize: (height, width) of the frames, upright; bilinear, and shrunk without aliasing.
+        dtype: torch.uint8, or float16, bfloat16, float32, float64; floating dtypes keep the precision of 10-bit videos.
+        resize: (height, width) of the upright frames; resized bilinearly, without aliasing when they shrink.
         normalize: (mean, std) of red, green and blue in 0..1, for floating dtypes: (value - mean) / std.
 
     Attributes:
         device: the device on which frames are decoded and stored.
-        fallback_reason: why `device` is not a GPU, if "auto" was requested; else None. height, width: pixels of the
+        fallback_reason: why "auto" chose the CPU; None in all other cases. height, width: pixels of the
         returned frames.
-        fps: frames per second: the mean, as the file states it.
+        fps: mean frames per second, as the file states them.
         time_base: seconds of a tick of the file's clock.
-        colours: the colours of the file's numbers, and which properties are assumed.
+        colours: the colour encoding of the file, and which of its properties are assumed.
 
     Raises:
-        InputError: no such file, no video in it, or an invalid argument.
+        InputError: the file does not exist, has no video, or an argument is invalid.
         DamagedVideoError: no frame can be decoded.
         NoVideoDecoderError: for device "cuda", if NVDEC is not available or does not decode this video.
         MissingExtraError: PyAV is not installed.
@@ -111,7 +111,7 @@ class VideoReader:
         self._lock = threading.RLock()
         self._index: FrameIndex | None = None
         self._cursor: _Cursor | None = None
-        self._unclean: set[int] = set()  # numbers of the starts from which decoding does not give complete frames
+        self._unclean: set[int] = set()  # indices of the starts from which decoding does not return complete frames
         self._gpu: torch.device | None = None
         self._begun: _Cursor | None = None  # a pass from the beginning, if it has not returned a frame yet
         decoder = Decoder(self.source)
@@ -123,7 +123,7 @@ class VideoReader:
             self.colours: Colours = colours_of(frame)
         except (Broken, StopIteration) as broken:
             raise DamagedVideoError(
-                f"not one frame of {self.source.name} can be decoded: {str(broken) or 'it has none'}. Was it copied "
+                f"no frame of {self.source.name} can be decoded: {str(broken) or 'it has none'}. Was it copied "
                 "or downloaded completely?"
             ) from broken
         finally:
@@ -142,9 +142,10 @@ class VideoReader:
         self.device = self._gpu or torch.device("cpu")
 
     def _refused_by(self, device: torch.device) -> str | None:
-        """Why NVDEC cannot decode this, found by decoding a frame; None if it can. The first pass continues from it."""
+        """Why NVDEC cannot decode this video, found by decoding a frame; None if it can. The first pass continues after
+        that frame."""
         reason = self._tried(device)
-        if reason is not None and release_decoders():  # idle decoders may hold the memory that this one needs
+        if reason is not None and release_decoders():  # idle decoders may hold the GPU memory that this decoder needs
             reason = self._tried(device)
         return reason
 
@@ -181,25 +182,26 @@ class VideoReader:
 
     @property
     def times(self) -> Tensor:
-        """(N,) float64: when each frame is shown, in seconds."""
+        """(N,) float64: the time at which each frame is shown, in seconds."""
         return torch.tensor([self._seconds(tick) for tick in self.index.pts], dtype=torch.float64, device="cpu")
 
     @property
     def durations(self) -> Tensor:
-        """(N,) float64: the time in seconds for which each frame is shown, until the next one."""
+        """(N,) float64: seconds for which each frame is shown."""
         index = self.index
         ticks = [index.duration(position) for position in range(len(index))]
         return torch.tensor([float(each * self.time_base) for each in ticks], dtype=torch.float64, device="cpu")
 
     @property
     def duration(self) -> float:
-        """Seconds from the first frame to the end of the last."""
+        """Seconds from the start of the first frame to the end of the last."""
         index = self.index
         return float((index.end - index.pts[0]) * self.time_base) if len(index) else 0.0
 
     @property
     def constant_rate(self) -> Fraction | None:
-        """Frames a second, if the k-th frame is shown k / rate after the first; None if there is no such rate."""
+        """The rate in frames per second at which frame k is shown k / rate after the first; None if there is no such
+        rate."""
         return self.index.constant_rate(self.time_base, Fraction(self.fps).limit_denominator(1001))
 
     @property
@@ -208,29 +210,30 @@ class VideoReader:
         return list(self.index.keys)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Frames (3, H, W) from the first to the last. Each loop decodes separately.
+        """Iterate over frames (3, H, W) from the first to the last. Each loop decodes separately.
 
         Raises:
-            DamagedVideoError: at the position that cannot be decoded, after all earlier frames.
+            DamagedVideoError: raised at the position that cannot be decoded, after all earlier frames.
         """
         for _, pixels, _ in self._converted(self._stream(0)):
             yield pixels
 
     def timed(self, start: int = 0) -> Iterator[TimedFrame]:
-        """Frames with their times, from position `start` on; the same errors as a loop over the reader."""
+        """Iterate over frames with their times, from position `start` on; errors are as in a loop over the reader."""
         for tick, pixels, ticks in self._converted(self._stream(self._position(start) if start else 0)):
             yield TimedFrame(pixels, self._seconds(tick), float(ticks * self.time_base))
 
     def clips(self, frames: int, stride: int | None = None) -> Iterator[Tensor]:
-        """Clips (frames, 3, H, W) of consecutive frames; remaining frames at the end are dropped.
+        """Iterate over clips (frames, 3, H, W) of consecutive frames; an incomplete clip at the end is dropped.
 
         Args:
             frames: number of frames in each clip.
-            stride: frames from the start of one to the start of the next; `frames` if not given, so none are shared.
+            stride: frames from the start of one clip to the start of the next; by default `frames`, so that clips share
+                no frames.
 
         Raises:
             InputError: numbers below 1.
-            DamagedVideoError: as a loop over the reader.
+            DamagedVideoError: as in a loop over the reader.
         """
         stride = frames if stride is None else stride
         if frames < 1 or stride < 1:
@@ -242,7 +245,7 @@ class VideoReader:
 
         def needed() -> Iterator[tuple[int, av.VideoFrame, int]]:
             for number, (_, frame, ticks) in enumerate(self._stream(0)):
-                if number % stride < frames or stride <= frames:  # otherwise the frame lies between two clips
+                if number % stride < frames or stride <= frames:  # a frame before that lies between two clips
                     yield number, frame, ticks
 
         for number, pixels, _ in self._converted(needed()):
@@ -252,7 +255,7 @@ class VideoReader:
                 yield torch.stack(tuple(held))
 
     def __getitem__(self, position: int | slice) -> Tensor:
-        """(3, H, W) of a position, or (T, 3, H, W) of a slice; negative ones count from the end.
+        """The frame (3, H, W) at a position, or frames (T, 3, H, W) of a slice; negative positions count from the end.
 
         Raises:
             IndexError: there is no such frame.
@@ -263,7 +266,7 @@ class VideoReader:
         return self.take([position])[0]
 
     def take(self, positions: Sequence[int]) -> Tensor:
-        """(T, 3, H, W): frames at these positions, in this order, with repetitions. Errors as in `reader[i]`."""
+        """Frames (T, 3, H, W) at these positions, in this order; positions may repeat. Errors are as in `reader[i]`."""
         wanted = [self._position(each) for each in positions]
         shape = self.form.shape(self.height, self.width)
         taken = torch.empty(len(wanted), *shape, dtype=self.dtype, device=self.device)
@@ -282,10 +285,10 @@ class VideoReader:
         return taken
 
     def frames_at(self, times: Sequence[float] | Tensor) -> Tensor:
-        """(T, 3, H, W): the frames shown at these times.
+        """Frames (T, 3, H, W) shown at these times.
 
-        A time that misses a frame's start by less than half a tick of the file's clock, and less than 0.5 ms, counts as
-        that start: 2 / 30 is frame 2 even if the file says 0.067 s.
+        A time that is less than half a tick of the file's clock, and less than 0.5 ms, before a frame's start counts as
+        that start. So 2 / 30 is frame 2 even if the file says 0.067 s.
 
         Raises:
             InputError: a time before the first frame or after the end of the last.
@@ -353,8 +356,8 @@ class VideoReader:
         return frame
 
     def _converted(self, stream: Iterator[tuple[int, av.VideoFrame, int]]) -> Iterator[tuple[int, Tensor, int]]:
-        """Frames as tensors. On a GPU, several frames are converted together, which takes the host less time. The
-        number starts small and grows, so that the first frame arrives soon. An error is raised after all earlier
+        """Convert frames to tensors. On a GPU, several frames are converted together, which takes less host time. Their
+        number starts small and grows, so that the first frame is returned soon. An error is raised after all earlier
         frames."""
         count, failure = 1, None
         while failure is None:
@@ -366,7 +369,7 @@ class VideoReader:
                 failure = error
             try:
                 tensors = to_tensors([frame for _, frame, _ in group], self.form, self._gpu, self._turned)
-            except Exception:  # one by one, to find which frame it is
+            except Exception:  # convert one by one, to find the frame that fails
                 for tick, frame, ticks in group:
                     yield tick, to_tensor(frame, self.form, self._gpu, self._turned), ticks
                 raise
@@ -388,7 +391,8 @@ class VideoReader:
         return max(1, min(MOST_AT_ONCE, MOST_BYTES_AT_ONCE // frame_bytes))
 
     def _stream(self, start: int) -> Iterator[tuple[int, av.VideoFrame, int]]:
-        """Ticks, frames and their durations in ticks; a frame is returned when the next one is known."""
+        """Yield (tick, frame, duration in ticks). A frame is yielded only after the next frame is decoded, because the
+        next frame's tick determines the duration."""
         cursor = self._from_the_beginning() if start == 0 else self._cursor_at(start)
         held: tuple[int, av.VideoFrame] | None = None
         try:
@@ -423,7 +427,7 @@ class VideoReader:
             if cursor.position < position and (not index.seekable or index.start_before(position) <= here):
                 try:
                     return cursor.go_to(position, index)
-                except Broken:  # again, from a key frame
+                except Broken:  # decode it again, from a key frame
                     pass
         if cursor is None:
             cursor, self._begun = self._begun, None
@@ -434,7 +438,8 @@ class VideoReader:
         return self._cursor.last[1]
 
     def _cursor_at(self, position: int, spare: Decoder | None = None) -> _Cursor:
-        """A pass over the video that has just reached this frame. It reuses an earlier decoder if there is one."""
+        """Return a pass over the video that has just reached this frame. It reuses an earlier decoder if there is
+        one."""
         index, last_good = self.index, None
         start = index.start_before(position) if index.seekable else -1
         misled = 0
@@ -457,7 +462,8 @@ class VideoReader:
                 if failure is not None or start <= 0:
                     cursor.close()
                     raise self._damaged(failure or broken, last_good, position) from broken
-                failure, start = broken, start - 1  # again: the frame may need some before its key frame
+                # retry from an earlier start: the frame may need frames before its key frame
+                failure, start = broken, start - 1
             spare = cursor.release()
 
     def _damaged(self, broken: Broken, last: int | None, position: int | None = None) -> DamagedVideoError:
@@ -485,7 +491,8 @@ class _Cursor:
             spare.close()
         self.decoder = spare if spare is not None and start is not None else Decoder(source, device)
         self.position, self.last = -1, None
-        self.frames = _frames(self.decoder, start)  # which has no reference to this object: no cycle keeps a decoder
+        # this iterator must not refer to the cursor: a cycle would keep the decoder alive
+        self.frames = _frames(self.decoder, start)
 
     last: tuple[int, av.VideoFrame] | None
     frames: Iterator[tuple[int, av.VideoFrame]]
@@ -494,7 +501,7 @@ class _Cursor:
         """Decode up to this frame.
 
         Raises:
-            Broken: decoding does not give this frame.
+            Broken: decoding does not return this frame.
         """
         for tick, frame in self.frames:
             at = index.position(tick) if index.seekable else self.position + 1
@@ -509,7 +516,8 @@ class _Cursor:
         raise Broken("the decoder ends before it")
 
     def release(self) -> Decoder | None:
-        """The decoder if it is NVDEC's, for reuse from a key frame on, because creating another takes long."""
+        """Return an NVDEC decoder for reuse from a key frame on, because creating another one takes long; close any
+        other decoder."""
         if self.decoder.device is not None:
             return self.decoder
         self.close()
@@ -520,7 +528,7 @@ class _Cursor:
 
 
 def _frames(decoder: Decoder, start: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
-    """Frames from the beginning, or from the key frame at this tick on."""
+    """Decode frames from the beginning, or from the key frame at this tick on."""
     if start is not None:
         try:
             decoder.seek(start)

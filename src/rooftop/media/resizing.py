@@ -16,8 +16,8 @@ from torch import Tensor
 def taps(pixels: int, results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The bilinear weights of each result along one dimension.
 
-    Returns: the first pixel of each result, the one after its last, and float64 weights (results, most), which sum to
-        1.
+    Returns: for each result, its first pixel, the pixel after its last, and its float64 weights, which sum to 1: a row
+    of (results, most).
     """
     by = pixels / results
     wide = max(by, 1.0)
@@ -31,7 +31,7 @@ def taps(pixels: int, results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """(3, H, W) as (3, h, w) in its dtype, on the CPU. Bytes are rounded once."""
+    """Resize (3, H, W) to (3, h, w) in its dtype, on the CPU. uint8 results are rounded once."""
     if tuple(x.shape[1:]) == size:
         return x
     exact = x if x.is_floating_point() else x.float()
@@ -44,7 +44,7 @@ def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _matrix(pixels: int, results: int) -> Tensor:
-    """(results, pixels) float64."""
+    """The weights as a matrix (results, pixels), float64."""
     first, end, weights = taps(pixels, results)
     matrix = np.zeros((results, pixels))
     for n in range(results):

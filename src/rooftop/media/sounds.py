@@ -1,8 +1,9 @@
-"""`read_sound`: the sound of a file as a tensor, exact to the sample.
+"""`read_sound` reads the sound of a file as a tensor, exact to the sample.
 
-Samples that an encoder adds before the sound (1024 for AAC, 312 for Opus, 1105 for MP3) or after it are removed as the
-file states, as in players. Decoding always starts at the beginning of the file: in AAC, MP3 and Opus a sample depends
-on all samples before it, and a seek would return other values. Sound after the requested end is not decoded.
+Encoders add samples before the sound (1024 for AAC, 312 for Opus, 1105 for MP3) and after it. As in players, these are
+removed as the file states. Decoding always starts at the beginning of the file: in AAC, MP3 and Opus a sample depends
+on all samples before it, so decoding after a seek would return other values. Sound after the requested end is not
+decoded.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 SCALES = {"u8": (128, 128.0), "s16": (0, 32768.0), "s32": (0, 2147483648.0), "flt": (0, 1.0), "dbl": (0, 1.0)}
-"""For FFmpeg's sample formats: the number for silence, and the distance from it to 1.0. Planar formats have the same
-numbers, and a "p" at the end of their names.
+"""For FFmpeg's sample formats: the value of silence, and the difference between the values of 1.0 and silence. Planar
+formats, whose names end with "p", have the same values.
 """
 
 HEAD_BYTES = 1 << 16
-JITTERS_A_SECOND = 200  # packet times may differ from the sample count by 5 ms, because Matroska's are in ms
-MAX_SILENCE_BYTES = 1 << 27  # maximum silence from a jump in time: 6 minutes of two channels at 48 kHz
-BACK_S = 1  # maximum overlap of a packet with earlier sound
+JITTERS_A_SECOND = 200  # packet times may differ from the sample count by 5 ms, because Matroska stores times in ms
+MAX_SILENCE_BYTES = 1 << 27  # maximum silence that a jump in time may insert: 6 minutes of two channels at 48 kHz
+BACK_S = 1  # maximum overlap of a packet with the sound before it
 LOSSLESS = ("pcm_", "flac")
 TOLD_LENGTH = ("wav", "w64", "flac", "aiff", "caf", "au")  # formats whose header states the length of the sound
 
@@ -40,8 +41,9 @@ class Sound(NamedTuple):
     """Sound as a tensor.
 
     Attributes:
-        samples: (C, N) float32 in -1..1; codecs with floating numbers (AAC, Opus, MP3) may exceed it slightly.
-        rate_hz: samples a second.
+        samples: (C, N) float32 in -1..1; codecs that store floating numbers (AAC, Opus, MP3) may exceed this range
+            slightly.
+        rate_hz: samples per second.
         start_s: time of the first sample, in seconds on the clock of the file.
     """
 
@@ -59,18 +61,19 @@ def read_sound(
         sound = read_sound("walk.mp4", start_s=1.5, end_s=2.0)  # (2, 24000)
 
     Times are on the clock of the file, the same as `VideoReader`'s. Gaps between packets become silence. All samples
-    are in memory: 11 MB for a minute of one channel at 48 kHz.
+    are in memory at once: 11 MB per minute of one channel at 48 kHz.
 
     Args:
         path_or_bytes: a file of sound or of video, or the content of one.
-        start_s, end_s: in seconds; samples from the nearest to `start_s` up to the nearest to `end_s`, which is
-            excluded.
+        start_s, end_s: in seconds. The result begins with the sample nearest to `start_s`, and ends before the sample
+            nearest to `end_s`.
         track: index of the sound stream, from 0 on.
 
     Raises:
-        InputError: there is no such file, it has no sound or no such track, or there is nothing between these times.
-        DamagedSoundError: a position cannot be decoded, or the file ends early. The error's `sound` is the sound before
-            that position.
+        InputError: there is no such file, the file has no sound or no such track, or there is no sound between these
+            times.
+        DamagedSoundError: a position cannot be decoded, or the file ends early. The `sound` of this error is the sound
+            before that position.
         MissingExtraError: PyAV is not installed.
     """
     if not 0 <= start_s < float("inf") or (end_s is not None and not start_s < end_s < float("inf")):
@@ -88,11 +91,11 @@ def read_sound(
 
 
 class _Broken(Exception):
-    """A position that cannot be decoded."""
+    """A position of the sound cannot be decoded."""
 
 
 class _Part(NamedTuple):
-    """A part of a track from one position to another: the last samples of a frame, or silence if there is no frame."""
+    """The part of a track between two positions: the last samples of a frame, or silence if there is no frame."""
 
     first: int
     end: int
@@ -121,7 +124,7 @@ class _Track:
                     low, high = round(start_s * self.rate), None if end_s is None else round(end_s * self.rate)
                 if high is not None and part.first >= high:
                     break
-                if part.end > low:  # earlier ones are only decoded
+                if part.end > low:  # samples before this are decoded, but not returned
                     samples = self._samples(part)
                     begin = begin if parts else max(part.first, low)
                     parts.append(samples[:, max(0, low - part.first) : None if high is None else high - part.first])
@@ -154,7 +157,7 @@ class _Track:
         return torch.zeros(self.channels, count) if part.frame is None else _samples(part.frame)[:, -count:]
 
     def _parts(self) -> Iterator[_Part]:
-        """All parts, one after another, with silence in the gaps."""
+        """Iterate over consecutive parts, with silence in the gaps."""
         for frame in self._frames():
             if self.rate == 0:
                 self.rate, self.channels = frame.sample_rate, len(frame.layout.channels)
@@ -178,13 +181,14 @@ class _Track:
                     self.position = at
                 count += min(gap, 0)  # overlaps sound that was returned already
             end = self.position + max(count, 0)
-            first = max(self.position, 0)  # where the clock begins
+            first = max(self.position, 0)  # the first frame sets the clock's start
             self.position = end
             if end > first:
                 yield _Part(first, end, frame)
 
     def _position(self, frame: av.AudioFrame) -> int | None:
-        """The sample nearest to the frame's time, computed in integers. (There are 47 AAC frames in a second.)"""
+        """The position of the sample nearest to the frame's time, computed in integers, because fractions are slow and
+        AAC has 47 frames a second."""
         base = self.stream.time_base
         if frame.pts is None or base is None:
             return None
@@ -205,11 +209,11 @@ class _Track:
                 packet = next(packets, None)
             except error_of_ffmpeg as error:
                 raise _Broken(f"the rest of the file cannot be read: {said(error)}") from error
-            if packet is None or (packet.size == 0 and packet.dts is None):  # the last one only drains the decoder
+            if packet is None or (packet.size == 0 and packet.dts is None):  # an empty packet only drains the decoder
                 break
             if packet.is_corrupt and not self.lossless:
                 raise _Broken("a packet is damaged or incomplete")
-            # For PCM, the rest of the last packet is valid; FLAC's decoder itself detects invalid data.
+            # A truncated last packet of PCM is valid up to its end, and FLAC's decoder itself detects invalid data.
             ends_within = packet.is_corrupt and not (
                 self.container.format == "wav" and _streamed(self.container.source)
             )
@@ -231,7 +235,7 @@ class _Track:
         self._check_end(count, end, frame_samples)
 
     def _check_end(self, count: int, end: int | None, frame_samples: int) -> None:
-        """Check that all the sound stated in the header exists."""
+        """Check that the file has all the sound that its header states."""
         if "mp4" in self.container.format and count < len(self.stream.index_entries):
             raise _Broken(f"the file ends after {count} of {len(self.stream.index_entries)} packets")
         whole: Fraction | None = None
@@ -241,14 +245,14 @@ class _Track:
             there = Fraction(self.position or 0, self.rate or 1)
         elif "matroska" in self.container.format and end is not None and base:
             whole, there = _told(self.stream.metadata.get("DURATION")), end * base
-        # Some headers count the samples added before or after, others do not.
+        # Some headers count the samples that the encoder added before or after, others do not.
         slack = Fraction(1, self.rate or 1) if self.lossless else Fraction(2 * frame_samples, self.rate or 1)
         if whole is not None and there + slack + (base or 0) < whole:
             raise _Broken(f"the file ends after {float(there):.3f} of {float(whole):.3f} s")
 
 
 def _streamed(source: Source) -> bool:
-    """Whether the header of a WAV file leaves its length open, as programs that write into a pipe do."""
+    """Whether the header of a WAV file does not state the length, as if a program wrote the file into a pipe."""
     with source.open() as file:
         head = file.read(HEAD_BYTES)
     at = head.find(b"data")
@@ -256,7 +260,7 @@ def _streamed(source: Source) -> bool:
 
 
 def _told(duration: str | None) -> Fraction | None:
-    """Seconds of Matroska's 00:01:02.500000000."""
+    """Parse a duration of Matroska, such as 00:01:02.500000000, to seconds."""
     try:
         hours, minutes, seconds = (duration or "").split(":")
         return int(hours) * 3600 + int(minutes) * 60 + Fraction(seconds)
@@ -265,7 +269,7 @@ def _told(duration: str | None) -> Fraction | None:
 
 
 def _samples(frame: av.AudioFrame) -> Tensor:
-    """(C, N) float32, in new memory."""
+    """Convert a frame's samples to (C, N) float32, in new memory."""
     name = frame.format.name
     if name.removesuffix("p") not in SCALES:
         raise _Broken(f"samples of format {name} are not supported")

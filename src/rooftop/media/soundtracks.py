@@ -23,8 +23,8 @@ CHANNELS = {1: "mono", 2: "stereo", 3: "2.1", 4: "4.0", 5: "5.0", 6: "5.1", 7: "
 """FFmpeg's layout names, by the number of channels."""
 
 USUAL = {".webm": "libopus", ".ogg": "libopus", ".avi": "pcm_s16le", ".wmv": "wmav2"}
-"""Encoders of sound by the file's suffix; for others, aac. AVI cannot state how many samples an encoder adds before the
-sound."""
+"""Default encoders of sound by the file's suffix; aac for other suffixes. AVI cannot state how many samples an encoder
+adds before the sound, so it gets another encoder."""
 
 ENCODED_AT_ONCE = 1 << 14  # samples
 
@@ -37,15 +37,15 @@ class Timed(NamedTuple):
 
 
 class CopiedSound:
-    """All sound of a file, with unchanged packets.
+    """Copies all sound of a file, packet by packet, unchanged.
 
     Args:
-        container: the container to which it is added.
+        container: the container to which the sound is added.
         path: path of the file.
         start_s: time on the file's clock that becomes 0. Packets that begin before it are dropped.
 
     Raises:
-        InputError: there is no such file or no sound in it, or the container cannot hold the codec.
+        InputError: the file does not exist or has no sound, or the container cannot hold its codec.
     """
 
     def __init__(self, container: av.container.OutputContainer, path: str | os.PathLike[str], start_s: float) -> None:
@@ -81,7 +81,7 @@ class CopiedSound:
         """The packets in file order, with times on the clock of the video.
 
         Raises:
-            DamagedVideoError: the damaged part would not be the same in the copy.
+            DamagedVideoError: a packet is damaged, or the file cannot be read further.
         """
         packets = self._input.input.demux(tuple(self._input.audio()))
         while True:
@@ -115,22 +115,22 @@ class CopiedSound:
             yield packet
 
     def finish(self) -> None:
-        """Nothing is left to encode."""
+        """Do nothing: copied sound needs no encoding."""
 
     def close(self) -> None:
         self._input.close()
 
 
 class EncodedSound:
-    """Samples, encoded as they arrive.
+    """Encodes samples as they arrive.
 
     Args:
-        container: the container to which they are added.
+        container: the container to which the encoded sound is added.
         codec: the name of an FFmpeg encoder.
         channels, rate_hz: number of channels and sample rate.
 
     Raises:
-        InputError: the encoder is unknown, the container cannot hold its sound, or the rate is not supported.
+        InputError: the encoder is unknown, the container cannot hold its output, or the rate is not supported.
     """
 
     def __init__(self, container: av.container.OutputContainer, codec: str, channels: int, rate_hz: int) -> None:
@@ -159,7 +159,7 @@ class EncodedSound:
         self._waiting: deque[av.Packet[av.AudioStream]] = deque()
 
     def write(self, samples: Tensor) -> None:
-        """(C, N) floating."""
+        """Encode samples (C, N), floating."""
         for part in samples.split(ENCODED_AT_ONCE, 1):
             array = part.to(torch.float32).contiguous().numpy()
             frame = self.av.AudioFrame.from_ndarray(array, format="fltp", layout=CHANNELS[self.channels])
@@ -177,7 +177,7 @@ class EncodedSound:
             yield self._waiting.popleft()
 
     def finish(self) -> None:
-        """Encode what is left."""
+        """Encode the remaining samples."""
         self._waiting.extend(self._stream.encode(None))
 
     def close(self) -> None:
@@ -185,5 +185,5 @@ class EncodedSound:
 
 
 def usual_codec(suffix: str) -> str:
-    """The encoder of sound for a file with this suffix."""
+    """The default encoder of sound for a file with this suffix."""
     return USUAL.get(suffix.lower(), "aac")

@@ -1,7 +1,7 @@
 """Convert luma and chroma in a GPU's memory to a tensor of red, green and blue, by one kernel.
 
-A surface is the output of a decoder: NV12 and P010 (a plane of luma, one of pairs of chroma), or three planes. Rows may
-be longer than the picture, and numbers of 10 and 12 bits are in the upper bits of 16.
+A surface is the output of a decoder: three planes, or a plane of luma and a plane of chroma pairs (NV12, P010). Rows in
+memory may be longer than the picture. Numbers of 10 and 12 bits are in the upper bits of 16.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rooftop.launch.triton_launch import Repeated, require_triton
 from rooftop.media.colours import WEIGHTS, Colours, extents, pixels_a_sample
 from rooftop.media.forms import Form
 
-ROWS, COLUMNS = 4, 128  # pixels of a program
-MOST_AT_ONCE = 8  # pictures of a launch; the kernels have this many parameters for them
+ROWS, COLUMNS = 4, 128  # pixels per Triton program
+MOST_AT_ONCE = 8  # pictures per launch; the kernels have this many pointer parameters per plane
 
 
 class Plane:
-    """Numbers in GPU memory that does not belong to torch. A `Plane` has the attributes of a tensor that kernels need,
-    and is faster to create than a tensor.
+    """Numbers in GPU memory that torch does not own. A `Plane` has the attributes of a tensor that kernels need, and is
+    faster to create than a tensor.
 
     Args:
         pointer: address of the first number. shape, strides: (rows, columns), in numbers.
         dtype: uint8 or uint16.
         device: the GPU.
-        owner: owner of the memory; it lives as long as this object and the tensors made from it.
+        owner: owner of the memory; this object and the tensors made from it keep it alive.
     """
 
     __slots__ = ("device", "dtype", "owner", "pointer", "shape", "strides")
@@ -80,10 +80,11 @@ class Surface:
     """A picture in a decoder's output format.
 
     Attributes:
-        y: (H, W) uint8 or uint16; like the others, a tensor or a `Plane`.
-        u, v: (H', W') of Cb and Cr, with equal strides; H' is H or half of it rounded up (or a quarter); W' likewise.
-        bits: significant bits of a number, the upper ones of its 8 or 16.
-        colours: the meaning of the numbers.
+        y: (H, W) uint8 or uint16; a tensor or a `Plane`, like u and v.
+        u, v: (H', W') of Cb and Cr, with equal strides. H' is H, or a half or a quarter of H, rounded up; W' is derived
+            from W in the same way.
+        bits: significant bits of a number: the upper bits of its 8 or 16.
+        colours: matrix and range of the numbers.
     """
 
     y: Tensor | Plane
@@ -97,7 +98,7 @@ class SurfaceLayout(NamedTuple):
     """Properties that all surfaces of a video share.
 
     Attributes:
-        size, chroma: (rows, columns) of luma, and of each chroma.
+        size, chroma: (rows, columns) of luma, and of each chroma plane.
         strides: row strides of luma and of chroma, and the column stride of chroma.
     """
 
@@ -117,14 +118,14 @@ def all_to_rgb(
     mirrored: bool = False,
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """(3, H, W) of each surface, upright, in the requested form, on its device. Consecutive surfaces of one layout
-    share a launch.
+    """Convert each surface to (3, H, W), upright, in the requested form, on its device. Consecutive surfaces of one
+    layout share a launch.
 
     Args:
-        surfaces: surfaces of pictures, on a GPU (or on the CPU, if Triton's kernels are interpreted).
+        surfaces: pictures on a GPU (or on the CPU, if Triton's kernels are interpreted).
         form: size, dtype and normalization.
-        turns: quarter turns counterclockwise that make them upright.
-        mirrored: whether they are then mirrored left to right.
+        turns: quarter turns counterclockwise that make the pictures upright.
+        mirrored: whether the turned pictures are then mirrored left to right.
         into: contiguous tensors to write to, one per surface, in the form's dtype; None: new ones.
 
     Raises:
@@ -144,7 +145,8 @@ def all_to_rgb(
                 outs = [torch.empty(3, *upright, dtype=form.dtype, device=layout.device) for _ in some]
             else:
                 outs = list(into[len(found) : len(found) + len(some)])
-            filled = [*range(len(some)), *[0] * (MOST_AT_ONCE - len(some))]  # unused pointers point at the first
+            # unused pointers repeat the first picture's
+            filled = [*range(len(some)), *[0] * (MOST_AT_ONCE - len(some))]
             columns = ([each.y for each in some], [each.u for each in some], [each.v for each in some], outs)
             kernel(*[column[number] for column in columns for number in filled])  # type: ignore[index]
             found += outs
@@ -194,8 +196,8 @@ def _conversion(
 
 
 def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> tuple[int, int, int]:
-    """The position of (row, column) of the surface in an upright plane of this width: (origin, step of a row, step of a
-    column).
+    """Offsets of the surface's pixels in an upright plane of this width: (offset of the first pixel, step per row, step
+    per column).
     """
     i, j = (0, 1, 0), (0, 0, 1)  # the upright position: (constant, times the row, times the column)
     size = (rows, columns)
@@ -209,7 +211,8 @@ def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> 
 
 
 def _matrix(layout: SurfaceLayout, white: float) -> tuple[float, ...]:
-    """Black, the middle of chroma, and the factors that turn luma and chroma into colours in 0..white."""
+    """Compute the value of black, the middle of chroma, and the factors that turn luma and chroma into colours in
+    0..white."""
     kr, kb = WEIGHTS[layout.colours.matrix]
     kg = 1 - kr - kb
     unit = 1 << (8 * layout.element_bytes - layout.bits)

@@ -1,10 +1,9 @@
 """Decide whether packets that a demuxer marks as corrupt are really damaged.
 
 A transport stream numbers its packets. A break in the numbers means lost data, or files that were joined without loss.
-To tell the two apart, the packets up to the second key frame after the break go through a separate decoder with strict
-error checks. It starts at the last key frame before the break, so the packets since then are kept. A picture that is
-lost entirely leaves no packet to check. It only leaves a gap in the decoding times, before a picture that is not a key
-frame.
+To tell the two apart, a separate decoder with strict error checks decodes the packets up to the second key frame after
+the break. It starts at the last key frame before the break, so the packets since that key frame are kept. An entirely
+lost picture leaves no packet to check, only a gap in the decoding times before a picture that is not a key frame.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ if TYPE_CHECKING:
     Packet = av.Packet[av.VideoStream]
 
 DAMAGED = "a packet is damaged or incomplete"
-_MOST_KEPT = 1000  # packets kept since the last key frame; if it is farther back, it is not available
+_MOST_KEPT = 1000  # packets kept since the last key frame; a key frame farther back than this is not available
 _MOST_AHEAD = 2000
-_KEY_FRAMES = 2  # packets that must follow a suspicion
+_KEY_FRAMES = 2  # key frames up to which packets are read after a suspicious packet
 
 
 class Suspicions:
     """Checks the packets of a video.
 
     Args:
-        context: FFmpeg's, of the stream.
-        looked_into: whether to check marked packets by decoding. If not, they count as damaged.
+        context: FFmpeg's codec context of the stream.
+        looked_into: whether to check marked packets by decoding. If False, marked packets count as damaged.
         step: usual ticks from one picture to the next.
         options: options of the decoder.
 
@@ -46,7 +45,7 @@ class Suspicions:
     def checked(self, packets: Iterator[Packet]) -> Iterator[tuple[Packet, str | None]]:
         """Yield each packet with the reason why it is damaged, or None. An error of `packets` is raised after all
         earlier packets."""
-        kept: list[Packet] = []  # packets from the last key frame on; empty if that is too far back
+        kept: list[Packet] = []  # packets from the last key frame on; empty if that key frame is too far back
         for packet in packets:
             if not packet.is_corrupt or not self._looked_into:
                 self.places += packet.is_corrupt
@@ -69,14 +68,14 @@ class Suspicions:
                 raise failure
 
     def _read_ahead(self, ahead: list[Packet], packets: Iterator[Packet]) -> None:
-        """Read until the second key frame after the last suspicion."""
+        """Read packets up to the second key frame after the last marked packet."""
         keys = 0
         while keys < _KEY_FRAMES and len(ahead) < _MOST_AHEAD and (packet := next(packets, None)) is not None:
             ahead.append(packet)
             keys = 0 if packet.is_corrupt else keys + packet.is_keyframe
 
     def _wrong(self, before: list[Packet], ahead: list[Packet]) -> dict[int, str]:
-        """The damaged packets among `ahead`: id(packet) -> reason."""
+        """Decode strictly to find the damaged packets among `ahead`; return id(packet) -> reason."""
         if not before and not ahead[0].is_keyframe:
             return {id(each): DAMAGED for each in ahead if each.is_corrupt}
         av = load_av()

@@ -1,4 +1,4 @@
-"""`VideoWriter`: tensors as a video file, written under another name until it is complete."""
+"""`VideoWriter` writes tensors as a video file, under a temporary name until the file is complete."""
 
 from __future__ import annotations
 
@@ -27,51 +27,54 @@ from rooftop.media.soundtracks import CopiedSound, EncodedSound, usual_codec
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-TICKS = 120_000  # ticks a second, if frames have times: a frame of 24, 25, 30 or 60 Hz, or NTSC, has whole ticks
-AVI_SLACK_S = Fraction(1, 1000)  # the distance by which a time may miss the position of a frame
+# ticks per second if frames have times: a frame at 24, 25, 30 or 60 Hz or at NTSC's rates is a whole number of ticks
+TICKS = 120_000
+AVI_SLACK_S = Fraction(1, 1000)  # how far a given time may lie from a multiple of 1 / fps
 DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")  # formats in which a packet lasts until the next one is decoded
 TICKS_MPEG4 = 60_000  # ticks per second for an encoder that stores ticks in 16 bits
-NARROWEST_X265 = 64  # with fewer pixels, x265 (in PyAV 18) writes beyond its memory in `Lookahead::cuTree`
+NARROWEST_X265 = 64  # for narrower frames, x265 (in PyAV 18) writes out of bounds in `Lookahead::cuTree`
 
 
 class VideoWriter:
-    """Write frames as a video. On close, the complete file appears under its name; after an error, there is no file.
+    """Write frames as a video. The complete file gets its name on close; after an error, there is no file.
 
         with VideoWriter("out.mp4", fps=30) as writer:
             writer.write(frames)            # (3, H, W) or (T, 3, H, W), any number of times
 
-        with VideoWriter("out.mp4", fps=30, sound_from="in.mp4") as writer: ...  # its sound, bit by bit
+        with VideoWriter("out.mp4", fps=30, sound_from="in.mp4") as writer: ...  # copies its sound, bit by bit
 
-    If the block ends with an error, or after `discard()`, there is no new file, and an older file is unchanged.
+    If the `with` block ends with an error, or after `discard()`, no new file is left, and an older file of that name is
+    unchanged.
 
     Args:
         path: path of the file; its suffix names the format (.mp4, .mkv, .webm, .avi, .mov, ...).
-        fps: frames a second. Frames with times are shown at those times instead; in an AVI file, times must be
+        fps: frames a second. Frames written with times are shown at those times instead. In an AVI file, times must be
             multiples of 1 / fps.
         codec: the name of an FFmpeg encoder: libx264, libx265, libvpx-vp9, libsvtav1, mpeg4, ffv1, h264_nvenc, ...; or
-            "auto": h264_nvenc if a GPU here has encoded a test clip, else libx264. "auto" takes no `options`.
-        pixel_format: FFmpeg's name; with more than 8 bits (yuv420p10le) it keeps more of floating frames. By default
-            yuv420p, or the encoder's own.
+            "auto": h264_nvenc if a GPU of this machine encodes a test clip, and libx264 if not. "auto" takes no
+            `options`.
+        pixel_format: FFmpeg's name of the format. A format of more than 8 bits (yuv420p10le) keeps more precision of
+            floating frames. The default is yuv420p, or the encoder's own.
         bit_rate_bps: bits per second that the encoder aims at; None: the encoder's default quality.
         options: options of the encoder, such as {"crf": "18", "preset": "fast"}.
-        matrix: bt709, bt601 or bt2020; by default the one that players assume for the size. The file states it.
-        full_range: whether black is 0 and white 255, instead of 16 and 235.
+        matrix: bt709, bt601 or bt2020; the file states it. By default the matrix that players assume for this size.
+        full_range: True if black is 0 and white 255; False if black is 16 and white 235.
         pad: whether a size that does not fit the pixel format (odd, with yuv420p) is padded by repeating the last row
             and column. If not, such a size raises.
         sound_from: a file from which all sound streams are copied, packet for packet.
-        sound_start_s: the time on that file's clock that becomes 0. Packets that begin before are dropped.
-        cut_sound: whether sound after the last frame is dropped, to the precision of a packet. If not, all sound is
+        sound_start_s: the time on that file's clock that becomes 0. Packets that begin before this time are dropped.
+        cut_sound: whether sound after the last frame is dropped, to the precision of a packet. If False, all sound is
             kept.
 
     Attributes:
-        size: (height, width) of the file, from the first frame on; before that None.
-        encoder: the video's encoder, even if "auto" was requested.
-        fallback_reason: why the encoder is not h264_nvenc, if "auto" was requested; else None. The size of the first
-            frame may still change both.
+        size: (height, width) of the video; None before the first frame.
+        encoder: the video's encoder; for "auto", the encoder that was chosen.
+        fallback_reason: why "auto" did not choose h264_nvenc; None in all other cases. The size of the first frame may
+            still change `encoder` and `fallback_reason`.
 
     Raises:
-        InputError: the suffix, encoder, pixel format or an argument is unknown, the folder does not exist, there is no
-            sound, or the format cannot hold the sound.
+        InputError: the suffix, encoder, pixel format or an argument is unknown, the folder does not exist, `sound_from`
+            has no sound, or the format cannot hold the sound.
         MissingExtraError: PyAV is not installed.
     """
 
@@ -109,12 +112,12 @@ class VideoWriter:
         self.codec, self.matrix, self.full_range, self.pad = codec, matrix, full_range, pad
         self.bit_rate_bps, self.options, self.cut_sound = bit_rate_bps, dict(options or {}), cut_sound
         if codec == "auto" and options:
-            raise InputError(f'options {self.options} belong to one encoder: name it instead of codec="auto"')
+            raise InputError(f'options {self.options} belong to one encoder: pass its name as codec, not "auto"')
         self.fallback_reason = why_no_nvenc(pixel_format or "yuv420p") if codec == "auto" else None
         self.encoder = codec if codec != "auto" else OTHERWISE if self.fallback_reason else ENCODER
         self.pixel_format = self._pick_format(pixel_format)
         if not self.path.parent.is_dir():
-            raise InputError(f"{self.path.parent} is not a folder: create it before {self.path.name} is written there")
+            raise InputError(f"{self.path.parent} is not a folder: create it before you write {self.path.name} there")
         if self.path.is_dir():
             raise InputError(f"{self.path} is a folder: expected the name of a file")
         self._timed = False
@@ -122,9 +125,9 @@ class VideoWriter:
         if self.encoder == "mpeg4":
             self._ticks_a_second = min(self._ticks_a_second, Fraction(TICKS_MPEG4))
         self._last_tick = -1
-        self._last_duration: int | None = None  # in ticks, of the last frame
+        self._last_duration: int | None = None  # duration of the last frame in ticks
         self._first_tick = 0
-        self._begin: int | None = None  # ticks by which decoding begins before display
+        self._begin: int | None = None  # ticks by which decoding starts before display
         self._held: list[av.Packet[av.VideoStream]] = []
         self.size: tuple[int, int] | None = None
         try:
@@ -132,7 +135,7 @@ class VideoWriter:
         except (self.av.FFmpegError, ValueError) as error:
             self.discard()
             raise InputError(
-                f"{self.path} has no suffix of a format that FFmpeg writes: expected .mp4, .mkv, .webm, .avi or another"
+                f"{self.path}: FFmpeg writes no format with this suffix; expected .mp4, .mkv, .webm, .avi or another"
             ) from error
         except OSError:
             self.discard()
@@ -164,7 +167,7 @@ class VideoWriter:
             self.av.VideoFormat(wanted, 16, 16)
         except ValueError as error:
             raise InputError(
-                f"pixel format {wanted!r} is not known: expected yuv420p or another of FFmpeg's"
+                f"pixel format {wanted!r} is not known: expected a name of FFmpeg's, such as yuv420p"
             ) from error
         return wanted
 
@@ -179,15 +182,15 @@ class VideoWriter:
         Args:
             frames: (3, H, W) or (T, 3, H, W), on any device; uint8, or floating in 0..1 (other values are clipped). The
                 first call determines the size.
-            times: increasing seconds at which they are shown; for all frames or for none.
-            until: the time in seconds at which the last frame stops being shown, if no other frame follows. It needs
-                `times`. The default is 1 / fps after the last time.
+            times: increasing times in seconds at which the frames are shown. Pass times in all calls or in none.
+            until: the time in seconds until which the last frame is shown, if no other frame follows. It needs `times`.
+                The default is the last time plus 1 / fps.
 
         Raises:
-            InputError: a shape, dtype or size differs from what is expected, a value is not finite, times do not
-                increase, or the pixel format cannot have the size.
+            InputError: a shape, dtype or size is not as expected, a value is not finite, times do not increase, or the
+                pixel format does not allow the size.
             VideoWriteError: the encoder refuses its settings. The writer is then closed, and leaves no file.
-            DamagedVideoError: the copied sound cannot be read further; the writer is then closed too.
+            DamagedVideoError: the copied sound cannot be read further. The writer is then closed, and leaves no file.
         """
         if self._closed:
             raise VideoWriteError(f"{self.path} is closed already: open another VideoWriter")
@@ -207,7 +210,7 @@ class VideoWriter:
         if len(batch) == 0:
             return
         if self.frames and self._timed != (seconds is not None):
-            raise InputError("some frames have times and some do not: give times for all frames or for none")
+            raise InputError("some frames have times and some do not: pass times for all frames or for none")
         ticks = self._ticks(seconds, len(batch))
         last = None if until is None else self._until(until, ticks[-1], timed=seconds is not None)
         if batch.is_floating_point() and not bool(torch.isfinite(batch).all()):
@@ -216,7 +219,9 @@ class VideoWriter:
             self._check_size(batch.shape[-2], batch.shape[-1])
         elif self._given != batch.shape[-2:]:
             given, before = "x".join(map(str, batch.shape[-2:])), "x".join(map(str, self._given))
-            raise InputError(f"frames of {given} pixels after those of {before}: a video has one size")
+            raise InputError(
+                f"frames of {given} pixels after frames of {before}: all frames of a video must have one size"
+            )
         try:
             if not self.frames:
                 self._start(timed=seconds is not None)
@@ -235,16 +240,16 @@ class VideoWriter:
             raise
 
     def write_sound(self, samples: Tensor, rate_hz: int, codec: str | None = None) -> None:
-        """Add sound, which begins with the video; call it before the first frame, any number of times.
+        """Add sound, which begins with the video. Call this before the first frame, any number of times.
 
         Args:
             samples: (C, N) floating in -1..1, on any device, with 1 to 8 channels.
             rate_hz: samples a second.
-            codec: an FFmpeg encoder of sound: aac, libopus, libmp3lame, flac, pcm_s16le, ...; by default a usual one
-                for the suffix of the file.
+            codec: an FFmpeg encoder of sound: aac, libopus, libmp3lame, flac, pcm_s16le, ...; by default one that suits
+                the suffix of the file.
 
         Raises:
-            InputError: a shape, dtype, rate or codec differs from what is expected or from earlier calls, a value is
+            InputError: a shape or dtype is not as expected, the rate or codec differs from earlier calls, a value is
                 not finite, `sound_from` was given too, or the first frame is already written.
             VideoWriteError: the encoder refuses the settings or the samples. The writer is then closed, and leaves no
                 file.
@@ -257,7 +262,7 @@ class VideoWriter:
             raise InputError("samples that are not finite (nan or inf): expected -1..1")
         if isinstance(self._sound, CopiedSound):
             raise InputError(
-                f"{self.path} gets its sound from {self._sound.name}: leave out sound_from to write another"
+                f"{self.path} gets its sound from {self._sound.name}: leave out sound_from to write other sound"
             )
         if self._sound is None:
             if self.frames:
@@ -271,7 +276,7 @@ class VideoWriter:
         before = (self._sound.channels, self._sound.rate_hz, self._sound.codec)
         given = (samples.shape[0], rate_hz, codec or self._sound.codec)
         if given != before:
-            raise InputError(f"sound of (channels, Hz, codec) {given} after {before}: a stream cannot change them")
+            raise InputError(f"sound with (channels, Hz, codec) {given} after {before}: a stream cannot change these")
         try:
             self._sound.write(samples.detach().cpu())
         except (self.av.FFmpegError, ValueError, OSError) as error:
@@ -282,8 +287,8 @@ class VideoWriter:
         """Write the remaining data and give the file its name.
 
         Raises:
-            VideoWriteError: no frame was written, or the file could not be finished. No file is left then.
-            DamagedVideoError: the copied sound cannot be read to its end; no file is left then either.
+            VideoWriteError: no frame was written, or the file could not be finished. No file is left.
+            DamagedVideoError: the copied sound cannot be read to its end. No file is left.
         """
         if self._closed:
             return
@@ -307,7 +312,7 @@ class VideoWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Leave no file. After `close`, this does nothing."""
+        """Stop writing and delete the unfinished file. After `close`, this does nothing."""
         self._closed = True
         if self._sound is not None:
             self._sound.close()
@@ -352,8 +357,8 @@ class VideoWriter:
         for tick, each in zip(ticks, seconds, strict=True):
             if rate == self.fps and abs(tick / rate - Fraction(each)) > AVI_SLACK_S:
                 raise InputError(
-                    f"a frame at {each:.6f} s: AVI has frames only at multiples of 1/{float(rate):.6g} s, set by "
-                    "fps. Choose another fps, or another suffix such as .mp4"
+                    f"a frame at {each:.6f} s: in AVI, frames lie only at multiples of 1/{float(rate):.6g} s, "
+                    "which fps sets. Choose another fps, or another suffix such as .mp4"
                 )
             if tick <= before:
                 raise InputError(
@@ -364,10 +369,10 @@ class VideoWriter:
         return ticks
 
     def _until(self, until: float, last_tick: int, timed: bool) -> int:
-        """Ticks of the last frame's duration."""
+        """Duration of the last frame in ticks."""
         ticks = round(until * self._ticks_a_second) - last_tick if 0 <= until < float("inf") else 0
         if not timed or ticks <= 0:
-            raise InputError(f"until={until}: expected times, and a value in seconds above the last time")
+            raise InputError(f"until={until}: expected a value in seconds above the last time, together with times")
         return ticks
 
     def _check_size(self, height: int, width: int) -> None:
@@ -413,11 +418,12 @@ class VideoWriter:
             context.bit_rate = self.bit_rate_bps
 
     def _add_video(self) -> av.VideoStream:
-        """Add the stream of the video before the streams of the sound; its size comes with the first frame."""
+        """Add the stream of the video before the streams of the sound. The first frame sets its size later."""
         if self._stream is None:
             assert self._container is not None
             options = dict(self.options)
-            if self.encoder == "libx265" and "log-level" not in options.get("x265-params", ""):  # it prints a message
+            # without this option, x265 prints a message
+            if self.encoder == "libx265" and "log-level" not in options.get("x265-params", ""):
                 options["x265-params"] = ":".join(filter(None, (options.get("x265-params"), "log-level=error")))
             try:
                 stream = self._container.add_stream(self.encoder, rate=self.fps, options=options)
@@ -432,7 +438,8 @@ class VideoWriter:
         assert self._container is not None
         assert self._stream is not None
         packets = [*self._held, *self._stream.encode(frame)]
-        # The last packet is held back. It may not be that of the last frame, but the decoding clock ends with it.
+        # Hold back the last packet, since its duration must be set. It may belong to another frame than the last one,
+        # but the decoding clock ends with it.
         self._held = packets[-1:] if frame is not None else []
         by_decoding = self.path.suffix.lower() in DURATIONS_OF_DECODING
         if packets and self._begin is None and packets[0].dts is not None:
@@ -447,14 +454,14 @@ class VideoWriter:
             self._container.mux(packet)
 
     def _mux_sound(self, until: Fraction | None) -> None:
-        """Write sound that begins before `until`, so that it is interleaved with the pictures; all remaining sound if
-        None."""
+        """Write the sound that begins before `until`, so that sound and pictures are interleaved; if None, write all
+        remaining sound."""
         if self._sound is not None and self._container is not None:
             for packet in self._sound.until(until):
                 self._container.mux(packet)
 
     def _frame(self, pixels: Tensor, tick: int) -> av.VideoFrame:
-        """(3, H, W) as a frame in the pixel format."""
+        """Convert (3, H, W) to a frame in the pixel format."""
         values = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float().clamp(0, 1)
         if any(self._extra):
             values = F.pad(values, (0, self._extra[1], 0, self._extra[0]), mode="replicate")
@@ -465,7 +472,7 @@ class VideoWriter:
             frame = self.av.VideoFrame(values.shape[2], values.shape[1], name)
             for plane, data in zip(frame.planes, planes, strict=True):
                 _fill(plane, data.numpy() if self._bits == 8 else data.numpy().astype("<u2"))
-        else:  # by swscale: RGB in another order, grey, chroma interleaved
+        else:  # swscale converts to RGB in another order, grey, and interleaved chroma
             deep = self._bits > 8
             array = (values * (65535 if deep else 255)).round_().to(torch.int32).permute(1, 2, 0).numpy()
             array = np.ascontiguousarray(array.astype(np.uint16 if deep else np.uint8))
@@ -485,7 +492,7 @@ class VideoWriter:
 
 
 def _fill(plane: av.video.plane.VideoPlane, data: np.ndarray) -> None:
-    """Copy rows of (H, W) into a plane, whose rows may be longer."""
+    """Copy rows of (H, W) into a plane, whose rows in memory may be longer."""
     row_bytes = data.shape[1] * data.itemsize
     rows = np.zeros((plane.height, plane.line_size), dtype=np.uint8)
     rows[: data.shape[0], :row_bytes] = np.ascontiguousarray(data).view(np.uint8).reshape(data.shape[0], row_bytes)

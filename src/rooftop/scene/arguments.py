@@ -1,4 +1,4 @@
-"""Checks of numbers from users. Errors say what was given and what was expected."""
+"""Check numbers that users pass. Errors say what was given and what was expected."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MAX_SIDE = 16384  # pixels
-LEAST, MOST = 1e-30, 1e30  # limit of lengths; float32 can hold them, and their products with a mesh's lengths
+LEAST, MOST = 1e-30, 1e30  # limit of lengths: float32 can hold them, and their products with a mesh's lengths
 
-MOST_SHOWN = 200  # characters of the given value in a message
+MOST_SHOWN = 200  # most characters of a given value in a message
 
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80
@@ -20,15 +20,16 @@ _shortened.maxlist = _shortened.maxtuple = 6
 
 
 def short(value: object) -> str:
-    """A value as error messages show it: only the beginning and the end of a long text."""
+    """Shorten a value for an error message: only the beginning and the end of a long text."""
     if isinstance(value, np.ndarray) or type(value).__module__ == "torch":
-        return f"{type(value).__name__} of shape {tuple(value.shape)}" if getattr(value, "ndim", 0) else repr(value)  # type: ignore[attr-defined]
+        # type: ignore[attr-defined]
+        return f"{type(value).__name__} of shape {tuple(value.shape)}" if getattr(value, "ndim", 0) else repr(value)
     text = _shortened.repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]}...{text[-MOST_SHOWN // 2 :]}"
 
 
 def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.float64]:
-    """A copy, in float64.
+    """Copy values to a float64 array.
 
     Raises:
         ValueError: some values are not numbers, or are complex.
@@ -43,14 +44,14 @@ def real_numbers(values: ArrayLike, name: str, expected: str) -> NDArray[np.floa
 
 
 def whole_number(name: str, value: object, low: int, high: int, what: str = "an integer") -> int:
-    """An integer from `low` to `high`: a Python or NumPy integer.
+    """Check and return an integer from `low` to `high`: a Python or NumPy integer.
 
     Raises:
         ValueError: it is not an integer, or is out of range; the message begins with `name`.
     """
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # PyTorch and NumPy raise these for fractions and several numbers
+    except (TypeError, ValueError, RuntimeError):  # PyTorch and NumPy raise these for fractions and for several numbers
         number = None
     if number is None or not low <= number <= high:
         raise ValueError(f"{name}={short(value)}: expected {what} from {low} to {high}")
@@ -58,12 +59,12 @@ def whole_number(name: str, value: object, low: int, high: int, what: str = "an 
 
 
 def whole_pixels(name: str, value: object) -> int:
-    """A number of pixels."""
+    """Check and return a number of pixels."""
     return whole_number(name, value, 1, MAX_SIDE, "an integer number of pixels")
 
 
 def number_in(name: str, value: object, low: float, high: float) -> float:
-    """A number from `low` to `high`.
+    """Check and return a number from `low` to `high`.
 
     Raises:
         ValueError: it is not a number, or is out of range; the message begins with `name`.

@@ -1,4 +1,4 @@
-"""Cameras: perspective, parallel, or with OpenCV's calibration.
+"""Cameras: perspective, orthographic, or from OpenCV's calibration.
 
 A camera looks along z, with x to the right and y down. The centre of the pixel in column i and row j is at (i, j).
 These are OpenCV's conventions.
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short, whole_pixels
 
-MOST_ASIDE = 2.0**19  # pixels from the picture's corner to the axis: half of the rasterizer's range
+MOST_ASIDE = 2.0**19  # most pixels from the picture's corner to the axis: half of the rasterizer's range
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,11 +25,11 @@ class Camera:
     Attributes:
         world_to_camera: (4, 4) float64, a rotation and a shift.
         width, height: pixels.
-        fx, fy: pixels for one unit, seen from one unit away; in a parallel view, pixels for one unit.
-        cx, cy: the pixel through which the axis passes.
-        near: world units along the axis; surfaces nearer than this are not shown. It does not affect the precision of
-            depths.
-        orthographic: whether all rays are parallel.
+        fx, fy: focal lengths in pixels; in an orthographic view, pixels per world unit.
+        cx, cy: the pixel coordinates through which the axis passes.
+        near: the distance along the axis, in world units, below which surfaces are not shown. It does not affect the
+            precision of depths.
+        orthographic: True if all rays are parallel.
     """
 
     world_to_camera: NDArray[np.float64]
@@ -56,7 +56,7 @@ class Camera:
                 "world_to_camera must be a rotation and a shift: its upper left 3 x 3 part scales, shears or "
                 "mirrors; put scales into the transforms of instances"
             )
-        matrix.setflags(write=False)  # the next frame needs this camera's position
+        matrix.setflags(write=False)  # kept, because the next frame needs this camera's position
         object.__setattr__(self, "world_to_camera", matrix)
 
     @classmethod
@@ -70,10 +70,12 @@ class Camera:
         height: int = 1080,
         near: float = 0.01,
     ) -> Camera:
-        """A perspective view from `eye` to `target`, with `up` towards the upper edge; all in world units.
+        """Make a perspective view from `eye` to `target`, with `up` towards the upper edge of the picture; all in world
+        units.
 
         Raises:
-            ValueError: eye and target are the same, `up` points along the view, or an angle or size is out of range.
+            ValueError: eye and target are the same point, `up` points along the view, or an angle or size is out of
+                range.
         """
         fov_y_degrees = number_in("fov_y_degrees", fov_y_degrees, 1e-3, 179.999)
         height = whole_pixels("height", height)
@@ -92,7 +94,7 @@ class Camera:
         height: int = 1080,
         near: float = 0.01,
     ) -> Camera:
-        """An orthographic view: `view_height` world units from the lower to the upper edge."""
+        """Make an orthographic view of `view_height` world units from the lower to the upper edge."""
         scale = whole_pixels("height", height) / number_in("view_height", view_height, LEAST, MOST)
         matrix = _looking(eye, target, up)
         return cls(
@@ -111,10 +113,10 @@ class Camera:
     def from_intrinsics(
         cls, K: ArrayLike, world_to_camera: ArrayLike, width: int, height: int, near: float = 0.01
     ) -> Camera:
-        """A camera without distortion, described as in OpenCV.
+        """Make a camera without distortion from OpenCV's description.
 
         Args:
-            K: (3, 3), fx 0 cx, 0 fy cy, 0 0 1, in pixels.
+            K: (3, 3) with the rows (fx, 0, cx), (0, fy, cy) and (0, 0, 1), in pixels.
             world_to_camera: (4, 4) or (3, 4), [R | t].
 
         Raises:
@@ -136,7 +138,7 @@ class Camera:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A value that is equal for cameras with the same view."""
+        """A hashable value that is equal for cameras with the same view."""
         numbers = self.width, self.height, self.fx, self.fy, self.cx, self.cy, self.near, self.orthographic
         return self.world_to_camera.tobytes(), *numbers
 
@@ -157,7 +159,7 @@ class Camera:
 
 
 def affine(matrix: ArrayLike, name: str) -> NDArray[np.float64]:
-    """(4, 4) float64 of a (4, 4) or (3, 4) transform.
+    """Check a (4, 4) or (3, 4) transform and return it as (4, 4) float64.
 
     Raises:
         ValueError: it has another shape, is not finite, or its last row is not 0 0 0 1.
@@ -175,7 +177,7 @@ def affine(matrix: ArrayLike, name: str) -> NDArray[np.float64]:
 
 
 def checked_cameras(cameras: object) -> tuple[Camera, ...]:
-    """One camera, or several in order.
+    """Check cameras: return a list of the one camera or of several, in order.
 
     Raises:
         ValueError: the argument is not a camera.
@@ -190,10 +192,10 @@ def checked_cameras(cameras: object) -> tuple[Camera, ...]:
 
 
 def same_size(cameras: Sequence[Camera]) -> tuple[int, int]:
-    """(width, height) of cameras that form one batch.
+    """Check that the cameras of a batch have one size, and return it: (width, height).
 
     Raises:
-        ValueError: there are none, or they differ.
+        ValueError: there are no cameras, or their sizes differ.
     """
     sizes = {(camera.width, camera.height) for camera in cameras}
     if not sizes:
@@ -218,7 +220,7 @@ def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.flo
     forward = forward / np.linalg.norm(forward)
     right = cross(forward, points["up"] / (abs(points["up"]).max() or 1.0))
     if np.linalg.norm(right) <= 1e-9:
-        raise ValueError(f"up={points['up'].tolist()} points along the view: give another direction")
+        raise ValueError(f"up={points['up'].tolist()} points along the view: pass another direction")
     right = right / np.linalg.norm(right)
     turn = np.stack([right, cross(forward, right), forward])
     matrix = np.eye(4)
@@ -228,6 +230,6 @@ def _looking(eye: ArrayLike, target: ArrayLike, up: ArrayLike) -> NDArray[np.flo
 
 
 def cross(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The cross product of two vectors. (`np.cross`, which is meant for many vectors, takes ten times as long.)"""
+    """The cross product of two vectors. (`np.cross`, made for many vectors, takes ten times as long.)"""
     (ax, ay, az), (bx, by, bz) = a.tolist(), b.tolist()
     return np.array((ay * bz - az * by, az * bx - ax * bz, ax * by - ay * bx))

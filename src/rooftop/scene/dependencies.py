@@ -1,8 +1,8 @@
-"""The pages that a page needs, so that it can be drawn while all others are absent.
+"""Find the pages that a page needs: with these in memory, it can be drawn while all other pages are absent.
 
-A group of clusters may be drawn only if the clusters that replace the group could be drawn too, because a renderer
-switches between the two. So the page of a group needs the pages of all clusters that replace the group. Pages hold
-groups from the coarsest level to the finest, so a page needs only earlier pages.
+A renderer switches between a group of clusters and the clusters that replace the group, so it must be able to draw
+both. So the page of a group needs the pages of all clusters that replace the group. Pages hold groups from the coarsest
+level to the finest, so a page needs only earlier pages.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PageNeeds:
-    """The pages that each page needs directly. (Those may need others.)
+    """The pages that each page needs directly. (The needed pages may need others.)
 
     Attributes:
         starts: (pages + 1,) the start of each page's list in `pages`.
-        pages: needed pages, one list after another; each list in ascending order.
+        pages: the lists of needed pages, concatenated; each list in ascending order.
     """
 
     starts: Ints
@@ -33,15 +33,15 @@ class PageNeeds:
         return self.pages[self.starts[page] : self.starts[page + 1]]
 
     def of_all(self, pages: Ints) -> tuple[Ints, Ints]:
-        """The pages that each of these needs directly, one list after another, and the length of each list."""
+        """The pages that each of these pages needs directly, as concatenated lists, and the length of each list."""
         counts = self.starts[pages + 1] - self.starts[pages]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return self.pages[np.repeat(self.starts[pages], counts) + within], counts
 
     @classmethod
     def between(cls, pages: int, fine: Ints, coarse: Ints) -> PageNeeds:
-        """Build the table from pairs of pages: `fine[k]` needs `coarse[k]`. Pairs may repeat; a page that needs itself
-        is ignored."""
+        """Build the table from pairs of pages: `fine[k]` needs `coarse[k]`. Pairs may repeat. Pairs of a page with
+        itself are ignored."""
         pairs = np.unique(np.stack([fine, coarse], 1)[fine != coarse], axis=0).reshape(-1, 2)
         return cls(np.searchsorted(pairs[:, 0], np.arange(pages + 1)), pairs[:, 1].copy())
 

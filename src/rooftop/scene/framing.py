@@ -1,4 +1,5 @@
-"""Frame a whole scene: its outline, directions around it, and the distance from which a camera sees everything."""
+"""Frame a whole scene: points on its outline, directions around it, and the distance from which a camera sees
+everything."""
 
 from __future__ import annotations
 
@@ -15,21 +16,22 @@ from rooftop.scene.scenes import Scene
 
 Floats = NDArray[np.float64]
 
-THREE_QUARTERS = (-50.0, 25.0)  # degrees: azimuth and elevation of the default view
-MARGIN = 0.94  # share of the picture that the scene may fill
-NEAR = 1e-5  # near plane, as a share of the scene's size; it does not affect the precision of depths
-FEW = 256  # up to this many instances, the outline is found from their vertices
+THREE_QUARTERS = (-50.0, 25.0)  # azimuth and elevation of the default view, in degrees
+MARGIN = 0.94  # largest share of the picture's width or height that the scene fills
+NEAR = 1e-5  # distance of the near plane, as a share of the scene's size; it does not affect the precision of depths
+FEW = 256  # for up to this many instances, the outline is computed from vertices, not boxes
 
 
 def outline(world: Scene) -> Floats:
-    """Points (N, 3) in the world on the scene: vertices of its coarsest levels, or its boxes."""
+    """Points (N, 3) in the world that outline the scene: vertices of its coarsest levels, or corners of boxes."""
     mesh_of, transforms = world.placed.mesh_of, world.placed.transforms
     found = []
     for number, mesh in enumerate(world.meshes):
         placed = transforms[mesh_of == number]
         low, high = np.add(mesh.meta["bounds"], mesh.meta["origin"])
         points = np.array([np.where([k & 1, k & 2, k & 4], high, low) for k in range(8)])
-        if mesh.meta.get("roots") == 1 and len(placed) <= FEW:  # the whole mesh is then in its first page
+        # with one root, the first page covers the whole mesh
+        if mesh.meta.get("roots") == 1 and len(placed) <= FEW:
             clusters = range(int(mesh.page(0)[PAGE_CLUSTERS]))
             points = np.concatenate([mesh.decode(cluster).positions for cluster in clusters])
         found.append((points @ placed[:, :3, :3].transpose(0, 2, 1) + placed[:, None, :3, 3]).reshape(-1, 3))
@@ -37,7 +39,7 @@ def outline(world: Scene) -> Floats:
 
 
 def around(up: Sequence[float]) -> Floats:
-    """(3, 3): two horizontal directions, azimuth 0 and 90 degrees, and up.
+    """Return (3, 3): the horizontal directions of azimuth 0 and 90 degrees, and up.
 
     Raises:
         InputError: `up` is not a direction.
@@ -52,7 +54,7 @@ def around(up: Sequence[float]) -> Floats:
 
 
 def outward(azimuth_degrees: float, elevation_degrees: float, up: Sequence[float]) -> Floats:
-    """(3,), of length 1: the direction from the scene's middle to a camera there."""
+    """The unit vector (3,) from the scene's middle to a camera at this azimuth and elevation."""
     azimuth, elevation = math.radians(azimuth_degrees), math.radians(elevation_degrees)
     level = (math.cos(azimuth), math.sin(azimuth))
     direction: Floats = np.array([*(math.cos(elevation) * part for part in level), math.sin(elevation)]) @ around(up)
@@ -60,8 +62,8 @@ def outward(azimuth_degrees: float, elevation_degrees: float, up: Sequence[float
 
 
 def distance_that_frames(camera: Camera, points: Floats) -> float:
-    """The distance from the target at which a perspective view has all points in the picture; points are relative to
-    the target.
+    """The least distance from the target at which a perspective view shows all points; points are relative to the
+    target.
     """
     x, y, z = camera.world_to_camera[:3, :3] @ points.T
     wide, high = (MARGIN * side / 2 / focal for side, focal in ((camera.width, camera.fx), (camera.height, camera.fy)))

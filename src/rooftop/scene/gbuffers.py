@@ -28,15 +28,17 @@ OUTPUTS = (
 
 @dataclass(frozen=True)
 class StreamingStats:
-    """The pages of a frame, for a renderer with `pool_bytes`. `loaded` and `evicted` count since the previous frame.
+    """Statistics of a frame's pages, for a renderer with `pool_bytes`. `loaded` and `evicted` count since the previous
+    frame.
 
     Attributes:
-        wanted: pages that the frame would draw from if all were resident; `missing`: wanted pages that were absent.
+        wanted: pages that the frame would draw from if all pages were resident; `missing`: wanted pages that were not
+            resident.
         resident: pages in the pool that a frame can draw from.
-        loaded, loaded_bytes: pages that were read, and their bytes; evicted: pages that were removed for others.
+        loaded, loaded_bytes: pages that were read, and their bytes; evicted: pages that were removed to make room.
         resident_bytes, pool_bytes: bytes of the slots that hold resident pages, and of all slots.
-        error_pixels: the possible error of the picture in pixels. It is `pixel_error` if nothing is missing, else
-            larger.
+        error_pixels: upper bound of the picture's error in pixels: `pixel_error` if no page is missing, more if some
+            are.
     """
 
     wanted: int
@@ -55,17 +57,17 @@ class FrameStats:
     """The work of a frame.
 
     Attributes:
-        clusters, triangles: numbers drawn, over all views. Shadow maps are not counted, here and in `levels`.
-        levels: drawn levels of detail, 0 is the finest.
-        occluded: number of instances, nodes, groups and clusters that the first pass considered hidden and the second
-            pass tested again.
-        second_pass_clusters: those of `clusters` that only the second pass found visible.
-        large_triangles: number of triangles that were drawn in tiles, including those of shadow maps.
-        shadow_maps: number of shadow maps drawn for this frame; the others are from earlier frames.
+        clusters, triangles: numbers drawn in all views. Neither these numbers nor `levels` count shadow maps.
+        levels: the levels of detail that were drawn; 0 is the finest.
+        occluded: number of instances, nodes, groups and clusters that the first pass found hidden, so that the second
+            pass tested them again.
+        second_pass_clusters: how many of `clusters` only the second pass found visible.
+        large_triangles: number of triangles that were drawn in tiles, including triangles in shadow maps.
+        shadow_maps: number of shadow maps drawn for this frame; other maps are reused from earlier frames.
         stage_ms: milliseconds of each stage, if requested.
         streaming: statistics of the pages, if the renderer has a pool.
         nodes: nodes of all instances' trees whose children culling visited.
-        groups: groups that culling visited. Their clusters are the candidates, and `clusters` counts those that remain.
+        groups: groups that culling visited. It tests their clusters; `clusters` counts the clusters that remain.
     """
 
     clusters: int
@@ -88,25 +90,27 @@ class GBuffer:
     Attributes:
         depth: float32, world units along the view's axis; inf is background.
         normal: float32 (..., 3), in the world, of length 1; 0 is background.
-        instance: int32, in the order in which they were added; -1 is background, here and below.
+        instance: int32, the instance's number, in the order of addition; -1 is background, as in the next outputs.
         cluster: int32, its number in the mesh's file.
         triangle: int32, its number in the cluster, 0 to 127.
-        level: int32, of detail; 0 is the finest.
-        uv: float32 (..., 2); nan for background, and for meshes without uv.
+        level: int32, level of detail; 0 is the finest.
+        uv: float32 (..., 2); nan for background, and on meshes without uv.
         velocity: float32 (..., 2), pixels to the right and down since the renderer's previous frame. 0 is background;
             nan means that the point was behind the camera in that frame.
         material: int32.
-        coverage: bool, whether a surface covers the pixel's centre. It serves as a stencil, and as a mask for other
+        coverage: bool, whether a surface covers the pixel's centre. Use it as a stencil, or as a mask for other
             outputs.
         material_depth: float32, exactly (material + 1) / 65536: a depth value that is unique to the material; 0 is
             background.
         color: float32 (..., 3), 0 to 1, shaded, as displayed (sRGB); 0 is background.
-        base_color: float32 (..., 3), 0 to 1, not shaded, in linear light: the material's colour times its texture times
-            the vertices' colour; for meshes without materials, the colour that `color` shades. nan is background.
-        vertex_color: float32 (..., 3), 0 to 1, as stored in the mesh; nan for background and for meshes without.
+        base_color: float32 (..., 3), 0 to 1, unshaded, in linear light: the product of the material's colour, its
+            texture and the vertices' colour. On meshes without materials, it is the colour that `color` shades. nan is
+            background.
+        vertex_color: float32 (..., 3), 0 to 1, as stored in the mesh; nan for background, and on meshes without vertex
+            colours.
         overdraw: int32, the number of drawn triangles that covered the pixel; 0 is background.
         shadow: float32 (..., lights), the share of each light that reaches the surface, in the order in which lights
-            were added: 1 is full light, 0 none, as on surfaces that face away; nan is background.
+            were added. 1 is full light, and 0 is none, as on surfaces that face away. nan is background.
     """
 
     stats: FrameStats
@@ -136,6 +140,6 @@ class GBuffer:
         value = getattr(self, name) if name in OUTPUTS else None
         if value is None:
             there = ", ".join(each.name for each in fields(self)[1:] if getattr(self, each.name) is not None)
-            raise KeyError(f"{name!r} was not rendered (outputs= selects what is rendered); available: {there}")
+            raise KeyError(f"{name!r} was not rendered: request it with outputs=; available: {there}")
         assert isinstance(value, Tensor)
         return value

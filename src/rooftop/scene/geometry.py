@@ -1,4 +1,4 @@
-"""Open geometry files: everything except the pages is read and checked at once, and a page on request.
+"""Open geometry files. Opening reads and checks everything except the pages; a page is read and checked on request.
 
 `Geometry.decode` is the reference for a renderer's kernels. It reads the same words in plain NumPy and float64.
 """
@@ -30,7 +30,7 @@ from rooftop.scene.pages import groups_of, heads_of, wrong_in_page
 Words = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
-LEVEL = ("clusters", "triangles", "error")  # keys that describe a level of detail
+LEVEL = ("clusters", "triangles", "error")  # keys of the metadata of a level of detail
 _NEEDED: dict[str, type | tuple[type, ...]] = {
     "origin": list,
     "bounds": list,
@@ -49,11 +49,11 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class DecodedCluster:
-    """A cluster as numbers.
+    """The decoded contents of a cluster.
 
     Attributes:
         grid: (V, 3) int64, positions in steps of the grid.
-        positions: (V, 3) float64, in object units, from the object's own origin.
+        positions: (V, 3) float64, in object units, relative to the object's own origin.
         triangles: (T, 3) int64, vertices of the cluster.
         normals: (V, 3) float64 of length 1, or None.
         uv: (V, 2) float64, or None.
@@ -71,21 +71,22 @@ class DecodedCluster:
 
 
 class Geometry:
-    """A geometry file. It is memory-mapped: replace it by renaming another file over it. If it is truncated in place,
-    the system ends every process that reads the removed part.
+    """A geometry file, memory-mapped. To replace it, rename another file over it. If it is truncated in-place, the
+    system kills every process that reads the removed part.
 
     Attributes:
         path: path of the file.
-        meta: the file's description of itself (docs/scene-format.md).
+        meta: the file's metadata (docs/scene-format.md).
         materials: each material by its number; None if the file has no materials.
-        nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: its start, in bytes; tree_depth: its
-            levels, which `meta` may state wrongly.
+        nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: start of the tree in the file, in bytes;
+            tree_depth: levels of the tree, counted, because `meta` may be wrong.
         pages: number of pages.
-        page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: number of clusters of each by the tree.
+        page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: number of clusters of each page, according to
+            the tree.
         checksums: (pages,) uint32, CRC-32 of each page.
         version: version of the file's format.
-        size_bytes: size of the file; image_bytes: the part for textures.
-        identity: device, inode, size and time of the last change of the file when it was opened.
+        size_bytes: size of the file; image_bytes: bytes of its textures.
+        identity: device, inode, size and modification time of the file when it was opened.
     """
 
     def __init__(self, path: Path, data: mmap.mmap, identity: tuple[int, ...]) -> None:
@@ -130,17 +131,17 @@ class Geometry:
             return cls(path, data, identity_of(file.fileno()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the path. Unpickling opens the file, even on another machine.
+        """Pickle only the path. Unpickling opens the file again, on this machine or another.
 
-        Raises, there:
+        Raises, when it is unpickled:
             FileNotFoundError, GeometryFileError: as in `open`.
-            InputError: the file has other pages by then.
+            InputError: the file's pages have changed since.
         """
         return _opened_again, (self.path.absolute(), self._content)
 
     @property
     def _content(self) -> int:
-        """Files with the same pages have the same value."""
+        """A value that is equal for files with the same pages."""
         return zlib.crc32(self.checksums.tobytes())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Geometry:
@@ -148,11 +149,11 @@ class Geometry:
         return self
 
     def page(self, page: int) -> Words:
-        """The words (N,) int32 of a page, mapped.
+        """The words (N,) int32 of a page, memory-mapped.
 
         Raises:
             IndexError: there is no such page.
-            GeometryFileError: its checksum or its structure is wrong.
+            GeometryFileError: the page's checksum or structure is wrong.
         """
         if not 0 <= page < self.pages:
             raise IndexError(f"page {page} does not exist: {self.path} has {self.pages} (0 to {self.pages - 1})")
@@ -162,10 +163,10 @@ class Geometry:
         return words
 
     def check_page(self, page: int, words: Words) -> None:
-        """Check the words of a page that was read from the file by any method.
+        """Check the words of a page that the caller has read from the file.
 
         Raises:
-            GeometryFileError: their checksum or their structure is wrong; it names the page and its offset.
+            GeometryFileError: the checksum or the structure is wrong. The message names the page and its offset.
         """
         self.check_sum(page, words)
         start = int(self.page_offsets[page])
@@ -187,7 +188,8 @@ class Geometry:
 
     @cached_property
     def needs(self) -> PageNeeds:
-        """The pages that each page needs. Files before version 3 do not state this, so all pages are read once."""
+        """The pages that each page needs. Files before version 3 do not state them, so all pages are read once to find
+        them."""
         if self._stored_needs is not None:
             return self._stored_needs
         fine, coarse = [], []
@@ -200,12 +202,12 @@ class Geometry:
         wrong = needs.wrong_at()
         if wrong is not None:
             at = int(self.page_offsets[wrong])
-            raise GeometryFileError(self.path, f"page {wrong} would be replaced by a later page", at)
+            raise GeometryFileError(self.path, f"page {wrong} needs a later page: expected an earlier one", at)
         return needs
 
     @cached_property
     def group_pages(self) -> npt.NDArray[np.int64]:
-        """(groups,) the page of each group, as the tree says."""
+        """(groups,) the page of each group, according to the tree."""
         leaf = self.nodes[:, :, layouts.CHILD_KIND] > 0
         found = np.full(self.meta["groups"], -1)
         found[self.nodes[:, :, layouts.CHILD_GROUP][leaf]] = self.nodes[:, :, layouts.CHILD_AT][leaf]
@@ -216,8 +218,8 @@ class Geometry:
 
     @cached_property
     def root_pages(self) -> npt.NDArray[np.int64]:
-        """The pages, in ascending order, that every complete picture needs: pages of clusters without a replacement,
-        and the pages that these need."""
+        """The pages that every complete picture needs, in ascending order: pages of clusters without a replacement, and
+        the pages that these need."""
         children = self.nodes.reshape(-1, layouts.CHILD_WORDS)
         never = children[:, layouts.CHILD_ERROR].view(np.float32) == np.float32(layouts.NEVER)
         last = children[never & (children[:, layouts.CHILD_KIND] > 0), layouts.CHILD_AT]
@@ -232,11 +234,11 @@ class Geometry:
         return np.concatenate([groups_of(self.page(page)).view(np.uint32) for page in range(self.pages)])
 
     def clusters(self) -> npt.NDArray[np.uint32]:
-        """The heads (C, CLUSTER_COLUMNS) of all clusters, in order, unpacked as in `layouts.py`."""
+        """The heads (C, CLUSTER_COLUMNS) of all clusters, in order, unpacked to the columns of `layouts.py`."""
         return np.concatenate([self._heads(page).view(np.uint32) for page in range(self.pages)])
 
     def place(self, cluster: int) -> tuple[int, int]:
-        """The page of a cluster, and its index in the page."""
+        """The page of a cluster, and the cluster's index in the page."""
         if not 0 <= cluster < self.meta["clusters"]:
             raise IndexError(f"cluster {cluster} does not exist: {self.path} has {self.meta['clusters']}")
         first = self.first_clusters()
@@ -244,11 +246,11 @@ class Geometry:
         return page, cluster - int(first[page])
 
     def first_clusters(self) -> npt.NDArray[np.int64]:
-        """(pages,): the number of each page's first cluster, over all pages."""
+        """(pages,): number of clusters before each page."""
         return np.array([self._first_cluster(page) for page in range(self.pages)], dtype=np.int64)
 
     def decode(self, cluster: int) -> DecodedCluster:
-        """The triangles and vertices of a cluster, by its number over all pages."""
+        """Decode the triangles and vertices of a cluster, given its number over all pages."""
         page, index = self.place(cluster)
         words = self.page(page)
         head = heads_of(words, self.attributes)[index]
@@ -303,7 +305,7 @@ class Geometry:
 
     @cached_property
     def attributes(self) -> int:
-        """The attributes of the file's pages: `HAS_NORMALS` and others of `layouts.py`, as bits."""
+        """The attributes of the file's pages, as bits: `HAS_NORMALS` and others of `layouts.py`."""
         has = {
             "has_normals": layouts.HAS_NORMALS,
             "has_uv": layouts.HAS_UV,
@@ -320,7 +322,7 @@ class Geometry:
         return int(struct.unpack_from("<i", self._data, at)[0])
 
     def _check_table(self, start: int, length: int, table: int) -> None:
-        """Check that pages are within their section, one after another, at their expected positions."""
+        """Check that pages lie in their section, consecutively, at their expected positions."""
         ends = np.append(start, self.page_offsets + self.page_lengths)
         least = 4 * (layouts.PAGE_WORDS + layouts.GROUP_WORDS + layouts.HEAD_WORDS + layouts.NEW_WORDS + 1)
         fits = (self.page_offsets % 16 == 0) & (self.page_offsets >= ends[:-1]) & (ends[1:] <= start + length)
@@ -343,7 +345,8 @@ class Geometry:
         return needs
 
     def _check_nodes(self, start: int) -> None:
-        """Check that children come after their parents, and leaves name existing pages, so that a traversal ends."""
+        """Check that children come after their parents, so that a traversal ends, and that leaves name existing
+        pages."""
         kind, at = self.nodes[:, :, layouts.CHILD_KIND], self.nodes[:, :, layouts.CHILD_AT]
         inner = kind == layouts.INNER
         own = np.arange(len(self.nodes))[:, None]
@@ -356,14 +359,14 @@ class Geometry:
             node = int(np.argmin(fits.all(1))) if len(self.nodes) else 0
             size = 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS
             raise GeometryFileError(
-                self.path, f"node {node} of the tree names something that does not exist", start + size * node
+                self.path, f"node {node} of the tree refers to a node or page that does not exist", start + size * node
             )
         leaf = kind > 0
         self.page_reach = np.zeros(self.pages, np.int64)
         ends = self.nodes[:, :, layouts.CHILD_FIRST].astype(np.int64) + kind
         np.maximum.at(self.page_reach, at[leaf], ends[leaf])
         level, self.tree_depth = np.zeros(1, np.int64), 0
-        while len(level):  # children come after their parents, so this ends
+        while len(level):  # children come after their parents, so this loop ends
             self.tree_depth += 1
             level = at[level][inner[level]]
 
@@ -376,22 +379,23 @@ def _opened_again(path: Path, content: int) -> Geometry:
 
 
 def identity_of(descriptor: int) -> tuple[int, ...]:
-    """The identity of an open file. It differs if another file takes its name, or if the file is written to."""
+    """The identity of an open file. It changes if another file takes the name, or if the file is written to."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _sections(path: Path, data: mmap.mmap) -> tuple[int, dict[str, tuple[int, int]]]:
-    """The version; offset and length of each section. Pages and images are checked when they are read."""
+    """Read the version, and the offset and length of each section. Pages and images are checked later, when they are
+    read."""
     magic, version, count, length, checksum, zero = struct.unpack_from(layouts.HEADER, data, 0)
     if magic != layouts.MAGIC:
-        raise GeometryFileError(path, "it does not begin like a geometry file", 0)
+        raise GeometryFileError(path, "it is not a geometry file: its first bytes are wrong", 0)
     if version not in layouts.VERSIONS:
         raise GeometryFileError(
-            path, f"it has version {version}, and this program reads 1 to {layouts.VERSIONS[-1]}", 8
+            path, f"it has version {version}, but this program reads only versions 1 to {layouts.VERSIONS[-1]}", 8
         )
     if length != len(data):
-        raise GeometryFileError(path, f"it should have {length:,} bytes and has {len(data):,}", min(length, len(data)))
+        raise GeometryFileError(path, f"it should have {length:,} bytes, but has {len(data):,}", min(length, len(data)))
     table_end = layouts.HEADER_BYTES + count * layouts.SECTION_BYTES
     if not 4 <= count <= 64 or table_end > length or zero:
         raise GeometryFileError(path, f"its header is damaged ({count} sections)", 12)
@@ -404,12 +408,12 @@ def _sections(path: Path, data: mmap.mmap) -> tuple[int, dict[str, tuple[int, in
         name, start, size, crc, _ = struct.unpack_from(layouts.SECTION, data, at)
         text = name.rstrip(b"\0").decode("ascii", "replace")
         if start < table_end or start % 16 or start + size > length:
-            raise GeometryFileError(path, f"section {text} would lie outside of the file", at)
+            raise GeometryFileError(path, f"section {text} lies outside the file", at)
         if text not in ("pages", IMAGES) and zlib.crc32(memoryview(data)[start : start + size]) != crc:
             raise GeometryFileError(path, f"the checksum of section {text} does not match", start)
         sections[text] = (start, size)
     if ("needs" in sections) != (version >= 3):
-        raise GeometryFileError(path, f"version {version} and the section 'needs' do not match", 8)
+        raise GeometryFileError(path, f"version {version} does not match the presence of the section 'needs'", 8)
     for text, unit in (
         ("meta", 1),
         ("nodes", 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS),
@@ -425,16 +429,16 @@ def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any
     try:
         meta = json.loads(data[start : start + length])
     except (ValueError, RecursionError) as error:
-        raise GeometryFileError(path, f"its description is not JSON ({error})", start) from None
+        raise GeometryFileError(path, f"its metadata is not JSON ({error})", start) from None
     if isinstance(meta, dict):
         meta.setdefault("has_colors", False)  # older files have no materials
     for name, kind in _NEEDED.items():
         if not isinstance(meta, dict) or not isinstance(meta.get(name), kind):
-            raise GeometryFileError(path, f"its description lacks {name}", start)
+            raise GeometryFileError(path, f"its metadata lacks {name}", start)
     for name, shape in (("origin", (3,)), ("bounds", (2, 3))):
         if not _are_numbers(meta[name], shape):
-            raise GeometryFileError(path, f"its description has no {name} of shape {shape}", start)
-    most = len(data) // 4  # limit of a count, since an item has at least one word
+            raise GeometryFileError(path, f"its metadata has no {name} of shape {shape}", start)
+    most = len(data) // 4  # limit of a count: each item has at least one word
     for name, low, high in (
         ("grid_exponent", -126, 100),
         ("uv_exponent", -126, 100),
@@ -444,22 +448,22 @@ def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any
         ("triangles", 1, 2**62),
     ):
         if not low <= meta[name] <= high:
-            raise GeometryFileError(path, f"its description says {name} {meta[name]}, not {low} to {high}", start)
+            raise GeometryFileError(path, f"its metadata has {name} {meta[name]}, expected {low} to {high}", start)
     if not meta["levels"] or not all(_is_level(level) for level in meta["levels"]):
-        raise GeometryFileError(path, f"its description lacks {', '.join(LEVEL)} of each level", start)
+        raise GeometryFileError(path, f"its metadata lacks {', '.join(LEVEL)} of each level", start)
     found: dict[str, Any] = meta
     return found
 
 
 def _is_level(level: object) -> bool:
-    """Whether this describes a level of detail."""
+    """Whether a value has the metadata of a level of detail."""
     if not isinstance(level, dict) or not _are_numbers([level.get(name) for name in LEVEL], (len(LEVEL),)):
         return False
     return all(isinstance(level[name], int) and level[name] > 0 for name in ("clusters", "triangles"))
 
 
 def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
-    """Whether these are nested lists of numbers that a float can represent."""
+    """Whether a value is a nested list of numbers that a float can represent."""
     if not shape:
         return isinstance(values, int | float) and abs(values) <= sys.float_info.max
     return isinstance(values, list) and len(values) == shape[0] and all(_are_numbers(v, shape[1:]) for v in values)
@@ -468,7 +472,7 @@ def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
 def _corners(
     new: npt.NDArray[np.int64], explicit: npt.NDArray[np.bool_], references: list[int], separate: bool
 ) -> npt.NDArray[np.int64]:
-    """The corners (T, 3) of triangles, `new` of which are new, as in the table in `layouts.py`."""
+    """Decode the corners (T, 3) of triangles with `new` new corners each, by the table in `layouts.py`."""
     left, count, before = iter(references), 0, [0, 0, 0]
     found: list[list[int]] = []
     for its, is_explicit in zip(new.tolist(), explicit.tolist(), strict=True):
@@ -488,7 +492,7 @@ def _corners(
 def _values(
     bits: npt.NDArray[np.uint8], start: int, count: int, widths: list[int]
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Rows of values of these widths, and the start of the next stream (in bits)."""
+    """Decode rows of values with these bit widths; also return the start of the next stream, in bits."""
     end = start + count * sum(widths)
     rows = bits[start:end].reshape(count, sum(widths)).astype(np.int64)
     ends = np.cumsum([0, *widths])
@@ -497,7 +501,7 @@ def _values(
 
 
 def _normals(numbers: npt.NDArray[np.int64]) -> Floats:
-    """Unit vectors from two numbers on an octahedron."""
+    """Decode unit vectors from two numbers on an octahedron."""
     flat = (numbers - layouts.NORMAL_MIDDLE) / layouts.NORMAL_MIDDLE
     z = 1 - np.abs(flat).sum(1)
     folded = (1 - np.abs(flat[:, ::-1])) * np.where(flat < 0, -1.0, 1.0)

@@ -1,7 +1,7 @@
 """Convert heads of clusters between rows of numbers in Python and words in a page.
 
-Version 4 packs heads: a page of the finest level has no words about replaced groups, and a mesh without normals has no
-words for normals. docs/scene-format.md and `layouts.py` describe the positions.
+Version 4 packs heads: heads of the finest level have no words about replaced groups, and heads of a mesh without
+normals have no words for normals. docs/scene-format.md and `layouts.py` describe the positions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def bit_lengths(values: npt.NDArray[np.integer]) -> Ints:
 
 
 def packed(rows: Words, replaces: bool, normals: bool, uv: bool) -> Words:
-    """Short heads (C, head_words) of rows (C, CLUSTER_COLUMNS)."""
+    """Pack rows (C, CLUSTER_COLUMNS) to short heads (C, head_words)."""
     counts = rows[:, layouts.CLUSTER_COUNTS]
     box = np.zeros(len(rows), np.int64)
     for axis in range(3):
@@ -72,7 +72,8 @@ def packed(rows: Words, replaces: bool, normals: bool, uv: bool) -> Words:
 
 
 def unpacked(heads: Words, replaces: bool, normals: bool, uv: bool) -> Words:
-    """Rows (C, CLUSTER_COLUMNS) of short heads. Extents are the largest that their words can mean."""
+    """Unpack short heads to rows (C, CLUSTER_COLUMNS). Extents are stored rounded up, so they become the largest that
+    their bits allow."""
     rows = np.zeros((len(heads), layouts.CLUSTER_COLUMNS), np.uint32)
     counts, box, streams = (
         heads[:, word].astype(np.int64) for word in (layouts.HEAD_COUNTS, layouts.HEAD_BOX, layouts.HEAD_STREAMS)
@@ -116,8 +117,8 @@ def unpacked(heads: Words, replaces: bool, normals: bool, uv: bool) -> Words:
 
 
 def unpacked_old(heads: Words, normals: bool) -> Words:
-    """Rows (C, CLUSTER_COLUMNS) of heads (C, CLUSTER_WORDS) before version 4; their number of references follows from
-    the other fields."""
+    """Unpack heads (C, CLUSTER_WORDS) from before version 4 to rows (C, CLUSTER_COLUMNS). The number of references is
+    computed from the other fields."""
     rows = np.zeros((len(heads), layouts.CLUSTER_COLUMNS), np.uint32)
     rows[:, : layouts.CLUSTER_WORDS] = heads
     counts = heads[:, layouts.CLUSTER_COUNTS].astype(np.int64)
@@ -130,7 +131,8 @@ def unpacked_old(heads: Words, normals: bool) -> Words:
 
 
 def _rounded_up(extents: Ints) -> Ints:
-    """For extents below 2^31: the number of bits of each, and the bits after its first one, rounded up."""
+    """Encode extents below 2^31: the number of bits of each, and the mantissa bits after its leading bit, rounded
+    up."""
     lengths = bit_lengths(extents)
     leading = 1 << np.maximum(lengths - 1, 0)
     below = np.maximum(lengths - 1 - layouts.MANTISSA_BITS, 0)
@@ -138,7 +140,7 @@ def _rounded_up(extents: Ints) -> Ints:
 
 
 def _extents(words: Ints) -> Ints:
-    """The largest extents for which `_rounded_up` returns these words; bits above BOX_BITS are ignored."""
+    """Decode to the largest extents for which `_rounded_up` returns these words; bits above BOX_BITS are ignored."""
     lengths = words & (1 << _LENGTH_BITS) - 1
     mantissas = words >> _LENGTH_BITS & (1 << layouts.MANTISSA_BITS) - 1
     below = np.maximum(lengths - 1 - layouts.MANTISSA_BITS, 0)

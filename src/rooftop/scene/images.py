@@ -1,4 +1,4 @@
-"""Images of surfaces: read by Pillow from files, or given as texels; decoded or encoded on request."""
+"""Texture images: read by Pillow from files, or given as texels; decoded or encoded on request."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ Bytes = npt.NDArray[np.uint8]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TGA", "TIFF", "GIF", "DDS")  # Pillow's names of the formats
 MOST_SIDE = 1 << 14  # texels
-MOST_TEXELS = 1 << 27  # texels of an image: 0.5 GB on the device. Pillow itself refuses images with 1.3 times as many
+# most texels of an image: 0.5 GB on the device. Pillow itself refuses images with 1.3 times as many
+MOST_TEXELS = 1 << 27
 _LIMIT = f"a texture has at most {MOST_SIDE} texels on a side and {MOST_TEXELS:,} in all: make it smaller"
 
 
 class Texture:
-    """An image of a surface: the original file, or texels. It is decoded or encoded on request.
+    """A texture image: the original file, or texels. It is decoded or encoded on request.
 
     Attributes:
         name: name in messages. width, height: in texels.
@@ -37,11 +38,11 @@ class Texture:
 
     @classmethod
     def of(cls, image: Any) -> Texture:
-        """A texture from any kind of image.
+        """Make a texture from any kind of image.
 
         Args:
             image: a path, a PIL image, or an array or tensor (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) of uint8, or of
-                floats from 0 to 1; the first row is the top. Values are as displayed (sRGB). Alpha is ignored.
+                floats from 0 to 1; the first row is the top. Values are displayed values (sRGB). Alpha is ignored.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -63,20 +64,20 @@ class Texture:
 
     @classmethod
     def of_bytes(cls, content: bytes, name: str) -> Texture:
-        """An image file; only its header is read.
+        """Make a texture from the bytes of an image file, of which only the header is read.
 
         Raises:
-            InputError: it is not an image that can be read, or it is too large.
+            InputError: the bytes are not an image that Pillow reads, or the image is too large.
         """
         return cls(name, _size_of(content, name), lambda: content, None)
 
     @property
     def is_file(self) -> bool:
-        """Whether the image is held as the original file instead of as texels."""
+        """Whether the texture holds the original file instead of texels."""
         return self._encoded is not None
 
     def encoded(self) -> bytes:
-        """The image as a file: the original file, or else a PNG."""
+        """The image as the bytes of a file: the original file, or a PNG of the texels."""
         if self._encoded is not None:
             return self._encoded()
         file = io.BytesIO()
@@ -97,7 +98,7 @@ class Texture:
                 found = np.asarray(_in_rgb(image))
         except InputError:
             raise
-        except Exception as error:  # a decoder may raise anything for a damaged file
+        except Exception as error:  # a decoder may raise any exception for a damaged file
             what = f"{type(error).__name__}: {error}"
             raise InputError(f"{self.name} cannot be decoded ({what}); it may be damaged") from error
         if found.shape[:2] != (self.height, self.width):
@@ -115,11 +116,11 @@ def _size_of(content: bytes, name: str) -> tuple[int, int]:
 def _opened(content: bytes, name: str) -> Image.Image:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MOST_TEXELS is the limit here
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # this module's limit is MOST_TEXELS
             return Image.open(io.BytesIO(content), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise InputError(f"{name} is too large ({error}); {_LIMIT}") from error
-    except Exception as error:  # any error of a decoder
+    except Exception as error:  # a decoder may raise any exception
         expected = ", ".join(FORMATS)
         why = str(error).partition(" <_io.")[0]  # Pillow's message contains a memory address
         raise InputError(f"{name} is not an image that can be read ({why}); expected {expected}") from error
@@ -134,14 +135,14 @@ def _check_size(size: tuple[int, int], name: str) -> None:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """An image of any mode in 8 bits of red, green and blue. 16-bit grey is rounded; 16-bit colours are truncated by
-    Pillow."""
+    """Convert an image of any mode to red, green and blue of 8 bits. 16-bit grey is rounded; Pillow truncates 16-bit
+    colours."""
     if image.mode in ("I;16", "I;16L", "I;16B", "I"):
         rounded = np.rint(np.asarray(image.convert("I")).clip(0, 65535) / 257)
         return Image.fromarray(rounded.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         return Image.fromarray(np.rint(255 * np.asarray(image).clip(0, 1)).astype(np.uint8)).convert("RGB")
-    if image.mode == "La":  # Pillow converts it to no other mode
+    if image.mode == "La":  # Pillow converts this mode to no other
         image = image.convert("LA")
     if "A" in image.mode or "a" in image.mode or "transparency" in image.info:
         return image.convert("RGBA").convert("RGB")
@@ -149,7 +150,7 @@ def _in_rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_array(image: Any) -> Bytes:
-    """(H, W, 3) of an array or tensor."""
+    """Convert an array or tensor to (H, W, 3) uint8."""
     detached = image.detach().cpu() if hasattr(image, "detach") else image
     if str(getattr(detached, "dtype", "")) == "torch.bfloat16":  # NumPy lacks it
         detached = detached.float()
@@ -168,5 +169,5 @@ def _of_array(image: Any) -> Bytes:
         array = np.rint(255 * array.astype(np.float64))
     elif array.dtype != np.uint8:
         raise TypeError(f"texels must be uint8, or floats from 0 to 1, not {array.dtype}")
-    # Copied: the caller may reuse the array.
+    # Copy, because the caller may reuse the array.
     return np.array(np.broadcast_to(array, (*array.shape[:2], 3)), np.uint8, order="C")

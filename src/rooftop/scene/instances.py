@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Number = TypeVar("Number", bound=np.generic)
 
-REMOVED = -1  # in place of the mesh of a removed instance
+REMOVED = -1  # stands for the mesh of a removed instance
 GROWTH = 1.5  # factor by which a full array grows
-FEW_CHANGES = 1024  # rows that the log always keeps; at most it keeps half as many rows as there are instances
+FEW_CHANGES = 1024  # most rows of the log in a small scene; in a large one, half the number of instances
 
 
 class Instances:
     """The mesh and transform of each instance, by number. Numbers never change and are never reused.
 
     Attributes:
-        count: instances ever added, removed ones included.
-        live: instances not removed.
+        count: number of instances ever added, including removed ones.
+        live: number of instances that are not removed.
         changes: the log of moves and removals.
     """
 
@@ -34,16 +34,16 @@ class Instances:
 
     @property
     def mesh_of(self) -> NDArray[np.int32]:
-        """(count,), REMOVED for removed instances. A view, not a copy."""
+        """The mesh of each instance, (count,), as a view; REMOVED for removed instances."""
         return self._mesh_of[: self.count]
 
     @property
     def transforms(self) -> Floats:
-        """(count, 4, 4), object to world. A view, not a copy."""
+        """The transform of each instance from object to world, (count, 4, 4), as a view."""
         return self._transforms[: self.count]
 
     def add(self, mesh: int, transforms: Floats) -> range:
-        """Add one instance for each transform (N, 4, 4); returns their numbers."""
+        """Add one instance for each transform (N, 4, 4); return their numbers."""
         first, self.count = self.count, self.count + len(transforms)
         self._mesh_of = grown(self._mesh_of, self.count)
         self._transforms = grown(self._transforms, self.count)
@@ -54,20 +54,20 @@ class Instances:
         return range(first, self.count)
 
     def move(self, numbers: NDArray[np.int64], transforms: Floats) -> None:
-        """Set transforms (N, 4, 4) of existing instances, each given once. Unchanged transforms are not logged."""
+        """Set transforms (N, 4, 4) of existing, distinct instances. Unchanged transforms are not logged."""
         differ = (self._transforms[numbers] != transforms).reshape(-1, 16)
-        moved = differ.view(np.uint64).any(1)  # eight at a time
+        moved = differ.view(np.uint64).any(1)  # eight bytes at a time
         self._transforms[numbers] = transforms
         self.changes.note(numbers[moved], self.count)
 
     def remove(self, numbers: NDArray[np.int64]) -> None:
-        """Remove existing instances, each given once."""
+        """Remove existing, distinct instances."""
         self._mesh_of[numbers] = REMOVED
         self.live -= len(numbers)
         self.changes.note(numbers, self.count)
 
     def changed(self, version: int, known: int) -> NDArray[np.int64]:
-        """The instances that changed or were added since a reader saw this version with `known` instances, in ascending
+        """The instances that changed or were added since a reader saw `version` with `known` instances, in ascending
         order."""
         if known == self.count and version == self.changes.version:
             return np.zeros(0, np.int64)
@@ -82,7 +82,7 @@ class Changes:
     again.
 
     Attributes:
-        version: the current one.
+        version: the current version.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Changes:
         self._from = 0  # the earliest version that the log covers
 
     def note(self, rows: NDArray[np.int64], count: int) -> None:
-        """Log a change of these rows, out of `count`."""
+        """Log a change of these rows, in an array of `count` rows."""
         if not len(rows):
             return
         self.version += 1
@@ -103,17 +103,18 @@ class Changes:
             self._logged -= len(forgotten)
 
     def since(self, version: int) -> NDArray[np.int64] | None:
-        """Rows changed after a version, unique and ascending; None if the log no longer reaches back that far."""
+        """The rows that changed after a version, unique and ascending; None if the log no longer reaches back to that
+        version."""
         if version < self._from:
             return None
         rows = [changed for made, changed in takewhile(lambda entry: entry[0] > version, reversed(self._log))]
-        if len(rows) == 1:  # each given once
+        if len(rows) == 1:  # the rows of one change are distinct
             return np.sort(rows[0])
         return np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.int64)
 
 
 def grown(array: NDArray[Number], count: int) -> NDArray[Number]:
-    """The array itself if it has `count` rows, else a larger copy."""
+    """Return the array itself if it has `count` rows, and a larger copy if not."""
     if count <= len(array):
         return array
     room = max(count, int(GROWTH * len(array)))
@@ -137,19 +138,20 @@ def most_stretch(linear: Floats) -> Floats:
 def first_flat(linear: Floats, ratio: float, least: float) -> int | None:
     """The first linear map (N, 3, 3) whose largest singular value is below `least`, or whose smallest is below `ratio`
     times its largest; None if there is none."""
-    size = np.sqrt((linear * linear).sum((1, 2)))  # at least the largest singular value, and at most sqrt(3) times it
+    # the Frobenius norm is at least the largest singular value, and at most sqrt(3) times that value
+    size = np.sqrt((linear * linear).sum((1, 2)))
     # The smallest singular value is at least |determinant| / largest^2. If that bound suffices for a map, its singular
     # values need not be computed.
     doubtful = np.flatnonzero((abs(_determinants(linear)) < 2 * ratio * size**3) | (size < 2 * least))
     if not len(doubtful):
         return None
-    stretch = np.linalg.svd(linear[doubtful], compute_uv=False)  # (N, 3), the largest first
+    stretch = np.linalg.svd(linear[doubtful], compute_uv=False)  # singular values (N, 3), the largest first
     flat = (stretch[:, 2] < stretch[:, 0] * ratio) | (stretch[:, 0] < least)
     return int(doubtful[flat.argmax()]) if flat.any() else None
 
 
 def _determinants(linear: Floats) -> Floats:
-    """The determinants (N,) of (N, 3, 3), by the written-out formula, which takes a seventh of the time of NumPy's
+    """The determinants (N,) of (N, 3, 3), by the explicit formula, which takes a seventh of the time of NumPy's
     decompositions."""
     a, b, c, d, e, f, g, h, i = linear.reshape(-1, 9).T
     return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)  # type: ignore[no-any-return]

@@ -8,14 +8,15 @@ power of two, in object units.
 from __future__ import annotations
 
 MAGIC = b"ROOFTOPG"
-# readable versions: 2 has colours, 3 lists the pages that a page needs, 4 has short heads and fans
+# readable versions: 2 added colours, 3 the lists of pages that a page needs, 4 short heads and fans
 VERSIONS = (1, 2, 3, 4)
 VERSION = 4  # the version that is written
 PAGE_BYTES = 128 << 10  # at most
 
-# As in docs/scene-format.md: magic, version, sections, length of the file, CRC-32 of the table, zero; name, offset,
-# length, CRC-32, zero; offset, length, CRC-32 of a page. The section "needs" has pages + 1 uint32, the start of each
-# page's list and the end of the last one, and then all lists: the pages that a page needs.
+# Fields are as in docs/scene-format.md. HEADER: magic, version, sections, length of the file, CRC-32 of the table,
+# zero. SECTION: name, offset, length, CRC-32, zero. PAGE_ENTRY: offset, length and CRC-32 of a page. The section
+# "needs" lists the pages that each page needs: pages + 1 uint32 with the start of each list and the end of the last,
+# then all lists.
 HEADER, HEADER_BYTES = "<8sIIQII", 32
 SECTION, SECTION_BYTES = "<8sQQII", 32
 PAGE_ENTRY = [("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")]
@@ -23,20 +24,20 @@ PAGE_ENTRY = [("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")]
 # The attributes of a file's pages, as bits: its vertex attributes, and whether its heads are short (version 4).
 HAS_NORMALS, HAS_UV, HAS_COLORS, SHORT_HEADS = 1, 2, 4, 8
 
-MAX_TRIANGLES = 128  # limit for a cluster
+MAX_TRIANGLES = 128  # most triangles of a cluster
 MAX_VERTICES = 255
 NEVER = 3.4028234663852886e38  # the parent error of clusters without a replacement: the largest float32
 
 # ---- a page: its head, the records of its groups, the heads of its clusters, their streams, one word of zeros ------
 
 PAGE_WORDS = 4  # words of a page's head
-# PAGE_FIRST_CLUSTER counts over all pages.
+# PAGE_FIRST_CLUSTER is the number of clusters in earlier pages.
 PAGE_CLUSTERS, PAGE_GROUPS, PAGE_FIRST_CLUSTER, PAGE_LENGTH = range(PAGE_WORDS)
-# The word PAGE_GROUPS has the number of groups in its lower bits, then the number of words of a cluster's head (0: a
-# page before version 4), then whether these heads include what the clusters replace.
+# The word PAGE_GROUPS has, from the lowest bit: the number of groups, the number of words of a cluster's head (0 in a
+# page before version 4), and whether these heads include what the clusters replace.
 PAGE_GROUP_BITS, PAGE_HEAD_BITS = 16, 8
 PAGE_REPLACES = 1 << PAGE_GROUP_BITS + PAGE_HEAD_BITS
-MOST_CLUSTERS = (1 << 11) - 1  # limit for a page
+MOST_CLUSTERS = (1 << 11) - 1  # most clusters of a page
 
 GROUP_WORDS = 8
 GROUP_SPHERE = 0  # 4 float32: centre and radius of the sphere that decides when the group's clusters are too fine
@@ -44,41 +45,42 @@ GROUP_ERROR = 4  # float32: error of the clusters that replace the group's clust
 GROUP_FIRST, GROUP_COUNT = 5, 6  # the group's first cluster in the page, and the number of its clusters
 GROUP_NUMBER = 7  # the group's number over all pages
 
-# The head of a cluster. In a page it is short (see below); code that reads and writes pages unpacks it into a row of
-# CLUSTER_COLUMNS. Its first CLUSTER_WORDS are the head as in pages before version 4.
+# The head of a cluster. Pages store a short form (see HEAD_WORDS), which readers unpack to a row of CLUSTER_COLUMNS.
+# The first CLUSTER_WORDS of a row are the head as in pages before version 4.
 CLUSTER_WORDS = 21
 # 4 float32: the sphere of the group that the cluster replaces; zeros if the page does not include it
 CLUSTER_SPHERE = 0
-CLUSTER_ERROR = 4  # float32: the cluster's distance from the surface, or the width of its parts; 0 at the finest level
+# float32: error, the cluster's distance from the surface or the width of its parts; 0 at the finest level
+CLUSTER_ERROR = 4
 CLUSTER_BASE = 5  # 3 int32: grid coordinates of the lowest corner
-CLUSTER_EXTENT = 8  # 3 uint32: the size of the box; its bits are those of a position along that axis
+CLUSTER_EXTENT = 8  # 3 uint32: size of the box; a stored position has as many bits as the size along its axis
 CLUSTER_EDGE = 11  # before version 4, float32: the longest edge
 CLUSTER_COUNTS = 12  # triangles - 1 (8 bits), vertices - 1 (8), bits of a reference (8), level (8), from the lowest bit
 CLUSTER_STREAMS = 13  # the start of the cluster's streams, in words from the page's beginning
 CLUSTER_GROUP = 14  # before version 4: the cluster's group, within the page
 CLUSTER_MATERIAL = 15  # the cluster's material; MIXED: each triangle has its own
-CLUSTER_SOURCE = 16  # the number of the group that it replaces, over all pages; -1 at the finest level
+CLUSTER_SOURCE = 16  # number of the group that the cluster replaces, over all pages; -1 at the finest level
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = 17, 19  # 2 int32 and 2 uint32, as for positions
-CLUSTER_REFERENCES = 21  # the number of its references
-CLUSTER_MASKS = 22  # how its corners are stored: SEPARATE before version 4, else FANS or FANS_AND_EXPLICIT
-CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25  # 2 words each: the lowest numbers, and the range above them
+CLUSTER_REFERENCES = 21  # the number of the cluster's references
+CLUSTER_MASKS = 22  # how corners are stored: SEPARATE before version 4, FANS or FANS_AND_EXPLICIT from then on
+CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25  # 2 words each: the lowest values, and the range above them
 CLUSTER_COLUMNS = 27
 MIXED = -1
 SEPARATE, FANS, FANS_AND_EXPLICIT = 0, 1, 2
 
-# A short head. HEAD_WORDS are always present; then, in pages with PAGE_REPLACES, REPLACED_WORDS; then NORMAL_WORDS and
-# UV_WORDS, if the mesh has them.
+# A short head. It has HEAD_WORDS words; in pages with PAGE_REPLACES, REPLACED_WORDS more; then NORMAL_WORDS and
+# UV_WORDS, if the mesh has normals and uv.
 HEAD_WORDS, REPLACED_WORDS, NORMAL_WORDS, UV_WORDS = 6, 6, 1, 3
-HEAD_BASE = 0  # as CLUSTER_BASE
+HEAD_BASE = 0  # same as CLUSTER_BASE
 HEAD_COUNTS = 3  # triangles - 1 (7 bits), vertices - 1 (8), level (8), references (9)
-HEAD_BOX = 4  # for each axis, BOX_BITS: the number of bits of the extent (5), and the MANTISSA_BITS after the first one
+HEAD_BOX = 4  # for each axis, BOX_BITS: bit length of the extent (5), and the MANTISSA_BITS after its leading bit
 BOX_BITS, MANTISSA_BITS = 9, 4  # 4 bits of mantissa: a box is at most 1/16 wider than its cluster
 # further bits of HEAD_BOX: bits of a reference - 1 (3), whether there is a third mask (1)
 HEAD_REFERENCE_AT, HEAD_EXPLICIT_AT = 27, 30
 HEAD_STREAMS = 5  # the start of the streams (15 bits), whether the cluster is MIXED (1), its material (16)
-HEAD_SPHERE, HEAD_ERROR, HEAD_SOURCE = 6, 10, 11  # as CLUSTER_SPHERE, ...; only in pages with PAGE_REPLACES
-# For normals, one word: the lowest two numbers (NORMAL_BITS each), and the bits of the offsets from them (4 each). For
-# texture coordinates, three words: the lowest u and v, and the bits of the offsets from them (5 each).
+HEAD_SPHERE, HEAD_ERROR, HEAD_SOURCE = 6, 10, 11  # same as CLUSTER_SPHERE, ...; only in pages with PAGE_REPLACES
+# Normals take one word: the lowest value of both numbers (NORMAL_BITS each), and the bit widths of offsets from them (4
+# each). Texture coordinates take three words: the lowest u and v, and the bit widths of offsets from them (5 each).
 NORMAL_WIDTH_BITS, UV_WIDTH_BITS = 4, 5
 
 # ---- the streams of a cluster, each beginning at a word --------------------------------------------------------------
@@ -91,7 +93,7 @@ NORMAL_WIDTH_BITS, UV_WIDTH_BITS = 4, 5
 #             the mesh lacks take no bits
 # materials   16 bits for each triangle, if MIXED
 #
-# How a triangle gets its corners: n is the number of vertices before it, r stands for references of its own.
+# How a triangle gets its corners: n is the number of vertices before it; each r is another reference.
 #
 #   new   SEPARATE                            FANS
 #   0     n - 1 - r, n - 1 - r, n - 1 - r     n - 1, the last old corner of the triangle before, n - 2 - r
@@ -103,19 +105,20 @@ NEW_WORDS = 8
 EXPLICIT_WORDS = 4  # the third mask
 MOST_REFERENCE_BITS = 8  # a cluster has at most 255 vertices
 NORMAL_BITS = 10
-NORMAL_MIDDLE = 511  # the number that stands for 0; q stands for (q - 511) / 511, so the axes are exact
+NORMAL_MIDDLE = 511  # the code of 0; code q represents (q - 511) / 511, so the axes are exact
 COLOR_BITS = 8
 MATERIAL_BITS = 16
 
 # ---- a node of the tree over the groups: eight children --------------------------------------------------------------
 
 NODE_CHILDREN = 8
-MAX_DEPTH = 48  # nodes from the root to a group
+MAX_DEPTH = 48  # most nodes on the path from the root to a group
 CHILD_WORDS = 16
-CHILD_CENTER, CHILD_HALF = 0, 3  # float32: the box around everything below
-CHILD_SPHERE, CHILD_ERROR = 6, 10  # float32: sphere and error, at least as large as those of all groups below
-CHILD_KIND = 11  # the number of clusters of the group; INNER: another node; 0: there is no child
-CHILD_AT = 12  # the index of the node, or of the group's page
+CHILD_CENTER, CHILD_HALF = 0, 3  # float32: the box around all clusters below this child
+# float32: sphere around the spheres of all groups below, and the largest of their errors
+CHILD_SPHERE, CHILD_ERROR = 6, 10
+CHILD_KIND = 11  # INNER for a node; for a group, its number of clusters; 0 for no child
+CHILD_AT = 12  # index of the child node, or of the group's page
 CHILD_FIRST = 13  # index of the group's first cluster in the page
 CHILD_GROUP = 14  # the group's number
 INNER = -1

@@ -3,13 +3,13 @@
     scene.add_light(DirectionalLight((1, 0.5, -2)))
     scene.add_light(SpotLight((0, 0, 3), (0, 0, -1), angle_degrees=40))
 
-A directional light has a map for each cascade of each camera. A cascade is a part of the camera's view; near parts are
-small, so their maps are finer. A map covers the sphere around its part. The sphere's size does not change as the camera
-moves and rotates, and the map moves by whole texels, so a static scene has the same shadows in every frame. A spot
-light has one map, a point light six.
+A directional light has a shadow map for each cascade of each camera. A cascade is a range of distances in the camera's
+view. Near cascades are small, so their maps are finer. A map covers the sphere around its cascade. The sphere's size
+does not change as the camera moves and rotates, and the map moves by whole texels, so a static scene has the same
+shadows in every frame. A spot light has one map, a point light six.
 
 Source: Zhang et al. 2006, "Parallel-Split Shadow Maps for Large-scale Virtual Environments"; Valient 2008, "Stable
-Rendering of Cascaded Shadow Maps"; attenuation by distance as of glTF's KHR_lights_punctual.
+Rendering of Cascaded Shadow Maps"; attenuation by distance as in glTF's KHR_lights_punctual.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short,
 from rooftop.scene.cameras import Camera, cross
 
 MOST_CASCADES = 8
-UNIFORM = 0.2  # position of the borders of cascades between logarithmic and equal steps
-# the start of the first cascade, as a share of the distance, unless the camera's near plane is farther
+UNIFORM = 0.2  # where the borders of cascades lie between logarithmic steps (0) and equal steps (1)
+# start of the first cascade, as a share of the distance; the camera's near plane, if that is farther
 NEAREST = 1 / 500
 MARGIN = 2  # texels at each edge of a map that no pixel of its cascade uses
-NEAR_OF_RANGE = 1e-3  # distance from which spot and point lights cast shadows, relative to their range
+NEAR_OF_RANGE = 1e-3  # distance from a spot or point light at which its shadows begin, as a share of its range
 
 Floats = NDArray[np.float64]
 Vector = Sequence[float]
@@ -43,12 +43,12 @@ class DirectionalLight:
     """A light from infinitely far away, like the sun.
 
     Attributes:
-        direction: the direction in which it shines, in the world; of any length.
-        color: (3,) on surfaces that face it, 0 or more; 1 is white.
-        cascades: maps for each camera, 1 to 8.
+        direction: the direction in which the light shines, in the world; a vector of any length.
+        color: (3,) the light on surfaces that face it, 0 or more; 1 is white.
+        cascades: number of shadow maps for each camera, 1 to 8.
         size: texels along each edge of a map.
-        distance: the distance from the camera up to which there are shadows, in world units; None: a power of two
-            beyond the scene's farthest corner.
+        distance: the distance from the camera up to which there are shadows, in world units; None chooses a power of
+            two beyond the scene's farthest corner.
     """
 
     direction: Vector
@@ -66,7 +66,8 @@ class DirectionalLight:
             object.__setattr__(self, "distance", number_in("distance", self.distance, LEAST, MOST))
 
     def maps(self, cameras: Sequence[Camera], bounds: Floats) -> list[Camera]:
-        """The views of its maps: the cascades of the first camera from near to far, then those of the next.
+        """The views of the light's maps: the cascades of the first camera from near to far, then those of the next
+        camera.
 
         Args:
             cameras: cameras of the frame.
@@ -101,11 +102,11 @@ class SpotLight:
 
     Attributes:
         position: position in the world.
-        direction: direction of the cone's axis, of any length.
+        direction: direction of the cone's axis, a vector of any length.
         angle_degrees: angle of the whole cone, up to 160; there is no light outside it.
-        color: (3,) on surfaces that face it one unit away.
-        range: its range, in world units, at which the light has faded to nothing.
-        size: texels along each edge of its map.
+        color: (3,) the light on surfaces that face it, one unit away.
+        range: distance in world units at which the light has faded to nothing.
+        size: texels along each edge of the light's map.
         soft: the outer part of the cone over which light fades, 0 to 1.
     """
 
@@ -127,7 +128,8 @@ class SpotLight:
         object.__setattr__(self, "soft", number_in("soft", self.soft, 0.0, 1.0))
 
     def maps(self, cameras: Sequence[Camera], bounds: Floats) -> list[Camera]:
-        """The view of its only map, whatever the cameras; arguments as in `DirectionalLight`."""
+        """The view of the light's only map; it does not depend on the cameras. Arguments are as in
+        `DirectionalLight`."""
         turn = _turn_along(np.asarray(self.direction))
         wide = math.tan(math.radians(self.angle_degrees) / 2)
         return [_from_point(np.asarray(self.position), turn, wide, self.size, self.range)]
@@ -135,8 +137,8 @@ class SpotLight:
 
 @dataclass(frozen=True)
 class PointLight:
-    """A light that shines from a point in all directions. Attributes as in `SpotLight`; `size` is that of each of six
-    maps."""
+    """A light that shines from a point in all directions. Attributes are as in `SpotLight`; `size` applies to each of
+    its six maps."""
 
     position: Vector
     color: Vector = (1.0, 1.0, 1.0)
@@ -150,8 +152,8 @@ class PointLight:
         object.__setattr__(self, "size", _map_size(self.size))
 
     def maps(self, cameras: Sequence[Camera], bounds: Floats) -> list[Camera]:
-        """The views of its six maps, towards +x, -x, +y, -y, +z and -z, whatever the cameras; arguments as in
-        `DirectionalLight`."""
+        """The views of the light's six maps, towards +x, -x, +y, -y, +z and -z; they do not depend on the cameras.
+        Arguments are as in `DirectionalLight`."""
         turns = (_turn_along(sign * np.eye(3)[axis]) for axis in range(3) for sign in (1.0, -1.0))
         return [_from_point(np.asarray(self.position), turn, 1.0, self.size, self.range) for turn in turns]
 
@@ -160,7 +162,7 @@ Light = DirectionalLight | SpotLight | PointLight
 
 
 def borders(near: float, far: float, count: int) -> list[float]:
-    """The distances at which `count` cascades begin and end, from near to far. They lie between equal steps and equal
+    """The distances at which `count` cascades begin and end, from near to far: a mix of equal steps and equal
     factors."""
     if near >= far:
         return [near + (far if far > 0 else near) * k / count for k in range(count + 1)]
@@ -172,8 +174,8 @@ def borders(near: float, far: float, count: int) -> list[float]:
 def _spheres_of(
     width: int, height: int, fx: float, fy: float, cx: float, cy: float, orthographic: bool, ends: tuple[float, ...]
 ) -> tuple[Floats, Floats]:
-    """Centres (N, 3) and radii (N,), in a camera's coordinates, of spheres around the visible volume between each of
-    N + 1 depths and the next. Nobody writes to them."""
+    """Compute spheres around the visible volume between each of N + 1 depths and the next: centres (N, 3) and radii
+    (N,), in a camera's coordinates. Callers must not write to them."""
     x = (np.array([-0.5, width - 0.5]) - cx) / fx
     y = (np.array([-0.5, height - 0.5]) - cy) / fy
     depths = np.array(ends)[:, None]
@@ -181,8 +183,8 @@ def _spheres_of(
     corners[:, :, 0], corners[:, :, 1], corners[:, :, 2] = np.repeat(x, 2), np.tile(y, 2), depths
     if not orthographic:
         corners[:, :, :2] *= depths[:, None]
-    # The centre is on the line between the middles of both ends, equally far from the corners of both, and within the
-    # visible part.
+    # The centre lies on the line between the middles of the near and the far end: equally far from the corners of both
+    # ends, but not outside the visible part.
     middles = corners.mean(1)
     reach = np.linalg.norm(corners - middles[:, None], axis=2).max(1)
     between = middles[1:] - middles[:-1]
@@ -196,8 +198,8 @@ def _spheres_of(
 
 @lru_cache(maxsize=64)
 def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, Floats, float, float]:
-    """The part of a map's view that does not depend on the camera, from the light's direction and the box (2, 3) around
-    all casters.
+    """Compute the part of a map's view that does not depend on the camera, from the light's direction and the box (2,
+    3) around all casters.
 
     Returns:
         (turn, corners, step, begin): a rotation whose rows point right, down and along the light; the box's corners
@@ -214,7 +216,7 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
 
 
 def _from_point(position: Floats, turn: Floats, wide: float, size: int, reach: float) -> Camera:
-    """A perspective view as wide as a tangent on each side, plus `MARGIN` texels."""
+    """Make a square perspective view with the tangent `wide` on each side of the axis, plus `MARGIN` texels."""
     matrix = np.eye(4)
     matrix[:3, :3], matrix[:3, 3] = turn, -turn @ position
     focal = (size - 2 * MARGIN) / 2 / wide
@@ -223,7 +225,7 @@ def _from_point(position: Floats, turn: Floats, wide: float, size: int, reach: f
 
 
 def _turn_along(direction: Floats) -> Floats:
-    """A rotation whose third row is a direction of length 1."""
+    """Make a rotation whose third row is the given unit vector."""
     other = np.eye(3)[int(np.argmin(abs(direction)))]
     right = cross(direction, other)
     right /= np.linalg.norm(right)

@@ -1,4 +1,4 @@
-"""The sections for materials in a geometry file: a table in JSON, and images in their original encoding.
+"""Read and write the material sections of a geometry file: a table in JSON, and images in their original encoding.
 docs/scene-format.md describes both."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rooftop.scene.materials import IMAGES, TABLE, Material
 
 
 def material_sections(materials: Sequence[Material]) -> list[tuple[bytes, bytes]]:
-    """The sections of a table: names and bytes. Equal images are stored once."""
+    """Encode a table of materials as sections: names and bytes. Equal images are stored once."""
     images: dict[bytes, dict[str, Any]] = {}
     length, rows = 0, []
     for material in materials:
@@ -39,11 +39,11 @@ def material_sections(materials: Sequence[Material]) -> list[tuple[bytes, bytes]
 def read_materials(
     path: Path, data: mmap, sections: Mapping[str, tuple[int, int]], numbers: object
 ) -> tuple[Material, ...]:
-    """The materials of a file that has a table. Images are read on request.
+    """Read the materials of a file that has a table of materials. Images are read later, on request.
 
     Args:
-        sections: sections of the file, offset and length by name.
-        numbers: one more than the highest material number.
+        sections: offset and length of each section of the file, by name.
+        numbers: the highest material number plus 1.
 
     Raises:
         GeometryFileError: the table is invalid.
@@ -78,7 +78,7 @@ def _texture(
     offset, size, crc = int(image["offset"]), int(image["length"]), int(image["crc"])
     width, height = int(image["width"]), int(image["height"])
     if offset < 0 or size < 1 or offset + size > length:
-        raise ValueError(f"image {number} would lie outside of section {IMAGES}")
+        raise ValueError(f"image {number} lies outside section {IMAGES}")
     if min(width, height) < 1 or max(width, height) > MOST_SIDE or width * height > MOST_TEXELS:
         raise ValueError(f"image {number} is {width} x {height}")
 

@@ -1,7 +1,7 @@
-"""The material of a surface: a colour and a texture, by the material's number.
+"""Materials of surfaces: a colour and a texture for each material number.
 
-Colours and images are displayed values (sRGB), like vertex colours; images are filtered in linear light. Nothing is
-transparent: alpha of an image is ignored.
+Colours and images are displayed values (sRGB), like vertex colours; images are filtered in linear light. Surfaces are
+opaque: the alpha of an image is ignored.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MAGNIFIED = ("linear", "nearest")
 
 
 class Material:
-    """A material: the look of the faces with its number.
+    """A material: the colour and texture of the faces with its number.
 
     Args:
-        color: red, green and blue from 0 to 1, as displayed (sRGB). It multiplies the texture, and the colours of
-            vertices, in linear light.
+        color: red, green and blue from 0 to 1, as displayed (sRGB). It is multiplied with the texture and the colours
+            of vertices, in linear light.
         texture: an image over the mesh's `uv`, whose (0, 0) is the lower left corner: a path, a PIL image, or an array
-            or tensor (H, W), (H, W, 3) or (H, W, 4) of uint8, or of floats from 0 to 1. Alpha is ignored. It has at
-            most 16384 texels on a side and 2^27 in all.
-        wrap: "repeat", "clamp" or "mirror", for u and v outside of 0 to 1; or a pair, for u and for v.
-        magnified: interpolation between the texels of a texture seen from near: "linear" or "nearest".
+            or tensor (H, W), (H, W, 3) or (H, W, 4) of uint8, or of floats from 0 to 1. Alpha is ignored. An image has
+            at most 16384 texels on a side and 2^27 in all.
+        wrap: "repeat", "clamp" or "mirror", for u and v outside 0 to 1; or a pair, for u and for v.
+        magnified: interpolation between texels where the texture is magnified: "linear" or "nearest".
         name: a readable name.
 
     Raises:
@@ -65,7 +65,8 @@ class Material:
         self.color: tuple[float, float, float] = (float(numbers[0]), float(numbers[1]), float(numbers[2]))
         self.texture: Texture | None = None
         if texture is not None:
-            from rooftop.scene.images import Texture  # imports Pillow, which scenes without textures do not need
+            # imported here, because it imports Pillow, which scenes without textures do not need
+            from rooftop.scene.images import Texture
 
             self.texture = Texture.of(texture)
         self.wrap: tuple[str, str] = (str(both[0]), str(both[1]))
@@ -82,10 +83,10 @@ class Material:
 
 
 def checked_materials(materials: Sequence[Material], numbers: int, whose: str) -> tuple[Material, ...]:
-    """A material for each number of a mesh.
+    """Check that there is a material for each material number of a mesh.
 
     Args:
-        numbers: one more than the mesh's highest material number.
+        numbers: the mesh's highest material number plus 1.
         whose: the mesh's name in messages.
 
     Raises:
@@ -116,4 +117,5 @@ def to_displayed(values: Any) -> Any:
     """Convert values in linear light, 0 to 1, to displayed values (sRGB)."""
     values = np.asarray(values, np.float64)
     curved = 1.055 * np.maximum(values, 0) ** (1 / 2.4) - 0.055
-    return np.where(values == 1, 1.0, np.where(values <= 0.0031308, values * 12.92, curved))  # 1.055 - 0.055 is not 1
+    # because 1.055 - 0.055 is not exactly 1
+    return np.where(values == 1, 1.0, np.where(values <= 0.0031308, values * 12.92, curved))

@@ -1,4 +1,4 @@
-"""The words of a page: its groups, the heads of its clusters, and checks.
+"""Read the words of a page: its groups and the heads of its clusters; and check a page.
 
 `geometry.py` checks each page with `wrong_in_page` before other code reads it. After that, no offset in the page points
 outside it. docs/scene-format.md describes a page.
@@ -16,7 +16,7 @@ Words = npt.NDArray[np.int32]
 
 
 def groups_in(page: Words) -> int:
-    """The number of groups in a page; before version 4 the word has no other contents."""
+    """The number of groups in a page. Before version 4, the word contains only this number."""
     return int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
 
 
@@ -45,7 +45,8 @@ def heads_of(page: Words, attributes: int) -> Words:
 
 
 def wrong_in_page(page: Words, attributes: int, all_groups: int) -> str | None:
-    """Find the problem with a page, so that code that reads its clusters stays inside the page.
+    """Describe what is wrong with a page, or return None. Code that reads a checked page's clusters stays inside the
+    page.
 
     Args:
         attributes: attributes of the file, see `Geometry.attributes`.
@@ -104,8 +105,8 @@ def _masks_fit(
     vertices: npt.NDArray[np.int64],
     references: npt.NDArray[np.int64],
 ) -> bool:
-    """Whether the masks of each cluster count as many vertices and references as its head says. No reference then
-    points outside the stream."""
+    """Whether the masks of each cluster count as many vertices and references as its head states. If they do, no
+    reference points outside the stream."""
     kind = heads[:, layouts.CLUSTER_MASKS]
     places = heads[:, layouts.CLUSTER_STREAMS, None] + np.arange(layouts.NEW_WORDS)
     low, high = page[places].view(np.uint32).reshape(-1, 2, 4).transpose(1, 0, 2)

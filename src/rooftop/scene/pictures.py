@@ -1,7 +1,7 @@
-"""Pictures of a frame for viewing, and points for programs.
+"""Convert a frame's outputs to pictures for viewing, or to points in the world.
 
 Colours are chosen in Oklab (Ottosson 2020, "A perceptual color space for image processing"), where equal steps look
-equal. Distances become lightness, numbers become hues. Background is nearly black in every picture.
+equal. Distances are shown as lightness, and numbers as hues. Background is nearly black in every picture.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from rooftop.scene.gbuffers import OUTPUTS, GBuffer
 Bytes = NDArray[np.uint8]
 
 NIGHT = (16, 19, 26)  # background
-LEVEL_HUE_DEGREES = 29.0  # between levels of detail: from red over yellow, green and blue to violet in 11 steps
-LEVELS = 12  # coarser levels have the colour of the last one
-MOST_OVERDRAW = 32  # a pixel covered this many times or more is the lightest
+# step of hue between levels of detail: from red over yellow, green and blue to violet in 11 steps
+LEVEL_HUE_DEGREES = 29.0
+LEVELS = 12  # coarser levels have the same colour as this level
+MOST_OVERDRAW = 32  # pixels that were covered this many times or more are lightest
 
 
 @dataclass(frozen=True)
 class Points:
-    """Points of surfaces: one for each pixel that shows a surface, view after view, row after row.
+    """Points of surfaces: one point for each pixel that shows a surface, in the order of views, rows and columns.
 
     Attributes:
-        xyz: (N, 3), in the world.
+        xyz: (N, 3), positions in the world.
         view: int32 (N,), the view that saw each point.
-        columns: further outputs of the frame by name, (N,) or (N, C), in their dtypes.
+        columns: other outputs of the frame by name, (N,) or (N, C), in their dtypes.
     """
 
     xyz: Tensor
@@ -42,21 +43,24 @@ class Points:
 
 
 def picture(frame: GBuffer, name: str, view: int = 0) -> Bytes:
-    """An output of a frame as colours, (height, width, 3) uint8.
+    """Convert an output of a frame to colours, (height, width, 3) uint8.
 
     Args:
         frame: result of `Renderer.render`, with this output.
-        name: name of the output: "color", "vertex_color": unchanged. "base_color": as displayed (sRGB). "coverage":
-            light where there is a surface. "depth": the nearest point of this picture is light, the farthest dark,
-            equal steps are equal distances. "normal": (n + 1) / 2: x is red, y green, z blue. "instance", "cluster",
-            "triangle", "material", "material_depth": a colour for each number, the same in every
+        name: name of the output:
+            "color", "vertex_color": unchanged. "base_color": as displayed (sRGB).
+            "coverage": light where there is a surface.
+            "depth": from light (the nearest point of this picture) to dark (the farthest); equal steps are equal
+                distances.
+            "normal": (n + 1) / 2: x is red, y green, z blue.
+            "instance", "cluster", "triangle", "material", "material_depth": a colour for each number, the same in every
                 picture.
             "level": red is the finest level of detail, then yellow, green, blue and violet.
             "uv": u is red, v green, both repeated with period 1.
-            "velocity": a hue for each direction, lighter for faster; the fastest pixel of this picture is lightest, and
-                pixels without motion are background.
+            "velocity": a hue for each direction, and lighter for faster motion. The fastest pixel of this picture is
+                lightest; pixels without motion look like background.
             "overdraw": dark where one triangle covered the pixel, light where 32 or more did.
-            "shadow": lighter for more light, the same for all lights; nearly black without light.
+            "shadow": lighter for more light, as the mean over all lights; nearly black without light.
         view: index of one of the frame's views.
 
     Raises:
@@ -75,7 +79,7 @@ def colored(name: str, values: Tensor) -> Tensor:
 
     Args:
         name: name of the output.
-        values: (H, W[, C]), one view of it.
+        values: (H, W[, C]), one view of the output.
 
     Returns:
         (H, W, 3) uint8.
@@ -89,7 +93,7 @@ def colored(name: str, values: Tensor) -> Tensor:
 def points(
     frame: GBuffer, cameras: Camera | Sequence[Camera], columns: Sequence[str] = (), dtype: torch.dtype = torch.float32
 ) -> Points:
-    """The points in the world at a frame's pixels.
+    """Compute the points in the world that a frame's pixels show.
 
     Args:
         frame: result of `Renderer.render`, with "depth" and all `columns`.
@@ -144,7 +148,7 @@ def _any(values: Tensor) -> Tensor:
     return (values != 0).any(-1)
 
 
-# which pixels are covered; for other outputs, those whose number is not -1
+# how to find covered pixels by output; for outputs that are not listed, covered pixels are not -1
 _COVERED: dict[str, Callable[[Tensor], Tensor]] = {
     "depth": torch.isfinite,
     "normal": _any,
@@ -195,17 +199,18 @@ def _of_uv(uv: Tensor) -> Tensor:
 
 
 def _of_number(number: Tensor) -> Tensor:
-    """Neighbouring numbers look different: hue, lightness and chroma are parts of a hash (Steele 2014, SplitMix)."""
+    """Choose a colour for each number such that neighbouring numbers look different: hue, lightness and chroma are bits
+    of a hash (Steele 2014, SplitMix)."""
     mixed = (number.long() + 1) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        above = (mixed >> shift) & ((1 << (64 - shift)) - 1)  # shifted like an unsigned number
+        above = (mixed >> shift) & ((1 << (64 - shift)) - 1)  # a logical shift, as for an unsigned number
         mixed = (mixed ^ above) * _signed(factor)
     parts = [((mixed >> shift) & 0xFFFF).double() / 0x10000 for shift in (48, 32, 16)]
     return _oklch(0.5 + 0.38 * parts[1], 0.06 + 0.1 * parts[2], 360 * parts[0])
 
 
 def _signed(word: int) -> int:
-    """The int64 with the same 64 bits, since torch multiplies int64 modulo 2^64."""
+    """The int64 with the same 64 bits: torch multiplies int64 modulo 2^64."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -221,7 +226,7 @@ def _of_velocity(velocity: Tensor) -> Tensor:
     x, y = velocity.double().unbind(1)
     speed = torch.hypot(x, y)
     share = speed / speed.max() if len(speed) else speed
-    angle = torch.rad2deg(torch.atan2(-y, x))  # counterclockwise, from the right
+    angle = torch.rad2deg(torch.atan2(-y, x))  # angle, counterclockwise from the right
     return _oklch(0.25 + 0.55 * share, 0.02 + 0.13 * share, angle)
 
 
@@ -253,7 +258,7 @@ _COLORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _ramp(share: Tensor) -> Tensor:
-    """From dark blue (0) over red to light yellow (1), with lightness growing evenly."""
+    """Colour ramp from dark blue (0) over red to light yellow (1), with evenly growing lightness."""
     return _oklch(0.28 + 0.67 * share, 0.10 + 0.06 * torch.sin(math.pi * share), 280 + 175 * share)
 
 
@@ -266,10 +271,10 @@ TO_RGB = (
 
 
 def _oklch(lightness: Tensor, chroma: Tensor, hue_degrees: Tensor) -> Tensor:
-    """sRGB of Oklab in polar coordinates, by the matrices of Ottosson's definition."""
+    """Convert Oklab in polar coordinates to sRGB, by the matrices of Ottosson's definition."""
     lightness, chroma, hue = lightness.float(), chroma.float(), torch.deg2rad(hue_degrees).float()
     a, b = chroma * torch.cos(hue), chroma * torch.sin(hue)
-    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3  # the three kinds of cones
+    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3  # responses of the three kinds of cones
     medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
     short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
     linear = torch.stack([of[0] * long + of[1] * medium + of[2] * short for of in TO_RGB], 1).clamp(0, 1)
@@ -277,10 +282,10 @@ def _oklch(lightness: Tensor, chroma: Tensor, hue_degrees: Tensor) -> Tensor:
 
 
 def _displayed(linear: Tensor) -> Tensor:
-    """Linear light as sRGB."""
+    """Convert linear light to sRGB."""
     return torch.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """0..1 as 0..255."""
+    """Convert 0..1 to uint8 0..255."""
     return (values.clamp(0, 1) * 255).round().to(torch.uint8)

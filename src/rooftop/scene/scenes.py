@@ -1,4 +1,4 @@
-"""The contents of a scene: meshes, and instances of them with their transforms."""
+"""The contents of a scene: meshes, their instances with transforms, and lights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Scene:
     """
 
     def __init__(self) -> None:
-        self.placed = Instances()  # for renderers; `instances` is for users
+        self.placed = Instances()  # renderers use this; users call `instances`
         self._meshes: list[Geometry] = []
         self._materials: list[tuple[Material, ...] | None] = []
         self._lights: list[Light] = []
@@ -49,21 +49,22 @@ class Scene:
 
     @property
     def materials(self) -> tuple[tuple[Material, ...] | None, ...]:
-        """For each mesh, a material for each material number; None if neither the file nor the caller gives them."""
+        """For each mesh, a material for each material number; None if neither the file nor the caller provides
+        materials."""
         return tuple(self._materials)
 
     def add_mesh(self, mesh: str | PathLike[str] | Geometry, *, materials: Sequence[Material] | None = None) -> int:
-        """Add a geometry file (from `scene.build`) or an open `Geometry`; return the number by which instances refer to
-        it.
+        """Add a mesh: a geometry file (from `scene.build`) or an open `Geometry`. Return the number by which instances
+        refer to it.
 
         Args:
-            materials: one material for each material number, instead of the file's. The same file may be added again
-                with other materials.
+            materials: one material for each material number, to replace the file's materials. The same file may be
+                added again with other materials.
 
         Raises:
             GeometryFileError: the file is not a geometry file, or is incomplete.
-            TypeError, ValueError: an entry is not a material, there are fewer than the file has numbers, or one has a
-                texture but the mesh has no texture coordinates.
+            TypeError, ValueError: an entry is not a material, there are fewer materials than material numbers in the
+                file, or a material has a texture but the mesh has no texture coordinates.
         """
         opened = mesh if isinstance(mesh, Geometry) else Geometry.open(Path(mesh))
         chosen = opened.materials
@@ -78,10 +79,11 @@ class Scene:
         return len(self._meshes) - 1
 
     def add_instance(self, mesh: int, transform: ArrayLike | None = None) -> int:
-        """Add an instance of a mesh; return its number, which frames contain.
+        """Add an instance of a mesh; return its number, which the output "instance" shows.
 
         Args:
-            transform: (4, 4) or (3, 4), object to world; points are columns. Default: the mesh's own position.
+            transform: (4, 4) or (3, 4), object to world; points are columns. By default the mesh keeps its own
+                position.
 
         Raises:
             ValueError: there is no such mesh, or the transform is not an invertible affine one.
@@ -101,7 +103,7 @@ class Scene:
         return self.placed.add(mesh, matrices)
 
     def move(self, instance: int, transform: ArrayLike) -> None:
-        """Move an instance; the next frame's velocity shows the distance.
+        """Move an instance; the output "velocity" of the next frame includes this motion.
 
         Raises:
             ValueError: there is no such instance, or the transform is not an invertible affine one.
@@ -109,7 +111,7 @@ class Scene:
         self.move_all([instance], affine(transform, "transform")[None])
 
     def move_all(self, instances: Sequence[int], transforms: ArrayLike) -> None:
-        """Move many instances at once: their numbers, each once, and equally many transforms (N, 4, 4).
+        """Move many instances at once, given their numbers, without duplicates, and as many transforms (N, 4, 4).
 
         Raises:
             ValueError: as in `move`. No instance is moved then.
@@ -118,7 +120,8 @@ class Scene:
         self.placed.move(self._numbers(instances, len(matrices)), matrices)
 
     def remove(self, instance: int) -> None:
-        """Remove an instance from the scene. The others keep their numbers; its number is not used again.
+        """Remove an instance from the scene. The other instances keep their numbers, and the removed number is not used
+        again.
 
         Raises:
             ValueError: there is no such instance.
@@ -126,7 +129,7 @@ class Scene:
         self.remove_all([instance])
 
     def remove_all(self, instances: Sequence[int]) -> None:
-        """Remove many instances at once, by their numbers, each once.
+        """Remove many instances at once, given their numbers, without duplicates.
 
         Raises:
             ValueError: as in `remove`. No instance is removed then.
@@ -134,7 +137,7 @@ class Scene:
         self.placed.remove(self._numbers(instances))
 
     def _numbers(self, instances: Sequence[int], expected: int | None = None) -> NDArray[np.int64]:
-        """Numbers of existing instances, each once.
+        """Check numbers of existing instances, without duplicates.
 
         Raises:
             ValueError: a number does not exist or is repeated.
@@ -163,8 +166,8 @@ class Scene:
         return tuple(self._lights)
 
     def add_light(self, light: Light) -> int:
-        """Add a light, which casts shadows; return its number. A scene without lights is shaded from one side, without
-        shadows.
+        """Add a light, which casts shadows; return its number. A scene without lights is shaded by a default light,
+        without shadows.
 
         Raises:
             ValueError: it is not a light, or there are `MOST_LIGHTS` already.
@@ -184,19 +187,19 @@ class Scene:
         self._lights[number] = _light(light)
 
     def instances(self) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """By number: the mesh of each instance, (N,), and its transform, (N, 4, 4). The mesh of a removed instance is
-        -1. The arrays are copies."""
+        """The mesh of each instance, (N,), and its transform, (N, 4, 4), in the order of their numbers. The mesh of a
+        removed instance is -1. The arrays are copies."""
         return self.placed.mesh_of.copy(), self.placed.transforms.copy()
 
     @property
     def triangles(self) -> int:
-        """Triangles of all instances, at their meshes' finest level."""
+        """Number of triangles of all instances, at their meshes' finest level."""
         mesh_of = self.placed.mesh_of
         times = np.bincount(mesh_of[mesh_of != REMOVED], minlength=len(self.meshes))
         return sum(int(count) * int(mesh.meta["triangles"]) for count, mesh in zip(times, self.meshes, strict=True))
 
     def bounds(self) -> NDArray[np.float64]:
-        """(2, 3): the lowest and highest corner of a box around all instances, in the world.
+        """The box around all instances in the world: lowest and highest corner, (2, 3).
 
         Raises:
             ValueError: there are no instances.
@@ -207,7 +210,7 @@ class Scene:
 
 
 def _given_by(method: str, name: str, number: object, count: int) -> int:
-    """Check a number that a method has returned, one of `count`.
+    """Check a number from 0 to `count` - 1 that `method` has returned.
 
     Raises:
         ValueError: there is no such number.
@@ -224,7 +227,7 @@ def _light(light: object) -> Light:
 
 
 def _checked(transforms: ArrayLike) -> NDArray[np.float64]:
-    """A copy of transforms (N, 4, 4) that can be rendered."""
+    """Check that transforms (N, 4, 4) can be rendered, and return a copy."""
     matrices = real_numbers(transforms, "transforms", "(N, 4, 4) numbers")
     if matrices.ndim != 3 or matrices.shape[1:] != (4, 4):
         raise ValueError(f"transforms have shape {matrices.shape}: expected (N, 4, 4)")
@@ -243,7 +246,7 @@ def _checked(transforms: ArrayLike) -> NDArray[np.float64]:
         )
     flat = first_flat(matrices[:, :3, :3], 1e-7, 1 / MOST_SCALE)
     if flat is not None:
-        raise ValueError(f"transform {flat} makes the mesh flat: its 3 x 3 part cannot be inverted")
+        raise ValueError(f"transform {flat} makes the mesh flat: its 3 x 3 part must be invertible")
     return matrices
 
 

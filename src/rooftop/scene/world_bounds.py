@@ -1,4 +1,5 @@
-"""The box around all instances of a scene; an update costs as much as the changes."""
+"""Keep the box around all instances of a scene up to date; the cost is proportional to the number of changed
+instances."""
 
 from __future__ import annotations
 
@@ -12,23 +13,23 @@ from rooftop.scene.instances import Floats, Instances, grown
 
 
 class WorldBounds:
-    """The bounds of a scene's instances, kept from call to call."""
+    """The bounds of a scene's instances, cached between calls."""
 
     def __init__(self) -> None:
         self._version = self._known = 0
         self._sides: Floats = np.empty((0, 6))  # for each instance, the lowest corner and the negated highest corner
-        self._lowest = np.full(6, np.inf)  # corners of all instances together
+        self._lowest = np.full(6, np.inf)  # the minimum of these over all instances
         self._halves = np.empty((0, 2, 3))  # for each mesh: centre and half size of its box
 
     def of(self, instances: Instances, meshes: Sequence[Geometry]) -> Floats:
-        """(2, 3): the lowest and highest corner, of at least one instance."""
+        """Return the lowest and highest corner (2, 3) of the box around at least one instance."""
         rows = instances.changed(self._version, self._known)
         if len(rows):
             self._sides = grown(self._sides, instances.count)
             before = self._sides[rows[rows < self._known]]
             sides = self._sides[rows] = self._sides_of(instances, rows, meshes)
             self._known = instances.count
-            if (before <= self._lowest).any():  # an instance at the edge has moved
+            if (before <= self._lowest).any():  # an instance that touched the box's sides has moved
                 self._lowest = self._sides[: self._known].min(0)
             else:
                 self._lowest = np.minimum(self._lowest, sides.min(0))

@@ -1,7 +1,7 @@
-"""The borders between batches of triangles: the places that several batches use, and the properties of the mesh that
-depend on several batches.
+"""Borders between batches of triangles: find the places that several batches use, and combine the batches' connected
+parts and open edges.
 
-Connected parts, and edges that are not between two faces, are found batch by batch, on all cores. A single process then
+Workers find connected parts, and edges that do not have exactly two faces, batch by batch. A single process then
 combines the results at places that several batches use.
 """
 
@@ -24,7 +24,7 @@ Numbers = npt.NDArray[np.uint32]
 
 
 class SharedPlaces:
-    """The places that several owners (batches or groups) use.
+    """Find the places that several owners (batches or groups) use.
 
     Attributes:
         several: (places,) 1 if more than one owner uses a place; undefined for unused places.
@@ -40,10 +40,10 @@ class SharedPlaces:
             self.owner, self.several = shared(places, np.int32), shared(places, np.uint8)
 
     def own(self, place: Numbers, corners: Numbers, starts: Ints, counts: Ints, owners: Ints) -> None:
-        """Record the owners of triangles, in a first pass.
+        """First pass: record the owner of each place of these triangles.
 
-        Workers write to the same arrays. If a place has several owners, any of them may be stored last; the others then
-        see an owner that differs.
+        Workers write to the same arrays. If a place has several owners, any of them may be the last to store itself. In
+        the second pass, the others find an owner other than themselves.
 
         Args:
             place: (V,) the place of each vertex.
@@ -53,12 +53,11 @@ class SharedPlaces:
         _own(place, corners, starts, counts, owners, self.owner, self.several)
 
     def mark(self, place: Numbers, corners: Numbers, starts: Ints, counts: Ints, owners: Ints) -> None:
-        """In a second pass, mark the places of these triangles that have another owner, too. Arguments: as for
-        `own`."""
+        """Second pass: mark the places of these triangles that also have another owner. Arguments are as for `own`."""
         _mark(place, corners, starts, counts, owners, self.owner, self.several)
 
     def hold(self, places: Numbers) -> None:
-        """After both passes: count these places as used by several owners."""
+        """After both passes, mark these places as used by several owners."""
         self.several[places] = 1
 
 
@@ -90,15 +89,17 @@ def _mark(place, corners, starts, counts, owners, owner, several):  # type: igno
 
 @dataclass(frozen=True)
 class Connections:
-    """The parts and edges found in a batch.
+    """The connected parts and the edges of a batch.
 
     Attributes:
         parts: the number of connected parts of its triangles.
-        vertices: numbers in the mesh; of_vertices: the part of each, or None if there is one part.
-        places: those that other batches also use; of_places: the part of each.
-        crowded: edges with more than two faces whose places no other batch uses.
-        open_places: places of edges with one face that no other batch uses.
-        edges: (E, 2) places of all other edges, the lower first; faces: (E,) the number of faces of each here.
+        vertices: numbers of the batch's vertices in the mesh; of_vertices: the part of each vertex, or None if there is
+            one part.
+        places: places that other batches also use; of_places: the part of each of these places.
+        crowded: number of edges with more than two faces that no other batch can share.
+        open_places: places of edges with one face that no other batch can share.
+        edges: (E, 2) places of the edges that other batches may share, the lower first; faces: (E,) the number of faces
+            of each edge in this batch.
     """
 
     parts: int
@@ -166,9 +167,9 @@ class Whole:
         """Combine the results of all batches.
 
         Args:
-            batches: in order.
-            used: the vertices that the triangles of a batch use, by its number.
-            vertices: of the mesh.
+            batches: results of the batches, in order.
+            used: returns the vertices that a batch uses, given its number.
+            vertices: vertices of the mesh.
         """
         edges = np.concatenate([each.edges for each in batches]).astype(np.int64)
         keys, number = np.unique(edges[:, 0] << 32 | edges[:, 1], return_inverse=True)
@@ -185,7 +186,7 @@ class Whole:
 
     @classmethod
     def of_faces(cls, vertices: Vertices, faces: Numbers) -> Whole:
-        """The results for a mesh that is a single batch."""
+        """Find the parts and edges of a mesh that is a single batch."""
         several = np.zeros(int(vertices.place.max()) + 1, np.uint8)
         return cls.of([Connections.of(Excerpt.of(vertices, faces), several)], lambda _: np.unique(faces), vertices)
 
@@ -211,12 +212,12 @@ def _parts(batches: list[Connections], used: Callable[[int], Numbers], vertices:
 
 
 def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.int32]]:
-    """The number of connected components of `count` items joined in pairs, and the component of each item.
+    """Find connected components of `count` items joined in pairs: their number, and the component of each item.
 
-    Components are numbered by their first items. In each round, every item becomes the child of a neighbour with a
-    higher number, or of one with a lower number, whichever choice leaves fewer roots. A tree then counts as one item.
-    Each round at least halves the items that still have neighbours. (SciPy takes half the time, but a third of a second
-    to import.)
+    Components are numbered in the order of their first items. In each round, every item becomes the child of a
+    neighbour: either always a neighbour with a higher number, or always one with a lower number, whichever leaves fewer
+    roots. Then each tree counts as one item. Each round at least halves the number of items that still have neighbours.
+    (SciPy takes half the time, but a third of a second to import.)
     """
     things = np.arange(count, dtype=np.int32)
     root = things
@@ -232,6 +233,6 @@ def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.
         apart = a != b
         a, b = a[apart], b[apart]
     first = np.empty(count, np.int32)
-    first[root[::-1]] = things[::-1]  # for equal roots the last assignment wins: the one of the first item
+    first[root[::-1]] = things[::-1]  # for equal roots the last assignment wins, which is that of the first item
     is_first = first[root] == things
     return int(np.count_nonzero(is_first)), (np.cumsum(is_first, dtype=np.int32) - np.int32(1))[first[root]]

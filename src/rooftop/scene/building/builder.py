@@ -1,4 +1,4 @@
-"""`build` and `build_file`: from a mesh to a geometry file, with a report."""
+"""`build` and `build_file` write a mesh as a geometry file, and return a report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rooftop.scene.materials import IMAGES, Material, checked_materials
 
 @dataclass(frozen=True)
 class LevelCount:
-    """Clusters and triangles of a level, and the largest error of its clusters, in object units."""
+    """Number of clusters and triangles of a level, and the largest error of its clusters in object units."""
 
     clusters: int
     triangles: int
@@ -34,17 +34,17 @@ class LevelCount:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What was built.
+    """The result of a build.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         triangles: triangles of the mesh, after repairs.
-        levels: from the finest to the coarsest.
-        fill: triangles of all clusters, as a fraction of the clusters' capacity.
-        size_bytes: size of the file; image_bytes: the part for textures; bytes_per_triangle: the other bytes, divided
-            by the mesh's triangles.
-        precision: the step of the grid, in object units.
-        roots: clusters without a coarser replacement; why_several: why there is more than one, or None.
+        levels: counts of each level, from the finest to the coarsest.
+        fill: triangles of all clusters, as a share of the clusters' capacity.
+        size_bytes: size of the file; image_bytes: bytes of its textures; bytes_per_triangle: bytes without textures,
+            divided by the mesh's triangles.
+        precision: step of the grid to which positions are rounded, in object units.
+        roots: number of clusters without a coarser replacement; why_several: why there is more than one, or None.
         repairs: the repairs made to the mesh.
         seconds: the build time.
     """
@@ -82,20 +82,20 @@ def build(
 
     Args:
         vertices: (V, 3) positions, in object units.
-        faces: (F, 3) three vertices each.
-        path: where the file is written; by convention it ends in .rtg.
-        normals: (V, 3); or "smooth": computed; or None: no normals are stored, and a renderer uses the faces' normals.
+        faces: (F, 3) vertex indices of each triangle.
+        path: the output file; by convention its name ends in .rtg.
+        normals: (V, 3); or "smooth" to compute them; or None to store none, so that a renderer uses the faces' normals.
         uv: (V, 2) texture coordinates.
         materials: (F,) numbers from 0 to 65535.
-        colors: (V, 3) red, green and blue, 0 to 1 or uint8, as displayed; kept with 8 bits each.
+        colors: (V, 3) red, green and blue as displayed (sRGB), from 0 to 1 or uint8; stored with 8 bits each.
         material_table: a `Material` for each number of `materials` from 0 on. It is stored in the file, with its images
             in their original encoding. Textures are looked up at `uv`.
-        precision: positions are rounded to a grid whose step is a power of two, at most this. By default 1/64 of the
-            mean edge, or 1/16384 of the mesh's extent if that is less.
+        precision: positions are rounded to a grid whose step is the largest power of two up to this value. By default
+            the smaller of 1/64 of the mean edge and 1/16384 of the mesh's extent.
         progress: called with the current activity and the fraction done.
-        workers: processes, by default one per CPU. The file does not depend on it.
-        lock_borders: vertices of edges with a single face stay in place in all levels. Tiles of a scan that meet there
-            (at equal positions, with the same power of two as `precision`) then meet in all levels.
+        workers: number of processes, by default one per CPU. The file is the same for any number.
+        lock_borders: whether vertices of edges with a single face stay in place in all levels. Tiles of a scan that
+            meet at such edges (at equal positions, with the same power of two as `precision`) then meet in all levels.
 
     Raises:
         FileNotFoundError: the folder for the file does not exist.
@@ -117,14 +117,14 @@ def _build(
     workers: int | None,
     lock_borders: bool,
 ) -> BuildReport:
-    """Like `build`. `arrays` has vertices, faces, normals, uv, materials and colors. `linear_colors`: whether the
+    """Like `build`. `arrays` holds vertices, faces, normals, uv, materials and colors. `linear_colors` says whether the
     colors are in linear light."""
     vertices, faces, normals, uv, materials, colors = arrays
     began = time.perf_counter()
     pool = Workers.of(workers)
     target = Path(path)
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into")
+        raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into: create it")
     if target.is_dir():
         raise InputError(f"{target} is a folder: expected the name of a file, such as {target / 'mesh.rtg'}")
     show = progress or (lambda what, fraction: None)
@@ -167,27 +167,28 @@ def build_file(
 ) -> BuildReport:
     """Write a mesh file as a geometry file.
 
-    Parts of a scene are combined at their positions; each has its own material number. Texture coordinates are kept if
-    all parts have them, or if a textured part has. Vertex colours are kept if any part has them; the other parts are
-    then white. Base colours and their textures are also stored, for glTF and OBJ.
+    Parts of a scene are combined at their positions; each part has its own material number. Texture coordinates are
+    kept if all parts have them, or if any textured part has them. Vertex colours are kept if any part has them; parts
+    without colours become white. For glTF and OBJ, base colours and their textures are stored too.
 
     Args:
         mesh: any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl and more.
         path: path of the new file; by default next to the mesh, with the suffix .rtg.
-        normals: "file": from the file, if all its parts have them, else none; "smooth": computed; "flat": none are
-            stored, and a renderer uses the faces' normals. precision, progress, workers, lock_borders: as for `build`.
-        textures: whether images of materials are kept; otherwise only their colours are.
+        normals: "file" takes them from the file if all its parts have them, and stores none if not. "smooth" computes
+            them. "flat" stores none, so that a renderer uses the faces' normals. precision, progress, workers,
+            lock_borders: as for `build`.
+        textures: whether images of materials are stored; if False, only the materials' colours are.
 
     Raises:
         FileNotFoundError, InputError: the file is missing, cannot be read or has no triangles; or an image that it
             names is missing, damaged or too large.
-        ValueError: the output would replace the mesh, or nothing can be built from the mesh.
+        ValueError: the output would overwrite the mesh file, or nothing can be built from the mesh.
         MissingExtraError: trimesh or meshoptimizer is not installed.
     """
     source = Path(mesh)
     target = source.with_suffix(".rtg") if path is None else Path(path)
     if target.resolve() == source.resolve():
-        raise InputError(f"{target} would replace the mesh that it is built from; name another output")
+        raise InputError(f"{target} would overwrite the mesh that it is built from: choose another output")
     if progress is not None:
         progress(f"reading {source.name}", 0.0)
     found = read_mesh(source, textures)
@@ -201,18 +202,19 @@ def build_file(
 def _sections(
     table: Sequence[Material] | None, materials: npt.ArrayLike | None, has_uv: bool
 ) -> list[tuple[bytes, bytes]]:
-    """The sections of a file about its materials. All images are decoded, to make sure that none is damaged."""
+    """The sections of a geometry file that hold its materials. All images are decoded, to make sure that none is
+    damaged."""
     if table is None:
         return []
     given = np.zeros(0) if materials is None else np.asarray(materials)
-    # readers of the other formats raise later
+    # for other formats, their reader raises later
     numbers = int(given.max()) + 1 if given.dtype.kind in "iu" and given.size else 1
     checked = checked_materials(table, numbers, "the mesh")
     for each in checked:
         if each.texture is not None:
             if not has_uv:
                 raise ValueError(
-                    f"material {each.name!r} has a texture, but the mesh has no texture coordinates: give uv="
+                    f"material {each.name!r} has a texture, but the mesh has no texture coordinates: pass uv="
                 )
             each.texture.texels()
     return material_sections(checked)
@@ -229,7 +231,7 @@ def _levels(hierarchy: Hierarchy) -> tuple[LevelCount, ...]:
 
 
 def _meta(mesh: Mesh, hierarchy: Hierarchy, levels: tuple[LevelCount, ...], why: str | None) -> dict[str, Any]:
-    """The file's description of itself. Lengths are in object units; bounds are relative to the origin."""
+    """The file's metadata. Lengths are in object units; bounds are relative to the origin."""
     vertices = mesh.vertices
     step = math.ldexp(1.0, vertices.exponent)
     low, high = column_bounds(vertices.grid)

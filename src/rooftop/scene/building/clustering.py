@@ -1,7 +1,7 @@
 """Cut pieces of a mesh into clusters of at most 128 triangles, and encode each cluster at once.
 
-A piece is a run of triangles: of the given mesh, or of a simplified group. Clusters grow triangle by triangle over
-shared edges (see `growing`), never from one piece into another.
+A piece is a run of triangles: of the given mesh, or of a simplified group. Clusters grow triangle by triangle (see
+`growing`), and never extend from one piece into another.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rooftop.scene.building.sweeps import swept
 Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
 
-LEAST_TRIANGLES = 96  # triangles from which on a cluster may end early
-SPLIT_FACTOR = 2.0  # it ends if its next triangle is farther away than this many times its radius
-# only in a piece with more triangles than this; smaller pieces need as few clusters as possible
+LEAST_TRIANGLES = 96  # a cluster of at least this many triangles may end early
+SPLIT_FACTOR = 2.0  # a cluster ends early if its next triangle is farther away than this many times its radius
+# clusters end early only in pieces with more triangles; smaller pieces must get as few clusters as possible
 SPLIT_FROM = 2 * layouts.MAX_TRIANGLES
 
 
@@ -34,11 +34,11 @@ class Clusters:
     """The resulting clusters.
 
     Attributes:
-        corners: (T, 3) of all triangles, cluster by cluster, as numbers of the mesh's vertices.
+        corners: (T, 3) corners of all triangles, cluster by cluster, as indices of the mesh's vertices.
         triangles: (C,) number of triangles of each cluster.
-        pieces: (C,) the piece of each, not decreasing.
+        pieces: (C,) the piece of each cluster, in non-decreasing order.
         spheres: (C, 4) float32, around each cluster's vertices, in object units.
-        encoded: the words to write.
+        encoded: the clusters as words of the file.
     """
 
     corners: Corners
@@ -77,7 +77,7 @@ def localized(corners: Corners, counts: Ints) -> Local:
     """Number the vertices of pieces.
 
     Args:
-        corners: (T, 3) of all pieces, one after another, as numbers of the mesh's vertices.
+        corners: (T, 3) corners of all pieces, piece by piece, as indices of the mesh's vertices.
         counts: (P,) number of triangles of each piece.
     """
     vertices, starts, local = numbered_by_row(corners, 3 * starts_of(counts), int(corners.max(initial=0)) + 1)
@@ -96,10 +96,10 @@ def cut(vertices: Vertices, corners: Corners, counts: Ints, levels: Ints) -> Clu
     """Cut pieces into clusters.
 
     Args:
-        vertices: of the mesh.
+        vertices: vertices of the mesh.
         corners: (T, 3), piece by piece.
         counts: (P,) number of triangles of each piece.
-        levels: (P,) of the clusters.
+        levels: (P,) level of the clusters of each piece.
     """
     local = localized(corners, counts)
     points = local_points(vertices, local)

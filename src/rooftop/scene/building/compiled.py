@@ -1,6 +1,6 @@
 """Compile loops over triangles, vertices and bits with Numba.
 
-A loop is compiled for one signature when its module is imported, and kept on disk for later processes. Workers are
+A loop is compiled for one signature when its module is imported, and cached on disk for later processes. Workers are
 forked later, so they never compile.
 """
 
@@ -18,22 +18,22 @@ except ImportError as error:
 
 
 def array(dtype: str, dimensions: int = 1) -> Any:
-    """The type of an array in C order that a loop reads; it may be read-only."""
+    """Numba's type of an array in C order that a loop reads; the array may be read-only."""
     return numba.types.Array(getattr(numba.types, dtype), dimensions, "C", readonly=True)
 
 
 def output(dtype: str, dimensions: int = 1) -> Any:
-    """The type of an array in C order that a loop writes."""
+    """Numba's type of an array in C order that a loop writes."""
     return numba.types.Array(getattr(numba.types, dtype), dimensions, "C")
 
 
 def loop(*arguments: Any, result: Any = numba.types.void) -> Callable[[Callable[..., Any]], Any]:
     """Decorator that compiles a loop.
 
-    Products are not fused with sums, so results do not depend on the processor.
+    Multiplications and additions are not fused, so results do not depend on the processor.
 
     Args:
-        arguments: the types of its arguments.
+        arguments: the types of the loop's arguments.
         result: the type of its result.
     """
 
@@ -48,7 +48,7 @@ def loop(*arguments: Any, result: Any = numba.types.void) -> Callable[[Callable[
 
 
 def helper(function: Callable[..., Any]) -> Any:
-    """Decorator of a function that only loops call."""
+    """Decorator that compiles a function that only loops call."""
     return numba.njit(nogil=True)(function)
 
 

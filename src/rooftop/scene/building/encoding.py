@@ -1,6 +1,6 @@
-"""Clusters as words: heads and streams, as in docs/scene-format.md, for many clusters at once.
+"""Encode clusters as words: heads and streams, as in docs/scene-format.md, for many clusters at once.
 
-One loop numbers the vertices of each cluster and measures what its streams need, and a second one writes the streams.
+One loop numbers the vertices of each cluster and measures its streams. A second loop writes the streams.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from rooftop.scene.heads import bit_lengths
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
-_EXPLICIT = 4  # the kind of a triangle whose three corners are stored; other kinds are the number of new corners
-# For each kind: which corners of a triangle are stored, and what is subtracted from them.
+_EXPLICIT = 4  # the kind of a triangle that stores all three corners; any other kind is the number of new corners
+# For each kind: the corners of a triangle that are stored, and what is subtracted from them.
 _STORED = np.array([[0, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], np.bool_)
 _OFF = np.array([[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 2, 2]], np.int64)
-# For each set of new corners (bits 0, 1, 2): the corner with which a triangle begins so that its new corners come last,
-# and their number.
+# For each set of new corners (bits 0, 1, 2): the corner with which the triangle begins so that new corners come last,
+# and the number of new corners.
 _BEGIN = np.array([0, 1, 2, 2, 0, 1, 0, 0])
 _NEW = np.array([0, 1, 1, 2, 1, 2, 2, 3])
-_GRID = 3  # columns of a vertex's position
+_GRID = 3  # number of columns of a vertex's position
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Clusters in the form of pages, except for the parts that depend on their page.
+    """Clusters encoded as pages store them, except for the parts that depend on their page.
 
     Attributes:
         heads: (C, CLUSTER_COLUMNS) uint32; spheres, errors, sources and stream positions are not filled in yet.
         streams: the words of all streams, cluster by cluster.
-        counts: (C,) number of words of each.
+        counts: (C,) number of stream words of each cluster.
     """
 
     heads: Words
@@ -60,10 +60,10 @@ def encode(
     Args:
         vertices: of the mesh.
         triangles: (C,) number of triangles of each cluster, at least 1.
-        members: (C,) number of vertices.
-        corners: (T, 3) of all triangles, cluster by cluster: which of the cluster's vertices.
+        members: (C,) number of vertices of each cluster.
+        corners: (T, 3) corners of all triangles, cluster by cluster, as indices of the cluster's vertices.
         owned: the clusters' vertices as indices into `vertices`, cluster by cluster.
-        levels: (C,) of each cluster.
+        levels: (C,) level of each cluster.
     """
     clusters = len(triangles)
     starts, first = starts_of(triangles), starts_of(members)
@@ -78,7 +78,7 @@ def encode(
     columns, boxed = _columns(vertices)
     values = columns[ordered]
     base, extent = lowest(values, first), highest(values, first)
-    extent = (extent - base).view(np.uint32)  # also correct beyond 2^31
+    extent = (extent - base).view(np.uint32)  # differences are also correct beyond 2^31
     base[:, boxed:], extent[:, boxed:] = 0, (1 << layouts.COLOR_BITS) - 1
     bits = bit_lengths(extent)
 
@@ -120,7 +120,8 @@ def encode(
 
 
 def _columns(vertices: Vertices) -> tuple[npt.NDArray[np.int32], int]:
-    """The position and all attributes of each vertex (V, K), and the number of columns before the colours."""
+    """Return the position and all attributes of each vertex as columns (V, K), and the number of columns before the
+    colours."""
     columns: list[npt.NDArray[Any] | None] = [vertices.grid, vertices.normals, vertices.uv]
     present = [each.astype(np.int32, copy=False) for each in columns if each is not None]
     boxed = sum(each.shape[1] for each in present)
@@ -133,24 +134,27 @@ def _columns(vertices: Vertices) -> tuple[npt.NDArray[np.int32], int]:
     array("uint8", 2), array("int64"), array("int64"), array("int64"),
     output("uint8", 2), output("uint8"), output("int64"), output("int64"), output("int64"), output("bool_"),
 )  # fmt: skip
-def _number(corners, starts, first, owned, local, kinds, ordered, references, most, explicit):  # type: ignore[no-untyped-def]
+# type: ignore[no-untyped-def]
+def _number(corners, starts, first, owned, local, kinds, ordered, references, most, explicit):
     """Number the vertices of each cluster by their first use, turn triangles so that new corners come last, and find
     the kind of each triangle.
 
     Args:
         corners: (T, 3). starts, first: where the triangles and vertices of each cluster begin.
         owned: (N,) the clusters' vertices.
-        local: (T, 3) corners in the new numbers, kinds: (T,), ordered: (N,) vertices in the new order, written.
-        references: (C,) number of stored corners, written.
-        most: (C,) the largest stored reference, written.
-        explicit: (C,) whether the cluster has triangles that store all their corners, written.
+        local: output (T, 3), corners in the new numbers; kinds: output (T,); ordered: output (N,), vertices in the new
+            order.
+        references: output (C,), number of stored corners.
+        most: output (C,), the largest stored reference.
+        explicit: output (C,), whether the cluster has triangles that store all their corners.
     """
     number = np.empty(256, np.int64)
     for cluster in range(len(starts) - 1):
         number[:] = -1
         begin = first[cluster]
         count, stored, largest, has_explicit = 0, 0, 0, False
-        goes_on, last = False, np.int64(-1)  # whether a triangle may continue around the newest vertex, from which one
+        # whether a triangle may continue a fan around the newest vertex, and from which vertex
+        goes_on, last = False, np.int64(-1)
         for triangle in range(starts[cluster], starts[cluster + 1]):
             a, b, c = corners[triangle, 0], corners[triangle, 1], corners[triangle, 2]
             pattern = (number[a] < 0) | (number[b] < 0) << 1 | (number[c] < 0) << 2
@@ -195,20 +199,21 @@ def _number(corners, starts, first, owned, local, kinds, ordered, references, mo
     output("uint32"), array("int64", 2), array("int64"), array("int64"), array("uint8", 2), array("uint8"),
     array("int64"), array("int32", 2), array("int32", 2), array("int64", 2), array("uint16"), array("bool_"),
 )  # fmt: skip
-def _write(words, begin, starts, first, local, kinds, reference_bits, values, base, bits, materials, mixed):  # type: ignore[no-untyped-def]
+# type: ignore[no-untyped-def]
+def _write(words, begin, starts, first, local, kinds, reference_bits, values, base, bits, materials, mixed):
     """Write the streams of each cluster.
 
     Args:
-        words: zeros, written. begin: (5, C) the word at which each stream begins.
+        words: output, initially zeros. begin: (5, C) the word at which each stream begins.
         starts, first: where the triangles and vertices of each cluster begin.
-        local, kinds: of `_number`. reference_bits: (C,). values: (N, K) columns of the vertices; base, bits: (C, K).
+        local, kinds: from `_number`. reference_bits: (C,). values: (N, K) columns of the vertices; base, bits: (C, K).
         materials: (T,), for the clusters that are `mixed` (C,).
     """
     for cluster in range(len(starts) - 1):
         masks = begin[0, cluster]
         word = begin[1, cluster]
         width = reference_bits[cluster]
-        held = np.int64(0)  # bits that are not yet written
+        held = np.int64(0)  # bits that are not written to words yet
         filled = 0  # their number
         count = np.int64(0)
         for triangle in range(starts[cluster], starts[cluster + 1]):
@@ -252,5 +257,5 @@ def _write(words, begin, starts, first, local, kinds, reference_bits, values, ba
 
 
 def words_of(bits: Ints) -> Ints:
-    """Number of words for that many bits."""
+    """Number of words that hold that many bits."""
     return (bits + 31) // 32

@@ -1,6 +1,6 @@
 """Excerpts of a mesh: the vertices that a batch of triangles uses, numbered from 0.
 
-A batch is processed in arrays of its own size, whatever the size of the mesh.
+So the arrays of a batch have its own size, for a mesh of any size.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Excerpt:
     """Triangles and their vertices.
 
     Attributes:
-        vertices: those that the triangles use, and those that replace them (`Vertices.merged`).
-        numbers: (V,) the number of each in the mesh, ascending.
-        corners: (T, 3) as numbers of these vertices.
+        vertices: vertices that the triangles use, and vertices that replace these (`Vertices.merged`).
+        numbers: (V,) the number of each vertex in the mesh, ascending.
+        corners: (T, 3) corners as indices of these vertices.
     """
 
     vertices: Vertices
@@ -34,7 +34,7 @@ class Excerpt:
 
     @classmethod
     def of(cls, vertices: Vertices, corners: Numbers) -> Excerpt:
-        """The excerpt for these triangles (T, 3)."""
+        """Make the excerpt for these triangles (T, 3)."""
         numbers, local = numbered(corners, len(vertices.grid))
         merged = vertices.merged[numbers]
         if (merged != numbers).any():
@@ -50,7 +50,7 @@ class Excerpt:
         return cls(replace(vertices, merged=merged, **rows), numbers, local)
 
     def in_mesh(self, corners: Numbers, added: Added, vertices: int) -> tuple[Numbers, Added]:
-        """The corners as numbers of the mesh's vertices. The mesh has `vertices` vertices; added vertices follow
+        """Convert corners to indices of the mesh's vertices. The mesh has `vertices` vertices; added vertices follow
         them."""
         numbers = np.concatenate([self.numbers, np.arange(vertices, vertices + len(added.sources), dtype=np.uint32)])
         return numbers[corners], replace(added, sources=self.numbers[added.sources].astype(np.int64))

@@ -1,10 +1,10 @@
-"""Materials of a glTF document: base colours and their images.
+"""Read the materials of a glTF document: base colours and their images.
 
-In glTF a factor is in linear light, and an image holds displayed values; here both are kept as displayed values. These
-parts of a texture are read: its sampler (how it repeats, whether it is magnified by nearest texels),
-KHR_texture_transform, its set of coordinates, and its image. The image may be in the file, next to it or in a `data:`
-URI, including those of EXT_texture_webp and MSFT_texture_dds. Images in KHR_texture_basisu raise an error with their
-name. For the older KHR_materials_pbrSpecularGlossiness, the diffuse colour is read.
+In glTF a factor is in linear light, and an image holds displayed values (sRGB); here both are stored as displayed
+values. Of a texture, these parts are read: its sampler (how it repeats, and whether magnification takes the nearest
+texel), KHR_texture_transform, its set of coordinates, and its image. The image may be in the file, next to it or in a
+`data:` URI, including those of EXT_texture_webp and MSFT_texture_dds. An image in KHR_texture_basisu raises an error
+that names it. Of the older KHR_materials_pbrSpecularGlossiness, only the diffuse colour is read.
 
 Source: the glTF 2.0 specification of the Khronos Group (3.8 and 3.9), and its registry of extensions.
 """
@@ -36,12 +36,12 @@ class GltfMaterials:
 
     Args:
         document: the document; it is not changed.
-        view: the bytes of a buffer view, by its number.
-        path: of the file.
+        view: returns the bytes of a buffer view, given its number.
+        path: path of the file.
         textures: whether images are read.
 
     Attributes:
-        found: the result for each material of the document.
+        found: the colour and texture of each material of the document.
         uv_sets: for each material, the set of texture coordinates of its texture.
 
     Raises:
@@ -98,7 +98,7 @@ class GltfMaterials:
         return self._images[number]
 
     def _content(self, image: Document, called: str) -> tuple[bytes, str]:
-        """The file of an image, and its name in messages."""
+        """Return the encoded bytes of an image, and its name in messages."""
         uri = image.get("uri")
         if uri is None:
             return self._view(image["bufferView"]), f"image {image.get('name', '')}".rstrip()
@@ -109,7 +109,7 @@ class GltfMaterials:
 
 
 def _base_color(described: Document) -> tuple[list[float], Document | None]:
-    """The base colour's factor, and the entry of its texture."""
+    """Return the factor of the base colour, and the entry of its texture."""
     older = described.get("extensions", {}).get("KHR_materials_pbrSpecularGlossiness")
     if older is not None:
         return older.get("diffuseFactor", [1.0] * 4), older.get("diffuseTexture")
@@ -118,7 +118,8 @@ def _base_color(described: Document) -> tuple[list[float], Document | None]:
 
 
 def _placing(transform: Document) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """The placing for KHR_texture_transform, which is offset * rotation * scale with v downwards."""
+    """Compute the placing of texture coordinates from KHR_texture_transform, which is offset * rotation * scale with v
+    downwards."""
     if not transform:
         return AS_IT_IS
     (x, y), (wide, high) = transform.get("offset", (0.0, 0.0)), transform.get("scale", (1.0, 1.0))

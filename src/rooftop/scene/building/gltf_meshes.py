@@ -1,11 +1,12 @@
-"""Convert the geometry of glTF into a simple form for a reader that supports less. Unsupported features raise an error
-with their name.
+"""Convert the geometry of glTF to a simple form, for a reader that supports only part of glTF. An unsupported feature
+raises an error that names it.
 
-The simple form has triangles whose positions, normals and texture coordinates are plain float32 arrays. The format
-allows more: integers that stand for -1..1 (quantized meshes), arrays that replace some values of other arrays (sparse
-accessors), and strips and fans of triangles. Their bytes are converted here, and written after the original ones.
-Points and lines are not surfaces, so they are ignored with a warning. Meshes compressed by Draco or meshoptimizer, and
-instances in an extension, raise an error: a reader without them would misread the file silently.
+The simple form has triangles whose positions, normals and texture coordinates are plain float32 arrays. glTF also
+allows integers that represent -1..1 (quantized meshes), arrays that replace some values of other arrays (sparse
+accessors), and strips and fans of triangles. These are converted here, and the new arrays are written after the
+original bytes. Points and lines are not surfaces, so they are ignored with a warning. Meshes compressed by Draco or
+meshoptimizer, and instances in an extension, raise an error. A reader that does not know these would misread the file
+silently.
 
 Source: the glTF 2.0 specification of the Khronos Group, and its registry of extensions.
 """
@@ -47,14 +48,14 @@ _REFUSED = {
 
 
 def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[PartMaterial]]:
-    """The file converted to a GLB with simple meshes only, and its materials.
+    """Convert a file to a GLB that has only simple meshes, and read its materials.
 
     Args:
         textures: whether images are read.
 
     Returns:
-        The GLB, or None if the file is simple already and has no materials. In the GLB each material is named by its
-        number, and there are no images. The materials, by that number.
+        (GLB, materials). The GLB is None if the file is simple already and has no materials. Each material in it is
+        named by its index in `materials`; images are removed.
 
     Raises:
         InputError: the file is damaged, or has geometry in an unsupported form.
@@ -72,7 +73,7 @@ def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[Pa
 
 
 def _parts(path: Path) -> tuple[Document, tuple[int, int]]:
-    """The JSON, and the offset and length of a GLB's binary chunk, which is read only if needed."""
+    """Read the JSON, and the offset and length of a GLB's binary chunk. The chunk itself is read only if needed."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(12)
@@ -110,13 +111,13 @@ class _Plain:
     def __init__(self, document: Document, binary: tuple[int, int], path: Path) -> None:
         self._document, self._binary, self._path = document, binary, path
         self._buffers: list[bytes] | None = None
-        self._added: list[bytes] = []  # after the buffers, each for one view
-        self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it has indices) -> the simple accessor
+        self._added: list[bytes] = []  # new arrays, written after the buffers; each has a buffer view
+        self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it holds indices) -> the simple accessor
         self._changed = False
 
     def take_materials(self, textures: bool) -> list[PartMaterial]:
-        """Take the materials out. The document keeps only their numbers, and the textures' coordinates as the first
-        set."""
+        """Remove the materials from the document. It keeps only their numbers, and the textures' coordinates as the
+        first set."""
         document = self._document
         if not document.get("materials"):
             return []
@@ -163,7 +164,7 @@ class _Plain:
             primitive["indices"] = self._add(_triangles(order.astype(np.int64), mode).astype("<u4"), "SCALAR", _UINT32)
             primitive["mode"] = _TRIANGLES
         elif mode != _TRIANGLES:
-            raise ValueError(f"a primitive of mode {mode}")
+            raise ValueError(f"a primitive of the unknown mode {mode}")
         elif indices is not None and self._is_other(self._accessor(indices), (5121, 5123, _UINT32)):
             primitive["indices"] = self._plain(indices, is_index=True)
 
@@ -186,7 +187,7 @@ class _Plain:
         return self._made[key]
 
     def _add(self, values: Array, of: str, kind: int) -> int:
-        """A new accessor."""
+        """Add an accessor for new values; return its index."""
         views, accessors = self._document.setdefault("bufferViews", []), self._document["accessors"]
         self._added.append(values.tobytes())
         views.append({"buffer": -len(self._added), "byteLength": values.nbytes})
@@ -200,7 +201,7 @@ class _Plain:
     # ---- values
 
     def _values(self, accessor: Document) -> Array:
-        """(count, width) as stored, with the replacements of a sparse accessor applied."""
+        """Read an accessor's values (count, width) as stored, with the replacements of a sparse accessor."""
         count, width, dtype = accessor["count"], _WIDTHS[accessor["type"]], np.dtype(_DTYPES[accessor["componentType"]])
         values = np.zeros((count, width), dtype)
         if "bufferView" in accessor:
@@ -224,7 +225,7 @@ class _Plain:
         return np.ndarray((count, width), item, content, begin, (stride, item.itemsize))
 
     def _view_bytes(self, number: int) -> bytes:
-        """All bytes of a view, such as an image."""
+        """All bytes of a buffer view, such as an image."""
         view = self._document["bufferViews"][number]
         begin, content = view.get("byteOffset", 0), self._content(view["buffer"])
         if begin + view["byteLength"] > len(content):
@@ -246,7 +247,7 @@ class _Plain:
         return content_of(uri, self._path, f"{self._path} names")
 
     def _glb(self) -> bytes:
-        """A GLB with a single buffer: all original buffers, then the new values."""
+        """Build a GLB with a single buffer: all original buffers, then the new values."""
         pieces, starts, size = list[bytes](), list[int](), 0
         if self._document.get("buffers"):
             self._content(0)
@@ -267,8 +268,8 @@ class _Plain:
 
 
 def _floats(values: Array, normalized: bool) -> Array:
-    """Convert integers to the numbers that they represent: the integers themselves, or fractions of the greatest
-    integer."""
+    """Convert integers to the numbers that they represent: the integers themselves, or (normalized) fractions of the
+    greatest integer."""
     if not normalized or values.dtype.kind == "f":
         return values.astype(np.float32)
     found: Array = np.maximum(values.astype(np.float64) / np.iinfo(values.dtype).max, -1.0)
@@ -276,7 +277,7 @@ def _floats(values: Array, normalized: bool) -> Array:
 
 
 def _triangles(order: Array, mode: int) -> Array:
-    """(3 T,) from a strip or a fan of vertices; in a strip every other triangle is reversed."""
+    """Convert a strip or a fan of vertices to triangles (3 T,); in a strip, every other triangle is reversed."""
     if len(order) < 3:
         return order[:0]
     if mode == _FAN:

@@ -1,4 +1,4 @@
-"""The content of a URI in a glTF document: embedded bytes, or a file next to it."""
+"""Read the content of a URI in a glTF document: embedded bytes, or a file next to the document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rooftop.scene.arguments import short
 
 
 def content_of(uri: str, document: Path, what: str) -> bytes:
-    """The bytes of a `data:` URI, or of a file in the document's folder or below it. Symbolic links are followed.
+    """Read the bytes of a `data:` URI, or of a file in the document's folder or below it. Symbolic links are followed.
 
     Args:
         what: words for the beginning of a message, such as "mesh.gltf names".
@@ -26,7 +26,7 @@ def content_of(uri: str, document: Path, what: str) -> bytes:
     file = os.path.normpath(folder / unquote(uri))
     if not Path(file).is_relative_to(folder):
         raise InputError(f"{what} {short(uri)}, a path out of the document's folder: put the file into that folder")
-    if not os.path.isfile(file):  # also for a name that is too long
+    if not os.path.isfile(file):  # also raised for a name that is too long
         raise InputError(
             f"{what} {uri if len(uri) < 200 else short(uri)}, which is not a file beside the document: put it there"
         )

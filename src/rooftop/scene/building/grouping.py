@@ -1,4 +1,4 @@
-"""Choose the clusters that are simplified together: groups of 8 to 32 neighbours that share many vertices."""
+"""Choose the clusters to simplify together: groups of 8 to 32 neighbours that share many vertices."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rooftop.scene.building.ragged import numbered
 Ints = npt.NDArray[np.int64]
 
 LEAST, MOST = 8, 32
-USUAL = 20  # clusters; meshoptimizer's groups have at most 11/8 as many: 27
+USUAL = 20  # clusters of a group that meshoptimizer aims at; its groups have at most 11/8 as many, which is 27
 GROUP_BYTES = layouts.PAGE_BYTES - 4 * (
     layouts.PAGE_WORDS + layouts.GROUP_WORDS + 1
-)  # bytes of a group's clusters, if it has a page of its own
+)  # most bytes of a group's clusters: a page for this group alone
 
 
 def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[np.float32], sizes: Ints) -> Ints:
-    """The group of each cluster; groups are numbered along Morton's curve.
+    """Assign each cluster to a group; groups are numbered along Morton's curve.
 
     Args:
-        places: (T, 3) of all corners, cluster by cluster.
-        triangles: (C,) number of triangles of each.
+        places: (T, 3) places of all corners, cluster by cluster.
+        triangles: (C,) number of triangles of each cluster.
         spheres: (C, 4).
-        sizes: (C,) in bytes, heads and streams.
+        sizes: (C,) bytes of head and streams.
     """
     clusters = len(triangles)
     if clusters <= USUAL:
@@ -42,7 +42,7 @@ def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[
 def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
     """Join parts of fewer than LEAST clusters (isolated bodies, leftovers between full parts) along Morton's curve.
 
-    The last part joins its neighbour on the curve, because simplifying it alone would not reduce its clusters.
+    A small last part joins its neighbour on the curve: simplified alone, it would not become fewer clusters.
     """
     sizes = np.bincount(parts)
     small = np.flatnonzero((sizes > 0) & (sizes < LEAST))
@@ -66,7 +66,7 @@ def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
 
 
 def _in_order(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
-    """The numbers of all parts, sorted along Morton's curve."""
+    """The numbers of all parts, in the order of Morton's curve."""
     present = np.unique(parts)
     order: Ints = present[np.argsort(morton_codes(_middles(parts, spheres)[present]), kind="stable")]
     return order
@@ -79,7 +79,7 @@ def _middles(parts: Ints, spheres: npt.NDArray[np.float32]) -> npt.NDArray[np.fl
 
 
 def _along_curve(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
-    """The parts numbered from 0 in the order of their centres along Morton's curve."""
+    """Renumber the parts from 0, in the order of their centres along Morton's curve."""
     order = _in_order(parts, spheres)
     rank = np.empty(int(parts.max()) + 1, np.int64)
     rank[order] = np.arange(len(order))
@@ -87,7 +87,7 @@ def _along_curve(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
 
 
 def _divided(parts: Ints, sizes: Ints) -> Ints:
-    """Cut groups that have more than MOST clusters or would not fit into a page."""
+    """Divide groups that have more than MOST clusters or would not fit into a page."""
     counts, totals = np.bincount(parts), np.bincount(parts, sizes)
     if not ((counts > MOST) | (totals > GROUP_BYTES)).any():
         return parts

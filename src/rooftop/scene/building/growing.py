@@ -1,13 +1,13 @@
 """Grow clusters triangle by triangle, as meshoptimizer's meshlets do, in half the time.
 
 The next triangle of a cluster is a neighbour that shares a vertex with it. Topology decides first: triangles without
-new vertices, then those that would become dangling, so that few triangles are left behind. Among equals the one nearest
-to the cluster's middle is taken. Without a neighbour, the nearest triangle of the piece follows. A new cluster begins
-beside earlier ones, near a corner of the piece, where few triangles are left.
+new vertices, then triangles that would become isolated, so that few triangles are left behind. Among equals, the
+triangle nearest to the cluster's middle is added. If there is no neighbour, the nearest triangle of the piece is added.
+A new cluster begins beside earlier clusters, near a corner of the piece, where few triangles are left.
 
-The cluster's neighbours are kept in a list with their priorities. A step updates only those around the triangle just
-added; meshoptimizer computes all again. The tree that finds nearest triangles is only built for a piece that needs many
-of them.
+The cluster's neighbours are in a list with their priorities. A step updates only the neighbours of the triangle just
+added; meshoptimizer recomputes all. The tree for nearest-triangle searches is built only for a piece that needs many
+searches.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from rooftop.scene.building.compiled import INT, array, helper, loop, output
 
 Ints = npt.NDArray[np.int64]
 
-MOST_SEEDS, NEW_SEEDS = 256, 4  # triangles beside earlier clusters where the next may begin: in all, and per cluster
-LEAF = 8  # triangles of a leaf of the tree
-SEARCHES = 64  # searches without a tree take as long as building it
+# seeds (triangles beside earlier clusters where the next may begin): at most in all, and new ones per cluster
+MOST_SEEDS, NEW_SEEDS = 256, 4
+LEAF = 8  # most triangles of a leaf of the tree
+SEARCHES = 64  # this many searches without a tree take as long as building the tree
 NONE = -1
 MANY = 1 << 62
-# What matters of a vertex, as one number: whether the cluster does not have it yet, and whether two triangles or one
-# are left there. The sum over a triangle's corners determines its priority.
+# State of a vertex as one number: NEW if the cluster does not have it yet, plus TWO_LEFT or ONE_LEFT if two triangles
+# or one are left around it. The sum over a triangle's corners determines its priority.
 NEW, TWO_LEFT, ONE_LEFT = 1, 4, 16
 
 
@@ -39,9 +40,9 @@ def _priorities() -> npt.NDArray[np.float64]:
         if new == 0:
             found[state] = 0
         elif one:
-            found[state] = 1  # a dangling triangle costs much in another cluster
+            found[state] = 1  # left for another cluster, an isolated triangle would cost much
         elif two >= 2:
-            found[state] = 1 + new  # it would make another triangle dangling
+            found[state] = 1 + new  # adding it would isolate another triangle
         else:
             found[state] = 2 + new
     return found
@@ -57,18 +58,19 @@ def grown(
     """Cut pieces into clusters of at most MAX_TRIANGLES triangles and MAX_VERTICES vertices.
 
     Args:
-        corners: (T, 3) of all pieces, as numbers of each piece's vertices. points: (V, 3) of all pieces.
+        corners: (T, 3) of all pieces, as indices of each piece's vertices. points: (V, 3) of all pieces.
         starts, firsts: (P + 1,) where the triangles and vertices of each piece start.
-        least: triangles from which on a cluster may end early.
-        splits: (P,) a cluster ends early if the next triangle is farther away than this many times its radius, or
-            never, for 0.
+        least: a cluster of at least this many triangles may end early.
+        splits: (P,) for each piece, a cluster ends early if the next triangle is farther away than this many times the
+            cluster's radius; 0 means never.
 
     Returns:
         the piece, the number of triangles and the number of vertices of each cluster; the clusters' vertices, cluster
-        by cluster, as rows of `points`; their corners (T, 3), as numbers of each cluster's vertices.
+        by cluster, as rows of `points`; the corners (T, 3), as indices of each cluster's vertices.
     """
     sizes = np.diff(starts)
-    fewest = (layouts.MAX_VERTICES - 2) // 3  # triangles of a cluster that ends for its vertices
+    # least triangles of a cluster that ends because it has no room for more vertices
+    fewest = (layouts.MAX_VERTICES - 2) // 3
     most = int(np.maximum(-(-sizes // fewest), -(-sizes // least)).sum())
     pieces, triangles, members = (np.empty(most, np.int64) for _ in range(3))
     owned, own_corners = np.empty(corners.size, np.int64), np.empty(corners.shape, np.uint8)
@@ -80,7 +82,7 @@ def grown(
 
 @helper
 def _triangles_around(corners: Any, vertices: Any) -> Any:
-    """For each vertex, where its triangles begin, their number, and the triangles."""
+    """Build the lists of triangles around each vertex: start of each list, length of each list, and all lists."""
     live = np.zeros(vertices, np.int32)
     for triangle in range(len(corners)):
         for corner in range(3):
@@ -102,7 +104,7 @@ def _triangles_around(corners: Any, vertices: Any) -> Any:
 
 @helper
 def _middles(corners: Any, points: Any) -> Any:
-    """The middle of each triangle, and the radius of a cluster of triangles of mean area."""
+    """The middle of each triangle, and the radius of a full cluster of triangles of mean area."""
     middles = np.empty(corners.shape, np.float64)
     area = 0.0
     edges = np.empty((2, 3))
@@ -142,8 +144,8 @@ def _add_seeds(
     seeds: Any, seed_count: Any, emitted: Any, own: Any, first: Any, corners: Any, offsets: Any, live: Any,
     around: Any, middles: Any, low: Any,
 ) -> Any:  # fmt: skip
-    """Drop the seeds that a cluster has, and add triangles beside the vertices of a finished cluster: those with the
-    fewest triangles around them. Returns the number of seeds."""
+    """Drop the seeds that a cluster already has. Add triangles beside the vertices of a finished cluster: those with
+    the fewest triangles left around them. Return the number of seeds."""
     kept = 0
     for at in range(seed_count):
         if not emitted[seeds[at]]:
@@ -164,7 +166,7 @@ def _add_seeds(
             continue
         distance = _squared(middles, best, low[0], low[1], low[2])
         for at in range(NEW_SEEDS):
-            # of equal ones the later, so that a triangle beside several vertices is seldom added twice
+            # among equals the later wins, so that a triangle beside several vertices is seldom added twice
             if fewest < found_live[at] or (fewest == found_live[at] and distance <= found_distance[at]):
                 found[at], found_live[at], found_distance[at] = best, fewest, distance
                 break
@@ -177,7 +179,7 @@ def _add_seeds(
 
 @helper
 def _best_seed(seeds: Any, seed_count: Any, corners: Any, live: Any, middles: Any, low: Any) -> Any:
-    """The seed with the fewest triangles around it; of equal ones, the nearest to the piece's corner."""
+    """The seed with the fewest triangles left around it; among equals, the nearest to the piece's corner."""
     best, fewest, nearest = NONE, MANY, np.inf
     for at in range(seed_count):
         seed = seeds[at]
@@ -190,11 +192,11 @@ def _best_seed(seeds: Any, seed_count: Any, corners: Any, live: Any, middles: An
 
 @helper
 def _tree(middles: Any, emitted: Any) -> Any:
-    """A tree over the triangles that are left. Node n has the children 2 n and 2 n + 1.
+    """Build a k-d tree over the triangles that are left. Node n has the children 2 n and 2 n + 1.
 
     Returns:
-        the triangles, leaf by leaf; the leaf of each triangle; for each node the number of its triangles, where they
-        begin, the axis of the plane between its children (-1: a leaf), and where that plane is.
+        the triangles, leaf by leaf; the leaf of each triangle; for each node the number of its triangles, their start,
+        the axis of the plane between its children (-1: a leaf), and the plane's position.
     """
     order = np.flatnonzero(~emitted)
     depth = 0
@@ -228,7 +230,7 @@ def _tree(middles: Any, emitted: Any) -> Any:
 
 @helper
 def _divide(order: Any, middles: Any, axis: Any, begin: Any, end: Any, half: Any) -> None:
-    """Reorder triangles so that those before `half` are not behind those from there on, along an axis."""
+    """Partition triangles along an axis: no triangle before index `half` lies beyond a triangle from `half` on."""
     low, high = begin, end - 1
     while low < high:
         pivot = middles[order[(low + high) // 2], axis]
@@ -253,8 +255,8 @@ def _divide(order: Any, middles: Any, axis: Any, begin: Any, end: Any, half: Any
 def _nearest(
     middles: Any, emitted: Any, order: Any, counts: Any, bounds: Any, axes: Any, planes: Any, x: Any, y: Any, z: Any
 ) -> Any:
-    """The nearest triangle that is left, and its squared distance. (`counts` has the triangles left in each node, so
-    a leaf's end follows from the next leaf.)"""
+    """The nearest triangle that is left, and its squared distance. (`counts` has only the triangles that are left in
+    each node, so a leaf ends where the next leaf starts.)"""
     best, nearest = NONE, np.inf
     nodes, distances = np.empty(64, np.int64), np.empty(64)
     nodes[0], distances[0] = 1, 0.0
@@ -288,7 +290,7 @@ def _grow(
     all_corners: Any, all_points: Any, starts: Any, firsts: Any, least: Any, splits: Any, pieces: Any, triangles: Any,
     members: Any, owned: Any, own_corners: Any, ends: Any,
 ) -> None:  # fmt: skip
-    """`grown`: from `pieces` on, the arguments are written; `ends` has the numbers of clusters and of their
+    """The loop of `grown`. Arguments from `pieces` on are outputs; `ends` gets the number of clusters and of their
     vertices."""
     cluster, first_owned = 0, 0
     for piece in range(len(starts) - 1):
@@ -306,19 +308,19 @@ def _grow(
             state[vertex] += TWO_LEFT * (live[vertex] == 2) + ONE_LEFT * (live[vertex] == 1)
         near = np.empty(count, np.int64)  # neighbours of the cluster
         near_x, near_y, near_z = np.empty(count), np.empty(count), np.empty(count)  # their middles
-        base, keys = np.empty(count), np.empty(count)  # their priorities, alone and with their distances
-        position = np.full(count, NONE, np.int32)  # where a triangle is in that list
+        base, keys = np.empty(count), np.empty(count)  # the neighbours' priorities, alone and with their distances
+        position = np.full(count, NONE, np.int32)  # index of a triangle in the list of neighbours
         many = 0
-        above = 0.0  # more than any squared distance
+        above = 0.0  # greater than any squared distance
         for axis in range(3):
             above += 2 * (middles[:, axis].max() - low[axis]) ** 2
         above += 1
         seeds, seed_count = np.empty(MOST_SEEDS, np.int64), 0
-        nodes = np.empty(0, np.int64)  # of the tree: triangles that are left in each
+        nodes = np.empty(0, np.int64)  # for each node of the tree, the triangles that are left
         order, bounds, axes, planes = nodes, nodes, nodes, np.empty(0, np.float64)
         leaf_of = nodes
         searches = 0
-        used, held = 0, 0  # vertices and triangles of the cluster
+        used, held = 0, 0  # number of vertices and triangles of the cluster
         x = y = z = 0.0  # sums of its triangles' middles
 
         for step in range(count):

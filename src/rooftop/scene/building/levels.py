@@ -1,11 +1,12 @@
-"""Build the levels of a mesh: group clusters, simplify the groups and cut them again, until one cluster is left.
+"""Build the levels of a mesh: group clusters, simplify each group and cut it into new clusters, until one cluster is
+left.
 
 A step takes the front (the coarsest clusters so far), groups it, and replaces each group by the clusters of its
-simplified triangles. Clusters of a group that does not shrink stay in the front, and are grouped differently in the
-next step. After a few tries, or when nothing shrinks any more, they stay for good without a replacement.
+simplified triangles. If a group does not shrink, its clusters stay in the front, and the next step groups them
+differently. After a few tries, or when nothing shrinks any more, these clusters remain without a replacement.
 
-Batches of groups are processed in parallel. The division of the mesh into batches, and the places of groups, depend
-only on the mesh: the file is the same, bit for bit, whatever the number of workers.
+Batches of groups are processed in parallel. The batches and groups depend only on the mesh, so the file has the same
+bits for any number of workers.
 """
 
 from __future__ import annotations
@@ -39,31 +40,31 @@ Words = npt.NDArray[np.uint32]
 Progress = Callable[[str, float], None]
 V = TypeVar("V", bound=np.generic)
 
-# triangles of the given mesh that are cut together; clusters do not extend from one piece into another
+# triangles of the given mesh per piece; no cluster extends from one piece into another
 PIECE_TRIANGLES = 1 << 14
-MOST_TRIANGLES = 1 << 16  # of a batch
-# A batch has this share of the triangles that are left. So batches become smaller towards the end of a stage, and up to
+MOST_TRIANGLES = 1 << 16  # most triangles of a batch
+# A batch has 1 / SHARE of the triangles that are left. So batches become smaller towards the end of a stage, and up to
 # SHARE workers finish at about the same time.
 SHARE = 32
-LEAST_TRIANGLES = 1 << 13  # of a batch; smaller ones take more time in all
-RUN_CLUSTERS = 1 << 10  # clusters of a run; groups are found within a run, so no group extends into another run
-# factor from an error to that of the next level: at least 1 + 2^-10, even after rounding to float32
+LEAST_TRIANGLES = 1 << 13  # least triangles of a batch; smaller batches take more time in all
+RUN_CLUSTERS = 1 << 10  # clusters per run; groups are formed within a run, so no group extends into another run
+# least ratio of a level's error to the finer level's error: at least 1 + 2^-10, even after rounding to float32
 GROWTH = 1 + 2**-10 + 2**-20
 TRIES = 3
 MOST_LEVELS = 255
 LONGEST_HEAD = head_words(replaces=True, normals=True, uv=True)
-CUTTING = 0.45  # approximate share of the time of a build
+CUTTING = 0.45  # approximate share of the build time that cutting the mesh takes
 
 
 @dataclass(frozen=True)
 class Front:
-    """Clusters without a replacement so far.
+    """The clusters that have no replacement so far.
 
     Attributes:
-        corners: (T, 3) of all, cluster by cluster.
+        corners: (T, 3) of all clusters, cluster by cluster.
         triangles: (C,).
         numbers: (C,) of the clusters, in order of creation.
-        tries: (C,) the number of times that each was in a group that did not shrink.
+        tries: (C,) how often each cluster was in a group that did not shrink.
     """
 
     corners: Words
@@ -85,14 +86,14 @@ class Hierarchy:
     Attributes:
         heads: (C, CLUSTER_COLUMNS) of all clusters in order of creation; CLUSTER_SOURCE is the group's number here,
             CLUSTER_STREAMS is not filled in.
-        streams: streams of all clusters, one after another, in the parts in which they were created.
-        lengths: (C,) the words of each cluster's streams.
+        streams: streams of all clusters, as a list of arrays in order of creation.
+        lengths: (C,) number of words of each cluster's streams.
         levels: (C,).
         groups: (C,) the group of each cluster.
-        spheres: (G, 4) float32, errors: (G,) float32: of each group; the error of groups without a replacement is
-            NEVER.
-        non_manifold_edges: of the mesh.
-        unshrunk: number of clusters without a replacement because no group with them shrank.
+        spheres: (G, 4) float32, sphere of each group. errors: (G,) float32, error of each group; NEVER for a group
+            without a replacement.
+        non_manifold_edges: number of these edges in the mesh.
+        unshrunk: number of clusters that have no replacement because their groups did not shrink.
     """
 
     heads: Words
@@ -107,12 +108,12 @@ class Hierarchy:
 
 
 def build_levels(mesh: Mesh, progress: Progress, team: Team, lock_borders: bool = False) -> Hierarchy:
-    """Clusters of all levels, from the mesh's own faces to the root.
+    """Build the clusters of all levels, from the mesh's own faces to the root.
 
     Args:
         mesh: the source mesh.
         progress: called with the current activity and the fraction done.
-        team: workers that have not yet run.
+        team: workers that have not run yet.
         lock_borders: whether vertices of edges with a single face stay in place in all levels.
     """
     levels = _Levels(mesh, progress, lock_borders)
@@ -121,7 +122,7 @@ def build_levels(mesh: Mesh, progress: Progress, team: Team, lock_borders: bool 
 
 
 class _Column(Generic[V]):
-    """An array that grows; appended parts are joined on request."""
+    """An array that grows: appended parts are concatenated on request."""
 
     def __init__(self, first: npt.NDArray[V]) -> None:
         self._pieces = [first]
@@ -137,7 +138,7 @@ class _Column(Generic[V]):
 
 @dataclass(frozen=True)
 class _Cut:
-    """A worker's result for triangles of the mesh, whose corners it has reordered in place."""
+    """A worker's result for cutting triangles of the mesh; it has reordered their corners in-place."""
 
     triangles: Ints
     spheres: Reals
@@ -147,13 +148,13 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Next:
-    """A worker's result for a batch of groups.
+    """A worker's result for simplifying a batch of groups.
 
     Attributes:
-        errors: (G,) errors of simplification, in object units. shrunk: (G,) whether a group has become fewer clusters.
-        spheres: (G, 4) around the clusters of a group, and around their replacement if vertices were added.
+        errors: (G,) errors of simplification, in object units. shrunk: (G,) whether the group became fewer clusters.
+        spheres: (G, 4) around the clusters of each group, and also around the replacement if vertices were added.
         clusters: the clusters that replace the groups that shrank; None if no group did.
-        added: new vertices; corners number them from V on, whatever other batches add.
+        added: new vertices. In `corners` they have indices from V on, as if no other batch added vertices.
     """
 
     errors: npt.NDArray[np.float64]
@@ -165,10 +166,10 @@ class _Next:
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of a front in which groups are found.
+    """The runs of a front's clusters; groups are formed within a run.
 
     Attributes:
-        ends: (R + 1,), the start of each run, then the end of the last one.
+        ends: (R + 1,), the start of each run, then the end of the last run.
         starts: (C + 1,) the start of each cluster's triangles; triangles: (C,).
         spheres, sizes: (C, ...) as in `group`.
     """
@@ -185,12 +186,12 @@ class _Step:
     """A front divided into groups.
 
     Attributes:
-        order: (C,) its clusters, group by group.
+        order: (C,) clusters of the front, group by group.
         cluster_starts: (C + 1,) the start of each cluster's triangles; cluster_triangles: (C,).
         starts: (G + 1,) the start of the clusters of each group in `order`.
-        counts, triangles: (G,) clusters and triangles of each group.
+        counts, triangles: (G,) numbers of clusters and triangles of each group.
         levels: (G,) the level of each group's replacement.
-        spheres: (G, 4) around its clusters.
+        spheres: (G, 4) around each group's clusters.
     """
 
     order: Ints
@@ -204,21 +205,22 @@ class _Step:
 
 
 class _Levels:
-    """The data of a build, step by step.
+    """The state of a build, which advances step by step.
 
-    The workers of a team see everything as it was when they were forked. Only two things that they use may change
-    later: the corners of the front, which are shared, and `mesh`. Code that changes `mesh` makes the team forget it.
+    The workers of a team see all data as it was when they were forked. Of the data that they use, only two things
+    change later: the corners of the front, which are in shared memory, and `mesh`. Code that changes `mesh` ends the
+    team's processes with `forget`.
     """
 
     def __init__(self, mesh: Mesh, progress: Progress, lock_borders: bool) -> None:
         self.mesh = mesh
-        self.corners = shared(mesh.faces.shape, np.uint32)  # corners of the front, allocated before everything else
+        self.corners = shared(mesh.faces.shape, np.uint32)  # corners of the front, in shared memory
         self._told, self._progress = 0.0, progress
         self.lock_borders = lock_borders
         self.places = int(mesh.vertices.place.max()) + 1
         self.step = math.ldexp(1.0, mesh.vertices.exponent)
         self.shared_places = SharedPlaces()
-        self.held: Words = np.empty(0, np.uint32)  # places that no level may move
+        self.held: Words = np.empty(0, np.uint32)  # places whose vertices no level may move
         self.non_manifold_edges = 0
         self.heads: list[Words] = []
         self.streams: list[Words] = []
@@ -228,7 +230,7 @@ class _Levels:
         self.errors = _Column(np.empty(0, np.float32))
         self.levels = _Column(np.empty(0, np.int64))
         self.sizes = _Column(np.empty(0, np.int64))
-        self.members: list[tuple[Ints, Ints]] = []  # clusters, and the group of each
+        self.members: list[tuple[Ints, Ints]] = []  # pairs of arrays: clusters, and the group of each
         self.group_spheres: list[Reals] = []
         self.group_errors: list[Reals] = []
         self.groups = 0
@@ -236,11 +238,11 @@ class _Levels:
         self.steps = 0
 
     def calls(self) -> list[Call]:
-        """The functions that workers will call, besides cutting."""
+        """The functions that workers will call, except the function that cuts the mesh."""
         return [self._group, self._own, self._mark, self._hold, self._replace]
 
     def build(self, team: Team) -> Hierarchy:
-        """All levels."""
+        """Build all levels."""
         front = self._finest(team)
         total = len(front.triangles)
         while len(front.triangles) > 1:
@@ -257,7 +259,7 @@ class _Levels:
         )  # fmt: skip
 
     def _finest(self, team: Team) -> Front:
-        """The mesh's own faces as clusters."""
+        """Cut the mesh's own faces into clusters."""
         what = f"cutting {len(self.mesh.faces):,} triangles"
         self.progress(what, 0.0)
         vertices, corners = self.mesh.vertices, self.corners
@@ -314,7 +316,7 @@ class _Levels:
         return Front(corners, triangles, np.concatenate(kept), np.zeros(len(triangles), np.int64))
 
     def _next(self, front: Front, total: int, team: Team) -> Front:
-        """Run one step."""
+        """Run one step: group the front's clusters, and replace each group by its simplified clusters."""
         what = f"simplifying {len(front.triangles):,} clusters"
         self.progress(what, self._fraction(len(front.triangles), total))
         numbers = front.numbers
@@ -373,7 +375,7 @@ class _Levels:
         return _joined(fronts, self.corners)
 
     def progress(self, what: str, fraction: float) -> None:
-        """Report the progress. It never goes back, even if a front shrinks less than expected."""
+        """Report the progress. It never decreases, even if a front shrinks less than expected."""
         self._told = max(self._told, fraction)
         self._progress(what, self._told)
 
@@ -382,7 +384,7 @@ class _Levels:
         return 1 - (1 - CUTTING) * left / total
 
     def _grouped(self, front: Front, team: Team) -> Ints:
-        """The group of each cluster. Every other step the runs are shifted."""
+        """Assign a group to each cluster. In every other step, the runs are shifted."""
         count = len(front.triangles)
         many = -(-count // RUN_CLUSTERS)
         ends = np.linspace(0, count, many + 1)
@@ -403,7 +405,7 @@ class _Levels:
     # ---- functions of the workers ---------------------------------------------------------------------------------
 
     def _group(self, runs: _Runs, run: int) -> Ints:
-        """The groups of the clusters of a run."""
+        """Assign groups to the clusters of a run."""
         a, b = runs.ends[run], runs.ends[run + 1]
         places = self.mesh.vertices.place[self.corners[runs.starts[a] : runs.starts[b]]]
         return group(places, runs.triangles[a:b], runs.spheres[a:b], runs.sizes[a:b])
@@ -418,7 +420,7 @@ class _Levels:
         self.shared_places.hold(places)
 
     def _runs(self, step: _Step, batch: tuple[int, int]) -> tuple[Ints, Ints, Ints]:
-        """For the clusters of a batch of groups: where the triangles of each start, their number, and its group."""
+        """For each cluster of a batch of groups: the start of its triangles, their number, and its group."""
         chosen = step.order[step.starts[batch[0]] : step.starts[batch[1]]]
         groups = np.repeat(np.arange(*batch), step.counts[slice(*batch)])
         return step.cluster_starts[chosen], step.cluster_triangles[chosen], groups
@@ -429,7 +431,7 @@ class _Levels:
         return gathered(self.corners, starts, counts)
 
     def _replace(self, step: _Step, batch: tuple[int, int]) -> _Next:
-        """Simplify a batch of groups and cut it again."""
+        """Simplify a batch of groups, and cut the results into clusters."""
         own = slice(*batch)
         corners, triangles, counts = self._corners(step, batch), step.triangles[own], step.counts[own]
         levels, spheres = step.levels[own], step.spheres[own]
@@ -453,7 +455,7 @@ class _Levels:
         return _Next(errors, shrunk, spheres, clusters, added)
 
     def _numbered(self, found: list[_Next], team: Team) -> None:
-        """Number added vertices over all batches, and add them to the mesh."""
+        """Give the added vertices of all batches consecutive indices, and add them to the mesh."""
         first = len(self.mesh.vertices.grid)
         starts = starts_of([len(each.added.sources) for each in found])
         if not starts[-1]:
@@ -471,8 +473,9 @@ class _Levels:
         """Number new clusters and keep their values for the file.
 
         Args:
-            encoded: the clusters. spheres, errors: of each cluster; those of its group, except for the finest.
-            sources: the group that each replaces; none at the finest level.
+            encoded: the clusters. spheres, errors: of each cluster; a cluster above the finest level has its group's
+                values.
+            sources: the group that each cluster replaces; None at the finest level.
         """
         heads, count = encoded.heads, len(encoded.heads)
         words = heads.view(np.float32)
@@ -492,7 +495,7 @@ class _Levels:
         return numbers
 
     def _end(self, clusters: Ints, parts: Ints) -> None:
-        """Groups of clusters without a replacement."""
+        """Form groups of the clusters without a replacement."""
         order = np.argsort(parts, kind="stable")
         counts = np.bincount(parts)
         self.members.append((clusters[order], parts[order] + self.groups))
@@ -513,7 +516,7 @@ class _Fraction:
 
 
 def _batches(triangles: Ints) -> list[tuple[int, int]]:
-    """Batches of consecutive items with these numbers of triangles: first and end of each batch."""
+    """Divide items with these numbers of triangles into batches of consecutive items: (first, end) of each batch."""
     starts = starts_of(triangles)
     batches = []
     first, total = 0, int(starts[-1])
@@ -527,7 +530,7 @@ def _batches(triangles: Ints) -> list[tuple[int, int]]:
 
 
 def _joined(fronts: list[Front], corners: Words) -> Front:
-    """The fronts joined to one, whose corners are written to the start of `corners`."""
+    """Concatenate fronts; the corners are written to the start of `corners`."""
     count = sum(len(each.corners) for each in fronts)
     return Front(
         np.concatenate([each.corners for each in fronts], out=corners[:count]),

@@ -1,8 +1,8 @@
-"""The source mesh: checked, repaired, rounded to its grid, with equal vertices merged.
+"""Check and repair the source mesh, round it to its grid, and merge equal vertices.
 
 Invalid input raises (a vertex that is not a number, an index out of range). Harmless input is dropped and counted
-(faces without area on the grid, duplicate faces, unused vertices). Edges that are not manifold are kept and counted.
-Vertices are rounded once, here, because all levels use the vertices of this mesh, except for small parts that grow (see
+(faces without area on the grid, duplicate faces, unused vertices). Non-manifold edges are kept and counted. Vertices
+are rounded only here, because all levels use the vertices of this mesh, except for small parts that grow (see
 `thinning`).
 """
 
@@ -23,32 +23,36 @@ from rooftop.scene.building.workers import ALONE, SHORT, Workers, chunks
 
 Floats = npt.NDArray[np.float64]
 
-STEPS_PER_EDGE = 64  # steps of the grid in the mean edge, at least
-STEPS = 1 << 14  # steps in the extent of the mesh, at least: a quarter of a pixel if it fills a picture 4096 wide
-MOST_STEPS = 1 << 24  # steps along an axis; integers up to this are exact in float32, in which renderers compute
-STEPS_PER_SMALL_EDGE = 16  # steps in the edges of faces that the grid would otherwise remove
-NEEDLE = 0.01  # height of a face over its longest edge, below which it may be removed
-UV_STEPS_PER_EDGE = 8  # steps of uv per edge; more, by UV_STEP, if a texture is finer than the mesh
+STEPS_PER_EDGE = 64  # least number of grid steps in the mean edge
+# least number of grid steps in the mesh's extent: a quarter of a pixel if the mesh fills a picture 4096 wide
+STEPS = 1 << 14
+# most grid steps along an axis; renderers compute in float32, which holds integers up to this exactly
+MOST_STEPS = 1 << 24
+STEPS_PER_SMALL_EDGE = 16  # grid steps in the edges of small faces that a coarser grid would remove
+NEEDLE = 0.01  # a face may be removed if its height divided by its longest edge is less
+UV_STEPS_PER_EDGE = 8  # steps of uv per edge; UV_STEP allows more if a texture is finer than the mesh
 UV_STEP = 2.0**-13  # largest step of uv: half a texel of a texture 4096 wide
-MOST_UV_STEPS = (1 << 30) - 1  # so that the range from the lowest to the highest has 31 bits
-LARGEST, SMALLEST = 2.0**60, 2.0**-60  # extent of a mesh, and step of its grid: squares stay far from float32's limits
+MOST_UV_STEPS = (1 << 30) - 1  # the difference of the highest and the lowest then fits into 31 bits
+# limits of a mesh's extent and of its grid's step: squares stay far from float32's limits
+LARGEST, SMALLEST = 2.0**60, 2.0**-60
 MOST_MATERIALS = 1 << layouts.MATERIAL_BITS
 
 
 @dataclass(frozen=True)
 class Vertices:
-    """The vertices for encoding clusters. A vertex is a place with its attributes; along seams a place has several.
+    """The vertices for encoding clusters. A vertex is a place with attributes; along seams, a place has several
+    vertices.
 
     Attributes:
         grid: (V, 3) int32, in steps of the grid from the origin.
         place: (V,) uint32, equal for vertices at the same place.
         normals: (V, 2) uint16, octahedral, or None.
-        uv: (V, 2) int32, in steps of their own, or None.
+        uv: (V, 2) int32, in steps of a separate grid, or None.
         colors: (V, 3) uint8, or None.
         materials: (V,) uint16, or None if all are 0.
-        merged: (V,) uint32: the vertex that represents all at this place with this material.
-        parts: (V,) uint32, equal for vertices that faces connect; None if they connect all.
-        exponent, uv_exponent: a step is two to this power.
+        merged: (V,) uint32: the vertex that represents all vertices at this place with this material.
+        parts: (V,) uint32, equal for vertices that faces connect; None if all vertices are connected.
+        exponent, uv_exponent: log2 of the step of positions and of uv.
     """
 
     grid: npt.NDArray[np.int32]
@@ -68,12 +72,13 @@ class Repairs:
     """The repairs made to the mesh before the build.
 
     Attributes:
-        degenerate_faces: dropped, since two of their corners are at the same place, so they have almost no area.
-        small_faces: dropped, since two of their corners are at the same place of the grid, although they have an area.
-        duplicate_faces: dropped, since the same face exists already.
+        degenerate_faces: faces dropped because two of their corners are at the same place, so that they have almost no
+            area.
+        small_faces: faces with an area, dropped because two of their corners are at the same place of the grid.
+        duplicate_faces: faces dropped because the same face exists already.
         unused_vertices: dropped.
         equal_vertices: merged with another.
-        non_manifold_edges: kept, although more than two faces share each.
+        non_manifold_edges: edges that more than two faces share; they are kept.
         coarser_grid: whether the grid is coarser than the edges need, because the mesh is too large.
     """
 
@@ -91,10 +96,10 @@ class Mesh:
     """A mesh on its grid.
 
     Attributes:
-        vertices: including an added one for each place with a seam, which `Vertices.merged` names.
+        vertices: all vertices, including one that is added for each place with a seam (see `Vertices.merged`).
         faces: (F, 3) uint32.
         origin: offset subtracted from all positions, in object units; it is a point of the grid.
-        uv_length: the average length of a step of uv on the surface, in steps of the grid.
+        uv_length: mean length on the surface of one step of uv, in steps of the grid.
     """
 
     vertices: Vertices
@@ -119,22 +124,22 @@ def checked_mesh(
     Args:
         positions: (V, 3) numbers.
         faces: (F, 3) integers.
-        normals: (V, 3), or "smooth": of the faces around a vertex, weighted by their angles.
+        normals: (V, 3), or "smooth": the mean of the normals of the faces around a vertex, weighted by their angles.
         uv: (V, 2).
         materials: (F,) integers, 0 to 65535.
-        precision: the largest step of the grid, in object units; by default about 1/64 of the mean edge, or 1/16 of the
-            edges of faces that such a grid would remove.
+        precision: the largest step of the grid, in object units. By default about 1/64 of the mean edge; if that grid
+            would remove faces, 1/16 of their edges.
         colors: (V, 3), 0 to 1, or uint8.
         workers: the workers.
 
     Raises:
-        TypeError: an array does not hold numbers, or integers where these are needed.
+        TypeError: an array does not hold numbers, or does not hold integers where integers are needed.
         ValueError: a shape, index or number is invalid.
     """
     points = _numbers("vertices", positions, 3)
     triangles = _integers("faces", faces, (None, 3))
     if not len(triangles):
-        raise ValueError(f"the mesh has no faces (vertices: {len(points):,}); there is nothing to build")
+        raise ValueError(f"the mesh has {len(points):,} vertices but no faces; there is nothing to build")
     if triangles.min() < 0 or triangles.max() >= len(points):
         face = int(np.flatnonzero(((triangles < 0) | (triangles >= len(points))).any(1))[0])
         raise ValueError(
@@ -201,7 +206,7 @@ def checked_mesh(
             return checked_mesh(positions, faces, normals, uv, materials, math.ldexp(1.0, finer), colors, workers)
     if flat.all():
         raise ValueError(
-            f"none of the mesh's {len(flat):,} faces has an area on its grid; if these faces are intended, give a "
+            f"none of the mesh's {len(flat):,} faces has an area on its grid; if these faces are intended, pass a "
             "finer precision"
         )
     repairs = Repairs(
@@ -212,7 +217,7 @@ def checked_mesh(
         equal_vertices=welded.equal_vertices,
         coarser_grid=coarser,
     )
-    if len(welded.kept) < len(grid):  # else all rows stay where they are
+    if len(welded.kept) < len(grid):  # if all vertices are used, all rows stay where they are
         grid, *attributes = (np.take(each, welded.kept, axis=0) for each in (grid, *attributes))
     columns = iter(attributes)
     places = grid
@@ -234,7 +239,7 @@ def checked_mesh(
 
 
 def column_bounds(values: npt.NDArray[Any], workers: Workers = ALONE) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The minimum and the maximum of each column of (V, K) numbers, V > 0."""
+    """Minimum and maximum of each column of (V, K) numbers, V > 0."""
 
     def of(rows: slice) -> list[tuple[Any, Any]]:
         return [(column.min(), column.max()) for column in values[rows].T]
@@ -246,7 +251,7 @@ def column_bounds(values: npt.NDArray[Any], workers: Workers = ALONE) -> tuple[n
 def _rounded(
     values: Floats, origin: Floats, step: float, used: npt.NDArray[np.bool_], workers: Workers
 ) -> npt.NDArray[np.int32]:
-    """(V, K) in whole steps from the origin; 0 for unused vertices."""
+    """Round (V, K) to whole steps from the origin; unused vertices become 0."""
     found = np.zeros(values.shape, np.int32)
 
     def round_to(rows: slice) -> None:
@@ -258,7 +263,7 @@ def _rounded(
 
 
 def _octahedral(directions: Floats, workers: Workers) -> npt.NDArray[np.int32]:
-    """(V, 2) of directions of any length."""
+    """Encode directions of any length as octahedral (V, 2)."""
     found = np.empty((len(directions), 2), np.int32)
 
     def turn(rows: slice) -> None:
@@ -279,7 +284,7 @@ def _numbers(name: str, values: npt.ArrayLike, width: int, count: int | None = N
 
 
 def _colors(values: npt.ArrayLike, used: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """(V, 3), 0 to 255."""
+    """Convert colours to (V, 3), 0 to 255."""
     array = np.asarray(values)
     colors = _numbers("colors", array, 3, len(used))
     if array.dtype == np.uint8:
@@ -287,7 +292,7 @@ def _colors(values: npt.ArrayLike, used: npt.NDArray[np.bool_]) -> npt.NDArray[n
     _refuse_non_finite("color", colors, used)
     low, high = float(colors[used].min()), float(colors[used].max())
     if low < 0 or high > 1:
-        raise ValueError(f"colors are numbers from 0 to 1, or uint8; these ({array.dtype}) are {low} to {high}")
+        raise ValueError(f"colors must be numbers from 0 to 1, or uint8; these ({array.dtype}) are {low} to {high}")
     found = np.zeros(colors.shape, np.int32)
     np.rint(255 * colors, out=found, casting="unsafe", where=used[:, None])
     return found
@@ -319,7 +324,7 @@ def _refuse_non_finite(name: str, values: Floats, used: npt.NDArray[np.bool_], w
 
 
 def _mean_edge(points: npt.NDArray[Any], faces: npt.NDArray[Any]) -> float:
-    """The mean length of edges with a length, over at most 2^17 faces."""
+    """The mean length of edges that are longer than 0, over at most 2^17 faces."""
     corners = points[faces[:: (len(faces) >> 17) + 1]].astype(np.float64)
     edges = corners - np.roll(corners, 1, axis=1)
     scale = float(np.abs(edges).max())
@@ -332,10 +337,11 @@ def _mean_edge(points: npt.NDArray[Any], faces: npt.NDArray[Any]) -> float:
 def _grid_exponent(
     points: Floats, faces: npt.NDArray[np.int64], extent: Floats, precision: float | None
 ) -> tuple[int, bool]:
-    """The exponent of the grid's step, and whether it had to be larger than the edges need."""
+    """Choose the exponent of the grid's step; also return whether the mesh's extent makes the step coarser than its
+    edges need."""
     largest = float(extent.max())
     if not math.isfinite(largest) or largest > LARGEST:
-        raise ValueError(f"the mesh is {largest:.3g} units long; at most {LARGEST:.3g} can be computed with in float32")
+        raise ValueError(f"the mesh is {largest:.3g} units long; float32 allows at most {LARGEST:.3g}: scale it")
     if largest == 0:
         raise ValueError("all vertices that faces use are at the same place; there is nothing to build")
     if largest < SMALLEST * STEPS:
@@ -361,7 +367,7 @@ def _grid_exponent(
 
 
 def _edges_of_small(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
-    """The length of the shortest edge of each face that is not a needle."""
+    """Length of the shortest edge of each face that is not a needle."""
     corners = points[faces]
     edges = np.roll(corners, -1, 1) - corners
     lengths = np.linalg.norm(edges, axis=2)
@@ -372,8 +378,8 @@ def _edges_of_small(points: Floats, faces: npt.NDArray[np.int64]) -> Floats:
 
 
 def _finer_exponent(small: Floats, largest: float) -> int | None:
-    """An exponent that keeps faces with these shortest edges, but is no finer than a mesh of that length allows. None
-    if that keeps no face."""
+    """Choose an exponent that keeps faces with these shortest edges and is not finer than the mesh's length allows.
+    None if no allowed exponent keeps a face."""
     least = max(math.ceil(math.log2(largest / MOST_STEPS)), math.ceil(math.log2(SMALLEST)))
     kept = small[small > 2 * math.ldexp(1.0, least)]
     if not len(kept):
@@ -384,7 +390,7 @@ def _finer_exponent(small: Floats, largest: float) -> int | None:
 def _uv_exponent(uv: Floats, faces: npt.NDArray[np.int64], used: npt.NDArray[np.bool_]) -> int:
     largest = float(np.abs(uv[used]).max())
     if largest > LARGEST:
-        raise ValueError(f"uv reaches {largest:.3g}; at most {LARGEST:.3g} can be computed with in float32")
+        raise ValueError(f"uv reaches {largest:.3g}; float32 allows at most {LARGEST:.3g}: scale it")
     least = math.ceil(math.log2(max(largest / MOST_UV_STEPS, SMALLEST)))
     return max(math.floor(math.log2(min(_mean_edge(uv, faces) / UV_STEPS_PER_EDGE or UV_STEP, UV_STEP))), least)
 
@@ -392,10 +398,11 @@ def _uv_exponent(uv: Floats, faces: npt.NDArray[np.int64], used: npt.NDArray[np.
 def _split_by_material(
     faces: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], vertices: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Faces whose vertices have one material each; the original of each vertex, and its material."""
+    """Split vertices so that each has one material: return the faces, and the original and the material of each
+    vertex."""
     material = np.zeros(vertices, np.int64)
     material[faces] = ids[:, None]
-    other = material[faces] != ids[:, None]  # corners at a vertex that belongs to another material
+    other = material[faces] != ids[:, None]  # corners whose vertex already has another material
     pairs = faces[other] * MOST_MATERIALS + np.broadcast_to(ids[:, None], faces.shape)[other]
     added, number = np.unique(pairs, return_inverse=True)
     faces = faces.copy()
@@ -405,8 +412,8 @@ def _split_by_material(
 
 
 def _with_merged(vertices: Vertices) -> Vertices:
-    """The vertices, with one more for each place that has several of the same material: it has their mean normal and
-    colour, and the first uv."""
+    """Add a vertex for each place that has several vertices of one material. It has their mean normal and colour, and
+    the uv of the first."""
     if int(vertices.place.max()) + 1 == len(vertices.place):
         return vertices
     keys = vertices.place[:, None].astype(np.int32)
@@ -416,7 +423,7 @@ def _with_merged(vertices: Vertices) -> Vertices:
     if count == len(keys):
         return vertices
     several = np.bincount(number, minlength=count) > 1
-    target = np.cumsum(several) - 1 + len(keys)  # the new vertex of each key
+    target = np.cumsum(several) - 1 + len(keys)  # the added vertex of each key
     merged = np.where(several[number], target[number], np.arange(len(keys))).astype(np.uint32)
     first = np.full(count, len(keys))
     np.minimum.at(first, number, np.arange(len(keys)))

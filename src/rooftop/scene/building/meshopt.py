@@ -1,8 +1,8 @@
 """Call meshoptimizer, which groups clusters and simplifies meshes. No other module calls it.
 
-Its Python package wraps only a part of its functions. So functions are called directly in its library, which releases
-the interpreter's lock, and threads run in parallel. Pointers are addresses: the caller keeps the arrays alive and in C
-order.
+meshoptimizer's Python package wraps only some of its functions. So this module calls its C library directly, which also
+releases the GIL, so that threads run in parallel. Pointers are plain addresses: the caller must keep the arrays alive
+and in C order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rooftop.errors import MissingExtraError
 
 Array = npt.NDArray[np.generic]
 
-ABSOLUTE = 1 << 2  # errors in the units of the positions
-NO_LIMIT = 1e18  # an error that no mesh reaches; float32 can still hold its square
+ABSOLUTE = 1 << 2  # flag: return errors in the units of the positions
+NO_LIMIT = 1e18  # an error larger than any mesh; float32 can still hold its square
 
 _P, _SIZE, _F, _U = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint
 _SIGNATURES: dict[str, tuple[type, list[type]]] = {
@@ -33,7 +33,7 @@ _SIGNATURES: dict[str, tuple[type, list[type]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library's functions, by the names in its header.
+    """Load the C library; its functions have the names of its header.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -60,10 +60,10 @@ def same_rows(rows: Array, used: npt.NDArray[np.uint32] | None = None) -> tuple[
 
     Args:
         rows: (N, K), at most 256 bytes each.
-        used: numbers of rows, in the order in which they appear; by default all.
+        used: indices of rows, in the order in which the rows appear; by default all rows.
 
     Returns:
-        the number of distinct rows, and the number of each row (N,); 2^32 - 1 for unused ones.
+        the count of distinct rows, and the number of each row (N,); 2^32 - 1 for unused rows.
     """
     numbers = np.empty(len(rows), np.uint32)
     if not len(rows):
@@ -77,7 +77,8 @@ def same_rows(rows: Array, used: npt.NDArray[np.uint32] | None = None) -> tuple[
 def partition(
     corners: npt.NDArray[np.uint32], counts: npt.NDArray[np.uint32], vertices: int, size: int
 ) -> npt.NDArray[np.uint32]:
-    """The part of each cluster: about `size` clusters (at most 11/8 of it) that share many vertices.
+    """Partition clusters into parts of about `size` clusters (at most 11/8 of it) that share many vertices; return the
+    part of each cluster.
 
     Args:
         corners: the vertices of all clusters' corners, cluster by cluster.

@@ -1,10 +1,10 @@
-"""Materials of an OBJ file: Kd and map_Kd of the .mtl files that it names.
+"""Read the materials of an OBJ file: Kd and map_Kd of the .mtl files that it names.
 
-Colours and images are as displayed (sRGB), as in the programs that write such files. `map_Kd` is multiplied by `Kd`, as
-the format says. Together with `map_Kd`, a Kd of 0 0 0 counts as white, because some programs write that. The options -s
-and -o of `map_Kd` (scale and offset of the texture coordinates) and -clamp are read. Other options are skipped, with a
-warning if they would change the picture. A path may have blanks, backslashes or a drive. If the path does not exist, a
-file of that name next to the .mtl file is used.
+Colours and images are displayed values (sRGB), as in the programs that write such files. `map_Kd` is multiplied by
+`Kd`, as the format says. If there is a `map_Kd`, a Kd of 0 0 0 counts as white, because some programs write 0 0 0 for
+textured materials. The options -s and -o of `map_Kd` (scale and offset of the texture coordinates) and -clamp are read.
+Other options are skipped, with a warning if they would change the picture. A path may contain blanks, backslashes or a
+drive. If the path does not exist, the file of that name next to the .mtl file is used.
 
 Source: the MTL specification of Alias|Wavefront (Object files, appendix B1, "Material file format").
 """
@@ -24,7 +24,7 @@ from rooftop.scene.images import Texture
 from rooftop.scene.materials import Material
 
 _LIBRARY = re.compile(rb"(?:^|[\r\n])[ \t]*mtllib[ \t]+([^\r\n]+)")
-_NUMBERS = {"-s": 3, "-o": 3, "-t": 3}  # followed by up to that many numbers
+_NUMBERS = {"-s": 3, "-o": 3, "-t": 3}  # options, and how many numbers may follow
 _WORDS = {
     "-blendu": 1,
     "-blendv": 1,
@@ -42,11 +42,11 @@ _HARMLESS = {
     "-texres",
     "-bm",
     "-boost",
-}  # ignored, because they are for filtering in other programs, or for bump maps
+}  # options that are ignored, because they control filtering in other programs, or bump maps
 
 
 def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, PartMaterial] | None:
-    """The materials that an OBJ file can use, by name; None if it names no existing .mtl file.
+    """Read the materials that an OBJ file can use, by name; None if it names no existing .mtl file.
 
     Args:
         content: content of the OBJ file, in UTF-8.
@@ -54,8 +54,8 @@ def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, Pa
         textures: whether images are read.
 
     Raises:
-        InputError: an image is missing, damaged or too large, or a number is invalid. The message names file and
-            material.
+        InputError: an image is missing, damaged or too large, or a number is invalid. The message names the file and
+            the material.
     """
     files: list[Path] = []
     for line in dict.fromkeys(_LIBRARY.findall(content)):
@@ -72,7 +72,7 @@ def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, Pa
 
 
 def _libraries(names: str, path: Path) -> list[Path]:
-    """The files that a line names: one file whose name has blanks, or several files."""
+    """The files that a `mtllib` line names: several files, or one file whose name has blanks."""
     whole = _beside(names, path.parent)
     if whole is not None:
         return [whole]
@@ -87,7 +87,7 @@ def _libraries(names: str, path: Path) -> list[Path]:
 
 
 def _beside(name: str, folder: Path) -> Path | None:
-    """The file at a path that another file names, or else a file of that name in the other file's folder."""
+    """Find a file that another file names: at the path itself, or by its name in the other file's folder."""
     for each in (name, name.replace("\\", "/"), PureWindowsPath(name).name):
         file = folder / each
         if each and file.is_file():
@@ -96,8 +96,8 @@ def _beside(name: str, folder: Path) -> Path | None:
 
 
 def _described(file: Path) -> dict[str, dict[str, tuple[int, str]]]:
-    """For each material: a dict from a line's first word, in lower case, to its line number and the rest of the
-    line."""
+    """Parse .mtl text: for each material, a dict from a line's first word (in lower case) to the line's number and its
+    other words."""
     found: dict[str, dict[str, tuple[int, str]]] = {}
     words: dict[str, tuple[int, str]] = {}
     text = utf8(file.read_bytes()).decode()
@@ -164,7 +164,7 @@ def _color(words: dict[str, tuple[int, str]], file: Path, name: str) -> tuple[fl
 
 
 def _last_number(text: str) -> float | None:
-    """The last number of `0.5` and of `-halo 0.5`."""
+    """Parse the last number of `0.5` or of `-halo 0.5`."""
     try:
         return float(text.split()[-1])
     except (IndexError, ValueError):
@@ -172,14 +172,14 @@ def _last_number(text: str) -> float | None:
 
 
 def _image_and_options(text: str, where: str) -> tuple[str, dict[str, list[str]]]:
-    """The path, which may have blanks, and the options before it."""
+    """Split an image line into the path, which may have blanks, and the options before it."""
     options: dict[str, list[str]] = {}
     rest = text
     while rest.startswith("-"):
         option, _, after = rest.partition(" ")
         option, rest = option.lower(), after.lstrip()
         if option not in _NUMBERS and option not in _WORDS:
-            raise InputError(f"{where} has the option {option} of map_Kd, which is unknown: remove it")
+            raise InputError(f"{where} has the unknown option {option} of map_Kd: remove it")
         options[option] = []
         for _ in range(_NUMBERS.get(option) or _WORDS[option]):
             word, _, after = rest.partition(" ")
@@ -200,7 +200,7 @@ def _changes_nothing(options: dict[str, list[str]], option: str) -> bool:
 
 
 def _pair(options: dict[str, list[str]], option: str, otherwise: float, where: str) -> tuple[float, float]:
-    """The values for u and v; a missing one is the default."""
+    """Parse the values for u and v; a missing value becomes the default."""
     words = options.get(option, [])[:2]
     numbers = [float(word) for word in words]
     if not all(map(math.isfinite, numbers)):

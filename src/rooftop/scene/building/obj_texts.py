@@ -1,9 +1,9 @@
-"""Wavefront OBJ in its full format, simplified for a reader that accepts less.
+"""Convert Wavefront OBJ in its full format to a simple form, for a reader that supports only part of the format.
 
 The simple form is UTF-8, with lines that end with a line feed, blanks between words, indices counted from the
-beginning, and triangles or convex polygons. The format allows more: any encoding, carriage returns, tabs, lines
-continued after a backslash, indices counted back from their position, and polygons with inward corners, which a fan of
-triangles covers wrongly. A text in simple form is not changed, since each pass over a large text takes long.
+beginning, and triangles or convex polygons. The full format also allows any encoding, carriage returns, tabs, lines
+continued after a backslash, indices counted back from their position, and concave polygons, which a fan of triangles
+covers wrongly. A text in simple form is not changed, since each pass over a large text takes long.
 
 Source: the OBJ specification of Alias|Wavefront (B1. Object Files, version 3.0).
 """
@@ -28,11 +28,12 @@ _FACE, _VERTEX = re.compile(rb"\nf ([^\n]*)"), re.compile(rb"\nv ([^\n]*)")
 _COLORED = re.compile(rb"\nv(?:[ \t]+[^\s]+){3}((?:[ \t]+[^\s]+){3})")
 _OTHER_INDICES = re.compile(rb"/\S*")
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-_STRAIGHT = 1e-12  # share of a polygon's squared size: a corner that turns by less counts as straight
+_STRAIGHT = 1e-12  # share of a polygon's squared size; a corner with a smaller turn (a cross product) is straight
 
 
 def utf8(content: bytes) -> bytes:
-    """A text in UTF-8 without a byte order mark; invalid UTF-8 is taken as Latin-1, which older exporters write."""
+    """Convert a text to UTF-8 without a byte order mark; invalid UTF-8 is read as Latin-1, which older exporters
+    write."""
     for mark, encoding in _MARKS:
         if content.startswith(mark):
             return content.decode(encoding, errors="replace").encode()
@@ -44,7 +45,7 @@ def utf8(content: bytes) -> bytes:
 
 
 def plain_obj(content: bytes, name: str) -> bytes:
-    """The same mesh as a simple text.
+    """Convert an OBJ text to the simple form of the same mesh.
 
     Args:
         content: content of a file. name: the file's name in messages.
@@ -59,14 +60,13 @@ def plain_obj(content: bytes, name: str) -> bytes:
 
 
 def brightest(content: bytes) -> float | None:
-    """The largest colour number of a file's vertices; None if no vertex has six numbers, its position and its
-    colour."""
+    """The largest colour number of a file's vertices; None if no vertex has six numbers (position and colour)."""
     colors = _COLORED.findall(b"\n" + content)
     return float(np.array(b" ".join(colors).split(), dtype=np.float64).max()) if colors else None
 
 
 def _is_plain(text: bytes) -> bool:
-    """Whether a text, which follows a line feed, needs no change. The checks are the fastest for large texts."""
+    """Whether a text that begins with a line feed is in simple form. These checks are the fastest for large texts."""
     if any(mark in text for mark in _MARKS_OF_OTHERS) or (b"\r" in text and _LONE_RETURN.search(text)):
         return False
     if (b"\n " in text and _INDENTED.search(text)) or _BACKWARD.search(text):
@@ -85,7 +85,7 @@ def _has_polygons(text: bytes) -> bool:
 
 
 def _has_concave(text: bytes) -> bool:
-    """Whether a polygon has an inward corner, or this cannot be decided here."""
+    """Whether a polygon has an inward corner, or whether this test cannot decide it."""
     try:
         vertices = _table(_VERTEX.findall(text))
         by_count: dict[int, list[bytes]] = {}
@@ -97,12 +97,12 @@ def _has_concave(text: bytes) -> bool:
                 if (indices < 0).any() or bool(_concave(vertices[indices, :3]).any()):
                     return True
     except (ValueError, IndexError):
-        return True  # the words are checked one by one, and the error names the first wrong one
+        return True  # the caller then checks the words one by one, and its error names the first wrong word
     return False
 
 
 def _table(lines: list[bytes]) -> Points:
-    """The numbers of lines with equally many words; for `v/vt/vn` the first number.
+    """Parse lines that have equally many words to an array of numbers; `v/vt/vn` gives its first number.
 
     Raises:
         ValueError: a word is not a number, or lines have different numbers of words.
@@ -111,7 +111,7 @@ def _table(lines: list[bytes]) -> Points:
     if b"/" in text:
         text = _OTHER_INDICES.sub(b"", text)
     with warnings.catch_warnings():
-        # because NumPy only warns about a text with something other than a number at its end
+        # if a text ends with something other than a number, NumPy only warns
         warnings.simplefilter("error")
         try:
             numbers: Points = np.fromstring(text, dtype=np.float64, sep=" ")
@@ -121,7 +121,7 @@ def _table(lines: list[bytes]) -> Points:
 
 
 def _concave(polygons: Points) -> npt.NDArray[np.bool_]:
-    """For polygons with corners (P, N, 3): whether a corner turns against the others."""
+    """For polygons with corners (P, N, 3), whether a corner turns in the opposite direction to the others."""
     edges = np.roll(polygons, -1, 1) - polygons
     turns = np.cross(np.roll(edges, 1, 1), edges)
     normals = np.cross(polygons - polygons[:, :1], np.roll(polygons, -1, 1) - polygons[:, :1]).sum(1)
@@ -136,14 +136,15 @@ def _lines(text: str, name: str) -> list[str]:
     counts = {"v": 0, "vt": 0, "vn": 0}
     vertices: list[list[float]] = []
     found: list[str] = []
-    faces: list[tuple[int, list[str], list[int]]] = []  # the face's index in `found`, its corners, and their vertices
+    # the face's index in `found`, its corners, and the corners' vertices
+    faces: list[tuple[int, list[str], list[int]]] = []
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         word, *rest = line.split() or [""]
         if word in counts:
             counts[word] += 1
             if word == "v":
                 vertices.append(_numbers(rest[:3], number, name))
-        elif word in ("f", "fo"):  # version 2 of the format called it `fo`
+        elif word in ("f", "fo"):  # version 2 of the format called a face `fo`
             corners = [_absolute(corner, counts, number, name) for corner in rest]
             faces.append((len(found), corners, [int(corner.partition("/")[0]) - 1 for corner in corners]))
             word, rest = "f", corners
@@ -165,7 +166,7 @@ def _numbers(words: list[str], line: int, name: str) -> list[float]:
 
 
 def _absolute(corner: str, counts: dict[str, int], line: int, name: str) -> str:
-    """`v/vt/vn` counted from the beginning."""
+    """Convert `v/vt/vn` to indices counted from the beginning."""
     parts = []
     for part, kind in zip(corner.split("/"), counts, strict=False):
         try:
@@ -181,10 +182,10 @@ def _absolute(corner: str, counts: dict[str, int], line: int, name: str) -> str:
 
 
 def _cut(corners: Points) -> list[tuple[int, int, int]]:
-    """A polygon (N, 3) as triangles, by cutting off one corner after another; a convex one as a fan.
+    """Cut a polygon (N, 3) into triangles, by cutting off one corner after another; a convex polygon becomes a fan.
 
-    A corner can be cut off if it points outwards and no other lies in its triangle. If a polygon crosses itself, it has
-    no such corner, and the rest is a fan.
+    A corner can be cut off if it points outwards and no other corner lies in its triangle. If no corner can be cut off,
+    because the polygon crosses itself, the rest becomes a fan.
     """
     if not bool(_concave(corners[None])[0]):
         return [(0, n, n + 1) for n in range(1, len(corners) - 1)]
@@ -206,7 +207,7 @@ def _cut(corners: Points) -> list[tuple[int, int, int]]:
 
 
 def _area(a: Points, b: Points, c: Points) -> Points:
-    """Twice the area of a triangle in the plane, positive where it turns to the left."""
+    """Twice the signed area of a triangle in the plane, positive if it turns to the left."""
     found: Points = (b[..., 0] - a[..., 0]) * (c[..., 1] - a[..., 1]) - (b[..., 1] - a[..., 1]) * (
         c[..., 0] - a[..., 0]
     )

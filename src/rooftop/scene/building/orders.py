@@ -11,13 +11,13 @@ from rooftop.scene.building.ragged import starts_of
 from rooftop.scene.building.workers import CHUNK, Stage, chunks, give_back, shared
 
 BITS = 20  # bits for each axis
-HALF = 15  # bits of the key in each of the two sorts of `ordering`
+HALF = 15  # bits of the key that each of the two sorts of `ordering` uses
 PARTS = 1 << HALF
-MOST_PIECES = 64  # pieces of the faces; each has a count for each part
+MOST_PIECES = 64  # number of pieces of the faces; each piece counts its faces in each part
 
 
 def morton_codes(points: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """The position of each point (N, 3) on the curve through the cube around all points."""
+    """Compute the position of each point (N, 3) on Morton's curve through the cube around all points."""
     return _codes(points, *_cube(points))
 
 
@@ -37,19 +37,18 @@ def _codes(points: npt.NDArray[Any], low: npt.NDArray[np.float64], extent: float
 
 
 def ordering(points: npt.NDArray[Any], faces: npt.NDArray[np.uint32], ordered: npt.NDArray[np.uint32]) -> list[Stage]:
-    """Stages that sort faces (F, 3) along the curve, by the points of their first corners, into the shared array
-    `ordered`.
+    """Return the stages that sort faces (F, 3) along Morton's curve into the shared array `ordered`, by the points of
+    their first corners.
 
-    They sort by the upper 30 bits of the codes: faces are divided into parts by the upper half of these bits, and each
-    part is sorted by the lower half. Both halves have 15 bits, which NumPy sorts by counting. Equal codes keep their
-    order.
+    The sort key is the upper 30 bits of the codes. The upper half of these bits divides faces into parts; each part is
+    sorted by the lower half. Both halves have 15 bits, which NumPy sorts by counting. Equal codes keep their order.
     """
     low, extent = _cube(points)
     size = max(CHUNK, -(-len(faces) // MOST_PIECES))
     pieces = chunks(len(faces), size)
     codes = shared(len(points), np.uint32)
     rows = shared(len(faces), np.uint32)  # part by part
-    counts = shared((len(pieces), PARTS), np.uint32)  # count of each part, in each piece
+    counts = shared((len(pieces), PARTS), np.uint32)  # faces of each piece in each part
 
     def encode(piece: slice) -> None:
         codes[piece] = _codes(points[piece], low, extent) >> np.uint64(3 * BITS - 30)
@@ -66,7 +65,7 @@ def ordering(points: npt.NDArray[Any], faces: npt.NDArray[np.uint32], ordered: n
         rows[first[parts[order]] + np.arange(len(order))] = order + piece.start
 
     def sort(piece: slice) -> None:
-        """The parts that begin in this piece of the rows."""
+        """Sort the parts that begin in this piece of the rows."""
         starts = starts_of(counts.sum(0))
         begin, end = starts[np.searchsorted(starts, [piece.start, piece.stop])]
         own = rows[begin:end]
@@ -86,7 +85,7 @@ def ordering(points: npt.NDArray[Any], faces: npt.NDArray[np.uint32], ordered: n
 
 
 def _spread(cells: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Each bit i of numbers below 2^21 moved to bit 3 i."""
+    """Move each bit i of numbers below 2^21 to bit 3 i."""
     for shift, mask in (
         (32, 0x001F00000000FFFF),
         (16, 0x001F0000FF0000FF),

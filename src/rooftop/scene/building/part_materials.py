@@ -20,9 +20,9 @@ class PartMaterial:
 
     Attributes:
         material: colour and texture.
-        placing: 2 x 3, from the file's texture coordinates (u, v, 1), v upwards, to those for the texture look-up. It
-            is applied to the mesh's coordinates, since each part has its own placing.
-        see_through: the file's transparency settings, for a warning; "" if none.
+        placing: 2 x 3 matrix from the file's texture coordinates (u, v, 1), with v upwards, to the coordinates of the
+            texture look-up. It is applied to the mesh's coordinates, since each part has its own placing.
+        see_through: the file's transparency settings, for a warning; "" without any.
     """
 
     material: Material = field(default_factory=Material)

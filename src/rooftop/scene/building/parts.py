@@ -1,4 +1,4 @@
-"""New vertices of parts of a mesh that grow (see `thinning`)."""
+"""Vertices that are added for parts of a mesh that grow (see `thinning`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=np.generic)
 
 @dataclass(frozen=True)
 class Added:
-    """Vertices that are copies of others at other places.
+    """Copies of vertices at other places.
 
     Attributes:
         sources: (N,) the copied vertices.
@@ -35,7 +35,7 @@ class Added:
 
     @classmethod
     def joined(cls, several: list[Added]) -> Added:
-        """Combine several, in order. Places of different ones stay different."""
+        """Concatenate several of these. Places of different operands stay different."""
         first = starts_of([int(each.places.max(initial=-1)) + 1 for each in several])
         return cls(
             np.concatenate([each.sources for each in several]),
@@ -44,7 +44,7 @@ class Added:
         )
 
     def behind(self, vertices: Vertices) -> Vertices:
-        """The vertices of the mesh, followed by these."""
+        """The vertices of the mesh, followed by the added vertices."""
         of, count = self.sources, len(vertices.grid)
         if not len(of):
             return vertices

@@ -1,5 +1,5 @@
-"""Rows of different lengths, one after the other in one array: their starts, their sums, their extremes, and numbers
-for their items."""
+"""Ragged arrays: rows of different lengths, concatenated in one array. Functions compute starts, indices, extremes and
+distinct values of the rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Counts = npt.NDArray[np.int64]
 
 
 def starts_of(counts: npt.ArrayLike) -> Counts:
-    """The start of each row, and the end of the last: (N + 1,)."""
+    """The start of each row and the end of the last, (N + 1,), from the rows' lengths."""
     counts = np.asarray(counts, np.int64)
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
@@ -58,17 +58,17 @@ def rows_of(counts: npt.ArrayLike) -> Counts:
 
 
 def lowest(values: Numbers, starts: Counts) -> Numbers:
-    """The lowest value of each row; no row may be empty."""
+    """The minimum of each row; no row may be empty."""
     return np.minimum.reduceat(values, starts[:-1], axis=0)
 
 
 def highest(values: Numbers, starts: Counts) -> Numbers:
-    """The highest value of each row; no row may be empty."""
+    """The maximum of each row; no row may be empty."""
     return np.maximum.reduceat(values, starts[:-1], axis=0)
 
 
 def numbered(values: Numbers, below: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """The distinct values, ascending, and for each value its index among them.
+    """The distinct values, ascending, and the index of each value among these.
 
     Args:
         values: integers from 0 to 2^32 - 1.
@@ -81,8 +81,8 @@ def numbered(values: Numbers, below: int) -> tuple[npt.NDArray[np.uint32], npt.N
 def numbered_by_row(
     values: Numbers, starts: Counts, below: int
 ) -> tuple[npt.NDArray[np.uint32], Counts, npt.NDArray[np.uint32]]:
-    """Like `numbered`, for each row: the distinct values row by row, their starts (R + 1,), and the index of each value
-    among those of its row.
+    """Apply `numbered` to each row: return the distinct values row by row, their starts (R + 1,), and the index of each
+    value among its row's distinct values.
 
     Args:
         values: integers from 0 to 2^32 - 1.
@@ -98,7 +98,7 @@ def numbered_by_row(
 
 @loop(INT, result=INT)
 def _ones(word):  # type: ignore[no-untyped-def]
-    """The number of ones among the lower 32 bits."""
+    """The number of set bits among the lower 32 bits."""
     word -= word >> 1 & 0x55555555
     word = (word & 0x33333333) + (word >> 2 & 0x33333333)
     word = word + (word >> 4) & 0x0F0F0F0F
@@ -107,10 +107,11 @@ def _ones(word):  # type: ignore[no-untyped-def]
 
 @loop(array("uint32"), array("int64"), INT, output("uint32"), output("int64"), output("uint32"))
 def _number(values, starts, below, distinct, firsts, index):  # type: ignore[no-untyped-def]
-    """`numbered_by_row`, with a bit for each possible value, and the number of bits before each word of 32 bits.
+    """The loop of `numbered_by_row`: it sets a bit for each value that occurs, and counts the set bits before each word
+    of 32 bits.
 
     Args:
-        distinct, firsts, index: written.
+        distinct, firsts, index: outputs.
     """
     words = (below >> 5) + 1
     bits, before = np.zeros(words, np.uint32), np.empty(words, np.uint32)

@@ -1,4 +1,4 @@
-"""Read meshes from files through trimesh, with all parts of a scene combined at their positions."""
+"""Read meshes from files through trimesh, and combine all parts of a scene at their positions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rooftop.scene.building.part_materials import PartMaterial
 from rooftop.scene.materials import Material
 
 Floats = npt.NDArray[np.float64]
-HEAD_BYTES = 1 << 16  # bytes in which the header of a PLY file is searched
+HEAD_BYTES = 1 << 16  # most bytes of a PLY file in which the end of its header is searched
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,14 @@ class MeshFile:
 
     Attributes:
         vertices: (V, 3); faces: (F, 3).
-        normals: (V, 3) if all parts have them, or None.
-        uv: (V, 2) if all parts have them, or if any textured part has (0 elsewhere); or None.
-        colors: (V, 3) uint8 if any part has them, white elsewhere; or None.
-        materials: (F,) the part of each face. A part that is placed several times counts once.
+        normals: (V, 3) if all parts have normals; None if not.
+        uv: (V, 2) if all parts have texture coordinates, or if any textured part has them (other parts get 0); None if
+            not.
+        colors: (V, 3) uint8 if any part has colours (other parts are white); None if not.
+        materials: (F,) the part of each face. A part that is placed several times has one number.
         parts: the number of placed parts.
-        table: the look of each part, by the numbers of `materials`; None if none has a colour or a texture.
-        linear_colors: whether `colors` are in linear light, as in glTF; else they are displayed values.
+        table: the material of each part, by its number in `materials`; None if no part has a colour or a texture.
+        linear_colors: True if `colors` are in linear light, as in glTF; False if they are displayed values (sRGB).
     """
 
     vertices: Floats
@@ -75,7 +76,7 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
         raise MissingExtraError(f"reading {path} needs another package: {error}") from error
     except NotImplementedError as error:
         raise InputError(f"{path} is not in a supported format ({error}); try .glb, .obj, .ply or .stl") from error
-    except Exception as error:  # a reader may raise anything for a damaged file
+    except Exception as error:  # a reader may raise any exception for a damaged file
         raise InputError(f"{path} cannot be read ({type(error).__name__}: {error}); it may be damaged") from error
     placed = []
     for node in scene.graph.nodes_geometry:
@@ -102,8 +103,8 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
         material = look.material
         if material.texture is not None and not has_image:
             warnings.warn(
-                f"{path}: material {material.name or number[name]} has a texture, and part {name} has no texture "
-                "coordinates for it: it is drawn in the material's colour",
+                f"{path}: material {material.name or number[name]} has a texture, but part {name} has no texture "
+                "coordinates for it, so it is drawn in the material's colour",
                 stacklevel=2,
             )
             material = Material(material.color, name=material.name)
@@ -118,10 +119,10 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     if any(part.visual.kind == "face" for _, _, part in placed):
-        warnings.warn(f"{path}: colours of its faces are ignored; only vertex colours are read", stacklevel=2)
+        warnings.warn(f"{path}: its face colours are ignored; only vertex colours are read", stacklevel=2)
     if path.suffix.lower() == ".ply" and (kind := _wide_colors(path)):
         warnings.warn(
-            f"{path}: its colours have type {kind} and are ignored; only uchar and float are read", stacklevel=2
+            f"{path}: its vertex colours have type {kind} and are ignored; only uchar and float are read", stacklevel=2
         )
         colors = [None] * len(placed)
     if path.suffix.lower() == ".ply" and (image := _named_image(path)):
@@ -133,13 +134,12 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
     if path.suffix.lower() == ".obj" and (most := brightest(path.read_bytes())) is not None:
         if all(each is None for each in colors):
             warnings.warn(
-                f"{path}: colours of its vertices are ignored: they are read only if all vertices have one and none "
-                "has uv",
+                f"{path}: its vertex colours are ignored: they are read only if all vertices have one and none has uv",
                 stacklevel=2,
             )
-        elif not most <= 1:  # trimesh turns such colours white
+        elif not most <= 1:  # trimesh would make such colours white
             raise InputError(
-                f"{path}: colours of its vertices go up to {most:g}, but an OBJ file has colours from 0 to 1: divide "
+                f"{path}: its vertex colours go up to {most:g}, but in an OBJ file colours are from 0 to 1: divide "
                 f"them by {255 if most > 2 else most:g}, or remove them"
             )
     if any(each is not None and (each[:, 3:] < 255).any() for each in colors):
@@ -174,8 +174,8 @@ def _load_trimesh() -> ModuleType:
 
 
 def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[str, PartMaterial]]:
-    """The scene of a file, and its materials by their names in the scene. OBJ files and glTF files are converted to
-    their simple form first. Their materials are read here, and trimesh only reports which part has which."""
+    """Load the scene of a file, and its materials by their names in the scene. OBJ files and glTF files are converted
+    to their simple form first. Their materials are read here; trimesh only reports the material name of each part."""
     suffix = path.suffix.lower()
     if suffix in (".glb", ".gltf"):
         plain, materials = plain_gltf(path, textures)
@@ -190,7 +190,7 @@ def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[
     found = materials_of_obj(text, path, textures)
 
     class Names(trimesh.resolvers.FilePathResolver):  # type: ignore[misc, name-defined]
-        """A replacement for .mtl files: the names of all materials, without their properties."""
+        """Replaces .mtl files: it has the names of all materials, without their properties."""
 
         def get(self, name: str) -> bytes:
             if found is None:
@@ -206,13 +206,14 @@ def _material_name(part: Any) -> str:
 
 
 def _faces(at: Floats, part: Any) -> npt.NDArray[np.int64]:
-    """A mirrored part shows its back, so its faces are reversed."""
+    """The faces of a part; if the part is mirrored, they are reversed, because they would show their backs."""
     faces: npt.NDArray[np.int64] = np.asarray(part.faces, np.int64)
     return faces[:, ::-1] if np.linalg.det(at[:3, :3]) < 0 else faces
 
 
 def _normals(at: Floats, part: Any) -> Floats:
-    """Normals transform with the transposed inverse; a part that is scaled flat keeps its own."""
+    """Transform normals by the transposed inverse. A part that is scaled flat, which has no inverse, keeps its
+    normals."""
     normals = np.asarray(part.vertex_normals, np.float64)
     linear = at[:3, :3]
     if abs(np.linalg.det(linear)) < np.finfo(np.float64).tiny:
@@ -226,13 +227,14 @@ def _uv(part: Any, look: PartMaterial) -> Floats | None:
 
 
 def _wide_colors(path: Path) -> str | None:
-    """The type of a PLY file's colours if it is wider than 8 bits, else None. trimesh would drop the high bits."""
+    """The type of a PLY file's colours if they have more than 8 bits, because trimesh would drop the high bits; None if
+    not."""
     found = re.search(rb"property\s+(u?short|u?int|u?int16|u?int32)\s+(?:diffuse_)?red\b", _head_of_ply(path))
     return found[1].decode() if found else None
 
 
 def _named_image(path: Path) -> str | None:
-    """The image that a PLY file names in a comment, as programs for scans write it."""
+    """The texture image that a PLY file names in a comment, as scanning programs write it."""
     found = re.search(rb"\ncomment\s+TextureFile\s+([^\r\n]+)", _head_of_ply(path))
     return found[1].decode(errors="replace").strip() if found else None
 
@@ -243,7 +245,7 @@ def _head_of_ply(path: Path) -> bytes:
 
 
 def _colors(part: Any) -> npt.NDArray[np.uint8] | None:
-    """(V, 3) or (V, 4) uint8: the colours of its vertices, or None.
+    """The vertex colours of a part, (V, 3) or (V, 4) uint8, or None.
 
     Raises:
         InputError: the colours have another shape, or are not finite.
@@ -256,9 +258,9 @@ def _colors(part: Any) -> npt.NDArray[np.uint8] | None:
         return None
     found = np.asarray(found)
     if found.ndim != 2 or found.shape[1] not in (3, 4):
-        raise InputError(f"vertex colours must have 3 or 4 numbers each, not an array of shape {found.shape}")
+        raise InputError(f"vertex colours must have shape (V, 3) or (V, 4), not {found.shape}")
     if found.dtype.kind == "f" and not np.isfinite(found).all():
-        raise InputError("colours of vertices are not all finite")
+        raise InputError("some vertex colours are not finite")
     if found.dtype.kind == "f":
         found = np.rint(255 * np.clip(found, 0, 1))
     elif found.dtype.itemsize > 1:

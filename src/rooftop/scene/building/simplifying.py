@@ -1,15 +1,15 @@
-"""Groups simplified to half their triangles, with fixed borders.
+"""Simplify groups of clusters to half their triangles, with fixed borders.
 
-If another group uses a vertex too, its place is locked: every vertex there stays, whatever its attributes. The
-remaining triangles use vertices of the mesh; parts that grew use copies of such vertices. Errors are in steps of the
+If another group also uses a vertex, its place is locked: all vertices at that place stay. The remaining triangles use
+vertices of the mesh, except in parts that grew: these use moved copies of such vertices. Errors are in steps of the
 grid.
 
 Several methods are tried until a group shrinks:
 
-1. with attributes; small parts inside the group become fewer and larger, if that has a smaller error (see `thinning`);
+1. with attributes; small parts inside the group become fewer and larger, if this has a smaller error (see `thinning`);
 2. with the attributes of a place merged into one vertex, if seams block everything (a mesh in which every face has its
    own vertices);
-3. by moving together the vertices in each cell of a grid, whatever the topology, and whatever the materials.
+3. by merging the vertices in each cell of a grid, which ignores topology and materials.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
 
-# meshoptimizer's error is a mean over the planes around a vertex, so places can be farther off. Sampled over all levels
-# of balls, noise, bumps, terrain and tori, 99 of 100 clusters were nowhere farther from the given mesh than 2.2 times
-# that error (half of them less than 1.3 times), and the worst 2.6 times.
+# meshoptimizer's error is a mean over the planes around a vertex, so single points can be farther off. Samples of all
+# levels of balls, noise, bumps, terrain and tori gave each cluster's largest distance from the given mesh: at most 2.2
+# times that error for 99 of 100 clusters, below 1.3 times for half of them, and 2.6 times for the worst.
 SAFETY = 2.0
 SHRUNK = 0.85  # a group counts as simplified if at most this share of its triangles remains
-NORMAL_EDGES = 0.5  # a normal that is off by 1 counts as much as a vertex that is off by this many mean edges
-CELL_SEARCH = 10  # cell sizes to try, each halving the interval
-# planned share of the 255 vertices of a full cluster, because simplified triangles share vertices slightly less
+NORMAL_EDGES = 0.5  # weight: a normal that is off by 1 counts as much as a vertex that is off by this many mean edges
+CELL_SEARCH = 10  # steps of the binary search for the cell size
+# planned share of the 255 vertices of a full cluster: less than 1, because simplified triangles share fewer vertices
 VERTICES_USED = 0.9
-# a colour that is black instead of white counts as much as a vertex that is off by this many mean edges
+# weight: a colour that is black instead of white counts as much as a vertex that is off by this many mean edges
 COLOR_EDGES = 0.5
-UV_EDGES = 0.25  # a texture that moved by one edge counts as much as a vertex that is off by this many mean edges
+# weight: a texture that moved by one edge counts as much as a vertex that is off by this many mean edges
+UV_EDGES = 0.25
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ class Simplified:
     """The remaining triangles of groups.
 
     Attributes:
-        corners: (T, 3) of all groups, one after another; none for a group that did not shrink.
-        counts: (G,) number of remaining triangles of each.
-        errors: (G,) float64, the distance of the remaining surface from the earlier one, in steps of the grid.
-        added: vertices that are not in the mesh; corners number them from V on.
+        corners: (T, 3) of all groups, group by group; a group that did not shrink has none.
+        counts: (G,) number of remaining triangles of each group.
+        errors: (G,) float64, the distance of the simplified surface from the earlier surface, in steps of the grid.
+        added: vertices that are not in the mesh; in `corners` they have indices from V on.
     """
 
     corners: Corners
@@ -71,8 +72,8 @@ def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.
     """Simplify groups.
 
     Args:
-        mesh: the mesh of these vertices.
-        corners: (T, 3) of all groups, one after another.
+        mesh: the mesh with the vertices.
+        corners: (T, 3) of all groups, group by group.
         counts: (G,) number of triangles of each group.
         locked: (V,) whether a vertex must stay.
     """
@@ -112,13 +113,13 @@ def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.
 def _thinned(
     mesh: Mesh, corners: Corners, locked: npt.NDArray[np.bool_], parts: LooseParts, kept: Corners, error: float
 ) -> Thinned:
-    """Replace a group with several loose parts by its simplification or by fewer parts, whichever has the smaller
-    error.
+    """Of a group with several loose parts, choose the simplification or a version with fewer parts, whichever has the
+    smaller error.
 
     Args:
         mesh, locked: as for `simplify`.
         corners: (T, 3) of the group.
-        parts: its loose parts. kept, error: the triangles left after simplification, and its error.
+        parts: its loose parts. kept, error: the triangles that the simplification left, and its error.
     """
     count = len(corners)
     missing = parts.missing(kept)
@@ -141,18 +142,19 @@ def _thinned(
 
 
 def without_flat(vertices: Vertices, corners: Corners) -> Corners:
-    """The triangles whose three corners are at different places."""
+    """Keep only triangles whose three corners are at different places."""
     return corners[~repeats(vertices.place[corners])]
 
 
 def _target(triangles: int, vertices: int) -> int:
-    """About half the triangles, in full clusters: of 128 triangles, or of fewer if they share few vertices."""
+    """Choose the number of triangles to keep: about half, in full clusters of 128 triangles, or of fewer if triangles
+    share few vertices."""
     full = min(layouts.MAX_TRIANGLES, int(VERTICES_USED * layouts.MAX_VERTICES * triangles / vertices))
     return max(1, round(triangles / (2 * full))) * full
 
 
 def _shrunk(kept: Corners, before: int) -> bool:
-    """Whether few enough triangles are left, or at most one cluster."""
+    """Whether few enough triangles are left, or no more than fit into one cluster."""
     if 0 < len(kept) <= SHRUNK * before:
         return True
     fits = 0 < len(kept) <= layouts.MAX_TRIANGLES
@@ -162,7 +164,7 @@ def _shrunk(kept: Corners, before: int) -> bool:
 def _attempt(
     mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.bool_], targets: Ints | None = None
 ) -> list[tuple[Corners, float]]:
-    """The remaining triangles of each group, and the error.
+    """Simplify each group by one method; return its remaining triangles and the error.
 
     Args:
         mesh, corners, counts, locked: as for `simplify`.
@@ -196,9 +198,9 @@ def _attempt(
 
 
 def _attributes(mesh: Mesh, used: Ints, points: Floats, starts: Ints, counts: Ints) -> tuple[Floats, Floats]:
-    """Normals, colours and uv of vertices (N, A), and their weights for each group (G, A).
+    """Collect normals, colours and uv of vertices (N, A), and their weights for each group (G, A).
 
-    meshoptimizer scales positions by a group's extent: weights are in that unit.
+    meshoptimizer scales positions by a group's extent, so weights are in that unit.
     """
     vertices = mesh.vertices
     columns: list[npt.NDArray[Any]] = [np.zeros((len(used), 0))]
@@ -222,14 +224,14 @@ def _together(columns: list[npt.NDArray[Any]]) -> Floats:
 
 
 def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_]) -> tuple[Corners, float]:
-    """Move vertices to the first vertex in their grid cell, except for locked ones. This ignores topology.
+    """Merge the vertices in each grid cell into the first one, except for locked vertices. This ignores topology.
 
-    The cells have the smallest size that leaves half the triangles. No point of the surface moves farther than its
-    corners, so the error is exact.
+    The cells have the smallest size that leaves at most half the triangles. No point of the surface moves farther than
+    a corner of its triangle, so the error is exact.
     """
     places, at = np.unique(vertices.place[corners], return_inverse=True)
     at = at.reshape(-1, 3)
-    sample = np.empty(len(places), np.int64)  # one of the vertices at each place
+    sample = np.empty(len(places), np.int64)  # one vertex for each place
     sample[at[:, ::-1]] = corners[:, ::-1]
     grid = vertices.grid[sample].astype(np.float64)
     grid -= grid.min(0)
@@ -239,7 +241,7 @@ def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_
     for _ in range(CELL_SEARCH):
         cell = (finest + coarsest) / 2
         number = np.unique(np.floor(grid / 2**cell), axis=0, return_inverse=True)[1].ravel()
-        number[stays] = len(places) + np.arange(len(stays))  # each in its own cell
+        number[stays] = len(places) + np.arange(len(stays))  # a locked vertex has its own cell
         _, first, of = np.unique(number, return_index=True, return_inverse=True)
         target = first[of]
         mapped = target[at]
@@ -248,7 +250,7 @@ def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_
             coarsest = cell
             continue
         distances = grid - grid[target]
-        # A corner that must stay keeps its vertex; the others become one vertex for each place.
+        # Corners that must stay keep their vertex. All other corners at a place get the same vertex.
         replaced = without_repetition(np.where(locked[corners], corners, sample[mapped])[left].astype(np.uint32))
         if len(replaced) <= _target(len(corners), len(places)):
             kept, moved, coarsest = replaced, float(np.sqrt(np.einsum("ij,ij->i", distances, distances).max())), cell

@@ -1,7 +1,7 @@
-"""Enclosing spheres of points and of spheres: the stored float32 sphere still encloses them.
+"""Enclosing spheres of points or of spheres, rounded to float32 such that they still enclose all.
 
-A centre is rounded first; the radius is measured from the rounded centre in float64 and enlarged by SPARE. SPARE
-exceeds the rounding of the radius (6e-8 of it).
+The centre is rounded first. The radius is measured from the rounded centre in float64, and enlarged by the factor 1 +
+SPARE. SPARE exceeds the relative rounding error of the radius (6e-8).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ SPARE = 1 + 1e-5
 
 
 def around_points(points: npt.NDArray[Any], starts: Ints) -> Spheres:
-    """A sphere (N, 4: centre and radius) around each row of points (P, 3), around the middle of its box."""
+    """Compute a sphere (N, 4: centre and radius) around each row of points (P, 3); its centre is the middle of the
+    points' box."""
     if len(starts) == 1:
         return np.empty((0, 4), np.float32)
     centres = ((lowest(points, starts) + highest(points, starts)) / 2).astype(np.float32)
@@ -30,7 +31,7 @@ def around_points(points: npt.NDArray[Any], starts: Ints) -> Spheres:
 
 
 def around_spheres(spheres: Spheres, counts: Ints) -> Spheres:
-    """A sphere around each row of spheres, with enough margin to include their margins."""
+    """Compute a sphere around each row of spheres."""
     starts = starts_of(counts)
     wide = spheres.astype(np.float64)
     centres, radii = wide[:, :3], wide[:, 3:]

@@ -1,11 +1,13 @@
-"""The order of a cluster's triangles: along a sweep through the cluster, so that references are few and short.
+"""Order a cluster's triangles along a sweep through the cluster, so that references are few and short.
 
-A corner that is not new is stored as a reference: the distance of its vertex from the newest one. If a front sweeps
-through the cluster, that is at most the width of the front: about ten vertices of eighty. All references of a cluster
-have as many bits as its longest one: 4.3 on average, compared with 5.8 in the order in which triangles were collected.
+A corner whose vertex occurred before is stored as a reference: the distance of its vertex from the newest vertex. If
+triangles are visited along a sweep, a reference is at most the width of the front: about ten vertices of eighty. All
+references of a cluster have as many bits as its longest one needs: 4.3 on average, compared with 5.8 in the order in
+which triangles were collected.
 
-A triangle is visited with the last of its vertices along the sweep. Triangles with the same last vertex follow one
-another around that vertex, counterclockwise. So each but the first needs only one reference.
+A triangle is visited when the sweep reaches the last of its vertices. Triangles with the same last vertex follow one
+another counterclockwise around that vertex, as a fan. So each triangle of a fan except the first needs only one
+reference.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from rooftop.scene.building.ragged import starts_of
 
 Ints = npt.NDArray[np.int64]
 
-# Sweep directions, as shares of the two longest axes of the box around a cluster. The best direction is used for each
+# Sweep directions, as factors of the two longest axes of the box around a cluster. The best direction is used for each
 # cluster.
 WAYS = np.array([(1.0, 0.1), (1.0, 0.5), (1.0, -0.5), (0.1, 1.0)])
 KEY_BITS, VERTEX_BITS, TRIANGLE_BITS = 28, 8, 7
@@ -31,11 +33,11 @@ LAST_PLACE = (1 << TRIANGLE_BITS) - 1
 def swept(
     points: npt.NDArray[np.int32], triangles: Ints, members: Ints, corners: npt.NDArray[np.uint8]
 ) -> tuple[Ints, Ints]:
-    """The order (T,) of the triangles of all clusters, cluster by cluster: along the sweep alone, and in fans.
+    """Order the triangles of all clusters: return (T,) orders along the sweep alone, and along the sweep in fans.
 
     Args:
-        points: points of the clusters' vertices, cluster by cluster. triangles, members: (C,) number of triangles and
-        vertices of each cluster.
+        points: positions of the clusters' vertices, cluster by cluster.
+        triangles, members: (C,) number of triangles and of vertices of each cluster.
         corners: (T, 3): indices among the cluster's vertices.
     """
     first, starts = starts_of(members), starts_of(triangles)
@@ -53,10 +55,10 @@ def swept(
 
 @loop(array("int32", 2), array("int64"), output("int64", 2))
 def _sweep(points, first, keys):  # type: ignore[no-untyped-def]
-    """For each direction, the keys by which the vertices are sorted: cluster, distance along the sweep, vertex.
+    """Compute for each direction the keys by which vertices are sorted: cluster, distance along the sweep, vertex.
 
     Args:
-        points, first: of the clusters' vertices. keys: (WAYS, N), written.
+        points: positions of the clusters' vertices. first: start of each cluster's vertices. keys: output (WAYS, N).
     """
     low, extent = np.empty(3, np.int64), np.empty(3, np.int64)
     for cluster in range(len(first) - 1):
@@ -85,12 +87,12 @@ def _sweep(points, first, keys):  # type: ignore[no-untyped-def]
 
 @loop(array("int64", 2), array("int64"), array("int64"), array("uint8", 2), output("uint8", 2), output("int64"))
 def _rank(vertex_keys, first, starts, corners, ranks, keys):  # type: ignore[no-untyped-def]
-    """The ranks of the triangles' corners along the best sweep, and the keys by which triangles are sorted: the
-    cluster, the ranks from the last vertex to the first, the triangle.
+    """Compute the ranks of the triangles' corners along the best sweep, and the keys by which triangles are sorted:
+    cluster, ranks from the last vertex to the first, triangle.
 
     Args:
         vertex_keys: (WAYS, N), sorted. first, starts: where the vertices and triangles of each cluster begin.
-        corners: (T, 3). ranks: (T, 3), keys: (T,), written.
+        corners: (T, 3). ranks: output (T, 3). keys: output (T,).
     """
     rank, best_rank = np.empty(1 << VERTEX_BITS, np.uint8), np.empty(1 << VERTEX_BITS, np.uint8)
     for cluster in range(len(first) - 1):
@@ -120,12 +122,12 @@ def _rank(vertex_keys, first, starts, corners, ranks, keys):  # type: ignore[no-
 
 @loop(array("int64"), array("int64"), array("uint8", 2), output("int64"), output("int64"))
 def _fan(keys, starts, ranks, order, in_fans):  # type: ignore[no-untyped-def]
-    """The order of the triangles along the sweep, and one in which triangles with the same last vertex follow one
-    another around it.
+    """Compute the order of the triangles along the sweep, and an order in which triangles with the same last vertex
+    follow one another around it.
 
     Args:
         keys: (T,) of `_rank`, sorted. starts: where the triangles of each cluster begin. ranks: (T, 3).
-        order, in_fans: (T,), written.
+        order, in_fans: outputs (T,).
     """
     most, before, after = np.empty((3, layouts.MAX_TRIANGLES), np.int64)
     late = np.empty(layouts.MAX_TRIANGLES, np.bool_)
@@ -143,7 +145,7 @@ def _fan(keys, starts, ranks, order, in_fans):  # type: ignore[no-untyped-def]
             a, b, c = np.int64(ranks[triangle, 0]), np.int64(ranks[triangle, 1]), np.int64(ranks[triangle, 2])
             last = max(a, b, c)
             most[row] = last
-            # the other two corners, in their order around the last one
+            # the other two corners, counterclockwise around the last vertex
             if b == last:
                 before[row], after[row] = c, a
             elif c == last:
@@ -158,8 +160,8 @@ def _fan(keys, starts, ranks, order, in_fans):  # type: ignore[no-untyped-def]
             end = begin + 1
             while end < count and most[end] == most[begin]:
                 end += 1
-            # If all triangles of a vertex are visited later, the earliest of them introduces the vertex. Triangles with
-            # such a vertex go last, in reverse order: the first introduces it, and the next continues around it.
+            # A triangle may introduce a vertex that no earlier fan used. Triangles with such a vertex come last in
+            # their fan, in reverse order: the first introduces the vertex, and the next continues around it.
             for row in range(begin, end):
                 late[row] = appears[before[row]] == most[row] or appears[after[row]] == most[row]
                 previous[row], head[row], place[row] = -1, row, 0
@@ -182,7 +184,8 @@ def _fan(keys, starts, ranks, order, in_fans):  # type: ignore[no-untyped-def]
                     place[row], head[row] = 1, previous[row]
                     left[many] = row
                     many += 1
-            for _ in range(TRIANGLE_BITS):  # limited, because duplicate faces would follow each other forever
+            # the number of steps is limited, because duplicate faces would follow each other forever
+            for _ in range(TRIANGLE_BITS):
                 for index in range(many):
                     via[index] = head[left[index]]
                     via_head[index], via_place[index] = head[via[index]], place[via[index]]

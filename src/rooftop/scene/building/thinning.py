@@ -1,13 +1,13 @@
-"""Replace small parts of a mesh, such as leaves, by fewer and larger ones that cover the same area.
+"""Replace small parts of a mesh, such as leaves, by fewer and larger parts that cover the same area.
 
-Leaves, blades of grass or gravel cannot be simplified by moving vertices: each has only a few triangles already.
-If they were removed, pictures from far away would miss the area that they cover. So one of two neighbours is removed,
-and the other grows until it has the area of both; a narrow part grows in width first. If parts hide each other, as in
-clumps of leaves, the result would cover too much. So samples of the group measure its coverage before and after. The
-vertices of a part that grew are new ones: copies of the old vertices at other positions. The error is about the part's
-width: parts narrower than a pixel look like one part that covers the same area.
+Leaves, blades of grass or gravel cannot be simplified by merging vertices, because each has only a few triangles. If
+they were removed, pictures from far away would lack the area that they cover. So one of two neighbours is removed, and
+the other grows until it has the area of both; a narrow part grows in width first. If parts hide each other, as in
+clumps of leaves, the result would cover too much. So the coverage of the group is sampled before and after. A part that
+grew has new vertices: copies of its old vertices at other positions. The error is about the part's width, because parts
+narrower than a pixel look like one part that covers the same area.
 
-This treats only *loose* parts: those that lie completely in one group and share no vertices with other groups.
+Only *loose* parts are treated: parts that lie completely in one group and share no vertices with other groups.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ Floats = npt.NDArray[np.float64]
 
 SEEN = 1.75  # the error of a part that replaces two, as a share of half its width
 MOST_GROWTH = 4.0  # growth of a part's area in one round; without a limit, a needle would grow forever
-FAR_LARGER = 4.0  # a part always stays if its area is at least this many times its neighbour's
-LIKE = 2.0  # pairs with an error above this many medians, such as a leaf and its tree, are not merged
-MISSING = 0.05  # allowed loss of area, as a share of all parts, for parts that simplification removes completely
+FAR_LARGER = 4.0  # the larger part of a pair stays if its area exceeds this many times its neighbour's
+LIKE = 2.0  # a pair with an error above this many times the median, such as a leaf and a trunk, is not merged
+MISSING = 0.05  # simplification may completely remove parts with at most this share of the area of all parts
 LARGE_PARTS = 16  # parts need not grow if half their width is at least this many times the error
 UNCHANGED = 0.01  # a part that would grow by less than this share of its area does not change
-# rounds of growing parts and moving them back into the group's room; a round regains area that the last one cut off
+# rounds of growing parts and moving them back into the group's room; each round regains area that the previous round
+# cut off
 ROUNDS = 4
-# number of samples of a picture that hit triangles; minimum and maximum number of samples along its side
+# approximate number of samples of a picture that hit triangles; least and most samples along the picture's side
 HITS, SIDES = 10_000, (64, 512)
-LOOKS = 2  # maximum number of times that a group's coverage is measured
-OVERLAP = 1.5  # areas grow by this power of the ratio of areas, because much of the growth is hidden
+LOOKS = 2  # a group's coverage is measured at most this often
+OVERLAP = 1.5  # areas grow by the wanted ratio to this power, because other parts hide some of the growth
 LEAST, LARGE = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of parts; in each, one part replaces both.
+    """Pairs of parts; in each pair, one part replaces both.
 
     Attributes:
         kept, gone: (N,) parts, as indices into `LooseParts.ids`.
@@ -70,7 +71,7 @@ class Thinned:
     """The remaining triangles of a group.
 
     Attributes:
-        corners: (T, 3). Numbers from V on are added vertices.
+        corners: (T, 3); indices from V on are added vertices.
         error: in steps of the grid.
         added: the added vertices.
     """
@@ -86,10 +87,10 @@ class LooseParts:
     Args:
         vertices: vertices of the mesh, which has several parts.
         corners: (T, 3) of the group.
-        locked: (V,) whether a vertex is also used by another group.
+        locked: (V,) whether another group also uses a vertex.
 
     Attributes:
-        ids: (P,) of the parts, ascending.
+        ids: (P,) numbers of the loose parts in the mesh, ascending.
     """
 
     def __init__(self, vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_]) -> None:
@@ -97,7 +98,7 @@ class LooseParts:
         self._vertices = vertices
         self._corners = corners
         parts = vertices.parts[corners]
-        joined = (parts != parts[:, :1]).any(1)  # a triangle of several parts, made by merging vertices
+        joined = (parts != parts[:, :1]).any(1)  # merging vertices made this triangle span several parts
         held = np.concatenate([parts[joined].ravel(), parts[locked[corners].any(1), 0]])
         self.ids = np.setdiff1d(parts[:, 0], held)
 
@@ -113,17 +114,18 @@ class LooseParts:
 
     @cached_property
     def _side(self) -> int:
-        """Samples along the side of a picture of the group, so that its triangles are hit about equally often."""
+        """Number of samples along the side of a picture of the group, chosen so that about HITS samples hit its
+        triangles."""
         grid = self._vertices.grid[self._corners].astype(np.float64)
         edges = (
             np.square(grid - np.roll(grid, 1, 1)).sum(2).max(1)
-        )  # since the box around a needle may be as wide as the needle is long
+        )  # from edges, because the box around a needle may be as wide as the needle is long
         size = float(((grid.max((0, 1)) - grid.min((0, 1))) ** 2).sum())
         return int(np.clip(math.sqrt(HITS * size / max(float(edges.sum()) / 4, LEAST)), *SIDES))
 
     @cached_property
     def _covered(self) -> int:
-        """Samples that the group covers."""
+        """Number of samples that the group covers."""
         grid = self._vertices.grid[self._corners]
         return _covered(grid, grid.min((0, 1)), grid.max((0, 1)), self._side)
 
@@ -137,17 +139,17 @@ class LooseParts:
 
     @cached_property
     def _order(self) -> Ints:
-        """All parts in an order in which neighbours of one material are adjacent."""
+        """Order of all parts in which neighbours of one material are adjacent."""
         return np.lexsort([morton_codes(self._shapes.centres), self._materials])
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def pairs(self, most: int, error: float = np.inf) -> Pairs:
-        """Pairs of neighbours among the smallest parts, of one material if possible.
+        """Choose pairs of neighbours among the smallest parts, of one material if possible.
 
         Args:
-            most: approximate number of triangles that may be removed with parts.
+            most: approximate limit of the triangles that are removed with parts.
             error: largest error of a pair.
         """
         shapes = self._shapes
@@ -159,7 +161,8 @@ class LooseParts:
             runs = np.array([len(chosen)])
         second = np.flatnonzero(within(runs) % 2 == 1)
         pairs = np.column_stack([chosen[second - 1], chosen[second]])
-        pairs[::2] = pairs[::2, ::-1]  # swap kept and gone: if the larger part always stayed, grass would grow taller
+        # swap kept and gone in every other pair: if the larger part always stayed, grass would grow taller
+        pairs[::2] = pairs[::2, ::-1]
         smaller = FAR_LARGER * shapes.areas[pairs[:, 0]] < shapes.areas[pairs[:, 1]]
         pairs[smaller] = pairs[smaller, ::-1]
         kept, gone = pairs.T
@@ -178,21 +181,21 @@ class LooseParts:
         return float(areas[~there].sum() / max(areas.sum(), LEAST))
 
     def are_large(self, error: float) -> bool:
-        """Whether parts are so large, compared with this error, that they keep nearly all of their area."""
+        """Whether parts are so large, compared with this error, that simplification keeps nearly all of their area."""
         return float(self._shapes.widths.min()) > LARGE_PARTS * error
 
     def without(self, corners: Corners, pairs: Pairs) -> Corners:
-        """The triangles without those of removed parts."""
+        """Drop the triangles of removed parts."""
         gone = np.zeros(len(self) + 1, bool)  # the last entry stands for triangles that belong to no loose part
         gone[pairs.gone] = True
         return corners[~gone[self._numbers(corners)]]
 
     def remain(self, left: Corners) -> bool:
-        """For each part, whether any of its triangles is left."""
+        """Whether any triangle of a loose part is left."""
         return bool((self._numbers(left) >= 0).any())
 
     def thinned(self, left: Corners, error: float, pairs: Pairs) -> Thinned:
-        """The group with one part of each pair, where each part has the original area.
+        """Remove one part of each pair, and grow the remaining parts so that the group keeps its area.
 
         Args:
             left: (T, 3) the remaining triangles of the group.
@@ -249,11 +252,12 @@ class LooseParts:
         places = meshopt.same_rows(grown)[1].astype(np.int64)
         corners, stays = left.copy(), np.ones(len(left), bool)
         corners[rows] = (triangles + len(grid)).astype(np.uint32)
-        stays[rows] = ~repeats(places[triangles])  # since a part may be cut off completely
+        stays[rows] = ~repeats(places[triangles])  # a part may have been cut off completely
         return Thinned(corners[stays], error, Added(used.astype(np.int64), grown, places))
 
     def _shared(self, areas: Floats, lost: npt.NDArray[np.bool_], there: npt.NDArray[np.bool_]) -> Floats:
-        """Enlarge the areas of the remaining parts, in proportion, by the areas of lost parts of the same material."""
+        """Distribute the areas of lost parts over the remaining parts of the same material, in proportion to their
+        areas."""
         areas = areas.copy()
         for material in np.unique(self._materials[lost]).tolist():
             own = lost & (self._materials == material)
@@ -263,7 +267,7 @@ class LooseParts:
         return areas
 
     def _numbers(self, corners: Corners) -> Ints:
-        """(T,) the loose part of each triangle, as a number into `ids`; -1 if it belongs to none."""
+        """(T,) the loose part of each triangle, as an index into `ids`; -1 for none."""
         assert self._vertices.parts is not None
         ids = self._vertices.parts[corners[:, 0]]
         at = np.minimum(np.searchsorted(self.ids, ids), len(self) - 1)
@@ -280,10 +284,10 @@ class _Shapes:
     """Sizes and positions of parts; all 0 for a part without triangles.
 
     Attributes:
-        triangles, areas: of each.
-        centres: (P, 3) of its area.
-        axes: (P, 3) from there to its farthest corner, with length 1.
-        lengths, widths: largest distance of a corner from the centre, and from the axis.
+        triangles, areas: number of triangles and area of each part.
+        centres: (P, 3) centroid of each part.
+        axes: (P, 3) unit vector from the centroid to the farthest corner.
+        lengths, widths: largest distance of a corner from the centroid, and from the axis.
     """
 
     triangles: Ints
@@ -295,13 +299,11 @@ class _Shapes:
 
     @classmethod
     def of(cls, grid: npt.NDArray[Any], numbers: Ints, count: int) -> _Shapes:
-        """From triangles (T, 3, 3), each with the number of its part."""
+        """Measure parts from triangles (T, 3, 3), each with the number of its part."""
         first, second, third = (grid[:, corner].astype(np.float64) for corner in range(3))
         (ax, ay, az), (bx, by, bz) = (second - first).T, (third - first).T
         areas = np.sqrt((ay * bz - az * by) ** 2 + (az * bx - ax * bz) ** 2 + (ax * by - ay * bx) ** 2) / 2
-        sums = np.bincount(numbers, areas, count).astype(
-            np.float64
-        )  # bincount returns integers if there is no triangle
+        sums = np.bincount(numbers, areas, count).astype(np.float64)  # without triangles, bincount returns integers
         weighted = (areas / 3)[:, None] * (first + second + third)
         columns = [np.bincount(numbers, column, count) for column in weighted.T]
         centres = np.column_stack(columns) / np.maximum(sums, LEAST)[:, None]
@@ -321,12 +323,12 @@ class _Shapes:
 
     @property
     def slenderness(self) -> Floats:
-        """Length over width, at least 1."""
+        """Length divided by width, at least 1."""
         found: Floats = np.maximum(self.lengths / np.maximum(self.widths, LEAST), 1.0)
         return found
 
     def scaled(self, points: Floats, parts: Ints, along: Floats, across: Floats) -> Floats:
-        """Points of parts, scaled from the part's centre along its axis and across."""
+        """Scale points of parts from the part's centre, along its axis and across it."""
         away = points - self.centres[parts]
         axes = self.axes[parts]
         lengths = np.einsum("ij,ij->i", away, axes) * (along - across)[parts]
@@ -341,25 +343,28 @@ def _most(values: Floats, numbers: Ints, count: int) -> Floats:
 
 
 def _growth(ratios: Floats, slenderness: Floats) -> tuple[Floats, Floats]:
-    """The growth of lengths and widths for these growths of area: widths alone until they equal the lengths."""
+    """Growth factors of lengths and widths for these factors of area: only the width grows until it equals the
+    length."""
     ratios = np.clip(ratios, 1 / MOST_GROWTH, MOST_GROWTH)
     along = np.sqrt(np.maximum(ratios / slenderness, 1.0))
     return along, ratios / along
 
 
 def _again(ratios: Floats) -> Floats:
-    """The additional growth of parts that were squeezed. They grow in both directions, since one may be blocked."""
+    """Growth factor of the next round for parts that were squeezed. They grow in both directions, since one may be
+    blocked."""
     growth: Floats = np.clip(np.where(ratios > 1, ratios, np.sqrt(ratios)), 1 / MOST_GROWTH, MOST_GROWTH)
     return growth
 
 
 @dataclass(frozen=True)
 class _Room:
-    """The room of a group, which its parts must not leave, and the largest size of each part. Without these limits the
+    """The space of a group, which its parts must not leave, and the largest size of each part. Without these limits the
     group would look larger.
 
     Attributes:
-        middle: middle of the box around the group. half: (3,) of its extent. radius: of the sphere around all points.
+        middle: middle of the box around the group. half: (3,) half of the box's extent. radius: radius of the sphere
+            around all points.
         parts: (N,) the part of each point.
         most: (P, 3) the maximum extent of parts along each axis.
     """
@@ -372,18 +377,18 @@ class _Room:
 
     @classmethod
     def of(cls, group: npt.NDArray[np.int32], points: Floats, parts: Ints, count: int) -> _Room:
-        """From a group's points (G, 3); points (N, 3) belong to the parts that will grow, before they grow."""
+        """Measure a group's points (G, 3), and the points (N, 3) of parts that will grow, before they grow."""
         low, high = group.min(0).astype(np.float64), group.max(0).astype(np.float64)
         radius = float(np.sqrt(((group - (low + high) / 2) ** 2).sum(1).max()))
         least, most = _boxes(points, parts, count)
         return cls((low + high) / 2, (high - low) / 2, radius, parts, np.maximum(most - least, (high - low) / 2))
 
     def covered(self, side: int, *triangles: npt.NDArray[Any]) -> int:
-        """Samples that triangles (T, 3, 3) of the group cover."""
+        """Number of samples that triangles (T, 3, 3) of the group cover."""
         return _covered(np.concatenate(triangles), self.middle - self.half, self.middle + self.half, side)
 
     def holds(self, points: Floats) -> Floats:
-        """The points of parts, with each part shrunk to its limit and moved into the room."""
+        """Shrink each part to its largest size and move it into the room; return its points."""
         parts, count = self.parts, len(self.most)
         least, most = _boxes(points, parts, count)
         centres, extents = (least + most) / 2, most - least
@@ -402,19 +407,20 @@ class _Room:
 
 
 def _covered(triangles: npt.NDArray[Any], low: npt.NDArray[Any], high: npt.NDArray[Any], side: int) -> int:
-    """Samples that triangles (T, 3, 3) cover in pictures of a box from all sides, each of `side` times `side`."""
+    """Number of samples that triangles (T, 3, 3) cover in pictures of a box from several sides, each of `side` x `side`
+    samples."""
     spacing = max(float(np.sqrt(((high - low) ** 2.0).sum())), 1.0) / side
     points = (triangles - (low + high) / 2) / spacing
     return sum(_covered_along(_along(points, frame) + (side - 1) / 2, side) for frame in _FRAMES)
 
 
 def _along(points: Floats, frame: Floats) -> Floats:
-    """points @ frame, without BLAS: its threads do not exist in a forked process."""
+    """Compute points @ frame without BLAS, whose threads do not exist in a forked process."""
     return sum(points[..., axis, None] * frame[axis] for axis in range(3))  # type: ignore[return-value]
 
 
 def _covered_along(triangles: Floats, side: int) -> int:
-    """Integers (x, y) from 0 to side - 1 in any of the triangles (T, 3, 2)."""
+    """Count the integer points (x, y) from 0 to side - 1 that lie in any of the triangles (T, 3, 2)."""
     first = np.maximum(np.ceil(triangles.min(1)), 0).astype(np.int64)
     last = np.minimum(np.floor(triangles.max(1)), side - 1).astype(np.int64)
     sizes = np.maximum(last - first + 1, 0)
@@ -425,7 +431,8 @@ def _covered_along(triangles: Floats, side: int) -> int:
     left, right = np.ones(len(of), bool), np.ones(len(of), bool)
     for corner in range(3):
         (ax, ay), (bx, by) = triangles[:, corner].T, triangles[:, (corner + 1) % 3].T
-        turn = (ay - by)[of] * x + (bx - ax)[of] * y + (ax * by - ay * bx)[of]  # on which side of an edge the sample is
+        # the side of each edge on which the sample lies
+        turn = (ay - by)[of] * x + (bx - ax)[of] * y + (ax * by - ay * bx)[of]
         left &= turn >= 0
         right &= turn <= 0
     seen = np.zeros(side * side, bool)
@@ -434,7 +441,7 @@ def _covered_along(triangles: Floats, side: int) -> int:
 
 
 def _frames() -> list[Floats]:
-    """(3, 2) two axes across each of the six axes of an icosahedron."""
+    """For each of the six axes of an icosahedron, two axes perpendicular to it (3, 2)."""
     golden = (1 + math.sqrt(5)) / 2
     ways = [np.roll([0.0, sign, golden], turn) for turn in range(3) for sign in (1, -1)]
     return [np.linalg.svd(way[:, None])[0][:, 1:] for way in ways]

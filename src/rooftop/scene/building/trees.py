@@ -1,8 +1,8 @@
-"""The tree over the groups: eight children for each node, the root first.
+"""Build the tree over the groups: eight children per node, the root first.
 
 The groups of a level are packed along Morton's curve, eight to a node; these nodes are packed in the same way, and so
-on. So each level has one tree, as in Nanite. A node's error is that of its worst group, so a single tree over all
-levels would have to be opened everywhere. The levels' roots are packed last.
+on. So each level has its own tree, as in Nanite. In a single tree over all levels, every node would have to be opened,
+because a node's error is the error of its worst group. The roots of the levels are packed last.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _AT = layouts.CHILD_AT
 
 
 def tree(leaves: Words, levels: Ints) -> tuple[Words, int]:
-    """The nodes (N, NODE_CHILDREN, CHILD_WORDS), and the number of nodes on the longest path from the root to a leaf.
+    """Build the tree; return its nodes (N, NODE_CHILDREN, CHILD_WORDS), and the number of nodes on the longest path
+    from the root to a leaf.
 
     Args:
-        leaves: (G, CHILD_WORDS), a child for each group.
-        levels: (G,) of each.
+        leaves: (G, CHILD_WORDS), the child entry of each group.
+        levels: (G,) level of each group.
     """
-    nodes: list[Words] = []  # numbered in order of creation: children before their parents
+    nodes: list[Words] = []  # nodes in order of creation: children before their parents
     roots = []
     for level in np.unique(levels)[::-1]:
         items = leaves[levels == level]
@@ -49,7 +50,8 @@ def _centers(items: Words) -> npt.NDArray[np.float32]:
 
 
 def _packed(items: Words, nodes: list[Words]) -> Words:
-    """Create nodes over consecutive items: append them to `nodes`, and return them as items for the next level."""
+    """Create nodes over consecutive items, and append them to `nodes`; return their entries as items for the next
+    level."""
     many = -(-len(items) // layouts.NODE_CHILDREN)
     made = np.zeros((many * layouts.NODE_CHILDREN, layouts.CHILD_WORDS), np.uint32)
     made[: len(items)] = items
@@ -75,7 +77,7 @@ def _packed(items: Words, nodes: list[Words]) -> Words:
 
 
 def set_box(children: Words, low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> None:
-    """Write the boxes, rounded outwards to float32."""
+    """Write boxes, rounded outwards to float32."""
     reals = children.view(np.float32)
     center = ((low + high) / 2).astype(np.float32)
     half = np.maximum(high - center, center - low).astype(np.float32)
@@ -84,7 +86,7 @@ def set_box(children: Words, low: npt.NDArray[np.float64], high: npt.NDArray[np.
 
 
 def _from_root(nodes: Words) -> tuple[Words, int]:
-    """The nodes numbered breadth first from the root, which was created last; and the depth."""
+    """Renumber the nodes breadth-first from the root, which was created last; also return the depth."""
     order: list[Ints] = []
     level = np.array([len(nodes) - 1])
     while len(level):

@@ -1,6 +1,6 @@
-"""Merge equal vertices and remove duplicate faces, on all cores, with little memory compared with the mesh's.
+"""Merge equal vertices and remove duplicate faces, on all cores, with little memory compared with the mesh.
 
-Rows are divided by a hash of their contents. Equal rows are then in one part, and each part is processed separately.
+Rows are divided by a hash of their contents. So equal rows are in the same part, and each part is processed separately.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NO_CORNER = (1 << 32) - 1
 
 
 def equal_to(rows: npt.NDArray[Any], workers: Workers) -> Numbers:
-    """For each row, the first row that has equal bytes, (N,).
+    """For each row, find the first row with equal bytes: indices (N,).
 
     Args:
-        rows: (N, K), of 32 or 64 bits a number.
+        rows: (N, K) numbers of 32 or 64 bits.
         workers: the workers.
     """
     if not len(rows):
@@ -37,14 +37,15 @@ def equal_to(rows: npt.NDArray[Any], workers: Workers) -> Numbers:
 
 
 def _looking_for_equals(rows: npt.NDArray[Any]) -> tuple[Numbers, list[Stage]]:
-    """The result of `equal_to`, in shared memory, and the stages that fill it; earlier stages may fill the rows."""
+    """Prepare `equal_to`: return its result array, in shared memory, and the stages that fill it. The caller may run
+    earlier stages that fill `rows`."""
     rows = np.ascontiguousarray(rows)
     words = rows.view(np.uint32).reshape(len(rows), -1)
     found = shared(len(rows), np.uint32)
     bits = max(0, (len(rows) // PART).bit_length())
     pieces = chunks(len(rows))
-    order = shared(len(rows) if bits else 0, np.uint32)  # rows of a chunk, part by part
-    starts = shared((len(pieces), (1 << bits) + 1), np.int64)  # starts of the parts, in each chunk
+    order = shared(len(rows) if bits else 0, np.uint32)  # rows of each chunk, ordered by part
+    starts = shared((len(pieces), (1 << bits) + 1), np.int64)  # start of each part's rows in each chunk
 
     def divide(number: int) -> None:
         piece = pieces[number]
@@ -69,7 +70,7 @@ def _looking_for_equals(rows: npt.NDArray[Any]) -> tuple[Numbers, list[Stage]]:
 
 
 def _hashed(words: Numbers) -> Numbers:
-    """A 32-bit number for each row, whose upper bits depend on its whole content."""
+    """Hash each row to a 32-bit number whose upper bits depend on the whole row."""
     found = np.zeros(len(words), np.uint32)
     for column in words.T:
         found ^= column
@@ -81,14 +82,14 @@ def _hashed(words: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class Welded:
-    """A mesh in which each vertex exists once.
+    """A welded mesh, in which all vertices differ.
 
     Attributes:
-        kept: (V,) the rows of its vertices, ascending.
-        places: (V,) equal for vertices at the same place, from 0 without gaps.
-        faces: (F, 3), each once, without those that have no area.
-        flat: for each given face, whether two corners are at one place. duplicate_faces, equal_vertices,
-        unused_vertices: numbers of removed ones.
+        kept: (V,) the input rows of the vertices that are kept, ascending.
+        places: (V,) number of each vertex's place, from 0 without gaps; equal for vertices at the same place.
+        faces: (F, 3) faces without duplicates, and without faces of no area.
+        flat: for each input face, whether two of its corners are at the same place. duplicate_faces, equal_vertices,
+        unused_vertices: number of each that were removed.
     """
 
     kept: Numbers
@@ -106,8 +107,8 @@ def weld(
     """Weld a mesh.
 
     Args:
-        places: (V, 3) of vertices.
-        rows: (V, K) with all their attributes; None if they have none.
+        places: (V, 3) positions of vertices.
+        rows: (V, K) positions with all attributes; None without attributes.
         faces: (F, 3).
         workers: the workers.
     """
@@ -137,7 +138,7 @@ def weld(
     def renumber(piece: slice) -> None:
         corners[piece] = number[corners[piece]]
         turned[piece] = lowest_first(corners[piece])
-        turned[piece][flat[piece]] = NO_CORNER  # equal to no remaining face
+        turned[piece][flat[piece]] = NO_CORNER  # a row that equals no remaining face
 
     first, more = _looking_for_equals(turned)
     pieces = chunks(len(faces))
@@ -171,13 +172,13 @@ def repeats(corners: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def lowest_first(faces: Numbers) -> Numbers:
-    """Each face (F, 3) rotated, not mirrored, so that its lowest corner comes first."""
+    """Rotate each face's corners (F, 3) so that the lowest comes first; the orientation stays."""
     a, b, c = faces.T
     turned = np.where(((b < a) & (b < c))[:, None], faces[:, [1, 2, 0]], faces)
     return np.where(((c < a) & (c < b))[:, None], faces[:, [2, 0, 1]], turned)
 
 
 def without_repetition(faces: Numbers) -> Numbers:
-    """Each face (F, 3) once: those with the same corners in the same orientation are merged."""
+    """Remove duplicate faces (F, 3): faces with the same corners in the same orientation."""
     first = equal_to(lowest_first(faces), ALONE)
     return faces[first == np.arange(len(first))]

@@ -1,13 +1,13 @@
-"""Work on all cores, by forked processes.
+"""Run functions on all cores, in forked processes.
 
-Most of a build is NumPy on arrays of medium size. That holds the interpreter's lock, so threads would wait for each
-other. A forked process sees all data of its parent without a copy, and sends back its results. Processes take items
-from a pipe, one after another. Results are in the order of the items, so they do not depend on the number of workers.
+Most of a build is NumPy on arrays of medium size. NumPy holds the GIL there, so threads would wait for each other. A
+forked process sees all data of its parent without a copy, and sends back its results. Processes take items from a pipe,
+one after another. Results are in the order of the items, so they do not depend on the number of workers.
 
-Forking a process takes milliseconds for each gigabyte of its parent. So a team's processes stay for several runs. They
-are sent the data that the parent has computed since they were forked.
+Forking a process takes milliseconds for each gigabyte of its parent. So a team keeps its processes for several runs.
+The parent sends them the data that it has computed since they were forked.
 
-If processes cannot be forked safely (anywhere but on Linux), the calling process does the work.
+Processes are forked only on Linux. On other systems, where forks are not safe, the calling process does the work.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from rooftop.errors import BuildError
 T = TypeVar("T")
 R = TypeVar("R")
 V = TypeVar("V", bound=np.generic)
-Stage = tuple[Callable[[Any], Any], Sequence[Any]]  # the function, and its arguments
-Call = Callable[[Any, Any], Any]  # functions, called with a state and an item
+Stage = tuple[Callable[[Any], Any], Sequence[Any]]  # a function, and its arguments one by one
+Call = Callable[[Any, Any], Any]  # a function that is called with a state and an item
 
 TOKEN = struct.Struct("<I")
-NO_MORE = (1 << 32) - 1  # a token: the stage is done for the worker that takes it
-# numbers of the call, the stage and the mail; start of the mail in memory, and its bytes
+NO_MORE = (1 << 32) - 1  # this token tells the worker that takes it that the stage has no more items
+# number of the call, of the stage and of the mail; start of the mail in memory, and its size in bytes
 COMMAND = struct.Struct("<IIQQQ")
 LENGTH = struct.Struct("<Q")
-MOST_TOKENS = 8192  # a pipe holds 16,384 of four bytes
-PIPE_BYTES = 1 << 20  # size of a pipe for results; with the usual 64 KB, a worker waits for its reader
-ALIGNMENT = 64  # alignment of the arrays that are sent
+MOST_TOKENS = 8192  # most tokens of a stage; a pipe holds 16,384 tokens of four bytes
+PIPE_BYTES = 1 << 20  # size of a pipe for results; with the default of 64 KB, workers wait for the parent to read
+ALIGNMENT = 64  # bytes to which sent arrays are aligned
 CHUNK = 1 << 18  # rows of an array that are processed together
-SHORT = 1 << 15  # rows for a thread: few, because the C library keeps the memory that each thread allocated
+SHORT = 1 << 15  # rows per thread: few, because the C library keeps the memory that each thread allocated
 _DONE, _RESULT, _ERROR = range(3)
 
 
@@ -68,7 +68,7 @@ class Workers:
         if count is None:
             return cls(cpus())
         if count < 1:
-            raise ValueError(f"workers is {count}; give 1 or more, or None for one on each CPU ({cpus()} here)")
+            raise ValueError(f"workers={count}: expected 1 or more, or None for one on each CPU ({cpus()} here)")
         return cls(count)
 
     def run(
@@ -78,34 +78,36 @@ class Workers:
         """The results of all items, in order.
 
         Args:
-            work: called in a forked process, so its changes are lost, except to `shared` arrays.
-            items: its arguments, in order.
+            work: called in a forked process, so its changes to data are lost, except in `shared` arrays.
+            items: arguments of `work`, in order.
             what: the current activity, for messages.
             done: called with the number of each item whose result has arrived.
-            before: stages that run first, each in all workers before the next: their results are dropped.
+            before: stages that run before `work`. Each stage ends in all workers before the next begins. Results of
+                these stages are dropped.
 
         Raises:
-            Exception: any exception of `work`, with the worker's traceback as a note.
+            Exception: any exception that `work` raises, with the worker's traceback as a note.
             BuildError: a worker was killed.
         """
         with self.team([]) as team:
             return team.run_items(work, items, what, done, before)
 
     def threads(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Like `run`, but with threads, for short work that NumPy does without the interpreter's lock."""
+        """Like `run`, but with threads, for short work in which NumPy releases the GIL."""
         if self.count < 2 or len(items) < 2:
             return [work(item) for item in items]
         with ThreadPoolExecutor(min(self.count, len(items))) as pool:
             return list(pool.map(work, items))
 
     def team(self, calls: Sequence[Call]) -> Team:
-        """Workers that stay from run to run; use it in a `with` block. `calls`: functions that later runs will call."""
+        """Make a team of workers that stays for several runs; use it in a `with` block. `calls` are functions that
+        later runs will call."""
         return Team(self.count, calls)
 
 
 @dataclass(frozen=True)
 class _WithoutState:
-    """Make a function of an item accept a state and an item."""
+    """Wrap a function of an item so that it accepts a state and an item."""
 
     work: Callable[[Any], Any]
 
@@ -113,11 +115,11 @@ class _WithoutState:
         return self.work(item)
 
 
-ALONE = Workers(1)  # work in the calling process alone
+ALONE = Workers(1)  # all work runs in the calling process
 
 
 def cpus() -> int:
-    """CPUs that this process may use."""
+    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -128,8 +130,8 @@ def shared(shape: int | tuple[int, ...], dtype: type[V]) -> npt.NDArray[V]:
 
 
 def give_back(array: npt.NDArray[Any]) -> None:
-    """Free the memory of a `shared` array, in all processes. It then contains zeros. If the system cannot do this,
-    nothing changes."""
+    """Free the memory of a `shared` array in all processes; the array then contains zeros. If the system cannot free
+    it, the array does not change."""
     base: Any = array
     while not isinstance(base, mmap.mmap):
         base = base.obj if isinstance(base, memoryview) else base.base
@@ -139,7 +141,7 @@ def give_back(array: npt.NDArray[Any]) -> None:
 
 
 def chunks(count: int, size: int | None = None) -> list[slice]:
-    """Slices of `size` rows, by default CHUNK, that cover all."""
+    """Divide rows into slices of `size` rows, by default CHUNK."""
     size = size or CHUNK
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
@@ -147,9 +149,9 @@ def chunks(count: int, size: int | None = None) -> list[slice]:
 class Team:
     """Processes that are forked when they are first needed, and stay until the `with` block ends.
 
-    They have all data that their parent had at that time. Later they only get the state and the items of a run. So call
-    `forget` when other data that they use has changed. Values that the parent writes to `shared` arrays are visible to
-    them at once.
+    The processes have all data that their parent had when they were forked. After that they get only the state and the
+    items of each run. So call `forget` when other data that they use has changed. They see values that the parent
+    writes to `shared` arrays at once.
     """
 
     def __init__(self, count: int, calls: Sequence[Call]) -> None:
@@ -201,14 +203,14 @@ class Team:
         self, work: Callable[[T], R], items: Sequence[T], what: str = "working",
         done: Callable[[int], None] | None = None, before: Sequence[Stage] = (),
     ) -> list[R]:  # fmt: skip
-        """Like `Workers.run`: processes are forked for functions that they do not know."""
+        """Like `Workers.run`. If the running processes do not know the function, others are forked."""
         earlier = [(_WithoutState(each), own) for each, own in before]
         return self.run(_WithoutState(work), items, None, what, done, earlier)
 
     def _alone(
         self, stages: Sequence[tuple[Call, Sequence[Any]]], state: Any, done: Callable[[int], None] | None
     ) -> list[Any]:
-        """All items in the calling process."""
+        """Process all items in the calling process."""
         for earlier, own in stages[:-1]:
             for each in own:
                 earlier(state, each)
@@ -224,7 +226,7 @@ class Team:
         self, stages: Sequence[tuple[Call, Sequence[Any]]], count: int, state: Any, what: str,
         done: Callable[[int], None] | None,
     ) -> list[Any]:  # fmt: skip
-        """Run on `count` processes, or on the existing ones if there are more."""
+        """Run on `count` processes, or on all existing processes if there are more."""
         new = [work for work, _ in stages if work not in self._calls]
         inherited = None  # data that newly forked processes already have
         if new or self._processes is None or self._processes.count < count:
@@ -249,12 +251,12 @@ class Team:
 
 
 class _Worker(NamedTuple):
-    """A process, as seen by its parent.
+    """The parent's record of a worker process.
 
     Attributes:
-        number: its number among all, from 0.
-        process: its id.
-        commands: a pipe through which it gets its stages.
+        number: number of the worker, from 0.
+        process: its process id.
+        commands: the pipe through which it receives its stages.
     """
 
     number: int
@@ -267,8 +269,8 @@ class _Processes:
 
     def __init__(self, calls: Sequence[Call], count: int, inherited: tuple[list[Sequence[Any]], Any]) -> None:
         self.calls, self.count = calls, count
-        self.workers: dict[int, _Worker] = {}  # each worker by the pipe of its results
-        self.tokens = os.pipe()  # the items that no worker has taken yet
+        self.workers: dict[int, _Worker] = {}  # maps the pipe of each worker's results to the worker
+        self.tokens = os.pipe()  # pipe of the items that no worker has taken yet
         self.mail = _Mail(inherited)
         try:
             for number in range(count):
@@ -279,15 +281,15 @@ class _Processes:
         self.mail.forget()
 
     def post(self, content: Any) -> None:
-        """Send the items and the state of a run to all."""
+        """Send the items and the state of a run to all workers."""
         self.mail.post(content)
 
     def stage(self, call: int, stage: int, items: Sequence[Any], what: str, found: Callable[[int, Any], None]) -> None:
-        """Distribute the items of a stage among all processes, and wait until these are done.
+        """Distribute the items of a stage among all processes, and wait until all items are done.
 
         Args:
             call: number of the function to call.
-            stage: number of the items among those of the run.
+            stage: index of this stage among the stages of the run.
             items: each has at least one result.
             what: the current activity, for messages.
             found: called with the number of an item and its result.
@@ -296,7 +298,7 @@ class _Processes:
         tokens = [*range(0, len(items), run), *[NO_MORE] * self.count]
         _write(self.tokens[1], b"".join(map(TOKEN.pack, tokens)))
         for worker in self.workers.values():
-            with contextlib.suppress(BrokenPipeError):  # the process has died, which is detected below
+            with contextlib.suppress(BrokenPipeError):  # the process has died; the loop below detects that
                 _write(worker.commands, COMMAND.pack(call, stage, *self.mail.place))
         working = set(self.workers)
         while working:
@@ -336,7 +338,8 @@ class _Processes:
 
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         with warnings.catch_warnings():
-            # From 3.12 on Python warns about locks that other threads may hold. A worker takes none of those locks.
+            # From 3.12 on, Python warns that other threads may hold locks during the fork. A worker takes none of these
+            # locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if process:
@@ -358,7 +361,7 @@ class _Processes:
             os._exit(0)  # no cleanup, because the parent cleans up its own objects
 
     def _work(self, commands: int, results: int) -> None:
-        """A worker's loop until its parent is gone or ends it."""
+        """Run a worker's loop until its parent exits or ends it."""
         try:
             while command := os.read(commands, COMMAND.size):
                 call, stage, *place = COMMAND.unpack(command)
@@ -375,7 +378,7 @@ class _Processes:
             text = "".join(traceback.format_exception(error))
             try:
                 pickle.loads(pickle.dumps(error))
-            except Exception:  # the exception itself cannot be sent
+            except Exception:  # the exception object cannot be pickled
                 error = BuildError(f"{type(error).__name__}: {error}")
             _send(results, _ERROR, 0, (error, text))
 
@@ -393,11 +396,11 @@ class _Processes:
 
 
 class _Mail:
-    """Data that a parent sends to all of its workers: once, in shared memory.
+    """Data that a parent sends to all of its workers with one copy, in shared memory.
 
     Attributes:
-        place: the content's number, the start of its description in that memory, and the description's bytes.
-        open: whether there is memory.
+        place: number of the content, and start and size in bytes of its description in the shared memory.
+        open: whether the shared memory exists.
     """
 
     def __init__(self, inherited: Any) -> None:
@@ -409,11 +412,11 @@ class _Mail:
         self._file = os.memfd_create("rooftop scene build")
 
     def forget(self) -> None:
-        """Called in the parent, which does not need the content."""
+        """In the parent, drop the content, which only workers need."""
         self._content = None
 
     def post(self, content: Any) -> None:
-        """In the parent, replace the content. Arrays are copied once."""
+        """In the parent, replace the content. Each array is copied once."""
         arrays: list[pickle.PickleBuffer] = []
         body = pickle.dumps(content, protocol=5, buffer_callback=arrays.append)
         views = [array.raw() for array in arrays]
@@ -425,7 +428,7 @@ class _Mail:
         self.place = (self.place[0] + 1, ends[-1], len(described))
 
     def content(self, place: Sequence[int]) -> Any:
-        """In a worker, the content. Its arrays are read-only."""
+        """In a worker, return the content. Its arrays are read-only."""
         number, at, size = place
         if number != self._read:
             self._content, self._read = None, number
@@ -441,12 +444,12 @@ class _Mail:
 
 
 def _run(items: Sequence[Any]) -> int:
-    """The number of items that a token stands for."""
+    """The number of consecutive items that a token represents."""
     return -(-len(items) // MOST_TOKENS) or 1
 
 
 def _send(results: int, kind: int, number: int, value: Any) -> None:
-    """Send data; arrays follow the rest, in their memory layout."""
+    """Send data through a pipe: first the pickled rest, then the arrays in their memory layout."""
     arrays: list[pickle.PickleBuffer] = []
     body = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
     views = [array.raw() for array in arrays]
@@ -469,7 +472,7 @@ def _received(results: int) -> tuple[int, int, Any]:
 
 def _read(file: int, size: int) -> memoryview:
     """Read that many bytes from a pipe."""
-    found = np.empty(size, np.uint8).data  # not filled with zeros first
+    found = np.empty(size, np.uint8).data  # an array, because it need not be filled with zeros first
     left = found
     while left:
         got = os.readv(file, [left])

@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
 ALIGNMENT = 16
-PAGES_AT_ONCE = 8  # pages that a worker creates and writes: a megabyte
+PAGES_AT_ONCE = 8  # pages per item of a worker: a megabyte
 
 
 def write(
@@ -40,15 +40,16 @@ def write(
     more: Sequence[tuple[bytes, bytes]] = (),
     team: Team | None = None,
 ) -> dict[str, Any]:
-    """Write a geometry file; complete `meta` with the values that are known only now, and return it.
+    """Write a geometry file; return `meta`, completed with values that only the writer knows.
 
     Args:
-        file: the output file, opened by its name, and written from its beginning.
-        hierarchy: the data to write; its clusters' sources are renumbered in place, and its streams are removed.
+        file: the output file, which workers also open by its name; it is written from its beginning.
+        hierarchy: the clusters and groups to write. The clusters' sources are renumbered in-place, and the streams are
+            removed.
         step: step of the grid, in object units.
-        meta: the file's description of itself.
+        meta: the file's metadata.
         more: additional sections.
-        team: workers that know `write_pages`; by default the calling process works alone.
+        team: workers that know `write_pages`; by default the calling process writes all pages.
     """
     order, group_counts, pages = _page_plan(hierarchy, meta["has_normals"], meta["has_uv"])
     rank = np.empty(len(order.groups), np.int64)
@@ -88,7 +89,8 @@ def write(
 
 
 class _Order:
-    """Groups from the coarsest level to the finest, along Morton's curve in each; clusters group by group."""
+    """The order in the file: groups from the coarsest level to the finest, along Morton's curve within a level;
+    clusters group by group."""
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         count = len(hierarchy.errors)
@@ -102,14 +104,14 @@ class _Order:
 
 
 def _page_plan(hierarchy: Hierarchy, normals: bool, uv: bool) -> tuple[_Order, Ints, list[tuple[int, int]]]:
-    """The order of groups, the number of clusters of each group in that order, and the groups (first, end) of each
-    page."""
+    """Assign groups to pages: return the order of groups, the number of clusters of each group in that order, and the
+    groups (first, end) of each page."""
     order = _Order(hierarchy)
     counts = np.bincount(hierarchy.groups, minlength=len(order.groups))[order.groups]
     starts = starts_of(counts)[:-1]
     words = np.add.reduceat(hierarchy.lengths[order.clusters], starts) + layouts.GROUP_WORDS
     replaces = np.logical_or.reduceat(_replaces(hierarchy.heads)[order.clusters], starts)
-    empty = layouts.PAGE_WORDS + 1  # including the word of zeros
+    empty = layouts.PAGE_WORDS + 1  # including the word of zeros at the end
     pages, first, held, clusters, any_replaces = [], 0, empty, 0, False
     for group, (size, count, its) in enumerate(zip(words.tolist(), counts.tolist(), replaces.tolist(), strict=True)):
         whole = held + size + (clusters + count) * head_words(any_replaces or its, normals, uv)
@@ -128,14 +130,17 @@ def _replaces(heads: Words) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class _Pages:
-    """All pages, planned.
+    """The plan of all pages.
 
     Attributes:
-        path: of the output file.
-        hierarchy: clusters and groups. streams: of all clusters; stream_starts: (C + 1,).
-        order: of groups and clusters. counts: clusters of each group in that order; group_starts: their sums.
-        pages: the groups (first, end) of each page. places: where each page starts in the file. words: of each page.
-        has: whether the mesh has normals, and uv.
+        path: path of the output file.
+        hierarchy: clusters and groups. streams: streams of all clusters; stream_starts: (C + 1,) start of each
+            cluster's streams.
+        order: order of groups and clusters. counts: number of clusters of each group, in that order; group_starts:
+            cumulative sums of `counts`.
+        pages: the groups (first, end) of each page. places: start of each page in the file. words: number of words of
+            each page.
+        has: whether the mesh has normals, and whether it has uv.
     """
 
     path: str
@@ -161,7 +166,7 @@ def _write_pages(
     at: int,
     team: Team,
 ) -> npt.NDArray[np.void]:
-    """Write all pages, from byte `at` of the file on; returns their positions, as layouts.PAGE_ENTRY. `has`: as in
+    """Write all pages, from byte `at` of the file on; return their positions as layouts.PAGE_ENTRY. `has` is as in
     `_page`.
     """
     streams = np.concatenate(hierarchy.streams)
@@ -185,7 +190,7 @@ def _write_pages(
 
 
 def write_pages(plan: _Pages, run: slice) -> list[int]:
-    """Write consecutive pages; returns their checksums. Workers call it."""
+    """Write consecutive pages, in a worker; return their checksums."""
     made, sums = bytearray(), []
     for page in range(run.start, run.stop):
         a, b = plan.pages[page]
@@ -215,7 +220,7 @@ def _page(
     hierarchy: Hierarchy, groups: Ints, counts: Ints, first_group: int, clusters: Ints, first_cluster: int,
     has: tuple[bool, bool],
 ) -> Words:  # fmt: skip
-    """The words of a page, without the streams. `has`: whether the mesh has normals, and uv."""
+    """Build the words of a page without the streams. `has` says whether the mesh has normals, and whether it has uv."""
     lengths = hierarchy.lengths[clusters]
     rows = hierarchy.heads[clusters]
     replaces = bool(_replaces(rows).any())
@@ -258,7 +263,7 @@ def _nodes(
 
 @contextmanager
 def renamed_when_done(path: Path) -> Iterator[BinaryIO]:
-    """Create a file that appears under its name when it is complete. After an exception, nothing is left behind."""
+    """Create a file that gets its name only when it is complete. After an exception, no file is left."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
     try:

@@ -1,7 +1,7 @@
-"""Before stage 5: the base colour of each pixel, if it is requested or meshes have materials.
+"""Before stage 5: compute the base colour of each pixel, if it is requested or meshes have materials.
 
-The kernel is separate, so that scenes without materials do not pay for filtering. Compiled for sm_90, it needs 32 bytes
-of stack, while the base pass needs none.
+This is a separate kernel, so that scenes without materials do not pay for texture filtering. Compiled for sm_90, it
+needs 32 bytes of stack, while the base pass needs none.
 """
 
 import warp as wp
@@ -25,7 +25,7 @@ def base_colors(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """`targets.base_color` of each pixel, in linear light."""
+    """Compute `targets.base_color` of each pixel, in linear light."""
     for thread in range(wp.tid(), texels, stride):
         at = pixel_at(views, thread)
         i = at[0]

@@ -1,9 +1,9 @@
-"""Stage 5: the surface at each pixel: its normal, texture coordinates, and a simple shaded colour. This stage also
-writes everything that stage 4 would write.
+"""Stage 5: compute the normal, the texture coordinates and a simple shaded colour of the surface at each pixel. This
+stage also writes everything that stage 4 would write.
 
-In Nanite each material has its own program. So Nanite draws this stage once for each range of materials, and finds its
-pixels by material depth. Here all materials are rows of one table that one program reads. A launch for each range would
-read the visibility buffer repeatedly without any gain. `base_colors` looks up textures before this stage.
+In Nanite each material has its own program. So Nanite runs this stage once for each range of materials, and finds the
+range's pixels by material depth. Here all materials are rows of one table that one kernel reads. A launch for each
+range would read the visibility buffer repeatedly without any gain. `base_colors` looks up textures before this stage.
 """
 
 import warp as wp
@@ -41,7 +41,7 @@ AMBIENT = wp.constant(0.25)
 
 @wp.func
 def to_world(resident: Resident, instance: wp.int32, normal: wp.vec3):
-    """A normal of the mesh in the world, with length 1."""
+    """Transform a normal of the mesh to the world, with length 1."""
     turned = wp.vec3()
     for axis in range(3):
         for inner in range(3):
@@ -51,7 +51,7 @@ def to_world(resident: Resident, instance: wp.int32, normal: wp.vec3):
 
 @wp.func
 def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """A vector along the normal of a triangle; 0 if it has no area."""
+    """A vector along the normal of a triangle; 0 if the triangle has no area."""
     longest = longest_side(a, b, c)
     if longest == 0.0:
         return wp.vec3()
@@ -60,7 +60,7 @@ def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
 
 @wp.func
 def surface_normal(resident: Resident, hit: Hit, flat: wp.vec3):
-    """The normal in the world, with length 1: the mesh's own, or that of the triangle."""
+    """The unit normal of the surface in the world: the mesh's own normal, or the triangle's."""
     if not hit.cluster.has_normals:
         return flat
     return to_world(
@@ -113,7 +113,7 @@ def toward_camera(views: Views, place: wp.vec3i):
 
 @wp.func
 def light_on(resident: Resident, lights: Lights, targets: Targets, texel: wp.int32, hit: Hit, n: wp.vec3):
-    """The sum of all lights, with their shadows, on a pixel's surface."""
+    """Sum all lights, with their shadows, on a pixel's surface."""
     total = wp.vec3()
     point = point_of(resident, hit.instance, hit.parts[0] * hit.a + hit.parts[1] * hit.b + hit.parts[2] * hit.c)
     for light in range(lights.kind.shape[0]):
@@ -138,8 +138,9 @@ def base_pass(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """`light`: the direction to the light in a scene without lights, in the world, of length 1. The targets of
-    `emit_depth_targets` are written too: the surface at a pixel is found once."""
+    """Write the base pass's targets for each pixel. `light` is the unit vector to the light, in the world, for a scene
+    without lights. The targets of `emit_depth_targets` are written too, so that the surface at a pixel is computed only
+    once."""
     for thread in range(wp.tid(), texels, stride):
         at = pixel_at(views, thread)
         i = at[0]
@@ -161,7 +162,7 @@ def base_pass(
             flat = to_world(resident, hit.instance, upright(hit.a, hit.b, hit.c))
             toward = toward_camera(views, place)
             normal = surface_normal(resident, hit, flat)
-            if wp.dot(normal, normal) == 0.0:  # a sliver that has an area only on the screen
+            if wp.dot(normal, normal) == 0.0:  # a sliver that has an area on the screen, but none in the world
                 normal = toward
             if targets.normal.shape[0] > 0:
                 for axis in range(3):

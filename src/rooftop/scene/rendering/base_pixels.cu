@@ -1,5 +1,6 @@
-// Stage 5 for scenes without lights and materials, a block for 16 x 16 pixels of cameras of one size: `base_pass` in
-// base_pass.py, operation by operation, so the same bits. ATTRIBUTES: whether any mesh has some.
+// Stage 5 for scenes without lights and materials, if all cameras have the same size: one block per 16 x 16 pixels. The
+// operations are those of `base_pass` in base_pass.py, in the same order, so results have the same bits. ATTRIBUTES:
+// whether any mesh has vertex attributes.
 
 constexpr float AMBIENT = 0.25f, MATERIAL_STEP = 1.0f / 65536.0f;
 constexpr int RANK_MASK = (1 << 26) - 1, TRIANGLE_MASK = (1 << TRIANGLE_BITS) - 1, MATERIAL_BITS = 16, MIXED = -1;
@@ -67,9 +68,9 @@ __device__ __forceinline__ Vector palette(int number) {
             0.35f + 0.6f * within(2.0f - fabsf(hue - 4.0f), 0.0f, 1.0f)};
 }
 
-// What a vertex has besides its position, as clusters.py reads it.
+// The attributes of a cluster's vertices (normal, uv, colour), read as in clusters.py.
 struct Attributes {
-    const int *words, *head;  // of its stream, and what the cluster's head says of it
+    const int *words, *head;  // words of the attribute stream; attribute fields of the cluster's head
     int has, normal_base[2], normal_bits[2], uv_base[2], uv_bits[2], color_bits;
     __device__ int bit(int vertex) const { return vertex * (normal_bits[0] + normal_bits[1] + uv_bits[0] + uv_bits[1] + color_bits); }
 };

@@ -34,7 +34,7 @@ def draw(
     light: Any,
     attributes: bool,
 ) -> None:
-    """Write these pictures, all among OUTPUTS. `attributes`: whether any mesh has vertex attributes."""
+    """Write these outputs, all of which are in OUTPUTS. `attributes` says whether any mesh has vertex attributes."""
     of = memory.tensors
     kernel = compiled(source(), f"base_pass<{'true' if attributes else 'false'}>", memory.device)
     meshes = ("words", "page_at", "mesh", "mesh_steps")

@@ -1,9 +1,9 @@
 """The data that the stages of a frame share. Comments give each field's shape, its writer and its readers ("writer ->
 readers").
 
-A *pair* is an instance in one view: pair = view * instances + instance, where `instances` is the number of places, some
-of them empty. Lists have a fixed capacity and a counter. Items beyond the capacity are counted but not written, and the
-renderer draws the frame again with more room.
+A *pair* is an instance in one view: pair = view * instances + instance, where `instances` is the capacity for
+instances, including unused places. Lists have a fixed capacity and a counter. Items beyond the capacity are counted but
+not written, and then the renderer draws the frame again with larger lists.
 """
 
 import warp as wp
@@ -15,17 +15,19 @@ import warp as wp
 class Resident:
     """The scene on the device: meshes and instances."""
 
-    words: wp.array(dtype=wp.int32)  # the pages of all meshes, one after another, or the slots of a pool
+    words: wp.array(dtype=wp.int32)  # the pages of all meshes, concatenated, or the slots of a pool
     page_at: wp.array(dtype=wp.int64)  # (pages,) the start of each page; -1: the page is not in the pool
     nodes: wp.array3d(dtype=wp.int32)  # (nodes, 8, 16): the trees of all meshes; nodes are numbered per mesh
     mesh: wp.array2d(dtype=wp.int32)  # (meshes, 4): first node, first page, attribute bits (HAS_NORMALS, ...), 0
     mesh_steps: wp.array2d(dtype=wp.float32)  # (meshes, 2): grid step of positions, and of uv
     mesh_box: wp.array2d(dtype=wp.float32)  # (meshes, 6): centre and half size of the box
     instance_mesh: wp.array(dtype=wp.int32)  # (instances,) the mesh; -1: this place has no instance
-    instance_scale: wp.array(dtype=wp.float32)  # (instances,) the largest stretch factor; < 0: the instance mirrors
+    # (instances,) the largest stretch factor; negative if the instance mirrors
+    instance_scale: wp.array(dtype=wp.float32)
     instance_to_world: wp.array2d(dtype=wp.float64)  # (instances, 12): 3 x 4, from the mesh's origin to the world
-    instance_before: wp.array2d(dtype=wp.float64)  # the same in the previous frame, for instances moved since
-    instance_moved: wp.array(dtype=wp.int32)  # (instances,) the last frame in which it moved; -1: none
+    # (instances, 12): `instance_to_world` in the previous frame, for instances that moved since
+    instance_before: wp.array2d(dtype=wp.float64)
+    instance_moved: wp.array(dtype=wp.int32)  # (instances,) the last frame in which the instance moved; -1: none
     instance_normals: wp.array2d(dtype=wp.float32)  # (instances, 9): transforms normals to the world
 
 
@@ -40,9 +42,9 @@ class Views:
     """The views of a frame, or of the previous frame: cameras, followed by shadow maps."""
 
     from_world: wp.array2d(dtype=wp.float64)  # (views, 12): 3 x 4, from the world to x right, y down, z forward
-    lens: wp.array2d(dtype=wp.float32)  # (views, 8), as named below
-    pictures: wp.array2d(dtype=wp.int32)  # (views, 4), as named below
-    same: wp.int32  # pixels of each camera if all cameras have one size, else 0 (`Canvas.same`)
+    lens: wp.array2d(dtype=wp.float32)  # (views, 8), columns LENS_FX ...
+    pictures: wp.array2d(dtype=wp.int32)  # (views, 4), columns PICTURE_WIDTH ...
+    same: wp.int32  # pixels of each camera if all cameras have the same size, 0 if not (`Canvas.same`)
 
 
 LENS_FX, LENS_FY, LENS_CX, LENS_CY = wp.constant(0), wp.constant(1), wp.constant(2), wp.constant(3)  # pixels
@@ -51,7 +53,7 @@ LENS_ORTHOGRAPHIC = wp.constant(5)  # 1 or 0
 LENS_TANGENT = wp.constant(6)  # tangent of the angle between the axis and the farthest corner
 LENS_FRAME = wp.constant(7)  # the number of the frame, as the bits of an int32
 PICTURE_WIDTH, PICTURE_HEIGHT = wp.constant(0), wp.constant(1)  # pixels
-PICTURE_AT = wp.constant(2)  # index of its first pixel among the pixels of all views
+PICTURE_AT = wp.constant(2)  # index of the picture's first pixel among the pixels of all views
 PICTURE_LEVELS = wp.constant(3)  # levels of hierarchical z; level 0 is the pixels
 
 # ---- a frame ---------------------------------------------------------------------------------------------------------
@@ -66,13 +68,14 @@ class Frame:
     pixel_error: wp.float32  # allowed error of a surface, in pixels
     # For each pair, the transform from the mesh's grid origin to the view: written by init_context, read by all stages.
     to_view: wp.array2d(dtype=wp.float32)  # (pairs, 12)
-    before: wp.array2d(dtype=wp.float32)  # (pairs, 12), in the previous frame
+    before: wp.array2d(dtype=wp.float32)  # (pairs, 12), `to_view` in the previous frame
     # Lists of the culls. An entry is pair << 32 | item.
-    # (2 * PASS,), named below: the number of items of each list, including items for which the list had no room
+    # (2 * PASS,), named from GROUPS on: the number of items of each
+    # list, including items for which the list had no room
     counters: wp.array(dtype=wp.int32)
     nodes: wp.array2d(
         dtype=wp.int64
-    )  # (2, room): nodes of a level, and of the next; instance_cull, level_cull -> level_cull
+    )  # (2, room): nodes of a tree level, and of the next level; instance_cull, level_cull -> level_cull
     groups: wp.array(dtype=wp.int64)  # children that are groups, node * 8 + slot; level_cull -> level_cull
     # visible clusters of a pass, in any order: page << 11 | cluster; level_cull -> sort_clusters
     found: wp.array(dtype=wp.int64)
@@ -87,10 +90,10 @@ class Frame:
     # Pictures.
     # the visibility buffer of all views, row by row: DEPTH | rank << 7 | triangle
     pixels: wp.array(dtype=wp.int64)
-    # the number of triangles that covered each pixel of the cameras, or empty; rasterize
+    # the number of triangles that covered each pixel of the cameras; empty if not requested; rasterize
     fragments: wp.array(dtype=wp.int32)
     large: wp.array(dtype=wp.int64)  # large triangles, drawn in tiles: index in `visible` << 7 | triangle; rasterize
-    # (room, 8): large triangles after clipping; x and y of 3 corners, the view, the low bits of their pixels
+    # (room, 8): large triangles after clipping: x and y of 3 corners, the view, the low bits of the pixels to write
     pieces: wp.array2d(dtype=wp.int64)
     piece_depths: wp.array2d(dtype=wp.float32)  # (room, 3)
     tiles: wp.array(dtype=wp.int64)  # piece << 32 | row of the tile << 16 | column of the tile
@@ -101,18 +104,18 @@ class Frame:
     hzb_at: wp.array2d(dtype=wp.int32)  # (cameras, levels) the start of each level; level 0 is the pixels
 
 
-# near / z as float32 (at most 1, so 30 bits), then 26 bits of rank and 7 bits of triangle
+# A pixel has near / z as float32 (at most 1, so 30 bits), then 26 bits of rank and 7 bits of triangle.
 DEPTH_SHIFT = wp.constant(wp.int64(33))
 TRIANGLE_BITS, TRIANGLE_SHIFT = wp.constant(7), wp.constant(wp.int64(7))
-TRIANGLES = wp.constant(128)  # threads for each cluster
+TRIANGLES = wp.constant(128)  # threads per cluster
 RANK_MASK = wp.constant((1 << 26) - 1)
 
-# Counters of the first pass; those of the second pass are PASS entries later.
+# Indices of the first pass's counters; the second pass's are PASS entries later.
 PASS = wp.constant(64)
 GROUPS, VISIBLE = wp.constant(0), wp.constant(1)
 HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant(3), wp.constant(4)
 LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
-# These count only cameras; DRAWN_LEVELS has a bit for each level of detail.
+# These counters ignore shadow maps; DRAWN_LEVELS has a bit for each level of detail.
 DRAWN_TRIANGLES, DRAWN_LEVELS, DRAWN_CLUSTERS = wp.constant(8), wp.constant(9), wp.constant(13)
 # persistent_cull also uses 10 (claimed places in its queue) and 11 (finished nodes). The queue counts as level 0.
 LEVEL = wp.constant(16)  # from here on: the number of nodes of each tree level, at most layouts.MAX_DEPTH levels
@@ -125,15 +128,16 @@ class Lights:
     """The lights of a scene and their shadow maps. Each map is a separate view."""
 
     kind: wp.array(dtype=wp.int32)  # (lights,): DIRECTIONAL, SPOT or POINT
-    vector: wp.array2d(dtype=wp.float64)  # (lights, 3): direction to a directional light, else the light's position
+    vector: wp.array2d(dtype=wp.float64)  # (lights, 3): direction to a directional light; position of any other light
     axis: wp.array2d(dtype=wp.float32)  # (lights, 3): the direction in which a spot light shines
     color: wp.array2d(dtype=wp.float32)  # (lights, 3)
-    reach: wp.array2d(dtype=wp.float32)  # (lights, 3): range; for a spot light also two cosines: edge and full light
+    # (lights, 3): range; for a spot light also two cosines: at the cone's edge, and where full light begins
+    reach: wp.array2d(dtype=wp.float32)
     maps: wp.array2d(dtype=wp.int32)  # (lights, 3): the first map, the number of maps per camera, texels along an edge
     from_world: wp.array2d(dtype=wp.float64)  # (maps, 12), as in Views
     lens: wp.array2d(dtype=wp.float32)  # (maps, 8)
     texel_at: wp.array(dtype=wp.int64)  # (maps,) the start of each map in `depths`
-    depths: wp.array(dtype=wp.float32)  # depth of the nearest surface along the view's axis; inf where there is none
+    depths: wp.array(dtype=wp.float32)  # depth of the nearest surface along the map view's axis; inf without a surface
 
 
 DIRECTIONAL, SPOT, POINT = wp.constant(0), wp.constant(1), wp.constant(2)
@@ -143,8 +147,8 @@ DIRECTIONAL, SPOT, POINT = wp.constant(0), wp.constant(1), wp.constant(2)
 
 @wp.struct
 class Targets:
-    """Outputs by pixel, as in `Frame.pixels`, or empty if not requested. Every pixel is written, including
-    background."""
+    """Outputs by pixel, in the order of `Frame.pixels`; empty arrays if not requested. Every pixel is written,
+    including background."""
 
     # Written by emit_depth_targets, or by base_pass if there is one.
     depth: wp.array(dtype=wp.float32)  # world units along the view's axis
@@ -160,6 +164,6 @@ class Targets:
     normal: wp.array2d(dtype=wp.float32)  # in the world
     uv: wp.array2d(dtype=wp.float32)
     color: wp.array2d(dtype=wp.float32)  # 0 to 1
-    base_color: wp.array2d(dtype=wp.float32)  # in linear light; written by base_colors
+    base_color: wp.array2d(dtype=wp.float32)  # in linear light; base_colors writes it
     vertex_color: wp.array2d(dtype=wp.float32)
-    shadow: wp.array2d(dtype=wp.float32)  # (pixels, lights); written by shadows
+    shadow: wp.array2d(dtype=wp.float32)  # (pixels, lights); the stage of shadows.py writes it

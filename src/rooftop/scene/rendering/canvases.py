@@ -1,4 +1,4 @@
-"""The memory layout of a frame's pictures, whose sizes may differ: one after another."""
+"""The memory layout of a frame's pictures: concatenated, with sizes that may differ."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rooftop.scene.arguments import MAX_SIDE
 
 MOST_LEVELS = (MAX_SIDE - 1).bit_length() + 1  # levels of hierarchical z: level 0 is the pixels, the last is one texel
 
-MOST_THREADS = 2**30  # limit for a launch, so that an index plus a stride is still an int32
+MOST_THREADS = 2**30  # most texels of a launch, so that an index plus a stride fits into int32
 
 Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Canvas:
-    """Sizes of all views: cameras first, then shadow maps.
+    """The sizes of all views: cameras first, then shadow maps.
 
     Attributes:
         sizes: (width, height) of each view, in pixels.
@@ -38,34 +38,34 @@ class Canvas:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The first texel of each view, and the total at the end."""
+        """The index of each view's first texel, followed by the total."""
         ends = np.cumsum([width * height for width, height in self.sizes], dtype=np.int64)
         return [0, *ends.tolist()]
 
     @property
     def texels(self) -> int:
-        """Texels of all views."""
+        """Number of texels of all views."""
         return self.starts[-1]
 
     @property
     def camera_texels(self) -> int:
-        """Texels of the cameras' views."""
+        """Number of texels of the cameras' views."""
         return self.starts[self.cameras]
 
     @cached_property
     def tiled_texels(self) -> int:
-        """Threads for the cameras' pixels: in squares of 16 x 16, if `same`."""
+        """Number of threads for the cameras' pixels: whole squares of 16 x 16 threads if `same`."""
         return self._squares * 256 if self.same else self.camera_texels
 
     @property
     def _squares(self) -> int:
-        """Squares of 16 x 16 pixels, if all cameras have the size of the first."""
+        """Number of squares of 16 x 16 pixels, if all cameras have the size of the first."""
         width, height = self.sizes[0] if self.cameras else (0, 0)
         return self.cameras * -(-width // 16) * -(-height // 16)
 
     @cached_property
     def same(self) -> int:
-        """Texels of a camera's view if all cameras have the same size, else 0; also 0 if their squares would have too
+        """Texels of a camera's view if all cameras have the same size; 0 if not, or if their squares would have too
         many threads."""
         first, *others = self.sizes[: self.cameras] or ((0, 0),)
         is_same = all(size == first for size in others) and self._squares * 256 <= MOST_THREADS
@@ -73,7 +73,7 @@ class Canvas:
 
     @cached_property
     def table(self) -> Ints:
-        """(views, 4), as `buffers.Views.pictures`."""
+        """The table (views, 4) that becomes `buffers.Views.pictures`."""
         rows = [(*size, start, levels_of(size)) for size, start in zip(self.sizes, self.starts[:-1], strict=True)]
         return np.array(rows, dtype=np.int32)
 
@@ -84,7 +84,7 @@ class Canvas:
 
     @property
     def hzb_steps(self) -> list[tuple[int, int]]:
-        """The levels that each launch reduces: a level and, if there is one, the next."""
+        """The levels that each launch computes: a level and, if there is one, the next level."""
         return [(level, min(level + 1, self.levels - 1)) for level in range(1, self.levels, 2)]
 
     @cached_property
@@ -99,22 +99,22 @@ class Canvas:
 
     @cached_property
     def hzb_texels(self) -> int:
-        """Texels of levels 1 and up of all cameras."""
+        """Number of texels of levels 1 and up of all cameras."""
         return sum(texels_of(size, k) for size in self.sizes[: self.cameras] for k in range(1, levels_of(size)))
 
 
 @lru_cache(maxsize=32)
 def canvas_of(sizes: tuple[tuple[int, int], ...], cameras: int) -> Canvas:
-    """The same canvas from frame to frame, so that its tables are computed once."""
+    """Return a cached canvas, so that its tables are computed only once."""
     return Canvas(sizes, cameras)
 
 
 def levels_of(size: tuple[int, int]) -> int:
-    """Levels of hierarchical z for a picture of this size, including level 0 (its pixels)."""
+    """Number of hierarchical z levels of a picture of this size, including level 0 (its pixels)."""
     return (max(size) - 1).bit_length() + 1
 
 
 def texels_of(size: tuple[int, int], level: int) -> int:
-    """Texels of one level of a picture."""
+    """Number of texels of one level of a picture."""
     width, height = size
     return (((width - 1) >> level) + 1) * (((height - 1) >> level) + 1)

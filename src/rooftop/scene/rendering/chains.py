@@ -1,4 +1,4 @@
-"""Memory of chains of launches, kept from frame to frame."""
+"""Cache the memory of chains of launches from frame to frame."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rooftop.scene.rendering.targets import Outputs
 from rooftop.scene.rendering.uploads import Inputs
 
 Sizes = tuple[tuple[int, int], ...]
-# chains of a renderer: one draws only cameras, others also draw shadow maps that are redrawn from time to time
+# most chains of a renderer: one draws only cameras; the others also draw shadow maps that are redrawn occasionally
 MOST_CHAINS = 4
-MOST_KINDS = 8  # combinations of outputs that a chain keeps
-MOST_TEXELS = 2**27  # texels (8 bytes each) of all chains that are kept besides the last one
+MOST_KINDS = 8  # most combinations of outputs for which a chain caches tensors
+MOST_TEXELS = 2**27  # most texels (8 bytes each) of all cached chains except the last one
 
 
 @dataclass
@@ -28,13 +28,13 @@ class Chain:
     _outputs: dict[tuple[tuple[str, ...], int], Outputs] = field(default_factory=dict)
 
     def outputs(self, names: tuple[str, ...], lights: int) -> Outputs:
-        """The outputs of a frame with these names, in a scene with that many lights."""
+        """The cached tensors for outputs of these names, in a scene with that many lights."""
         known = self._outputs.pop((names, lights), None)
         if known is None:
             known = Outputs(names, self.memory.canvas.camera_texels, lights, self.memory.device)
         self._outputs[names, lights] = known
         if len(self._outputs) > MOST_KINDS:
-            del self._outputs[next(iter(self._outputs))]  # the chain drawn least recently
+            del self._outputs[next(iter(self._outputs))]  # the combination that was used least recently
         return known
 
 
@@ -43,7 +43,7 @@ class Chains:
 
     Args:
         device: device of the renderer.
-        pictures: whether they draw; otherwise they only cull.
+        pictures: whether the chains draw; if False, they only cull.
     """
 
     def __init__(self, device: torch.device, pictures: bool = True) -> None:
@@ -85,17 +85,17 @@ class Chains:
         return chain
 
     def widen(self, chain: Chain, room: Mapping[str, int]) -> None:
-        """Give a chain's lists more room. New chains start with as much."""
+        """Give a chain's lists more room. New chains start with the same room."""
         chain.memory = chain.memory.with_room(room)
         self._room = room
 
     def settle(self, chain: Chain) -> None:
-        """Call after each frame: its depths become those of the previous frame."""
+        """End a frame: its depths become the previous frame's."""
         chain.memory.turn_over()
         self._settled = self._depths
 
     def forget_graphs(self) -> None:
-        """Drop captured graphs and packed launches: they hold addresses that are no longer valid."""
+        """Drop captured graphs and packed launches, because their addresses are no longer valid."""
         for chain in self._chains.values():
             chain.memory.graphs.clear()
             chain.memory.launches.clear()
@@ -103,7 +103,7 @@ class Chains:
     def _forget_some(self) -> None:
         kept = list(self._chains)
         texels = sum(canvas.texels for canvas, _ in kept[:-1])
-        for key in kept[:-1]:  # the chain drawn least recently
+        for key in kept[:-1]:  # from the chain that was drawn least recently on
             if len(self._chains) <= MOST_CHAINS and texels <= MOST_TEXELS:
                 break
             texels -= key[0].texels

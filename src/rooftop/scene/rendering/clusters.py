@@ -1,4 +1,4 @@
-"""Reading pages: clusters, corners of triangles, vertices. The words are those of `layouts.py`."""
+"""Read clusters, corners of triangles and vertices from pages. `layouts.py` describes the words."""
 
 import warp as wp
 
@@ -39,18 +39,18 @@ MATERIAL_BITS, MIXED = wp.constant(layouts.MATERIAL_BITS), wp.constant(layouts.M
 
 @wp.func
 def real(word: wp.int32):
-    """The float32 with these bits."""
+    """Reinterpret the bits of an int32 as float32."""
     return wp.cast(word, wp.float32)
 
 
 @wp.func_native("return static_cast<const int*>(words.data)[at];")
 def word_at(words: wp.array(dtype=wp.int32), at: wp.int64) -> wp.int32:
-    """A word of the pages. `words[at]` would convert the index to int32: pages may take more than 8 GiB."""
+    """Read a word of the pages. `words[at]` would convert the index to int32, but pages may take more than 8 GiB."""
 
 
 @wp.func
 def bits(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp.int32):
-    """`count` bits (at most 32), from `bit` bits after a word on."""
+    """Read `count` bits (at most 32) that begin `bit` bits after the start of a word."""
     word = at + wp.int64(bit >> 5)
     both = wp.uint64(wp.uint32(word_at(words, word))) | (
         wp.uint64(wp.uint32(word_at(words, word + wp.int64(1)))) << wp.uint64(32)
@@ -79,8 +79,8 @@ class Head:
     """The head of a cluster in a page."""
 
     at: wp.int64  # its first word
-    words: wp.int32  # its number of words; 0: a page before version 4
-    replaces: wp.bool  # whether it includes what the cluster replaces
+    words: wp.int32  # number of words of the head; 0 in a page before version 4
+    replaces: wp.bool  # whether the head includes the group that the cluster replaces
 
 
 @wp.struct
@@ -90,7 +90,7 @@ class Cluster:
 
     triangles: wp.int32
     vertices: wp.int32
-    kind: wp.int32  # how its corners are stored: SEPARATE, FANS, FANS_AND_EXPLICIT
+    kind: wp.int32  # how corners are stored: SEPARATE, FANS, FANS_AND_EXPLICIT
     reference_bits: wp.int32
     reference_count: wp.int32
     material: wp.int32
@@ -101,8 +101,8 @@ class Cluster:
     normal_bits: wp.vec2i
     uv_base: wp.vec2i
     uv_bits: wp.vec2i
-    color_bits: wp.int32  # bits of a vertex; 0 if the mesh has none
-    masks: wp.int64  # the start of each stream
+    color_bits: wp.int32  # bits of a vertex's colour; 0 if the mesh has no colours
+    masks: wp.int64  # start of each stream
     references: wp.int64
     positions: wp.int64
     attributes: wp.int64
@@ -111,20 +111,20 @@ class Cluster:
 
 @wp.func
 def whole_words(bit_count: wp.int32):
-    """The number of words for that many bits."""
+    """The number of words that hold that many bits."""
     return wp.int64((bit_count + 31) >> 5)
 
 
 @wp.func
 def attribute_bit(cluster: Cluster, vertex: wp.int32):
-    """The start of a vertex in the stream of attributes."""
+    """The first bit of a vertex in the stream of attributes."""
     width = cluster.normal_bits[0] + cluster.normal_bits[1] + cluster.uv_bits[0] + cluster.uv_bits[1]
     return vertex * (width + cluster.color_bits)
 
 
 @wp.func
 def head_of(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32):
-    """The head of a cluster of a page."""
+    """Locate the head of a cluster of a page."""
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
     word = word_at(resident.words, at + wp.int64(PAGE_GROUPS))
     head = Head()
@@ -137,7 +137,7 @@ def head_of(resident: Resident, mesh: wp.int32, page: wp.int32, index: wp.int32)
 
 @wp.func
 def head_word(resident: Resident, head: Head, old: wp.int32, short: wp.int32):
-    """A word of a head, by its position in heads before version 4 or in short ones."""
+    """Read a word of a head, given its position in old heads (before version 4) and in short heads."""
     return word_at(resident.words, head.at + wp.int64(wp.where(head.words == 0, old, short)))
 
 
@@ -157,7 +157,7 @@ def level_of(resident: Resident, head: Head):
 
 @wp.func
 def source_of(resident: Resident, head: Head):
-    """The number of the group that a cluster replaces, within the mesh; or -1."""
+    """The number within the mesh of the group that a cluster replaces; -1 for none."""
     source = wp.int32(-1)
     if head.replaces:
         source = head_word(resident, head, CLUSTER_SOURCE, HEAD_SOURCE)
@@ -166,7 +166,7 @@ def source_of(resident: Resident, head: Head):
 
 @wp.func
 def box_length(box: wp.int32, axis: wp.int32):
-    """The number of bits of a position along an axis, from the word HEAD_BOX."""
+    """The bit width of a position along an axis, from the word HEAD_BOX."""
     return (box >> (axis * BOX_BITS)) & ((1 << LENGTH_BITS) - 1)
 
 
@@ -187,7 +187,7 @@ def extent_of(resident: Resident, head: Head, axis: wp.int32):
 
 @wp.func
 def read_old_head(resident: Resident, head: Head, page: wp.int64):
-    """Reads the head of a cluster before version 4."""
+    """Read the head of a cluster from before version 4."""
     words = resident.words
     cluster = Cluster()
     counts = word_at(words, head.at + wp.int64(CLUSTER_COUNTS))
@@ -206,7 +206,7 @@ def read_old_head(resident: Resident, head: Head, page: wp.int64):
 
 @wp.func
 def read_short_head(resident: Resident, head: Head, page: wp.int64):
-    """Reads a short head."""
+    """Read a short head."""
     words = resident.words
     cluster = Cluster()
     counts = word_at(words, head.at + wp.int64(HEAD_COUNTS))
@@ -227,7 +227,7 @@ def read_short_head(resident: Resident, head: Head, page: wp.int64):
 
 @wp.func
 def read_head(resident: Resident, head: Head, page: wp.int64):
-    """Read a head; of the streams, only the position of the first is set."""
+    """Read a head. Of the streams, only the first stream's position is set."""
     if head.words == 0:
         return read_old_head(resident, head, page)
     return read_short_head(resident, head, page)
@@ -235,8 +235,8 @@ def read_head(resident: Resident, head: Head, page: wp.int64):
 
 @wp.func
 def read_attributes(resident: Resident, mesh: wp.int32, cluster: Cluster, at: wp.int64):
-    """Add the attribute fields of the head to a cluster, and the position of its materials, which follow the
-    attributes. `at`: where these fields begin in a short head; for an old head, its first word."""
+    """Read the attribute fields of a cluster's head, and set the position of the materials, which follow the
+    attributes. `at` is where these fields begin in a short head; for an old head, it is the head's first word."""
     words = resident.words
     has = resident.mesh[mesh, MESH_ATTRIBUTES]
     cluster.has_normals = (has & HAS_NORMALS) != 0
@@ -277,7 +277,7 @@ def mask_words(kind: wp.int32):
 
 @wp.func
 def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, head: Head):
-    """Read a cluster of a page, except for the attribute fields of its head, which `read_attributes` reads."""
+    """Read a cluster of a page, except the attribute fields of its head, which `read_attributes` reads."""
     at = resident.page_at[resident.mesh[mesh, MESH_FIRST_PAGE] + page]
     cluster = read_head(resident, head, at)
     cluster.references = cluster.masks + wp.int64(mask_words(cluster.kind))
@@ -289,20 +289,21 @@ def read_cluster(resident: Resident, mesh: wp.int32, page: wp.int32, head: Head)
 
 @wp.func
 def mask_bit(words: wp.array(dtype=wp.int32), mask: wp.int64, triangle: wp.int32):
-    """The bit of a triangle in a mask."""
+    """Read a triangle's bit in a mask."""
     return (word_at(words, mask + wp.int64(triangle >> 5)) >> (triangle & 31)) & 1
 
 
 @wp.func
 def reference(resident: Resident, cluster: Cluster, number: wp.int32):
-    """A value of the stream of references."""
+    """Read a value of the stream of references."""
     width = cluster.reference_bits
     return bits(resident.words, cluster.references, number * width, width)
 
 
 @wp.func
 def position_of(resident: Resident, cluster: Cluster, vertex: wp.int32, step: wp.float32):
-    """The position of a vertex, in object units from the mesh's origin. A vertex has the same bits in every cluster."""
+    """The position of a vertex, in object units from the mesh's origin. The result has the same bits in every cluster
+    that contains the vertex."""
     width = cluster.position_bits[0] + cluster.position_bits[1] + cluster.position_bits[2]
     bit = vertex * width
     position = wp.vec3()
@@ -355,7 +356,7 @@ def vertex_color_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
 
 @wp.func
 def material_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
-    """The material of a triangle: its cluster's, or its own."""
+    """The material of a triangle: its cluster's material, or its own."""
     material = cluster.material
     if material == MIXED:
         material = bits(resident.words, cluster.materials, triangle * MATERIAL_BITS, MATERIAL_BITS)

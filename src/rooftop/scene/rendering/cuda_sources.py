@@ -1,4 +1,4 @@
-"""Code that the CUDA C++ stages share: whether they can run, their sources, compilation and grids."""
+"""Shared by the CUDA C++ stages: whether they can run, their sources, their compilation and their grids."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from rooftop.launch import cuda, nvrtc
 
 
 def with_pieces(module_file: str, *more: str) -> str:
-    """The CUDA C++ of a module, after the pieces that all of them use, and `more` files that some of them share."""
+    """Join the CUDA C++ of a module: the pieces that all modules use, then `more` files that some modules share, then
+    its own file."""
     path = Path(module_file)
     files = (path.with_name("pieces.cu"), *(path.with_name(name) for name in more), path.with_suffix(".cu"))
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def compiled(source: str, name: str, device: torch.device) -> cuda.Kernel:
-    """Compile a kernel of such a source; products and sums are not fused, since pixels must equal Warp's, bit for
-    bit.
-    """
+    """Compile a kernel of such a source, without fused multiply-add: pixels must have the same bits as Warp's."""
     return cuda.compile(source, name, device=device, fused_multiply_add=False)
 
 
 def blocks_on(device: torch.device, of_a_multiprocessor: int) -> int:
-    """Blocks of a launch that process a list together; the CPU, where tests run kernels, has one."""
+    """Number of blocks of a launch that process a list together; one on the CPU, where tests run kernels."""
     if device.type != "cuda":
         return 1
     return of_a_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count
@@ -39,7 +38,7 @@ def require(device: torch.device) -> None:
         MissingExtraError: the package that compiles and launches CUDA C++ is not installed.
     """
     if not cuda.runs_on(torch.empty(0, device=device)):
-        raise ValueError(f"kernels='cuda' takes a GPU, and this is {device}; kernels='warp' runs everywhere")
+        raise ValueError(f"kernels='cuda' needs a GPU, but the device is {device}; kernels='warp' runs everywhere")
     if device.type == "cuda":
         nvrtc.require_cuda_core()
         nvrtc.version()

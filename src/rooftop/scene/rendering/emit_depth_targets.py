@@ -1,4 +1,4 @@
-"""Stage 4: reads each pixel of the visibility buffer: depth, ids, material, and the earlier position of its surface."""
+"""Stage 4: compute depth, ids, material and motion of each pixel from the visibility buffer."""
 
 import warp as wp
 
@@ -36,7 +36,7 @@ from rooftop.scene.rendering.records import Recorded, corners_of, read_record
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-MATERIAL_STEP = wp.constant(1.0 / 65536.0)  # step of material depth between two materials: exact in float32
+MATERIAL_STEP = wp.constant(1.0 / 65536.0)  # step of material depth from one material to the next: exact in float32
 
 
 @wp.struct
@@ -50,15 +50,15 @@ class Hit:
     triangle: wp.int32
     cluster: Cluster
     corners: wp.vec3i
-    a: wp.vec3  # its corners, in the mesh's units
+    a: wp.vec3  # the triangle's corners, in the mesh's units
     b: wp.vec3
     c: wp.vec3
-    parts: wp.vec3  # weight of each corner at the point, which is within the triangle
+    parts: wp.vec3  # weight of each corner at the point; the point lies within the triangle
 
 
 @wp.func
 def ray(views: Views, place: wp.vec3i):
-    """The ray of a pixel (view, row, column), as the vector to depth 1."""
+    """The ray of a pixel (view, row, column), as the vector from the eye to depth 1."""
     view = place[0]
     return wp.vec3(
         (wp.float32(place[2]) - views.lens[view, LENS_CX]) / views.lens[view, LENS_FX],
@@ -69,14 +69,14 @@ def ray(views: Views, place: wp.vec3i):
 
 @wp.func
 def longest_side(a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """About the length of the longer of two sides of a triangle: divided by it, products of four lengths stay within
-    float32."""
+    """Approximate length of the longer of two sides of a triangle. If lengths are divided by it, products of four
+    lengths stay within float32."""
     return wp.max(wp.max(wp.abs(b - a)), wp.max(wp.abs(c - a)))
 
 
 @wp.func
 def shortened(vector: wp.vec3, longest: wp.float32):
-    """A vector divided by a length, rounded down to a power of two: so the quotient is not rounded."""
+    """Divide a vector by a length that is first rounded down to a power of two, so that the division is exact."""
     exponent = (wp.cast(longest, wp.int32) >> 23) & 255
     return wp.cast(wp.max(254 - exponent, 1) << 23, wp.float32) * vector
 
@@ -86,8 +86,8 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     """Barycentric coordinates of the intersection of a pixel's ray with the plane of a triangle of the view, clamped to
     the triangle.
 
-    Coordinates are relative to the first corner. So even if a triangle is far away and its corners nearly coincide,
-    only their common distance cancels.
+    Coordinates are relative to the first corner. So if a triangle is far away and its corners nearly coincide, the
+    cancellation removes only their common distance, not their differences.
     """
     direction = ray(views, place)
     longest = longest_side(a, b, c)
@@ -123,13 +123,13 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
 
 @wp.func
 def rank_of(pixel: wp.int64):
-    """The rank of the cluster at a covered pixel: its place in `drawn` and in `records`."""
+    """The rank of the cluster at a covered pixel: its index in `drawn` and in `records`."""
     return wp.int32(pixel >> TRIANGLE_SHIFT) & RANK_MASK
 
 
 @wp.func
 def covering(pixel: wp.int64, recorded: Recorded):
-    """The triangle at a covered pixel, without the point on it. `recorded`: the record of its cluster."""
+    """Find the triangle at a covered pixel, without the point on it. `recorded` is the record of its cluster."""
     hit = Hit()
     hit.triangle = wp.int32(pixel) & (TRIANGLES - 1)
     hit.rank = rank_of(pixel)
@@ -142,7 +142,7 @@ def covering(pixel: wp.int64, recorded: Recorded):
 
 @wp.func
 def hit_of(resident: Resident, views: Views, frame: Frame, pixel: wp.int64, place: wp.vec3i):
-    """The triangle at a covered pixel (view, row, column), and the point on it."""
+    """Find the triangle at a covered pixel (view, row, column), and the point on the triangle."""
     recorded = read_record(resident, frame.records, rank_of(pixel))
     hit = covering(pixel, recorded)
     hit.corners = corners_of(resident, recorded, hit.triangle)
@@ -180,7 +180,7 @@ def emit_velocity(
 
 @wp.func
 def emit_pixel(views: Views, targets: Targets, texel: wp.int32, view: wp.int32, pixel: wp.int64):
-    """Write the targets that follow from the pixel of the visibility buffer alone."""
+    """Write the targets that need only the pixel of the visibility buffer."""
     if targets.depth.shape[0] > 0:
         near = wp.cast(wp.int32(pixel >> DEPTH_SHIFT), wp.float32)
         targets.depth[texel] = views.lens[view, LENS_NEAR] / near
@@ -192,7 +192,8 @@ def emit_pixel(views: Views, targets: Targets, texel: wp.int32, view: wp.int32, 
 
 @wp.func
 def number_and_level(resident: Resident, frame: Frame, hit: Hit):
-    """The number of a pixel's cluster in its mesh, and its level of detail: its record has neither."""
+    """The number of a pixel's cluster in its mesh, and its level of detail. The cluster's record has neither, so they
+    are read from the page."""
     item = frame.drawn[hit.rank]
     page = what_of(item) >> CLUSTER_INDEX_BITS
     index = what_of(item) & CLUSTER_INDEX_MASK
@@ -203,7 +204,7 @@ def number_and_level(resident: Resident, frame: Frame, hit: Hit):
 
 @wp.func
 def emit_cluster(resident: Resident, frame: Frame, targets: Targets, texel: wp.int32, hit: Hit):
-    """Write the targets that follow from the pixel's cluster."""
+    """Write the targets that need the pixel's cluster."""
     if targets.cluster.shape[0] + targets.level.shape[0] > 0:
         both = number_and_level(resident, frame, hit)
         if targets.cluster.shape[0] > 0:
@@ -220,8 +221,8 @@ def emit_cluster(resident: Resident, frame: Frame, targets: Targets, texel: wp.i
 
 @wp.func
 def emit_background(targets: Targets, texel: wp.int32):
-    """Write the values of background, as in `targets.BACKGROUND`. `shadows` and `base_colors` write them to their own
-    targets."""
+    """Write the values of background, as in `targets.BACKGROUND`. `shadows` and `base_colors` write the background of
+    their own targets."""
     if targets.depth.shape[0] > 0:
         targets.depth[texel] = wp.inf
     if targets.coverage.shape[0] > 0:
@@ -265,8 +266,8 @@ def emit_depth_targets(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """Write the targets if there is no base pass. A thread handles pixels in strides, and writes only targets that are
-    not empty."""
+    """Write the targets if there is no base pass. A thread processes pixels in strides, and writes only targets that
+    are not empty."""
     for thread in range(wp.tid(), texels, stride):
         at = pixel_at(views, thread)
         i = at[0]

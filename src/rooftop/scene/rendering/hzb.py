@@ -1,5 +1,4 @@
-"""Stage 3, between the passes and after them: the farthest depth in larger and larger squares of pixels (hierarchical
-z)."""
+"""Stage 3, after each pass: compute hierarchical z, the farthest depth in squares of pixels of growing size."""
 
 import warp as wp
 
@@ -18,7 +17,7 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 @wp.func
 def farthest_below(views: Views, frame: Frame, view: wp.int32, level: wp.int32, y: wp.int32, x: wp.int32):
-    """The farthest of the (up to) 2 x 2 texels of the level below (for level 1: pixels) that a texel covers."""
+    """The farthest depth of the up to 2 x 2 texels that a texel covers in the level below (for level 1: pixels)."""
     columns = ((views.pictures[view, PICTURE_WIDTH] - 1) >> (level - 1)) + 1
     rows = ((views.pictures[view, PICTURE_HEIGHT] - 1) >> (level - 1)) + 1
     farthest = wp.float32(1.0)
@@ -34,8 +33,8 @@ def farthest_below(views: Views, frame: Frame, view: wp.int32, level: wp.int32, 
 
 @wp.kernel
 def reduce_depths(views: Views, frame: Frame, level: wp.int32, upper: wp.int32, stride: wp.int32):
-    """Compute a level from the one below it and, if `upper` is the level after it, that one too, which halves the
-    launches. A thread handles a texel of `upper`; the views' texels follow one another."""
+    """Compute a level from the level below it and, if `upper` is the next level, `upper` too, which halves the number
+    of launches. A thread computes a texel of `upper`; the texels of all views are numbered consecutively."""
     begin = wp.int32(0)
     for view in range(frame.cameras):
         last_x = views.pictures[view, PICTURE_WIDTH] - 1

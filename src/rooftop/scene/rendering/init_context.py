@@ -7,13 +7,13 @@ from rooftop.scene.rendering.buffers import LENS_FRAME, Frame, Resident, Views
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-SENT = 14  # columns of a changed instance: its number, its mesh, and its transform, 3 x 4, object to world
+SENT = 14  # columns of a changed instance: its number, its mesh, and its 3 x 4 transform from object to world
 SLACK = wp.constant(wp.float64(1.0 + 1e-6))  # factor by which a scale is rounded up
 
 
 @wp.func
 def most_stretch(linear: wp.mat33d):
-    """The largest singular value of a map: the square root of the largest eigenvalue of its square, which is the
+    """The largest singular value of a linear map A: the square root of the largest eigenvalue of A^T A, which is the
     largest zero of a cubic polynomial."""
     squared = wp.transpose(linear) * linear
     mean = wp.trace(squared) / wp.float64(3.0)
@@ -28,17 +28,18 @@ def most_stretch(linear: wp.mat33d):
 
 @wp.struct
 class Changes:
-    """Changed instances, each once."""
+    """The changed instances, without duplicates."""
 
     rows: wp.array2d(dtype=wp.float64)  # (count, SENT)
     count: wp.int32
     frame: wp.int32  # its number
-    framed: wp.int32  # instances from this number on were in no earlier frame
+    framed: wp.int32  # instances from this number on are new in this frame
 
 
 @wp.func
 def keep_place(resident: Resident, changes: Changes, row: wp.int32):
-    """Store the present position of an instance as its previous one, unless this frame has already moved it."""
+    """Store the current transform of an instance as its previous one, unless an earlier update for this frame did
+    so."""
     if row >= changes.framed:
         resident.instance_moved[row] = -1
     elif resident.instance_moved[row] != changes.frame:
@@ -74,8 +75,8 @@ def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Chan
 
 @wp.kernel
 def put_instances(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Changes, stride: wp.int32):
-    """Write the instances that have changed, and settle those that changed in the previous frame. `origins`: origins of
-    the meshes, to which positions are relative."""
+    """Write the instances that have changed. `origins` are the origins of the meshes, to which positions are
+    relative."""
     for i in range(wp.tid(), changes.count, stride):
         put(resident, origins, changes, i)
 
@@ -88,9 +89,9 @@ def composed(
     j: wp.int32,
     element: wp.int32,
 ):
-    """An element of the product second[j] first[i], in float64, so that it is exact for objects far from the world's
-    origin and near the camera."""
-    at = element & 12  # the first of its row
+    """An element of the matrix product second[j] first[i], in float64, so that it stays exact for objects that are far
+    from the world's origin and near the camera."""
+    at = element & 12  # the first element of its row
     column = element & 3
     total = wp.float64(0.0)
     for inner in range(3):
@@ -105,7 +106,7 @@ def place_instances(
     resident: Resident, views: Views, views_before: Views, frame: Frame, pairs: wp.int32, stride: wp.int32
 ):
     """Compute `frame.to_view` and `frame.before` of each pair. A thread computes one of the 12 elements, so that
-    neighbouring threads read and write the same lines of memory. `stride`: a multiple of 12."""
+    neighbouring threads access the same cache lines. `stride` is a multiple of 12."""
     element = wp.tid() % 12
     for pair in range(wp.tid() // 12, pairs, stride // 12):
         view = pair // frame.instances

@@ -1,7 +1,7 @@
-"""Stage 2: find the instances that a view may show; their traversal starts at the root of their mesh's tree.
+"""Stage 2: find the instances that a view may show, and append the roots of their meshes' trees to the list of nodes.
 
-The first pass tests against the depths of the previous frame, with that frame's transforms. Instances behind those
-depths are tested again in the second pass, against the picture of the first pass.
+The first pass tests against the depths of the previous frame, with that frame's transforms. The second pass tests
+instances behind those depths again, against the picture of the first pass.
 """
 
 import warp as wp
@@ -21,7 +21,7 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 @wp.func
 def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), counter: wp.int32, item: wp.int64):
-    """Append to a list; items without room are only counted."""
+    """Append to a list; if the list is full, the item is only counted."""
     at = wp.atomic_add(counters, counter, 1)
     if at < items.shape[0]:
         items[at] = item
@@ -29,7 +29,7 @@ def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), 
 
 @wp.func
 def append_node(frame: Frame, second: wp.int32, level: wp.int32, item: wp.int64):
-    """Append to the nodes of a level, (2, room), where even and odd levels alternate."""
+    """Append to the nodes of a tree level. Even and odd levels use the two rows of (2, room)."""
     at = wp.atomic_add(frame.counters, second * PASS + LEVEL + level, 1)
     if at < frame.nodes.shape[1]:
         frame.nodes[level & 1, at] = item
@@ -37,7 +37,7 @@ def append_node(frame: Frame, second: wp.int32, level: wp.int32, item: wp.int64)
 
 @wp.func
 def entry(pair: wp.int32, what: wp.int32):
-    """An entry of a list: pair << 32 | what."""
+    """Make an entry of a list: pair << 32 | what."""
     return (wp.int64(pair) << wp.int64(32)) | wp.int64(what)
 
 
@@ -93,7 +93,7 @@ def cull_instances(
     pairs: wp.int32,
     stride: wp.int32,
 ):
-    """The first pass; `history`: whether there is a previous frame to test against."""
+    """Test instances in the first pass. `history` says whether there is a previous frame to test against."""
     for pair in range(wp.tid(), pairs, stride):
         view = pair // frame.instances
         mesh = resident.instance_mesh[pair - view * frame.instances]
@@ -114,7 +114,7 @@ def cull_instances(
 
 @wp.func
 def ask_instances_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
-    """The second pass, launched by `level_cull.ask_again`."""
+    """Test hidden instances again in the second pass; `level_cull.ask_again` calls this."""
     count = wp.min(frame.counters[HIDDEN_INSTANCES], frame.hidden_instances.shape[0])
     for i in range(thread, count, stride):
         pair = pair_of(frame.hidden_instances[i])

@@ -1,8 +1,9 @@
-"""Stage 3: find the clusters to draw, level by level, with one launch for each level of the trees and without waiting.
+"""Stage 3: find the clusters to draw, with one launch for each level of the trees, without synchronization with the
+host.
 
-A cluster is drawn if its own error is small enough and its parent's is not. So every part of the surface is drawn at
-exactly one level. The tree leads to the groups whose parent error is too large; children are tested eight at a time.
-The first pass sets aside items that the previous frame hid, and the second pass tests them again.
+A cluster is drawn if its own error is small enough and its parent's error is not. So every part of the surface is drawn
+at exactly one level. The traversal of the tree finds the groups whose parent error is too large. The first pass sets
+aside items that the previous frame hid, and the second pass tests them again.
 """
 
 import warp as wp
@@ -76,7 +77,7 @@ def pixels_off(
     radius: wp.float32,
     error: wp.float32,
 ):
-    """The error in pixels of a surface with this error in this sphere."""
+    """The error in pixels of a surface that has this error and lies in this sphere."""
     scale = wp.abs(resident.instance_scale[pair % frame.instances])
     at = transformed(frame.to_view, pair, center)
     return error_on_screen(views, pair // frame.instances, at, radius, error, scale)
@@ -100,7 +101,8 @@ def too_coarse(
 def box_state(
     views: Views, views_before: Views, frame: Frame, history: wp.int32, pair: wp.int32, center: wp.vec3, half: wp.vec3
 ):
-    """SHOWN, UNSEEN (outside the picture), or, with history, HIDDEN (behind surfaces of the previous frame)."""
+    """Classify a box: SHOWN, UNSEEN (outside the picture), or, with history, HIDDEN (behind surfaces of the previous
+    frame)."""
     at = transformed(frame.to_view, pair, center)
     if is_outside(views, pair // frame.instances, at, half_sizes(frame.to_view, pair, center, half)):
         return UNSEEN
@@ -114,7 +116,7 @@ def box_state(
 def follow(
     resident: Resident, frame: Frame, second: wp.int32, level: wp.int32, pair: wp.int32, node: wp.int32, slot: wp.int32
 ):
-    """Append an inner child to the nodes of a level, and a group to the list of groups."""
+    """Append a child that is a node to the nodes of a level, or a child that is a group to the list of groups."""
     mesh = resident.instance_mesh[pair % frame.instances]
     row = resident.mesh[mesh, MESH_FIRST_NODE] + node
     if resident.nodes[row, slot, CHILD_KIND] == INNER:
@@ -159,7 +161,8 @@ def cull_nodes(
 
 @wp.func
 def ask_children_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
-    """Test again the children that the first pass considered hidden; inner ones join the roots of the second pass."""
+    """Test again the children that the first pass found hidden; children that are nodes join the roots of the second
+    pass."""
     count = wp.min(frame.counters[HIDDEN_CHILDREN], frame.hidden_children.shape[0])
     for i in range(thread, count, stride):
         pair = pair_of(frame.hidden_children[i])
@@ -198,8 +201,8 @@ def half_extent(resident: Resident, head: Head, step: wp.float32):
 
 @wp.func
 def cluster_too_coarse(resident: Resident, views: Views, frame: Frame, pair: wp.int32, head: Head):
-    """Whether the finer clusters that a cluster replaces must be drawn instead. Heads without an error belong to the
-    finest level."""
+    """Whether the finer clusters that a cluster replaces must be drawn instead. Clusters whose heads have no error are
+    of the finest level."""
     if not head.replaces:
         return False
     center = wp.vec3(
@@ -223,7 +226,8 @@ def list_cluster(
     item: wp.int64,
     head: Head,
 ):
-    """Add a cluster of the right level to the visible or the hidden clusters, or to neither if it is outside."""
+    """Append a cluster of the right level to the visible or the hidden clusters, or to neither if it is outside the
+    picture."""
     pair = pair_of(item)
     step = resident.mesh_steps[resident.instance_mesh[pair % frame.instances], 0]
     half = half_extent(resident, head, step)
@@ -245,8 +249,8 @@ def cull_clusters(
     second: wp.int32,
     stride: wp.int32,
 ):
-    """Test the clusters of the groups, and list those to draw as visible. `streaming/streamed_cull.py` does the same if
-    pages may be absent."""
+    """Test the clusters of the groups, and list the clusters to draw as visible. If pages may be absent, the kernel of
+    `streaming/streamed_cull.py` is launched instead."""
     count = wp.min(frame.counters[second * PASS + GROUPS], frame.groups.shape[0])
     for i in range(wp.tid(), LANES * count, stride):
         pair = pair_of(frame.groups[i // LANES])
@@ -264,7 +268,7 @@ def cull_clusters(
 
 @wp.func
 def ask_clusters_again(resident: Resident, views: Views, frame: Frame, thread: wp.int32, stride: wp.int32):
-    """Test again the clusters that the first pass considered hidden."""
+    """Test again the clusters that the first pass found hidden."""
     count = wp.min(frame.counters[HIDDEN_CLUSTERS], frame.hidden_clusters.shape[0])
     for i in range(thread, count, stride):
         item = frame.hidden_clusters[i]
@@ -280,8 +284,8 @@ def ask_clusters_again(resident: Resident, views: Views, frame: Frame, thread: w
 
 @wp.kernel
 def ask_again(resident: Resident, views: Views, frame: Frame, stride: wp.int32):
-    """Begin the second pass with everything that the first one set aside, in one launch, because no list depends on
-    another."""
+    """Begin the second pass: test all items that the first pass set aside. One launch suffices, because no list depends
+    on another."""
     ask_instances_again(resident, views, frame, wp.tid(), stride)
     ask_children_again(resident, views, frame, wp.tid(), stride)
     ask_clusters_again(resident, views, frame, wp.tid(), stride)

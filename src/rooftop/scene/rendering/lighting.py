@@ -1,4 +1,4 @@
-"""The strength of a light at a point without an obstruction."""
+"""Compute the strength of a light at a point, without shadows."""
 
 import warp as wp
 
@@ -9,7 +9,7 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 @wp.func
 def point_of(resident: Resident, instance: wp.int32, point: wp.vec3):
-    """A point of a mesh, relative to its origin, in the world."""
+    """Transform a point, relative to its mesh's origin, to the world."""
     found = wp.vec3d()
     for axis in range(3):
         total = resident.instance_to_world[instance, 4 * axis + 3]
@@ -34,7 +34,7 @@ def toward_light(lights: Lights, light: wp.int32, point: wp.vec3d):
 
 @wp.func
 def strength(lights: Lights, light: wp.int32, point: wp.vec3d, toward: wp.vec3):
-    """The strength of an unobstructed light, by which its colour is multiplied."""
+    """The strength of an unobstructed light: the factor of its colour."""
     if lights.kind[light] == DIRECTIONAL:
         return wp.float32(1.0)
     away = wp.vec3()

@@ -1,4 +1,4 @@
-"""The memory of a frame: lists with their capacity, pictures, and the results of the previous frame."""
+"""The memory of a frame: lists with a fixed capacity, pictures, and the depths of the previous frame."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rooftop.scene import layouts
 from rooftop.scene.rendering import buffers, records
 from rooftop.scene.rendering.canvases import MOST_THREADS, Canvas
 
-LAST = torch.iinfo(torch.int64).max  # larger than every entry, so that it sorts last
+LAST = torch.iinfo(torch.int64).max  # this value is larger than every entry, so it sorts last
 EMPTY = -1  # marks a place without an entry
-# Initial capacity of the lists. A frame that needs more is drawn again, with twice the required capacity.
+# Initial capacities of the lists. A frame that needs more is drawn again, with twice the capacity that it needs.
 ROOM = {
     "nodes": 1 << 12,
     "groups": 1 << 12,
@@ -42,11 +42,11 @@ COUNTERS_OF = {
     ),
 }
 OF_LISTS = {name: itemgetter(places[0], *places) for name, places in COUNTERS_OF.items()}
-"""Selects a list's counters from all counters; the first one twice, because a getter of a single item returns no
+"""Gets a list's counters from all counters. The first counter is repeated, because a getter of a single item returns no
 tuple."""
 
 Captured = tuple[torch.cuda.CUDAGraph, tuple[tuple[str, Any, Any], ...]]
-"""The graph of a frame, and for each stage its name and the events at its beginning and end."""
+"""The CUDA graph of a frame, and for each stage its name and the events at its beginning and end."""
 
 
 class FrameMemory:
@@ -57,8 +57,9 @@ class FrameMemory:
         canvas: the pictures.
         fragments: whether triangles are counted in each pixel.
         room: capacities of the lists.
-        depths: (canvas.hzb_texels,) float32, of the cameras in the previous frame; other objects may share this tensor.
-        pictures: whether there is a visibility buffer; culls alone need none.
+        depths: (canvas.hzb_texels,) float32, depths of the cameras in the previous frame; other `FrameMemory` objects
+            may share this tensor.
+        pictures: whether there is a visibility buffer; a frame that only culls needs none.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class FrameMemory:
 
         # Tensors that are cleared together are contiguous, so that one launch clears them.
         counted = canvas.camera_texels if fragments else 0
-        sizes = (buffers.PASS, texels, (counted + 1) // 2)  # sizes in words of 64 bits
+        sizes = (buffers.PASS, texels, (counted + 1) // 2)  # sizes in 64-bit words
         self._zeros = of(torch.int64, sum(sizes))
         counters, pixels, fragment_words = self._zeros.split(sizes)
 
@@ -109,7 +110,7 @@ class FrameMemory:
             "hzb_at": torch.from_numpy(canvas.hzb_at).to(device),
         }
         self.tensors["found"].fill_(LAST)
-        # Graphs by the arguments of a frame; None if a frame was drawn only once with them.
+        # Graphs by a frame's arguments; None if a frame was drawn only once with these arguments.
         self.graphs: dict[tuple[object, ...], Captured | None] = {}
         self.launches = Launches(device)
         self.frame: Any = buffers.Frame()
@@ -122,13 +123,13 @@ class FrameMemory:
         self._zeros.zero_()
 
     def clear_queue(self) -> None:
-        """Clears the queue of nodes before a pass: by the cleared value, warps of `persistent_cull` detect which
-        entries have arrived."""
+        """Clear the queue of nodes before a pass: warps of `persistent_cull` know by the cleared value that an entry is
+        not written yet."""
         self.tensors["nodes"][0].fill_(EMPTY)
 
     def sort_found(self, second: int) -> None:
-        """Sort the visible clusters of a pass with torch's sort. It sorts the whole list, because the host does not
-        know their number. `clear_found` must have run before the pass."""
+        """Sort the visible clusters of a pass with torch's sort. The whole list is sorted, because the host does not
+        know how many clusters it has. `clear_found` must have run before the pass."""
         found, visible = self.tensors["found"], self.tensors["visible"][second]
         if self.device.type == "cpu":
             count = min(int(self.tensors["counters"][second * buffers.PASS + buffers.VISIBLE]), len(found))
@@ -136,7 +137,7 @@ class FrameMemory:
         visible.copy_(found.sort().values)
 
     def clear_found(self) -> None:
-        """Clears the list before a pass whose results torch sorts."""
+        """Clear the list before a pass whose results torch sorts."""
         self.tensors["found"].fill_(LAST)
 
     def turn_over(self) -> None:
@@ -144,19 +145,20 @@ class FrameMemory:
         self.tensors["hzb_before"].copy_(self.tensors["hzb"])
 
     def with_room(self, room: Mapping[str, int]) -> FrameMemory:
-        """New memory for the same frame, with this room."""
+        """Make new memory for the same frame, with lists of these capacities."""
         depths = self.tensors["hzb_before"]
         memory = FrameMemory(self.places, self.canvas, self.fragments, room, depths, self._pictures)
         memory.frame.pixel_error = self.frame.pixel_error
-        if room["visible"] == self.room["visible"]:  # else another kernel may sort, which is not loaded yet
-            memory.graphs = dict.fromkeys(self.graphs)  # drawn before, so the next time is captured
+        # with another size, another kernel may sort, which is not loaded yet
+        if room["visible"] == self.room["visible"]:
+            memory.graphs = dict.fromkeys(self.graphs)  # the frame was drawn before, so the next time it is captured
         return memory
 
     def wanted_room(self, counters: list[int]) -> dict[str, int]:
-        """The room for drawing the frame again; unchanged if all lists had enough.
+        """Capacities for drawing the frame again; unchanged if all lists had enough room.
 
         Raises:
-            ValueError: a list would exceed the longest possible one.
+            ValueError: a list would exceed the greatest possible length.
         """
         room = dict(self.room)
         for name, of_list in OF_LISTS.items():
@@ -180,13 +182,13 @@ class Counters:
         self._arrived = torch.cuda.Event() if on_gpu else None
 
     def send(self, counters: Tensor) -> None:
-        """Start to copy the counters, after the work queued so far."""
+        """Start a copy of the counters, after the work queued so far."""
         self._here.copy_(counters, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(counters.device))
 
     def read(self) -> list[int]:
-        """Return the counters sent last. This waits only for their copy, not for work queued since."""
+        """Return the counters that were sent last. This waits only for their copy, not for work queued since."""
         if self._arrived is not None:
             self._arrived.synchronize()
         counters: list[int] = self._here.tolist()

@@ -1,9 +1,9 @@
-"""Smaller and smaller copies of an image, each half as wide and high as the previous one, down to a single texel.
+"""Compute mip chains: copies of an image, each half as wide and high as the previous one, down to a single texel.
 
 A texel of a level is the mean of the image over the texel's square, in linear light. If a side is odd, the squares of
 the next level overlap three texels of this one, and each texel counts by its share. All levels but the first are
-rounded to 8 bits once, as displayed (sRGB). A float16 would take twice the memory, and the rounding error (at most half
-a step of 255) is less than that of any filter.
+rounded to 8 bits once, as displayed (sRGB). float16 would take twice the memory, and the error of 8-bit rounding (at
+most half a step of 255) is less than the error of any filter.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rooftop.scene.materials import to_linear
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-LINEAR = to_linear(np.arange(256) / 255).astype(np.float32)  # (256,) linear light of a texel's 8 bits
-_BAND_ROWS = 256  # rows of a smaller level at a time, so that a large image is never converted to floats as a whole
+LINEAR = to_linear(np.arange(256) / 255).astype(np.float32)  # (256,) linear light of each 8-bit value
+_BAND_ROWS = 256  # rows of a smaller level per step, so that a large image is never converted to floats as a whole
 # The linear light at which rounding changes from one of 256 values to the next, so that np.searchsorted is exact.
 _STEPS = to_linear((np.arange(255) + 0.5) / 255)
 
@@ -29,9 +29,10 @@ def levels_of(width: int, height: int) -> list[tuple[int, int]]:
 
 
 def mip_chain(texels: Bytes) -> list[Bytes]:
-    """All levels of an image (H, W, 3), the image first."""
+    """Compute all levels of an image (H, W, 3); the image comes first."""
     found = [texels]
-    finer: Floats | None = None  # the level before in linear light; for the image it is computed band by band
+    # the previous level in linear light; None for the image, which is converted band by band
+    finer: Floats | None = None
     for width, height in levels_of(texels.shape[1], texels.shape[0])[1:]:
         coarser = np.empty((height, width, 3), np.float32)
         before = texels.shape[0] if finer is None else len(finer)
@@ -46,8 +47,7 @@ def mip_chain(texels: Bytes) -> list[Bytes]:
 
 
 def _rows_below(before: int, after: int, first: int, last: int) -> tuple[slice, Floats]:
-    """The rows of a level that the rows first..last of the next one need, and the weights (last - first, 1 to 3) of
-    each."""
+    """The rows of a level that rows first..last of the next level need, and their weights (last - first, 1 to 3)."""
     if before == 1:
         return slice(0, 1), np.ones((1, 1), np.float32)
     if before % 2 == 0:
@@ -68,7 +68,7 @@ def _mixed(source: Floats, weights: Floats) -> Floats:
 
 
 def _halved(rows: Floats) -> Floats:
-    """Rows (R, W, 3) at half the width."""
+    """Reduce rows (R, W, 3) to half their width."""
     width = rows.shape[1]
     if width == 1:
         return rows

@@ -1,17 +1,17 @@
-// Stage 3 in two launches. In the first, warps that stay take nodes from one queue until it is empty, and list the groups
-// that these lead to. In the second, more warps take those groups. The portable twin is level_cull.py, in Warp; what is
-// computed of a box or an error is the same, operation by operation (compiled without fused multiply-adds), so the same
-// clusters are found, in another order. With STREAMED pages may be absent, and the twin of what is done with a group is
-// streaming/streamed_cull.py.
+// Stage 3 in two launches. In the first, persistent warps take nodes from one queue until it is empty, and list the
+// groups that they find. In the second, more warps test the clusters of these groups. level_cull.py is the portable
+// version, in Warp. Tests of boxes and errors use the same operations in the same order (compiled without fused
+// multiply-add), so both find the same clusters, in different order. With STREAMED, pages may be absent, and groups are
+// processed as in streaming/streamed_cull.py.
 //
-// Counters of the queue, each with who changes it:
-//   nodes_written    how many nodes were put into the queue; whoever appends
-//   nodes_claimed    how many places of the queue have an owner; a warp, four at a time, whether or not they are written
-//   nodes_finished   how many nodes have appended all that they lead to; the warp that owns them
-// A warp owns places before anything stands there, and looks at no others: nobody tries twice to get the same one. An
-// entry is written after its place was counted: EMPTY says that it is on its way. When as many nodes are finished as were
-// written (read in that order: both only grow), nothing is appended any more, and whoever owns places behind the end of
-// the queue leaves.
+// Counters of the queue, and the warps that increase each:
+//   nodes_written    number of nodes that were appended to the queue; any warp that appends
+//   nodes_claimed    number of queue entries that have an owner; a warp claims four at a time, even before they are written
+//   nodes_finished   number of nodes whose children have been tested and appended; the warp that owns the nodes
+// A warp claims entries before they are written, and polls only its own entries, so warps never compete for one. An
+// entry is written after nodes_written has counted it; until then it is EMPTY. If nodes_finished equals nodes_written
+// (read in that order, since both only grow), no more nodes will be appended, and warps that own entries beyond the end
+// of the queue exit.
 
 #ifdef __CUDACC__
 __device__ __forceinline__ void wait_a_little(int nanoseconds) { __nanosleep(nanoseconds); }
@@ -21,8 +21,8 @@ inline void wait_a_little(int) { let_others_run(); }
 
 constexpr Entry EMPTY = -1;
 constexpr float ROUNDING = 1e-6f;
-constexpr int NODE_BATCH = 4;  // nodes of a warp at a time: 32 children
-constexpr int NODES_WRITTEN = 16, NODES_CLAIMED = 10, NODES_FINISHED = 11;  // counters of its own
+constexpr int NODE_BATCH = 4;  // nodes per warp and step: 32 children
+constexpr int NODES_WRITTEN = 16, NODES_CLAIMED = 10, NODES_FINISHED = 11;  // indices of the queue's counters
 constexpr int CHILDREN = 8, CHILD_WORDS = 16, CHILD_SPHERE = 6, CHILD_ERROR = 10, CHILD_KIND = 11, CHILD_AT = 12, CHILD_FIRST = 13;
 constexpr int INNER = -1;
 constexpr int SHORTEST_NAP = 64, LONGEST_NAP = 1024;  // nanoseconds
@@ -35,14 +35,15 @@ struct Pages {
     const int* words;
     const long long* at;
     const float* steps;
-    const int *group_page, *first_group;  // where pages may be absent
-    int* wanted;                          // by page; likewise
+    const int *group_page, *first_group;  // only used if pages may be absent
+    int* wanted;                          // by page; only used if pages may be absent
 };
-struct View {  // one camera or shadow map, the size of its picture, where its depths' levels begin, and transforms to it
+// one camera or shadow map: its lens, picture size, starts of hierarchical z levels, and transforms to it
+struct View {
     const float* lens;
     const int *picture, *hzb_at;
     const float *matrices, *hzb;
-    bool history;  // whether there may be a frame before to ask
+    bool history;  // whether to test against the previous frame
 };
 struct Frame {
     int instances, cameras, hzb_stride;
@@ -53,7 +54,7 @@ struct Frame {
 __device__ __forceinline__ int now_at(const int* count) { return *(volatile const int*)count; }
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
-// For the whole warp: the entries of those lanes that have one, counted once for all of them.
+// Called by a whole warp: append the entries of the lanes that have one, with one atomic addition per warp.
 __device__ void append(const List& list, bool has_one, Entry entry) {
     const unsigned lanes = __ballot_sync(ALL_LANES, has_one);
     if (lanes == 0) return;
@@ -80,7 +81,7 @@ __device__ __forceinline__ Vector half_sizes(const float* m, Vector center, Vect
     return {half_size(m, center, half), half_size(m + 4, center, half), half_size(m + 8, center, half)};
 }
 
-// By how many pixels what has this error in this sphere may be off.
+// The error in pixels of a surface that has this error and lies in this sphere.
 __device__ float pixels_off(const Scene& scene, const View& view, int instance, Vector center, float radius, float error) {
     const float* lens = view.lens;
     const float scale = fabsf(scene.scale[instance]), focal = larger_of(lens[FX], lens[FY]), reach = radius * scale;
@@ -151,7 +152,7 @@ __device__ State box_state(const View& now, const View& before, Vector center, V
 
 // ---- nodes and groups ----
 
-// The first of so many places of a list that belong to this warp from now on.
+// Claim `places` consecutive entries of a list for this warp; return the first.
 __device__ __forceinline__ int claim(int* claimed, int places) {
     int first = 0;
     if (threadIdx.x % 32 == 0) first = atomicAdd(claimed, places);
@@ -189,19 +190,20 @@ __device__ Lead ask_child(const Scene& scene, const Frame& frame, const Views& v
     return state == HIDDEN ? TO_HIDDEN : inner ? TO_NODE : TO_GROUP;
 }
 
-// The group of a child wants its page.
+// Request the page of a child's group.
 __device__ void ask_for(const Scene& scene, const Pages& pages, const Frame& frame, const Views& views, int pair, const int* child, int page) {
     const View now = view_of(frame, views, views.lens, views.to_view, pair);
     union { float value; int word; } pixels = {
         pixels_off(scene, now, pair % frame.instances, three(child + CHILD_SPHERE), real(child[CHILD_SPHERE + 3]), real(child[CHILD_ERROR]))};
-    if (now_at(pages.wanted + page) < pixels.word) atomicMax(pages.wanted + page, pixels.word);  // of numbers >= 0, bits have the same order
+    // for numbers >= 0, the bits have the same order
+    if (now_at(pages.wanted + page) < pixels.word) atomicMax(pages.wanted + page, pixels.word);
 }
 __device__ __forceinline__ bool finer_is_there(const Pages& pages, int mesh, const Head& head) {
     const int source = head.words[head.is_short ? HEAD_SOURCE : CLUSTER_SOURCE];
     return source >= 0 && pages.at[pages.group_page[pages.first_group[mesh] + source]] >= 0;
 }
 
-// How wide the box around a cluster is, in steps of the grid, as `extent_of` in clusters.py.
+// The width of the box around a cluster, in steps of the grid; the same as `extent_of` in clusters.py.
 __device__ __forceinline__ int extent_of(const Head& head, int axis) {
     if (!head.is_short) return head.words[CLUSTER_EXTENT + axis];
     const int box = head.words[HEAD_BOX], length = box_length(box, axis);
@@ -214,7 +216,7 @@ __device__ State ask_cluster(const Scene& scene, const Pages& pages, const Frame
     const int instance = pair % frame.instances, mesh = scene.instance_mesh[instance];
     const Head head = head_of(pages.words + pages.at[scene.mesh[4 * mesh + 1] + page], index);
     const View now = view_of(frame, views, views.lens, views.to_view, pair);
-    if (head.replaces) {  // else it is of the finest level
+    if (head.replaces) {  // if not, the cluster is of the finest level
         const int* sphere = head.words + (head.is_short ? HEAD_SPHERE : CLUSTER_SPHERE);
         const float error = real(head.words[head.is_short ? HEAD_ERROR : CLUSTER_ERROR]);
         if (too_coarse(scene, frame, now, instance, three(sphere), real(sphere[3]), error)) {
@@ -230,7 +232,7 @@ __device__ State ask_cluster(const Scene& scene, const Pages& pages, const Frame
     return box_state(now, before, center, half);
 }
 
-// For the whole warp: the clusters of a group.
+// Called by a whole warp: test the clusters of a group, one per lane.
 template <bool STREAMED>
 __device__ __forceinline__ void ask_group(const Scene& scene, const Pages& pages, const Frame& frame, const Views& views, Entry group, const List& visible, const List& hidden_clusters) {
     const int lane = threadIdx.x % 32;
@@ -266,11 +268,11 @@ __global__ void persistent_cull(const int* nodes, const int* mesh, const int* in
     const List hidden_children = {hidden_child_items, hidden_child_room, counters + HIDDEN_CHILDREN};
     const int lane = threadIdx.x % 32;
     int nodes_at = claim(mine + NODES_CLAIMED, NODE_BATCH), nap = SHORTEST_NAP;
-    bool taken = false;  // whether this lane has asked its child
+    bool taken = false;  // whether this lane has tested its child
     for (;;) {
         const Entry node = taken ? EMPTY : what_is_at(queue.items, nodes_at + lane / CHILDREN, queue.room);
         const unsigned seen = __ballot_sync(ALL_LANES, node != EMPTY);
-        const bool ask = (seen >> lane / CHILDREN * CHILDREN & 0xffu) == 0xffu;  // all lanes of this node have seen it
+        const bool ask = (seen >> lane / CHILDREN * CHILDREN & 0xffu) == 0xffu;  // all lanes of this node have read it
         const int asked = __popc(__ballot_sync(ALL_LANES, ask)) / CHILDREN;
         if (asked) {
             Entry found = EMPTY;
@@ -279,7 +281,7 @@ __global__ void persistent_cull(const int* nodes, const int* mesh, const int* in
             append(queue, lead == TO_NODE, found);
             append(groups, lead == TO_GROUP, found);
             append(hidden_children, lead == TO_HIDDEN, found);
-            __threadfence();  // what these lanes led to is counted before they are
+            __threadfence();  // appended nodes must be counted before these nodes count as finished
             taken |= ask;
             if (__ballot_sync(ALL_LANES, taken) == ALL_LANES) {
                 nodes_at = claim(mine + NODES_CLAIMED, NODE_BATCH);
@@ -301,7 +303,7 @@ __global__ void persistent_cull(const int* nodes, const int* mesh, const int* in
     }
 }
 
-// The clusters of all groups that the nodes led to, a warp for each group.
+// Test the clusters of all groups in the list, one warp per group.
 template <bool STREAMED>
 __global__ void __launch_bounds__(128) cull_groups(
     const int* words, const long long* page_at, const float* mesh_steps, const int* group_page, const int* first_group, int* wanted, const int* nodes,

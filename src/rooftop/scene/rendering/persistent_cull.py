@@ -1,8 +1,8 @@
-"""Stage 3 in two launches, in CUDA C++: `persistent_cull.cu`, which finds the same clusters as `level_cull.py`.
+"""Stage 3 in two launches of CUDA C++ (`persistent_cull.cu`); it finds the same clusters as `level_cull.py`.
 
 A level of a tree is little work for a GPU, and `level_cull.py` has as many launches as levels. Here warps without work
-at one level continue with the next, and nothing waits for a level to end. A second launch tests the clusters: their
-groups are known by then, so no warp waits for another, and it can have more warps.
+at one level continue with the next, and nothing waits for a level to end. A second launch tests the clusters. All
+groups are known by then, so no warp waits for another, and the launch can have more warps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 from rooftop.scene.streaming.answers import RequestBuffers
 
-THREADS = 128  # threads of a block
-BLOCKS_OF_A_MULTIPROCESSOR = 3  # with more blocks, they wait longer for each other's nodes
-BLOCKS_OF_GROUPS = 9  # blocks per multiprocessor; they do not wait for each other
+THREADS = 128  # threads per block
+BLOCKS_OF_A_MULTIPROCESSOR = 3  # more blocks would wait longer for each other's nodes
+BLOCKS_OF_GROUPS = 9  # blocks per multiprocessor; these blocks do not wait for each other
 
 
 @cache
@@ -37,10 +37,11 @@ def cull(
     second: int,
     requests: RequestBuffers | None = None,
 ) -> None:
-    """Find the visible clusters and, in the first pass, the hidden ones, from the roots and groups in the lists.
+    """Find the visible clusters and, in the first pass, the hidden clusters, from the roots and groups in the lists.
 
     Args:
-        scene, now, then: `buffers.Resident`, `buffers.Views` and those of the previous frame. history, second: as in
+        scene, now, then: `buffers.Resident`, `buffers.Views`, and `buffers.Views` of the previous frame. history,
+            second: as in
         `level_cull.cull_nodes`.
         requests: the culls' requests, if pages may be absent.
     """

@@ -1,4 +1,4 @@
-"""The scene's instances on the device. Only rows that changed are uploaded."""
+"""Keep the scene's instances on the device. Only rows that changed are uploaded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rooftop.scene.instances import GROWTH, REMOVED, Instances
 from rooftop.scene.rendering import buffers, init_context
 from rooftop.scene.rendering.uploads import Meshes, Uploaded
 
-ROWS_AT_ONCE = 2**20  # rows of 112 bytes that are sent at once; host and device each hold a copy
-FEW_ROWS = 2**14  # up to this many rows, the memory for sending is kept
+ROWS_AT_ONCE = 2**20  # most rows of 112 bytes per copy; host and device each hold a buffer of this size
+FEW_ROWS = 2**14  # for up to this many rows, the memory for sending is cached
 MOST_THREADS = 2**17
 MOST_FRAMES = 2**31
 WIDTHS = {  # dtype and width of a row of each tensor
@@ -32,8 +32,8 @@ class Placed:
 
     Attributes:
         places: capacity, in instances. Unused places and removed instances have no mesh.
-        frame: the number of the next frame, from 0 to 2^31 - 1 and again.
-        resident: `buffers.Resident`: these instances and the meshes.
+        frame: the number of the next frame, from 0 to 2^31 - 1, then again from 0.
+        resident: `buffers.Resident` with these instances and the meshes.
     """
 
     resident: Uploaded
@@ -43,13 +43,13 @@ class Placed:
         self._meshes: Meshes | None = None
         self._tensors = {name: torch.empty(0, *row, dtype=of, device=device) for name, (of, row) in WIDTHS.items()}
         self._version = self._sent = 0
-        self._framed = 0  # their number in the previous frame
+        self._framed = 0  # number of instances in the previous frame
         self._few = self._rows(FEW_ROWS), torch.empty(FEW_ROWS, init_context.SENT, dtype=torch.float64, device=device)
         self._put_from: torch.Tensor | None = None
         self._changes, self._launches = init_context.Changes(), Launches(device)
 
     def update(self, instances: Instances, meshes: Meshes) -> None:
-        """Upload what has changed. Positions in the previous frame are kept for this one."""
+        """Upload the instances that have changed. The transforms of the previous frame are kept."""
         grew = instances.count > self.places
         if grew:
             self._grow(instances.count)
@@ -64,11 +64,11 @@ class Placed:
         self._version, self._sent = instances.changes.version, instances.count
 
     def settle(self) -> None:
-        """Call after each frame: current positions become those in the previous frame."""
+        """End a frame: current transforms become the previous frame's."""
         self.frame, self._framed = (self.frame + 1) % MOST_FRAMES, self._sent
 
     def _grow(self, count: int) -> None:
-        """Grow the capacity, with room to spare except for the first upload."""
+        """Grow the capacity, with spare room except at the first upload."""
         self.places = max(count, int(GROWTH * self.places))
         for name, before in self._tensors.items():
             self._tensors[name] = torch.zeros(self.places, *before.shape[1:], dtype=before.dtype, device=self.device)
@@ -85,7 +85,7 @@ class Placed:
         sent = here.numpy()[:count]
         sent[:, 0], sent[:, 1] = rows, instances.mesh_of[rows]
         sent[:, 2:] = instances.transforms[rows].reshape(-1, 16)[:, :12]
-        # The previous copy has ended, because the counters of its frame have arrived.
+        # The previous copy has ended, because the host has received the counters of its frame.
         there[:count].copy_(here[:count], non_blocking=True)
         if there is not self._put_from:
             point(self._changes, "rows", there)
@@ -97,6 +97,6 @@ class Placed:
         )
 
     def _rows(self, count: int) -> torch.Tensor:
-        """Memory of the host for changed rows, from which the device copies."""
+        """Host memory for changed rows, from which they are copied to the device."""
         on_gpu = self.device.type == "cuda"
         return torch.empty(count, init_context.SENT, dtype=torch.float64, device="cpu", pin_memory=on_gpu)

@@ -1,6 +1,6 @@
-"""From a mesh's units to pixels: transforms, the error on the screen, and tests for what cannot be seen.
+"""Project from a mesh's units to pixels: transforms, the error on the screen, and tests for invisible boxes.
 
-Views look along z, with x to the right and y down; the centre of pixel (column, row) has these integers as coordinates.
+Views look along z, with x to the right and y down; the centre of pixel (column, row) has the coordinates (column, row).
 """
 
 import warp as wp
@@ -22,14 +22,14 @@ from rooftop.scene.rendering.buffers import (
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-# Rounding error of float32 in a transform, relative to the sum of the sizes of its terms: four terms, three roundings
+# Rounding error of a float32 transform, relative to the sum of its terms' absolute values: four terms, three roundings
 # each.
 ROUNDING = wp.constant(1e-6)
 
 
 @wp.func
 def view_at(views: Views, texel: wp.int32):
-    """The view that contains a pixel: any view if sizes differ, else a camera's."""
+    """The view that contains a pixel. If all cameras have one size, only cameras' pixels are allowed."""
     if views.same > 0:
         return texel // views.same
     low = wp.int32(0)
@@ -55,10 +55,11 @@ def place_of(views: Views, texel: wp.int32):
 
 @wp.func
 def pixel_at(views: Views, thread: wp.int32):
-    """The texel of a thread, or -1 beside the picture, and its view, row and column, which `place_at` gives.
+    """Assign a texel to a thread: (texel, or -1 outside the picture; then what `place_at` needs for its view, row and
+    column).
 
-    With cameras of the same size a warp has 8 x 4 pixels, and 8 warps have 16 x 16: they share clusters. Otherwise
-    threads have texels in order, whose places are not computed here.
+    If all cameras have the same size, a warp has 8 x 4 pixels, and 8 warps have 16 x 16, so that they share clusters.
+    If sizes differ, threads have texels in order, and `place_at` computes the places.
     """
     if views.same == 0:
         return wp.vec4i(thread, 0, 0, 0)
@@ -80,7 +81,7 @@ def pixel_at(views: Views, thread: wp.int32):
 
 @wp.func
 def place_at(views: Views, at: wp.vec4i):
-    """View, row and column of a texel that `pixel_at` gave."""
+    """View, row and column of a texel, from the result of `pixel_at`."""
     if views.same == 0:
         return place_of(views, at[0])
     return wp.vec3i(at[1], at[2], at[3])
@@ -88,7 +89,7 @@ def place_at(views: Views, at: wp.vec4i):
 
 @wp.func
 def transformed(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, point: wp.vec3):
-    """A point by row `row` of matrices (N, 12), each 3 x 4."""
+    """Transform a point by matrix `row` of matrices (N, 12), each 3 x 4."""
     moved = wp.vec3()
     for axis in range(3):
         first = 4 * axis
@@ -103,7 +104,7 @@ def transformed(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, point: wp
 
 @wp.func
 def half_sizes(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Half sizes, along the axes of the view, of a box of the mesh, including rounding."""
+    """Half sizes of a mesh's box along the axes of the view, enlarged by the rounding error."""
     sizes = wp.vec3()
     for axis in range(3):
         first = 4 * axis
@@ -120,11 +121,11 @@ def half_sizes(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, center: wp
 def error_on_screen(
     views: Views, view: wp.int32, center: wp.vec3, radius: wp.float32, error: wp.float32, scale: wp.float32
 ):
-    """The largest error in pixels of a surface within a sphere, where the picture shows it; `center` is in the view's
+    """The largest error in pixels of a surface within a sphere, where it is visible; `center` is in the view's
     coordinates.
 
-    An error e at depth z moves a point by at most f e / (z cos(angle)). For an enclosing sphere both factors can only
-    be larger.
+    An error e at depth z moves a point by at most f e / (z cos(angle)). The sphere's least depth and largest angle
+    give an upper bound.
     """
     focal = wp.max(views.lens[view, LENS_FX], views.lens[view, LENS_FY])
     reach = radius * scale
@@ -138,7 +139,7 @@ def error_on_screen(
 
 @wp.func
 def is_outside(views: Views, view: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether no pixel can show any part of a box along the axes of the view."""
+    """Whether no pixel can show any part of a box that is parallel to the view's axes."""
     right = wp.float32(views.pictures[view, PICTURE_WIDTH]) - 0.5 - views.lens[view, LENS_CX]
     left = -0.5 - views.lens[view, LENS_CX]
     bottom = wp.float32(views.pictures[view, PICTURE_HEIGHT]) - 0.5 - views.lens[view, LENS_CY]
@@ -168,13 +169,13 @@ def is_hidden(
     hzb: wp.array(dtype=wp.float32),
     hzb_at: wp.array2d(dtype=wp.int32),
 ):
-    """Whether all pixels that could show a box along the axes of the view have nearer surfaces."""
+    """Whether all pixels that could show a box, parallel to the view's axes, have nearer surfaces."""
     near = views.lens[view, LENS_NEAR]
     nearest = center[2] - half[2]
     if nearest < near:
         return False
     farthest = center[2] + half[2]
-    over_left = nearest  # the depth that divides the leftmost coordinate, and so on
+    over_left = nearest  # the depth by which the leftmost coordinate is divided, and so on
     over_right = nearest
     over_top = nearest
     over_bottom = nearest
@@ -194,7 +195,7 @@ def is_hidden(
     right = fx * (center[0] + half[0]) / over_right + views.lens[view, LENS_CX]
     top = fy * (center[1] - half[1]) / over_top + views.lens[view, LENS_CY]
     bottom = fy * (center[1] + half[1]) / over_bottom + views.lens[view, LENS_CY]
-    # Add one pixel on each side, because corners are rounded to 1/256 and these operations round as well.
+    # Add one pixel on each side, because corners are rounded to 1/256 pixel, and these operations round too.
     last_x = views.pictures[view, PICTURE_WIDTH] - 1
     last_y = views.pictures[view, PICTURE_HEIGHT] - 1
     levels = views.pictures[view, PICTURE_LEVELS]

@@ -1,10 +1,10 @@
 """Stage 3, continued: draw the triangles of visible clusters into the visibility buffer.
 
-A pixel is one int64: nearness, then cluster, then triangle. The largest value wins, so the order of threads has no
-effect. Corners are rounded to 1/256 of a pixel and edges are evaluated in integers. So two triangles that share an edge
-divide its pixels between them, whichever path draws them. A small triangle is drawn by the thread that has read it. A
-large triangle, or one that is too near, is clipped, cut into tiles, and drawn by a thread for each row of a tile. This
-replaces the hardware's rasterizer, which kernels cannot use.
+A pixel is one int64: from the highest bits, nearness, cluster and triangle. The largest value wins, so the order of
+threads has no effect. Corners are rounded to 1/256 of a pixel and edges are evaluated in integers. So each pixel on an
+edge that two triangles share belongs to exactly one of them, also if they are drawn in different ways. A small triangle
+is drawn by the thread that reads it. A large triangle, or one that is too near, is clipped, cut into tiles, and drawn
+by one thread per row of a tile. This replaces the hardware's rasterizer, which kernels cannot use.
 """
 
 import warp as wp
@@ -46,20 +46,20 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 SUBPIXEL_BITS, SUBPIXEL_SHIFT = wp.constant(8), wp.constant(wp.int64(8))
 SUBPIXELS = wp.constant(256.0)
-# largest extent of a small triangle, in subpixels: products of such numbers fit into int32
+# largest extent of a small triangle, in 1/256 pixel: products of two such numbers fit into int32
 SMALL_EXTENT = wp.constant(64 << 8)
 SMALL_PIXELS = wp.constant(256)  # most pixels in the box of a small triangle
-GUARD = wp.constant(float(1 << 20))  # pixels from the picture's corner: products of such numbers fit into int64
+GUARD = wp.constant(float(1 << 20))  # most pixels from the picture's corner: products of such numbers fit into int64
 TILE_BITS = wp.constant(5)
 TILE = wp.constant(32)
-# side of a tile, and distance from its first to its last pixel, in subpixels
+# side of a tile in pixels, and the distance from its first to its last pixel in 1/256 pixel
 TILE_SIDE, TILE_REACH = wp.constant(32 << 8), wp.constant(31 << 8)
-TILE_LANES = wp.constant(64)  # threads that search the tiles of a piece
+TILE_LANES = wp.constant(64)  # threads that search the tiles of one piece
 
 
 @wp.struct
 class Triangle:
-    """The position of a triangle of a visible cluster."""
+    """A triangle of a visible cluster, in view coordinates."""
 
     there: wp.bool
     view: wp.int32
@@ -71,7 +71,8 @@ class Triangle:
 
 @wp.func
 def read_triangle(resident: Resident, frame: Frame, rank: wp.int32, number: wp.int32):
-    """A triangle of the cluster with this rank, in view coordinates; marked absent if the cluster has fewer."""
+    """Read a triangle of the cluster with this rank, in view coordinates; it is marked absent if the cluster has fewer
+    triangles."""
     recorded = read_record(resident, frame.records, rank)
     cluster = recorded.cluster
     pair = recorded.pair
@@ -100,7 +101,7 @@ def on_screen(views: Views, view: wp.int32, point: wp.vec3):
 
 @wp.func
 def fixed(pixels: wp.float32):
-    """Pixels as whole steps of 1/256, rounded to the nearest."""
+    """Round pixels to the nearest step of 1/256."""
     return wp.int32(wp.rint(pixels * SUBPIXELS))
 
 
@@ -122,8 +123,8 @@ def nearness(views: Views, view: wp.int32, linear: wp.float32):
 
 @wp.func
 def put(frame: Frame, texel: wp.int32, near: wp.float32, low: wp.int64):
-    """Write a covered pixel. The nearest surface wins; of equally near ones, the last in the order of clusters and
-    triangles."""
+    """Write a covered pixel. The nearest surface wins; among equally near surfaces, the last in the order of clusters
+    and triangles."""
     value = (wp.int64(wp.cast(near, wp.int32)) << DEPTH_SHIFT) | low
     if value > frame.pixels[texel]:
         wp.atomic_max(frame.pixels, texel, value)
@@ -133,7 +134,8 @@ def put(frame: Frame, texel: wp.int32, near: wp.float32, low: wp.int64):
 
 @wp.func
 def tie(dx: wp.int32, dy: wp.int32):
-    """0 if pixels exactly on an edge belong to this triangle, -1 if they belong to the triangle on the other side."""
+    """Tie-breaking rule of an edge: 0 if pixels exactly on it belong to this triangle, -1 if they belong to the
+    triangle on the other side."""
     if dy > 0 or (dy == 0 and dx < 0):
         return 0
     return -1
@@ -153,7 +155,8 @@ def draw_small(
     low: wp.int64,
     box: wp.vec4i,
 ):
-    """Draw the pixels of a box (first and last column, then row) whose centres are in a triangle of positive area."""
+    """Draw the pixels of a box (first column, last column, first row, last row) whose centres are in a triangle of
+    positive area."""
     area = (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
     tie_a = tie(c[0] - b[0], c[1] - b[1])
     tie_b = tie(a[0] - c[0], a[1] - c[1])
@@ -170,7 +173,7 @@ def draw_small(
             of_b = (a[0] - c[0]) * (py - c[1]) - (a[1] - c[1]) * (px - c[0])
             of_c = (b[0] - a[0]) * (py - a[1]) - (b[1] - a[1]) * (px - a[0])
             if of_a + tie_a >= 0 and of_b + tie_b >= 0 and of_c + tie_c >= 0:
-                # All terms have one sign: there is no cancellation, however far apart the corners are.
+                # All terms have the same sign, so there is no cancellation, even if corners are far apart.
                 sum = wp.float32(of_a) * depth_a + wp.float32(of_b) * depth_b + wp.float32(of_c) * depth_c
                 depth = wp.clamp(sum * over_area, farthest, nearest)
                 put(frame, row + x, nearness(views, view, depth), low)
@@ -251,10 +254,11 @@ def clip(
     plane: wp.vec3d,
     offset: wp.float64,
 ):
-    """The part of a polygon with plane . p + offset >= 0; returns its number of corners.
+    """Clip a polygon to plane . p + offset >= 0; return its number of corners.
 
-    A new corner is computed from inside to outside, so two triangles that share an edge get the same one. The
-    computation is in float64, so that a corner far away does not move one at the near plane.
+    A new corner is computed from the inner to the outer end of an edge, so two triangles that share the edge get the
+    same corner. The computation is in float64, so that a corner that is far away does not shift the new corner on the
+    near plane.
     """
     found = wp.int32(0)
     zero = wp.float64(0.0)
@@ -307,7 +311,7 @@ def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32,
         none = wp.float64(0.0)
         near = wp.float64(views.lens[view, LENS_NEAR])
         corners = clip(polygon, kept, 3, wp.vec3d(none, none, wp.float64(1.0)), -near)
-        over = wp.float64(1.0)  # growth of the picture's width with depth, and its width at depth 0
+        over = wp.float64(1.0)  # growth of the picture's width per unit of depth, and the width at depth 0
         constant = wp.float64(0.0)
         if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
             over = wp.float64(0.0)
@@ -339,8 +343,8 @@ def add_piece(
     mirrored: wp.bool,
     one_sided: wp.int32,
 ):
-    """Add a clipped triangle of the view to the pieces, oriented so that its area is positive. A piece without area is
-    dropped, and so is a back side if only one side is drawn."""
+    """Append a clipped triangle of the view to the pieces, oriented so that its area is positive. Pieces without area
+    are dropped; if only one side is drawn, back sides are dropped too."""
     p = on_screen(views, view, a)
     q = on_screen(views, view, b)
     r = on_screen(views, view, c)
@@ -375,8 +379,8 @@ def add_piece(
 
 @wp.func
 def edge(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32, px: wp.int64, py: wp.int64):
-    """The side of an edge of a piece on which a point is: twice the area of the triangle of edge and point; >= 0 is
-    inside."""
+    """Twice the signed area of the triangle of a piece's edge and a point; a point with a value >= 0 is inside the
+    edge."""
     ax = frame.pieces[piece, 2 * start]
     ay = frame.pieces[piece, 2 * start + 1]
     dx = frame.pieces[piece, 2 * end] - ax
@@ -386,7 +390,7 @@ def edge(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32, px: wp.i
 
 @wp.func
 def edge_tie(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32):
-    """`tie` of an edge of a piece."""
+    """Apply `tie` to an edge of a piece."""
     dx = frame.pieces[piece, 2 * end] - frame.pieces[piece, 2 * start]
     dy = frame.pieces[piece, 2 * end + 1] - frame.pieces[piece, 2 * start + 1]
     return wp.int64(tie(wp.int32(dx), wp.int32(dy)))
@@ -394,7 +398,7 @@ def edge_tie(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32):
 
 @wp.func
 def misses(frame: Frame, piece: wp.int32, x: wp.int64, y: wp.int64, side: wp.int64):
-    """Whether a whole square of points, from (x, y) on, is outside one edge of a piece."""
+    """Whether a square of points that begins at (x, y) is completely outside one edge of a piece."""
     for start in range(3):
         end = (start + 1) % 3
         best = wp.max(
@@ -481,7 +485,7 @@ def draw_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
 
 @wp.func
 def smaller(frame: Frame, which: wp.int32, item: wp.int64):
-    """The number of visible clusters of one pass, which are sorted, that come before a cluster of the other pass."""
+    """The number of visible clusters of one pass, a sorted list, that precede a cluster of the other pass."""
     low = wp.int32(0)
     high = wp.min(frame.counters[which * PASS + VISIBLE], frame.visible.shape[1])
     while low < high:
@@ -495,8 +499,8 @@ def smaller(frame: Frame, which: wp.int32, item: wp.int64):
 
 @wp.kernel
 def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp.int32):
-    """Rank the clusters and write their records: before the first pass those of the first pass, before the second those
-    of both."""
+    """Rank the visible clusters and write their records: before the first pass draws, its clusters; before the second
+    pass draws, the clusters of both."""
     if second != 0 and frame.counters[PASS + VISIBLE] == 0:
         return  # clusters of the first pass keep their records
     for which in range(second + 1):
@@ -515,7 +519,7 @@ def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp
 
 @wp.func
 def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.int64):
-    """Add a cluster that a camera sees to the statistics: the cluster, its triangles and its level of detail."""
+    """Add a cluster to the statistics, if its view is a camera: the cluster, its triangles and its level of detail."""
     if pair_of(item) // frame.instances >= frame.cameras:
         return
     mesh = resident.instance_mesh[pair_of(item) % frame.instances]
@@ -528,8 +532,8 @@ def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.i
 
 @wp.kernel
 def rank_pixels(frame: Frame, texels: wp.int32, stride: wp.int32):
-    """Give the pixels that the first pass drew for the cameras their ranks among both passes, so that equal depths are
-    decided as in a single pass."""
+    """In the cameras' pixels that the first pass drew, replace ranks by the ranks among both passes, so that equal
+    depths are resolved as in a single pass."""
     if frame.counters[PASS + VISIBLE] > 0:
         for i in range(wp.tid(), texels, stride):
             pixel = frame.pixels[i]

@@ -1,14 +1,15 @@
-// Stage 3, continued: the small triangles of visible clusters, a block for each cluster, from its record (records.py).
-// Its threads first place the vertices on the screen, each once, and then take a triangle each. The portable twin is
-// `rasterize` in rasterize.py, in Warp: the same operations on the same numbers, so the same pixels. What is not a small
-// triangle goes to the same list.
+// Stage 3, continued: draw the small triangles of visible clusters, one block per cluster, from its record
+// (records.py). The threads of a block first project each vertex to the screen once; then each thread draws one
+// triangle. The portable version is `rasterize` in rasterize.py, in Warp. Both use the same operations on the same
+// numbers, so they write the same pixels. Triangles that are not small are appended to the same list.
 
 constexpr int THREADS = 128, MOST_VERTICES = 256;
 constexpr int SUBPIXEL_BITS = 8, SMALL_EXTENT = 64 << SUBPIXEL_BITS, SMALL_PIXELS = 256;
 constexpr float SUBPIXELS = 256.0f, GUARD = 1 << 20;
-constexpr int FAR_ASIDE = 0x7fffffff, BEHIND = -FAR_ASIDE;  // in place of a column
+// stored as x: the vertex is too far off the picture, or nearer than the near plane
+constexpr int FAR_ASIDE = 0x7fffffff, BEHIND = -FAR_ASIDE;
 
-struct Vertex { int x, y; float depth; };  // 1/256 pixels, and what is linear on the screen
+struct Vertex { int x, y; float depth; };  // position in 1/256 pixel; depth as a value that is linear on the screen
 __device__ __forceinline__ Vertex placed(const float* lens, Vector point) {
     if (point.z < lens[NEAR]) return {BEHIND, 0, 0.0f};
     const bool parallel = lens[ORTHOGRAPHIC] > 0.0f;
@@ -20,11 +21,11 @@ __device__ __forceinline__ Vertex placed(const float* lens, Vector point) {
 
 __device__ __forceinline__ int tie(int dx, int dy) { return dy > 0 || (dy == 0 && dx < 0) ? 0 : -1; }
 
-// A small triangle of positive area, and its edges at the centre of the first pixel of its box.
+// A small triangle of positive area, with its edge functions at the centre of the first pixel of its box.
 struct Small {
     int row_a, row_b, row_c, ax, ay, bx, by, tie_a, tie_b, tie_c;
-    float over_area, a, b, c;  // one over twice its area, and the depths of its corners
-    int at;                    // of the first pixel in the picture
+    float over_area, a, b, c;  // 1 / (twice the area); depths of the corners
+    int at;                    // index in the picture of the box's first pixel
 };
 
 __device__ __forceinline__ Small small_of(Vertex a, Vertex b, Vertex c, int area, int x0, int y0, int width) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ Small small_of(Vertex a, Vertex b, Vertex c, int area
 
 struct Picture {
     long long* pixels;
-    int* fragments;  // or null
+    int* fragments;  // null if not counted
     int width;
     bool parallel;
     float near;
@@ -57,17 +58,19 @@ __device__ __forceinline__ void put(const Picture& picture, int at, float neares
     if (COUNTED) atomicAdd(picture.fragments + at, 1);
 }
 
-// All pixels of a box whose centre is in a triangle.
+// Draw all pixels of a box whose centres are in a triangle.
 template <bool COUNTED>
 __device__ __forceinline__ void draw(const Picture& picture, const Small& small, long long low, int columns, int rows) {
     const float nearest = larger_of(larger_of(small.a, small.b), small.c), farthest = smaller_of(smaller_of(small.a, small.b), small.c);
     const int ay = small.ay << SUBPIXEL_BITS, by = small.by << SUBPIXEL_BITS, cy = -ay - by;
     const int down_a = (small.ax << SUBPIXEL_BITS) + columns * ay, down_b = (small.bx << SUBPIXEL_BITS) + columns * by;
-    const int down_c = (-small.ax - small.bx << SUBPIXEL_BITS) + columns * cy;  // from behind the last column to the next row
+    // step from beyond the last column to the start of the next row
+    const int down_c = (-small.ax - small.bx << SUBPIXEL_BITS) + columns * cy;
     int of_a = small.row_a, of_b = small.row_b, of_c = small.row_c;
     int at = small.at, left_in_row = columns;
 #pragma unroll 1
-    for (int left = columns * rows; left > 0; --left) {  // one loop: lanes with boxes of any shape stay together
+    // a single loop, so that lanes with boxes of different shapes do not diverge
+    for (int left = columns * rows; left > 0; --left) {
         if (((of_a + small.tie_a) | (of_b + small.tie_b) | (of_c + small.tie_c)) >= 0) {
             const float sum = float(of_a) * small.a + float(of_b) * small.b + float(of_c) * small.c;
             put<COUNTED>(picture, at, nearest, farthest, sum * small.over_area, low);
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(THREADS) rasterize_clusters(
         __syncthreads();
 
         const int number = threadIdx.x;
-        int columns = 0, rows = 0;  // of its box, if it is drawn here
+        int columns = 0, rows = 0;  // of the triangle's box; 0 if this thread draws nothing
         Small small;
         if (number < triangles) {
             const Streams streams = {masks, masks + NEW_WORDS + (kind == FANS_AND_EXPLICIT ? EXPLICIT_WORDS : 0), kind, r1.x >> 24 & 255, vertices, r1.x, r1.y};
@@ -124,7 +127,7 @@ __global__ void __launch_bounds__(THREADS) rasterize_clusters(
             const int first_y = min(a.y, min(b.y, c.y)), last_y = max(a.y, max(b.y, c.y));
             bool is_large = first_x == BEHIND || last_x == FAR_ASIDE;
             if (is_large) {
-                is_large = last_x != BEHIND;  // else all of it is nearer than pictures begin
+                is_large = last_x != BEHIND;  // if not, the whole triangle is nearer than the near plane
             } else {
                 const int x0 = max((first_x + 255) >> SUBPIXEL_BITS, 0), x1 = min(last_x >> SUBPIXEL_BITS, width - 1);
                 const int y0 = max((first_y + 255) >> SUBPIXEL_BITS, 0), y1 = min(last_y >> SUBPIXEL_BITS, height - 1);
@@ -156,6 +159,6 @@ __global__ void __launch_bounds__(THREADS) rasterize_clusters(
         const long long low = ((long long)rank << TRIANGLE_BITS) | number;
         if (counted) draw<true>(picture, small, low, columns, rows);
         else draw<false>(picture, small, low, columns, rows);
-        __syncthreads();  // the vertices are not needed any more
+        __syncthreads();  // the next cluster overwrites the vertices
     }
 }

@@ -1,7 +1,7 @@
-"""Small triangles in CUDA C++: `rasterize_clusters.cu`, which draws the same pixels as `rasterize.rasterize`.
+"""Draw small triangles in CUDA C++ (`rasterize_clusters.cu`), with the same pixels as `rasterize.rasterize`.
 
-With one thread for each triangle, every vertex is decoded and transformed about six times. Here a block for each
-cluster does so once, and keeps the vertices in shared memory.
+With one thread per triangle, every vertex is decoded and transformed about six times. Here one block per cluster
+decodes and transforms each vertex once, and keeps the vertices in shared memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rooftop.scene.rendering.memory import FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 
 THREADS = 128  # threads of a block; a cluster has at most this many triangles
-BLOCKS_OF_A_MULTIPROCESSOR = 64  # more than run at once, so that new blocks replace those that finish early
+BLOCKS_OF_A_MULTIPROCESSOR = 64  # more blocks than run at once, so that new blocks replace those that finish early
 
 
 @cache

@@ -1,9 +1,10 @@
-// What the kernels that read records of visible clusters share, after pieces.cu: the twin of records.py, in Warp.
+// Shared by the kernels that read records of visible clusters; included after pieces.cu. It is equivalent to
+// records.py.
 
-constexpr int RECORD_QUARTERS = 4;  // of 16 bytes
+constexpr int RECORD_QUARTERS = 4;  // quarters of a record, of 16 bytes each
 constexpr int DEPTH_SHIFT = 33, TRIANGLE_BITS = 7;
 
-enum Kind { SEPARATE, FANS, FANS_AND_EXPLICIT };  // how its corners are stored
+enum Kind { SEPARATE, FANS, FANS_AND_EXPLICIT };  // how a cluster's corners are stored
 struct Streams {
     const int *masks, *references;
     int kind, reference_bits, vertices, vertices_before, references_before;
@@ -18,7 +19,8 @@ __device__ __forceinline__ int word_of(float value) {
     return bits.word;
 }
 
-// The vertices of a triangle, as `corners_of` in records.py. All lanes of a warp read the same words of the masks.
+// Decode the vertices of a triangle, as `corners_of` in records.py does. All lanes of a warp read the same words of the
+// masks.
 __device__ __forceinline__ void corners_of(const Streams& cluster, int triangle, int (&corners)[3]) {
     const int own = triangle >> 5, bit = triangle & 31;
     const unsigned below = (1u << bit) - 1;
@@ -36,13 +38,13 @@ __device__ __forceinline__ void corners_of(const Streams& cluster, int triangle,
     const int new_corners = (low >> bit & 1) + 2 * (high >> bit & 1);
     const bool is_explicit = third >> bit & 1, fan = new_corners == 0 && cluster.kind != SEPARATE;
     const int old = is_explicit ? 3 : 3 - new_corners;
-    bool after_new = false;  // a fan's second corner is then the one before the newest vertex
+    bool after_new = false;  // if true, a fan's second corner is the vertex before the newest
     if (fan) {
         const int previous = max(triangle - 1, 0);
         after_new = unsigned(cluster.masks[4 + (previous >> 5)]) >> (previous & 31) & 1;
         if (cluster.kind == FANS_AND_EXPLICIT && unsigned(cluster.masks[NEW_WORDS + (previous >> 5)]) >> (previous & 31) & 1) after_new = false;
     }
-    // Which reference each corner has, if any, and from what it counts down.
+    // For each corner: the vertex from which its reference counts down, the reference's index, and whether it has one.
     const int second = is_explicit || fan ? n - 2 : n - 1;
     const int back[3] = {n - 1, second, second};
     const int at[3] = {first, fan ? first - 1 : first + 1, fan ? first : first + 2};

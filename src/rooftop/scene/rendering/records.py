@@ -1,7 +1,7 @@
 """Records of the visible clusters: the parts of a cluster's head that drawing needs, decoded into 64 bytes.
 
-Reading a head from its page takes seven dependent loads. One thread does this once per cluster, so that no block and no
-pixel has to.
+Reading a head from its page takes seven dependent loads. One thread per cluster does this, so that blocks and pixels
+need not.
 
     word  0      pair
           1, 2   first word of its streams
@@ -41,12 +41,12 @@ from rooftop.scene.rendering.level_cull import CLUSTER_INDEX_BITS, CLUSTER_INDEX
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-WORDS = 16  # words of a record
+WORDS = 16  # number of words of a record
 
 
 @wp.struct
 class Recorded:
-    """A record in the form that `read_record` returns."""
+    """The fields of a record, as `read_record` returns them."""
 
     cluster: Cluster
     pair: wp.int32
@@ -68,7 +68,7 @@ return wp::vec_t<4, int>(row[0], row[1], row[2], row[3]);
 #endif
 """)
 def quarter(records: wp.array2d(dtype=wp.int32), at: wp.int32, part: wp.int32) -> wp.vec4i:
-    """Four words of a record, by one load."""
+    """Load four words of a record at once."""
 
 
 @wp.func
@@ -130,7 +130,7 @@ def write_record(
 
 @wp.func
 def read_record(resident: Resident, records: wp.array2d(dtype=wp.int32), rank: wp.int32):
-    """The record of a visible cluster, by its rank."""
+    """Read the record of a visible cluster, given its rank."""
     first = quarter(records, rank, 0)
     second = quarter(records, rank, 1)
     third = quarter(records, rank, 2)
@@ -164,8 +164,8 @@ def read_record(resident: Resident, records: wp.array2d(dtype=wp.int32), rank: w
 
 @wp.func
 def corners_of(resident: Resident, recorded: Recorded, triangle: wp.int32):
-    """The vertices of a triangle, as in the table in layouts.py. Of the earlier triangles only those in its own word of
-    the masks are counted here."""
+    """Decode the vertices of a triangle, by the table in layouts.py. Only earlier triangles in the same word of the
+    masks are counted here; the record has the counts before that word."""
     words = resident.words
     cluster = recorded.cluster
     own = triangle >> 5
@@ -205,7 +205,7 @@ def corners_of(resident: Resident, recorded: Recorded, triangle: wp.int32):
         after_new = mask_bit(words, cluster.masks + wp.int64(4), previous) != 0
         if after_new and cluster.kind == FANS_AND_EXPLICIT:
             after_new = mask_bit(words, third, previous) == 0
-        if not after_new:  # otherwise it is the corner before the newest vertex
+        if not after_new:  # if none is found, it is the corner before the newest vertex
             corners[1] = n - 2 - reference(resident, cluster, first - 1)
         corners[2] = n - 2 - reference(resident, cluster, first)
     else:

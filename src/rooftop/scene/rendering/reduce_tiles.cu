@@ -1,15 +1,16 @@
-// The farthest depths of ever larger squares of pixels, in two launches: a block reduces a tile of 64 x 64 pixels to its
-// levels 1 to 6, and one block for each view does the few texels above. The portable twin is hzb.py, in Warp, with a
-// launch for every second level. A texel outside the picture counts as nearer than all.
+// Hierarchical z, the farthest depth in squares of pixels of growing size, in two launches. In the first, a block
+// reduces a tile of 64 x 64 pixels to levels 1 to 6. In the second, one block per view computes the few texels of
+// higher levels. The portable version is hzb.py, in Warp, with a launch for every second level. Texels outside the
+// picture have the nearest depth, so they do not affect the result.
 
 constexpr int DEPTH_SHIFT = 33;
-constexpr int SIDE = 16, THREADS = SIDE * SIDE;  // of a tile's texels of level 2: a thread each
+constexpr int SIDE = 16, THREADS = SIDE * SIDE;  // texels of level 2 along a tile's side; one thread per texel
 constexpr int TILE_LEVEL = 6;
 constexpr float NEAREST = 1.0f;
 
-struct Levels {  // of one view
-    float* texels;  // of all views
-    const int* at;  // where each level begins
+struct Levels {  // the hierarchical z levels of one view
+    float* texels;  // texels of all views
+    const int* at;  // start of each level
     int count, width, height;
     __device__ int columns(int level) const { return ((width - 1) >> level) + 1; }
     __device__ int rows(int level) const { return ((height - 1) >> level) + 1; }
@@ -28,8 +29,9 @@ __global__ void __launch_bounds__(THREADS) reduce_tiles(const long long* pixels,
     const int view = blockIdx.x / tiles_across, x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
     const Levels all = levels_of(hzb, hzb_at, stride, pictures, view);
     const int width = all.width, height = all.height;
-    const int tile_x = blockIdx.x % tiles_across * SIDE, tile_y = blockIdx.y * SIDE;  // in texels of level 2
-    if (4 * tile_x >= width || 4 * tile_y >= height) return;  // another view is larger
+    // origin of the tile, in texels of level 2
+    const int tile_x = blockIdx.x % tiles_across * SIDE, tile_y = blockIdx.y * SIDE;
+    if (4 * tile_x >= width || 4 * tile_y >= height) return;  // this tile exists only in larger views
     const long long* picture = pixels + pictures[PICTURE * view + PICTURE_AT];
     float farthest = NEAREST;
     for (int part = 0; part < 4; ++part) {

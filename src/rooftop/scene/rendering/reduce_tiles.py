@@ -1,4 +1,4 @@
-"""Hierarchical z in CUDA C++: `reduce_tiles.cu`, in two launches; `hzb.py` needs one for every second level."""
+"""Hierarchical z in CUDA C++ (`reduce_tiles.cu`): two launches, where `hzb.py` needs one for every second level."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def source() -> str:
 
 
 def reduce_depths(now: Uploaded, memory: FrameMemory) -> None:
-    """Compute all levels of `hzb` for the cameras' views from `pixels`. `now`: `buffers.Views`."""
+    """Compute all levels of `hzb` for the cameras' views from `pixels`. `now` is `buffers.Views`."""
     of, canvas = memory.tensors, memory.canvas
     where = (of["hzb"], of["hzb_at"], of["hzb_at"].shape[1], now.tensors["pictures"])
     if canvas.levels > 1:

@@ -1,4 +1,4 @@
-"""Frames of a scene, one after another."""
+"""Render a scene, frame after frame."""
 
 from __future__ import annotations
 
@@ -29,34 +29,35 @@ from rooftop.scene.streaming.answers import Answer
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
 
-VIEWS_AHEAD = 8  # views that `prefetch` culls at once,
-MOST_PAIRS_AHEAD = 2**22  # if they have no more instances than this together: lists have room for them
-LIGHT = (0.4, 0.3, 0.85)  # the direction from which the light comes
+VIEWS_AHEAD = 8  # views that `prefetch` culls in one batch,
+# if the batch has at most this many pairs of view and instance, so that lists have room for them
+MOST_PAIRS_AHEAD = 2**22
+LIGHT = (0.4, 0.3, 0.85)  # unit vector from which the light comes
 
 
 class Renderer:
-    """Draws a scene, frame after frame; the depths of one frame help the next to skip hidden parts.
+    """Draws a scene, frame after frame. The depths of one frame help the next frame to skip hidden parts.
 
     Args:
         scene: may change between frames.
-        device: "cuda", "cuda:1" or "cpu"; a GPU if there is one.
+        device: "cuda", "cuda:1" or "cpu"; by default a GPU if there is one.
         pixel_error: allowed error of the surface in pixels; 0 draws the finest level.
         occlusion: whether hidden parts are skipped. It changes no pixel.
         one_sided: whether triangles seen from behind (clockwise) are skipped.
         light: the direction in the world from which the light of "color" comes, of any length.
         kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and needs a GPU and `rooftop[cuda]`; None is
-            "cuda" if it can run. Each pixel is the same, bit for bit.
-        pool_bytes: device memory for the pages of the scene's meshes, which are loaded when frames need them. By
-            default all pages are loaded before the first frame, and stay.
+            "cuda" if it can run. All pixels have the same bits with both.
+        pool_bytes: bytes of device memory for the pages of the scene's meshes, which are loaded when frames need them.
+            By default all pages are loaded before the first frame, and stay.
 
     Attributes:
-        pixel_error, light: as given; may be set between frames.
+        pixel_error, light: as given; the caller may set them between frames.
         kernels: the kernels in use, "warp" or "cuda".
-        pool: the pages on the device, with `pool_bytes`; else None.
+        pool: the pool of pages on the device; None without `pool_bytes`.
 
     Raises:
         InputError: the pages that every complete picture of the scene needs do not fit into the pool.
-        GeometryFileError: a file has a wrong description of its pages.
+        GeometryFileError: a file's page table or list of needed pages is wrong.
 
     Example:
         >>> frame = Renderer(scene).render(Camera.look_at((3, 0, 1), (0, 0, 0)), outputs=("depth", "normal"))
@@ -96,14 +97,14 @@ class Renderer:
         if self.pool_bytes is not None and scene.meshes:
             self._graph = PageGraph(scene.meshes)
             slots_of(self._graph, self.pool_bytes)
-        self._chains, self._ahead = Chains(self.device), Chains(self.device, pictures=False)  # those of `prefetch`
+        self._chains, self._ahead = Chains(self.device), Chains(self.device, pictures=False)  # chains of `prefetch`
         self._meshes: Meshes | None = None
         self._surfaces: Uploaded | None = None
         self._surfaces_of: tuple[object, ...] = ()
         self._memory: FrameMemory | None = None
         self._direction: tuple[float, ...] = ()  # the result of `_toward_light` for `_light_of`
         self._light_of: object = None
-        # no lights and no materials; always the same objects, see `Launches`
+        # stand for no lights and no materials; always the same objects, see `Launches`
         self._dark, self._plain = buffers.Lights(), Surfaces()
         self._shadows = ShadowMaps(self.device)
         self._placed = Placed(self.device)
@@ -121,24 +122,24 @@ class Renderer:
         timings: bool = False,
         wait: bool = True,
     ) -> GBuffer:
-        """A frame of each camera, all in one chain of launches.
+        """Render a frame for each camera, all in one chain of launches.
 
         Args:
-            cameras: all of the same size; `render_each` takes any. The camera at the same index in the previous frame
-                is its previous position.
+            cameras: all of the same size; `render_each` takes any sizes. A camera's previous position is the camera at
+                the same index in the previous frame.
             outputs: which fields of `GBuffer` to fill.
-            timings: whether to time each stage, into `stats.stage_ms`.
-            wait: with a pool, whether missing pages are loaded before the frame is done. Then the picture is the one
-                with all pages, or the finest that fits into the pool, independent of what was drawn or loaded before.
-                Otherwise the frame is drawn from the present pages, complete but coarser, and the missing ones are
-                loaded for later frames.
+            timings: whether to time each stage and fill `stats.stage_ms`.
+            wait: with a pool, whether missing pages are loaded before the frame ends. If True, the picture is as with
+                all pages, or the finest that fits into the pool; it does not depend on what was drawn or loaded before.
+                If False, the frame is drawn from the resident pages, complete but coarser, and missing pages are loaded
+                for later frames.
 
-        Draw all frames of one renderer on one stream: the stream orders what a frame leaves for the next. On a GPU the
-        pictures may still be computed when this returns, as with any work that torch queues.
+        Draw all frames of one renderer on one stream, because each frame reads data of the previous one. On a GPU the
+        pictures may still be in progress when this returns, as with any work that torch queues.
 
         Raises:
-            ValueError: an output or the cameras are wrong, or pictures or lists would be too large.
-            GeometryFileError: a page that is loaded while frames are drawn is missing or damaged; the message names it.
+            ValueError: an output or the cameras are invalid, or pictures or lists would be too large.
+            GeometryFileError: a page that a frame loads is missing or damaged; the message names it.
         """
         views = checked_cameras(cameras)
         width, height = same_size(views)
@@ -157,12 +158,13 @@ class Renderer:
         """Render a frame for each camera, of any size, all in one chain of launches.
 
         Args:
-            cameras: if their number and sizes equal the previous frame's, those are their previous positions. outputs,
+            cameras: if their number and sizes equal the previous frame's, the cameras of that frame are their previous
+                positions. outputs,
             timings, wait: as in `render`.
 
         Returns:
-            For each camera, pictures (1, height, width[, C]); the statistics are of all cameras together. Without
-            cameras, nothing.
+            For each camera a frame with pictures (1, height, width[, C]); its statistics count all cameras together.
+            Without cameras, an empty tuple.
 
         Raises:
             ValueError, GeometryFileError: as in `render`.
@@ -180,11 +182,11 @@ class Renderer:
             for k, view in enumerate(views)
         )
 
-    @torch.inference_mode(False)  # data kept for the next frame must stay valid, wherever that frame is drawn
+    @torch.inference_mode(False)  # data kept for the next frame must stay valid outside inference mode too
     def _frame(
         self, cameras: tuple[Camera, ...], outputs: Sequence[str], timings: bool, wait: bool
     ) -> tuple[FrameStats, dict[str, Tensor]]:
-        """The pictures of all cameras, (pixels[, C]) one after another."""
+        """Draw a frame; return its statistics and the pictures of all cameras, concatenated to (pixels[, C])."""
         outputs = _checked_outputs(outputs)
         light = self._light_now()
         pixel_error = _checked_error(self.pixel_error)
@@ -226,7 +228,7 @@ class Renderer:
                         self._draw_maps(batch, meshes, pixel_error)
                 if later and pool is not None:
                     pool.requests.collect(counters_of, self._threads, aging=False)
-            # so that the host continues while the device computes the outputs
+            # here, so that the host continues while the device computes the outputs
             if pool is None:
                 self._counters.send(counters_of)
             else:
@@ -239,7 +241,7 @@ class Renderer:
             resident = None
             if pool is not None and not wait:
                 resident = pool.resident()
-                pool.begin()  # for the next frame: the host has time while the device draws
+                pool.begin()  # prepare the next frame now, because the host has time while the device draws
             answer = pool.requests.read(resident) if pool is not None else None
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
@@ -270,15 +272,15 @@ class Renderer:
 
     @torch.inference_mode(False)
     def prefetch(self, cameras: Camera | Sequence[Camera]) -> None:
-        """Start loading the pages that frames of these cameras will need, such as those of the path ahead. The present
-        frame keeps its pages; without `pool_bytes` this does nothing.
+        """Start to load the pages that frames of these cameras will need, such as the cameras of the path ahead. The
+        current frame keeps its pages. Without `pool_bytes` this does nothing.
 
         Args:
-            cameras: of any sizes, the nearest in time first.
+            cameras: cameras of any sizes, the nearest in time first.
 
         Raises:
-            ValueError: the cameras are wrong, or lists would be too large.
-            GeometryFileError: a page loaded in the meantime is missing or damaged.
+            ValueError: the cameras are invalid, or lists would be too large.
+            GeometryFileError: a page that has been loaded since the last call is missing or damaged.
         """
         views = checked_cameras(cameras)
         if not views:
@@ -304,7 +306,8 @@ class Renderer:
     def _look_ahead(
         self, pool: Pool, chains: Chains, chain: Chain, meshes: Meshes, pixel_error: float, more: bool = False
     ) -> Answer:
-        """The requests of a frame, with those before if `more`: from its culls alone, which need trees, not pages."""
+        """Collect the requests of a frame without drawing it: its culls need only trees, not pages. If `more`, earlier
+        requests are kept."""
         while True:
             chain.memory.frame.pixel_error = pixel_error
             self._stages(chain, meshes, Clock(self.device, False)).look_ahead(more)
@@ -316,14 +319,15 @@ class Renderer:
             chains.widen(chain, room)
 
     def _load_first(self, pool: Pool, chain: Chain, meshes: Meshes, pixel_error: float) -> None:
-        """Load the pages of a new pool's first frame in one go, root pages included: trees alone say which it needs."""
+        """Load the pages of a new pool's first frame at once, including root pages. The trees suffice to find the pages
+        that it needs."""
         self._look_ahead(pool, self._chains, chain, meshes, pixel_error)
         target = pool.target()
         if target is not None:
             pool.load(target)
 
     def _meshes_now(self) -> Meshes:
-        """The scene's meshes on the device; a new pool if meshes were added."""
+        """The scene's meshes on the device; if meshes were added, a new pool is created."""
         if self._meshes is None or self._meshes.count != len(self.scene.meshes):
             self._drop_pool()
             if self.pool_bytes is not None:
@@ -334,8 +338,8 @@ class Renderer:
         return self._meshes
 
     def _light_now(self) -> Any:
-        """The direction of `light`, with length 1; the same object until `light` is set again."""
-        # a list may have changed its values
+        """The unit vector of `light`; the same object until `light` is set again."""
+        # the caller may have changed the values of a list
         if self.light is not self._light_of or not isinstance(self.light, tuple):
             direction = _checked_light(self.light)
             self._light_of = self.light
@@ -344,7 +348,7 @@ class Renderer:
         return self._toward_light
 
     def _surfaces_now(self) -> Any:
-        """The scene's materials on the device, from the first frame that requests a colour."""
+        """The scene's materials on the device, uploaded for the first frame that requests a colour."""
         materials = self.scene.materials
         if self._surfaces is None or self._surfaces_of != materials:
             self._surfaces = uploaded_surfaces(self.scene.meshes, materials, self.device)
@@ -358,7 +362,7 @@ class Renderer:
         self.pool = self._meshes = None
 
     def _place(self, meshes: Meshes) -> Placed:
-        """Upload the present instances."""
+        """Upload the instances that changed."""
         resident = self._resident
         self._placed.update(self.scene.placed, meshes)
         if self._placed.resident is not resident:
@@ -391,7 +395,7 @@ class Renderer:
         self._shadows.keep(stages, numbers)
 
     def _background(self, outputs: tuple[str, ...], canvas: Canvas) -> dict[str, Tensor]:
-        """The pictures of a scene without instances; the next frame then has no previous frame."""
+        """The pictures of a scene without instances. The next frame then has no previous frame."""
         self._placed.settle()
         self._cameras, self._has_depths = (), False
         pictures = Outputs(outputs, canvas.camera_texels, len(self.scene.lights), self.device).background()
@@ -401,16 +405,17 @@ class Renderer:
 
 
 def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
-    """Load the pages that a frame missed. The new frame must not depend on the pages that happened to be resident.
+    """Load the pages that a frame missed, such that the redrawn frame does not depend on the pages that happened to be
+    resident.
 
     The first pass's requests depend only on the previous frame. Once those pages are resident, the first pass draws the
-    same as with all pages, so the second pass's requests are known, too. If both do not fit, the frame is drawn without
-    the previous frame. Its requests then depend only on the camera and the scene, and the choice is based on these
-    requests.
+    same as with all pages, so the second pass's requests are known too. If the pages of both passes do not fit, the
+    frame is drawn without the previous frame. Its requests then depend only on the camera and the scene, and the choice
+    is based on these requests.
 
     Returns:
-        Whether the pages are the best that fit, so that loading more cannot help, and whether to test against the
-        previous frame.
+        Whether the resident pages are the best that fit, so that loading more cannot help; and whether to test against
+        the previous frame.
     """
     target = pool.target()
     if target is None and not history:
@@ -432,7 +437,7 @@ def _checked_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
 
 
 def _emitted(outputs: tuple[str, ...], scene: Scene) -> tuple[str, ...]:
-    """These outputs, and the inputs of "color"."""
+    """The outputs to compute: the requested ones, and the inputs of "color"."""
     needed = [("shadow", bool(scene.lights)), ("base_color", any(scene.materials))]
     more = (name for name, there in needed if there and "color" in outputs and name not in outputs)
     return (*outputs, *more)
@@ -442,7 +447,7 @@ def _check_sizes(canvas: Canvas, instances: int) -> None:
     if max(canvas.texels, len(canvas.sizes) * instances) > MOST_THREADS:
         raise ValueError(
             f"{len(canvas.sizes)} views of {canvas.texels:,} pixels and {instances:,} instances: a frame has at most "
-            "2^30 pixels, and 2^30 instances over all views; render fewer views at once"
+            "2^30 pixels, and 2^30 instances summed over its views; render fewer views at once"
         )
 
 
@@ -466,7 +471,7 @@ def _checked_light(light: Any) -> tuple[float, ...]:
     direction = real_numbers(light, "light", "three numbers that are not all 0")
     if direction.shape != (3,) or not np.isfinite(direction).all() or not direction.any():
         raise ValueError(f"light={short(light)}: expected a direction, three finite numbers that are not all 0")
-    direction /= abs(direction).max()  # so that no square is too large or too small
+    direction /= abs(direction).max()  # scale first, so that no square overflows or underflows
     return tuple((direction / np.linalg.norm(direction)).tolist())
 
 
@@ -498,7 +503,9 @@ def _device(device: str | torch.device | None) -> torch.device:
     if chosen.type not in ("cuda", "cpu"):
         raise ValueError(f"device={device!r}: expected 'cuda' or 'cpu'")
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: PyTorch sees no GPU here; device='cpu' draws the same, more slowly")
+        raise ValueError(
+            f"device={device!r}: PyTorch sees no GPU here; device='cpu' draws the same pictures, more slowly"
+        )
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return chosen if chosen.type == "cuda" else torch.device("cpu")

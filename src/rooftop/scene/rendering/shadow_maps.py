@@ -1,7 +1,7 @@
-"""The shadow maps of a scene's lights: which ones a frame must draw, and the memory of all of them.
+"""The shadow maps of a scene's lights: choose the maps that a frame must draw, and hold the memory of all maps.
 
-A map is not redrawn while its view, its casters and the wanted accuracy stay the same. The first three stages draw all
-other maps together with the pictures, as views without a previous frame.
+A map is not redrawn while its view, its casters and the allowed error stay the same. All other maps are drawn by the
+first three stages together with the pictures, as views without a previous frame.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rooftop.scene.rendering.canvases import MOST_THREADS
 from rooftop.scene.rendering.stages import Stages
 from rooftop.scene.rendering.uploads import Meshes, Uploaded, lens_of, uploaded
 
-# Limit for shadow maps drawn in one batch, for their texels and for views times instances, since both take memory.
+# Limit for a batch of shadow maps: for their texels, and for views times instances, since both take memory.
 MOST_AT_ONCE = 2**26
 MOST_KEPT = 16
 ALIGNED = 16  # bytes
@@ -32,7 +32,7 @@ ALIGNED = 16  # bytes
 
 @dataclass(frozen=True)
 class Drawing:
-    """How maps are drawn.
+    """Settings with which maps are drawn.
 
     Attributes:
         one_sided, cuda_cpp: as in `Stages`.
@@ -45,7 +45,7 @@ class Drawing:
 
 
 class ShadowMaps:
-    """The shadow maps of a scene's lights, from frame to frame.
+    """The shadow maps of a scene's lights, cached from frame to frame.
 
     Attributes:
         values: `buffers.Lights`, as of the last frame.
@@ -58,12 +58,12 @@ class ShadowMaps:
         self.device, self.values = device, buffers.Lights()
         self._lights: tuple[Light, ...] = ()
         self._sizes: list[int] = []  # sizes of all maps
-        self._drawn: list[object] = []  # for each map, its inputs when drawn; None: not drawn yet
+        self._drawn: list[object] = []  # for each map, the inputs with which it was drawn; None: not drawn yet
         self._wanted: list[object] = []
-        self._seen: object = None  # the inputs of the views
+        self._seen: object = None  # the inputs from which the views were computed
         self._casters = _Casters()
         self._staged: _Staged | None = None
-        self._kept: dict[tuple[int, ...], list[Any]] = {}  # the arguments of `keep_depths` for these numbers
+        self._kept: dict[tuple[int, ...], list[Any]] = {}  # arguments of `keep_depths`, by the numbers of the maps
 
     def due(
         self,
@@ -74,16 +74,16 @@ class ShadowMaps:
         bounds: Floats,
         drawing: Drawing,
     ) -> tuple[int, ...]:
-        """The maps that a frame must draw; `drawn` reports that they are drawn.
+        """Return the numbers of the maps that a frame must draw. After they are drawn, call `drawn`.
 
         Args:
             lights: lights of the scene, at least one.
-            cameras: cameras of the frame. meshes, instances: of the scene.
+            cameras: cameras of the frame. meshes, instances: the scene's meshes and instances.
             bounds: (2, 3), a box around all instances.
             drawing: how maps are drawn.
 
         Raises:
-            ValueError: maps of too many texels.
+            ValueError: the maps have too many texels.
         """
         seen = lights, tuple(camera.key for camera in cameras), bounds.tobytes(), drawing
         if seen != self._seen:
@@ -98,7 +98,8 @@ class ShadowMaps:
         return tuple(k for k, wanted in enumerate(self._wanted) if self._drawn[k] != wanted)
 
     def batches(self, due: Sequence[int], places: int, cameras: int) -> list[tuple[int, ...]]:
-        """Batches of maps that are drawn together, in order: the first one together with that many cameras."""
+        """Divide maps into batches that are drawn together, in order. The first batch is drawn together with `cameras`
+        cameras."""
         batches: list[list[int]] = [[]]
         texels, views = 0, cameras
         for number in due:
@@ -110,7 +111,7 @@ class ShadowMaps:
         return [tuple(batch) for batch in batches]
 
     def keep(self, stages: Stages, numbers: Sequence[int]) -> None:
-        """Store the views drawn after the cameras as maps with these numbers."""
+        """Store the views that were drawn after the cameras as the maps with these numbers."""
         arrays = self._kept.get(tuple(numbers))
         if arrays is None:
             which = uploaded(self.device, np.array(numbers, dtype=np.int32))
@@ -121,8 +122,8 @@ class ShadowMaps:
         stages.keep_depths(*arrays)
 
     def drawn(self, numbers: Sequence[int], whole: bool) -> None:
-        """Record that these maps are drawn; if some wanted pages were missing (not `whole`), the next frame draws them
-        again."""
+        """Record that these maps are drawn. If some wanted pages were missing (`whole` is False), the next frame draws
+        them again."""
         for number in numbers:
             self._drawn[number] = self._wanted[number] if whole else None
 
@@ -152,7 +153,7 @@ class ShadowMaps:
 
 
 class _Staged:
-    """Arrays that go to the device in one copy, always to the same addresses.
+    """Copy arrays to the device in one transfer, always to the same addresses.
 
     Args:
         arrays: examples with the shapes of all later arrays.
@@ -180,7 +181,8 @@ class _Staged:
         return all(array.shape == self._rows[name].shape for name, array in arrays.items())
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Write other numbers. The host has read the previous frame's counters, so the copy before them has ended."""
+        """Copy new values to the device. The staging memory is free: the host has read the previous frame's counters,
+        so its copy has ended."""
         for name, array in arrays.items():
             self._rows[name][:] = array
         self._there.copy_(self._here, non_blocking=True)
@@ -214,7 +216,7 @@ def _tables(lights: Sequence[Light], counts: Sequence[int], sizes: Sequence[int]
 
 
 class _Casters:
-    """The instances as they were in the previous frame."""
+    """Find the instances that changed, by a copy of the previous frame's instances."""
 
     def __init__(self) -> None:
         self._meshes: Meshes | None = None
@@ -223,12 +225,13 @@ class _Casters:
         self._radii: Floats = np.empty(0)
 
     def changed(self, meshes: Meshes, instances: Instances) -> tuple[Floats, Floats] | None:
-        """Spheres, centres (N, 3) and radii (N,), around what was added, moved or removed, at its old and new
-        positions; None: everything changed."""
+        """Spheres, as centres (N, 3) and radii (N,), around the old and new positions of instances that were added,
+        moved or removed; None if everything changed."""
         anew = self._meshes is not meshes
         if anew:
             self._meshes, self._version, self._known = meshes, 0, 0
-            self._boxes = meshes.mesh_box.cpu().numpy().astype(np.float64)  # centre and half size, from the origin
+            # for each mesh, centre and half size of its box, relative to its origin
+            self._boxes = meshes.mesh_box.cpu().numpy().astype(np.float64)
         rows = instances.changed(self._version, self._known)
         if not len(rows) and not anew:
             return np.empty((0, 3)), np.empty(0)
@@ -254,11 +257,11 @@ class _Casters:
 
 
 def _sees(view: Camera, centers: Floats, radii: Floats) -> bool:
-    """Whether a map may show any of some spheres."""
+    """Whether a map may show any of these spheres."""
     if not len(centers):
         return False
     at = centers @ view.world_to_camera[:3, :3].T + view.world_to_camera[:3, 3]
-    half = view.width / 2 / view.fx  # half width of the map's view, at depth one
+    half = view.width / 2 / view.fx  # half width of the map's view at depth 1
     aside = abs(at[:, :2]).max(1)
     if view.orthographic:
         return bool((aside - radii <= half).any())

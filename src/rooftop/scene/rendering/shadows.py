@@ -1,7 +1,7 @@
 """Stage 6: compute how much of each light reaches the surface at a pixel, from the shadow maps drawn by earlier stages.
 
-A point is moved along its normal before the look-up: by the reach of the filter times the surface's slope in the map,
-plus the error of the levels of detail in the map and in the picture. So a surface does not shade itself.
+Before the look-up, a point is moved along its normal: by the reach of the filter times the surface's slope in the map,
+plus the errors of the levels of detail in the map and in the picture. So a surface does not shadow itself.
 """
 
 import warp as wp
@@ -32,8 +32,8 @@ from rooftop.scene.rendering.projections import pixel_at, place_at
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-REACH = wp.constant(1.5)  # texels: reach of the filter, the diagonal of a texel plus rounding
-INSIDE = wp.constant(1.0)  # texels from a map's edge: nearer ones belong to the next cascade
+REACH = wp.constant(1.5)  # reach of the filter in texels: the diagonal of a texel, plus rounding
+INSIDE = wp.constant(1.0)  # texels: points nearer to a map's edge use the next cascade
 
 
 @wp.kernel
@@ -45,7 +45,7 @@ def keep_depths(
     depths: wp.array(dtype=wp.float32),
     stride: wp.int32,
 ):
-    """Stores the nearest depths of newly drawn maps; the k-th view after the cameras is map which[k]."""
+    """Store the nearest depths of newly drawn maps; the k-th view after the cameras is map which[k]."""
     begin = wp.int32(0)
     for number in range(which.shape[0]):
         view = frame.cameras + number
@@ -61,7 +61,7 @@ def keep_depths(
 
 @wp.func
 def seen_from(lights: Lights, number: wp.int32, point: wp.vec3d):
-    """A point of the world in the coordinates of a map's view; exact even far from the world's origin."""
+    """Transform a point of the world to a map's view; exact even far from the world's origin."""
     found = wp.vec3()
     for axis in range(3):
         total = lights.from_world[number, 4 * axis + 3]
@@ -90,9 +90,9 @@ def texel_size(lights: Lights, number: wp.int32, at: wp.vec3):
 
 @wp.func
 def slope_of(lights: Lights, number: wp.int32, normal: wp.vec3):
-    """The slope of a plane on a map: the sine of the angle between its normal and the map's axis. At a distance of 1 on
-    the map, the plane is nearer by this length along its normal. Its depth along a ray is n P / (n w), w linear in
-    texels."""
+    """The slope of a plane on a map: the sine of the angle between its normal and the map's axis. A point that lies 1
+    unit across the map from a point of the plane is up to this far from the plane. The plane's depth along a ray w is n
+    P / (n w), where w is linear in texels."""
     along = wp.float32(0.0)
     for axis in range(3):
         along += wp.float32(lights.from_world[number, 8 + axis]) * normal[axis]
@@ -101,7 +101,7 @@ def slope_of(lights: Lights, number: wp.int32, normal: wp.vec3):
 
 @wp.func
 def holds(lights: Lights, light: wp.int32, number: wp.int32, at: wp.vec3):
-    """Whether a map shows a point, away from its edge."""
+    """Whether a map shows a point that is not too near to the map's edge."""
     if at[2] < lights.lens[number, LENS_NEAR]:
         return False
     place = on_map(lights, number, at)
@@ -111,7 +111,7 @@ def holds(lights: Lights, light: wp.int32, number: wp.int32, at: wp.vec3):
 
 @wp.func
 def map_of(lights: Lights, light: wp.int32, view: wp.int32, point: wp.vec3d):
-    """The finest map that shows a point; -1: there is none, and so no shadow."""
+    """The finest map that shows a point; -1 if no map does, so that the point is unshadowed."""
     first = lights.maps[light, 0]
     count = lights.maps[light, 1]
     if lights.kind[light] == DIRECTIONAL:
@@ -135,7 +135,7 @@ def map_of(lights: Lights, light: wp.int32, view: wp.int32, point: wp.vec3d):
 
 @wp.func
 def is_free(lights: Lights, light: wp.int32, number: wp.int32, x: wp.int32, y: wp.int32, depth: wp.float32):
-    """1 if nothing is nearer to the light than a depth, else 0."""
+    """1 if nothing in a texel is nearer to the light than a depth, 0 if something is."""
     size = lights.maps[light, 2]
     column = wp.clamp(x, 0, size - 1)
     row = wp.clamp(y, 0, size - 1)
@@ -168,7 +168,7 @@ def shadows(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """`targets.shadow` of each pixel."""
+    """Compute `targets.shadow` of each pixel."""
     for thread in range(wp.tid(), texels, stride):
         at = pixel_at(views, thread)
         i = at[0]

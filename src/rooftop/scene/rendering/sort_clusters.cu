@@ -1,18 +1,18 @@
-// Visible clusters in order, where there are not very many: a block sorts a tile of them, and the place of each among all
-// is where it stands in its own tile and, by bisection, in the others. Torch's sort takes ten launches for this, and goes
-// through all that there is room for; how many there are, only the device knows.
+// Sort a moderate number of visible clusters. First, each block sorts a tile. Then the final index of each entry is the
+// number of smaller entries, found in every tile by binary search. Torch's sort takes ten launches for this, and sorts
+// the whole capacity of the list, because only the device knows how many entries it has.
 
 constexpr int TILE = 2048, THREADS = 1024;
-constexpr int OF_A_WARP = 64;  // entries that a warp has to itself while those that it compares are nearer
-constexpr int AT_ONCE = 4;  // tiles that a thread searches side by side, so that one load does not wait for another
-constexpr Entry LAST = 0x7fffffffffffffffll;  // behind every entry
+constexpr int OF_A_WARP = 64;  // entries per warp: comparisons over shorter distances stay within the warp
+constexpr int AT_ONCE = 4;  // tiles that a thread searches at once, so that the latencies of their loads overlap
+constexpr Entry LAST = 0x7fffffffffffffffll;  // sorts after every entry
 
 // Batcher's bitonic sort (1968), in shared memory: a thread compares two entries in each step.
 __global__ void __launch_bounds__(THREADS) sort_tiles(Entry* items, const int* counters, int counter, int room) {
     __shared__ Entry tile[TILE];
     const int count = min(counters[counter], room), first = blockIdx.x * TILE;
     if (first >= count) return;
-    int size = OF_A_WARP;  // a power of two that has room for all of the tile
+    int size = OF_A_WARP;  // a power of two, at least the number of the tile's entries
     while (size < min(count - first, TILE)) size *= 2;
     for (int i = threadIdx.x; i < size; i += THREADS) tile[i] = first + i < count ? items[first + i] : LAST;
     __syncthreads();
@@ -32,13 +32,13 @@ __global__ void __launch_bounds__(THREADS) sort_tiles(Entry* items, const int* c
         if (first + i < count) items[first + i] = tile[i];
 }
 
-// A thread for each entry. Its neighbours are next to it in the other tiles, too, so a warp reads few lines of memory in
-// each step: with a lane for each tile, every lane read another one.
+// One thread per entry. Neighbouring entries have nearby positions in the other tiles too, so a warp reads few cache
+// lines per step. With one lane per tile, every lane would read a different line.
 __global__ void merge_tiles(const Entry* items, Entry* sorted, const int* counters, int counter, int room) {
     const int count = min(counters[counter], room), threads = gridDim.x * blockDim.x;
     for (int at = blockIdx.x * blockDim.x + threadIdx.x; at < count; at += threads) {
         const Entry item = items[at];
-        int rank = 0;  // how many entries are smaller; in its own tile, those before it
+        int rank = 0;  // number of smaller entries in all tiles
         for (int first = 0; first < count; first += AT_ONCE * TILE) {
             int smaller[AT_ONCE] = {};
             for (int step = TILE; step > 0; step /= 2) {

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from rooftop.scene.rendering.cuda_sources import blocks_on, compiled, with_pieces
 
-TILE, THREADS = 2048, 1024  # entries and threads of a block that sorts
+TILE, THREADS = 2048, 1024  # entries per tile, and threads per block
 MERGING_THREADS, BLOCKS_OF_A_MULTIPROCESSOR = 256, 8
-# Largest room of a list for which this sort is used, in the first and in the second pass. It searches each entry in
-# every tile, so for more clusters torch's sort is faster. But torch sorts the whole room, and the second pass seldom
-# needs a hundredth of it.
+# Largest capacity of a list for which this sort is used, in the first and in the second pass. This sort searches each
+# entry in every tile, so for more clusters torch's sort is faster. But torch always sorts the whole capacity, and the
+# second pass seldom fills a hundredth of it.
 MOST, MOST_OF_SECOND = 1 << 19, 1 << 20
 
 
@@ -23,7 +23,7 @@ def source() -> str:
 
 
 def sort(items: Tensor, counters: Tensor, counter: int, out: Tensor) -> None:
-    """Sort the first items into `out`; `items` is left in another order.
+    """Sort the first items of a list into `out`; the order of `items` changes.
 
     Args:
         items, out: (room,) int64, all different.

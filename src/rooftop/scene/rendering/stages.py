@@ -1,4 +1,4 @@
-"""A frame, stage by stage."""
+"""Run a frame stage by stage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rooftop.scene.streaming import streamed_cull
 from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
-MOST_GRAPHS = 4  # graphs for one memory: of a first frame and of later ones, each with and without timings
+MOST_GRAPHS = 4  # most graphs for one memory: of a first frame and of later frames, each with and without timings
 OF_BASE_PASS = {"normal", "uv", "color", "vertex_color"}
 OF_DEPTH_TARGETS = {
     *("depth", "coverage", "triangle", "instance", "cluster", "level", "material", "material_depth", "velocity")
@@ -42,11 +42,11 @@ OF_DEPTH_TARGETS = {
 
 
 class Clock:
-    """Milliseconds of each stage, summed over its passes; on a device, from its events."""
+    """Measures milliseconds of each stage, summed over its passes; on a GPU by CUDA events."""
 
     def __init__(self, device: torch.device, runs: bool) -> None:
         self.device, self.runs = device, runs
-        self.events: list[tuple[str, Any, Any]] = []  # for each stage: its beginning and its end
+        self.events: list[tuple[str, Any, Any]] = []  # for each stage: its name, beginning and end
 
     @contextmanager
     def of(self, stage: str) -> Iterator[None]:
@@ -60,7 +60,7 @@ class Clock:
     def _now(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True, external=True)  # in a graph, too
+        event = torch.cuda.Event(enable_timing=True, external=True)  # external, so that it also works in a graph
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -78,10 +78,11 @@ class Clock:
 class Stages:
     """The arguments of a frame's stages.
 
-    Attributes: resident, now, then: the scene, the views, and the views of the previous frame.
+    Attributes:
+        resident, now, then: the scene, the views, and the views of the previous frame.
         depth: depth of the deepest tree.
-        threads: threads of a launch; each processes a list in strides of that many.
-        cuda_cpp: whether the steps with a faster CUDA C++ kernel use it: the walk through the trees from one queue
+        threads: threads of a launch; each thread processes a list with this stride.
+        cuda_cpp: whether the steps with a faster CUDA C++ kernel use it: the traversal of the trees from one queue
             (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`),
             hierarchical z (`reduce_tiles`) and the base pass of plain scenes (`base_pixels`).
         requests: the culls' requests, if pages may be absent.
@@ -100,22 +101,23 @@ class Stages:
     requests: RequestBuffers | None = None
 
     def draw(self, history: bool) -> None:
-        """Draw the visibility buffer, and collect the culls' requests. `history`: whether the previous frame may hide
-        parts."""
+        """Draw the visibility buffer, and collect the culls' requests. `history` says whether depths of the previous
+        frame may hide parts."""
         if self.requests is not None:
-            self.requests.clear()  # all culls from here to `collect`, for any views, request their pages
+            self.requests.clear()  # all culls from here to `collect` add their requests, for any views
         self._draw(history)
         if self.requests is not None:
             with self.clock.of("requests"):
                 self.requests.collect(self.memory.tensors["counters"], self.threads)
 
     def draw_more(self) -> None:
-        """Draw more views of the same frame; their culls' requests are added to the earlier ones. The previous frame
-        hides nothing in them."""
+        """Draw more views of the same frame, without history; their culls' requests are added to the earlier
+        requests."""
         self._draw(history=False)
 
     def look_ahead(self, more: bool) -> None:
-        """Collect a frame's requests, from its culls alone. `more`: whether they are added to the earlier ones."""
+        """Run only a frame's culls, to collect its requests. `more` says whether they are added to the earlier
+        requests."""
         requests = self.requests
         assert requests is not None
 
@@ -153,7 +155,7 @@ class Stages:
             self._launch(init_context.place_instances, *arguments, threads=threads)
 
     def _cull_first(self, asked: int) -> None:
-        """The first pass; `asked`: whether it tests against the depths of the previous frame."""
+        """Run the culls of the first pass. `asked` says whether they test against the depths of the previous frame."""
         with self.clock.of("instance_cull"):
             self._clear_lists(0)
             shared = (*self._inputs, self.memory.frame)
@@ -161,20 +163,20 @@ class Stages:
         self._cull(asked, 0)
 
     def draw_captured(self, history: bool) -> None:
-        """Like `draw`, replayed from a CUDA graph from the second time on, because about fifty launches take longer
+        """Like `draw`, but from the second time on a CUDA graph is replayed, because about fifty launches take longer
         than their work."""
         key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error), self.clock.runs)
         self._run(key, lambda: self.draw(history))
 
     def _run(self, key: tuple[object, ...], launches: Callable[[], None]) -> None:
-        """Make these launches, on a GPU from a CUDA graph from the second time on with the same key."""
+        """Make these launches; on a GPU, replay them as a CUDA graph from the second call with the same key on."""
         if self.clock.device.type != "cuda":
             launches()
             return
         graphs, events = self.memory.graphs, self.clock.events
         seen, captured = key in graphs, graphs.pop(key, None)
         with torch.cuda.device(self.clock.device):
-            # no graph at the first time, because a frame may be drawn only once, and missing kernels are compiled now
+            # no graph the first time, because a frame may be drawn only once, and missing kernels are compiled now
             if not seen:
                 launches()
             else:
@@ -183,14 +185,14 @@ class Stages:
                 graph.replay()
         graphs[key] = captured
         while len(graphs) > MOST_GRAPHS:
-            del graphs[next(iter(graphs))]  # the graph drawn least recently
+            del graphs[next(iter(graphs))]  # the graph that was used least recently
 
     def _capture(self, launches: Callable[[], None]) -> Captured:
-        """Their graph. Unlike `torch.cuda.graph`, this frees no memory that is cached on the device and the host, and
-        collects no garbage: together that takes as long as a hundred frames."""
+        """Capture launches as a CUDA graph. Unlike `torch.cuda.graph`, this does not free cached memory of device and
+        host, and collects no garbage. Both together would take as long as a hundred frames."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.clock.device)
         with torch.cuda.stream(stream), collection_paused(collect=False):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may work meanwhile
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the GPU during the capture
             try:
                 launches()
             finally:
@@ -210,7 +212,7 @@ class Stages:
     ) -> None:
         """Compute the named outputs from the visibility buffer.
 
-        `lights` are `buffers.Lights` with their shadow maps drawn. `surfaces` are `texturing.Surfaces`, empty if no
+        `lights` is `buffers.Lights`, whose shadow maps must be drawn. `surfaces` is `texturing.Surfaces`, empty if no
         output has colours.
         """
         shared = (*self._inputs, self.memory.frame, targets)
@@ -239,7 +241,7 @@ class Stages:
         return self.cuda_cpp and self.memory.canvas.same > 0 and set(outputs) <= {*base_pixels.OUTPUTS, "overdraw"}
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
-        """Store the nearest depths of the drawn shadow maps, the k-th as map which[k] of `buffers.Lights`."""
+        """Store the nearest depths of the drawn shadow maps; the k-th is map which[k] of `buffers.Lights`."""
         self._launch(shadows.keep_depths, self.now.values, self.memory.frame, which, texel_at, depths)
 
     def _sorts(self, second: int) -> bool:
@@ -258,8 +260,8 @@ class Stages:
             self.memory.clear_found()
 
     def _cull(self, history: int, second: int) -> None:
-        """Walk through the trees. The second pass starts from the items that were set aside, and tests them against the
-        first pass's picture."""
+        """Traverse the trees. The second pass starts from the items that the first pass set aside, and tests them
+        against the first pass's picture."""
         with self.clock.of("cull"):
             if self.cuda_cpp:
                 persistent_cull.cull(self.resident, self.now, self.then, self.memory, history, second, self.requests)
@@ -291,7 +293,7 @@ class Stages:
                 rasterize_clusters.draw(self.resident, self.now, memory, second, sides)
             else:
                 self._launch(rasterize.rasterize, *self._inputs[:2], frame, second, sides)
-            few = max(1, self.threads // 16)  # because polygons use each thread's local memory
+            few = max(1, self.threads // 16)  # fewer threads, because polygons use each thread's local memory
             self._launch(rasterize.clip_large, *self._inputs[:2], frame, second, sides, threads=few)
             self._launch(rasterize.find_tiles, self.now.values, frame, second)
             self._launch(rasterize.draw_tiles, self.now.values, frame, second)

@@ -1,4 +1,4 @@
-"""The materials of a scene on the device: a row for each, and the texels of all images in all their levels."""
+"""Upload the materials of a scene: a row for each material, and the texels of all mip levels of all images."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from rooftop.scene.rendering.mip_chains import LINEAR, levels_of, mip_chain
 from rooftop.scene.rendering.texturing import ROW_NUMBERS, Surfaces
 from rooftop.scene.rendering.uploads import Uploaded, uploaded
 
-MOST_TEXELS_OF_ALL = 2**31 - 1  # 8 GiB: an array of Warp has no more elements
+MOST_TEXELS_OF_ALL = 2**31 - 1  # 8 GiB: the most elements of an array of Warp
 
 
 def uploaded_surfaces(
     meshes: Sequence[Geometry], materials: Sequence[tuple[Material, ...] | None], device: torch.device
 ) -> Uploaded:
-    """`texturing.Surfaces` of a scene. Equal images are stored once.
+    """Upload `texturing.Surfaces` of a scene. Equal images are stored once.
 
     Args:
-        materials: materials of each mesh; None if it has no table.
+        materials: materials of each mesh; None for a mesh without a table of materials.
 
     Raises:
-        InputError: an image is damaged, or all together have too many texels.
+        InputError: an image is damaged, or all images together have too many texels.
         GeometryFileError: an image of a geometry file does not match its checksum.
     """
-    images: dict[bytes, int] = {}  # by a hash of their content
+    images: dict[bytes, int] = {}  # images by a hash of their content
     textures: list[Texture] = []
-    numbers: dict[int, int] = {}  # by a texture's identity
+    numbers: dict[int, int] = {}  # images by the texture object's identity
     rows: list[list[int]] = []
     factors: list[list[float]] = []
     mesh_rows: list[list[int]] = []
@@ -69,7 +69,7 @@ def uploaded_surfaces(
 
 
 def _content(texture: Texture) -> Any:
-    """Bytes that are equal for equal images: those of the original file, else the texels without encoding."""
+    """Bytes that are equal for equal images: the original file's, or the texels without encoding."""
     return texture.encoded() if texture.is_file else texture.texels().tobytes()
 
 

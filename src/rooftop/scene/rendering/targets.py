@@ -1,6 +1,6 @@
-"""The tensors of a frame's outputs, and the form in which the stages take them.
+"""The tensors of a frame's outputs, and the structs with which stages write them.
 
-The stages write every pixel, including background, so the memory need not be filled before.
+The stages write every pixel, including background, so the memory is not initialized.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rooftop.scene.rendering import buffers
 
-# The values that the stages write for background; -1 for all other outputs.
+# Values that stages write for background; outputs that are not listed have -1.
 BACKGROUND = {
     "depth": torch.inf,
     "uv": torch.nan,
@@ -31,16 +31,16 @@ CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3, "vertex_color": 3, 
 
 
 class Outputs:
-    """New tensors for the outputs of each frame, of the same kinds and sizes.
+    """Allocate new tensors for the outputs of each frame, always of the same kinds and sizes.
 
     Args:
-        names: names of outputs; "overdraw" is left out, because the rasterizer counts it elsewhere.
+        names: names of outputs; "overdraw" is ignored, because the rasterizer counts it in `Frame.fragments`.
         texels: pixels of all cameras.
         lights: number of the scene's lights.
         device: device of the tensors.
 
     Attributes:
-        targets: `buffers.Targets`, at the tensors of the last `new`.
+        targets: `buffers.Targets` on the tensors of the last call of `new`.
     """
 
     def __init__(self, names: Sequence[str], texels: int, lights: int, device: torch.device) -> None:
@@ -57,15 +57,16 @@ class Outputs:
 
     @property
     def _packed(self) -> Any:
-        """The targets in the form that kernels take."""
+        """The targets in the packed form that kernels take."""
         return self.targets.__ctype__()
 
     def new(self) -> dict[str, Tensor]:
-        """Tensors (pixels[, C]) by name, without values, for one frame."""
+        """Allocate the uninitialized tensors (pixels[, C]) of one frame, by name."""
         packed, pictures = self._packed, {}
         for name, (sizes, dtype) in self._kinds.items():
             pictures[name] = torch.empty(sizes, dtype=dtype, device=self._device)
-            getattr(packed, name).data = pictures[name].data_ptr()  # sizes and strides stay the same
+            # only addresses change; sizes and strides stay the same
+            getattr(packed, name).data = pictures[name].data_ptr()
         return pictures
 
     def background(self) -> dict[str, Tensor]:

@@ -1,11 +1,11 @@
-"""The base colour of a pixel's surface: its material's colour, texture and the colours of its vertices.
+"""Compute the base colour of a pixel's surface from its material's colour, its texture and its vertices' colours.
 
 A pixel's footprint on the texture is a parallelogram. Its sides are the changes of the texture coordinates from this
 pixel to the next; they are computed exactly from the plane of the triangle, not from neighbouring pixels. The ellipse
-inside it is cut into `ACROSS` pieces along its short axis. Along its long axis it is cut so that the pieces are square,
-into at most `MOST_ALONG`. Each piece is one trilinear lookup, at the mip level whose texels are as wide as the piece.
-This is anisotropic filtering with samples along a line, as in McCormack et al. 1999, "Feline". All computation is in
-linear light.
+inside the parallelogram is cut into `ACROSS` pieces along its short axis. Along its long axis it is cut into square
+pieces, at most `MOST_ALONG`. Each piece is one trilinear lookup, at the mip level whose texels are as wide as the
+piece. This is anisotropic filtering with samples along a line, as in McCormack et al. 1999, "Feline". All computation
+is in linear light.
 """
 
 import warp as wp
@@ -33,11 +33,11 @@ class Surfaces:
 
     # (meshes, 3): the mesh's first row, its number of rows, and 1 if its vertex colours are linear
     mesh_rows: wp.array2d(dtype=wp.int32)
-    rows: wp.array2d(dtype=wp.int32)  # (rows, 4), as named below
-    factors: wp.array2d(dtype=wp.float32)  # (rows, 3), in linear light
-    images: wp.array2d(dtype=wp.int32)  # (images, 2): the first level, how many there are
+    rows: wp.array2d(dtype=wp.int32)  # (rows, 4), columns ROW_IMAGE ...
+    factors: wp.array2d(dtype=wp.float32)  # (rows, 3), colours in linear light
+    images: wp.array2d(dtype=wp.int32)  # (images, 2): the first level, and the number of levels
     levels: wp.array2d(dtype=wp.int32)  # (levels, 3): the first texel, width, height
-    # sRGB, 8 bits each: red in the lowest byte, then green and blue; the top row first
+    # sRGB, 8 bits per channel: red in the lowest byte, then green and blue; the top row comes first
     texels: wp.array(dtype=wp.int32)
     linear: wp.array(dtype=wp.float32)  # (256,) linear light of each 8-bit value
 
@@ -48,9 +48,9 @@ ROW_IMAGE, ROW_WRAP, ROW_MAGNIFIED = wp.constant(0), wp.constant(1), wp.constant
 REPEAT, CLAMP, MIRROR = wp.constant(0), wp.constant(1), wp.constant(2)  # as materials.WRAPS
 NEAREST = wp.constant(1)  # as materials.MAGNIFIED
 
-# Taps of a pixel: two across, and as many along as make the pieces square. For noise, photographs and chequers seen
-# from above, from the side and along the surface, pictures differ from 31 x 31 samples per pixel by 1/8 to 1/33 of the
-# unfiltered ones' difference (1/3 to 1/48 with one tap across, 1/10 to 1/40 with three).
+# Taps of a pixel: two across, and as many along as make the pieces square. Error against 31 x 31 samples per pixel,
+# relative to the error without filtering, for noise, photographs and chequers seen from above, from the side and along
+# the surface: 1/8 to 1/33 (1/3 to 1/48 with one tap across, 1/10 to 1/40 with three).
 ACROSS = wp.constant(2)
 MOST_ALONG = wp.constant(16)
 # a footprint of up to this many texels takes a single lookup, so that texels that match pixels keep their values
@@ -59,7 +59,7 @@ ONE_TEXEL = wp.constant(1.01)
 
 @wp.struct
 class Slopes:
-    """How texture coordinates change from a pixel to the next one to the right, and to the next one below."""
+    """Change of texture coordinates from a pixel to the pixel on its right, and to the pixel below it."""
 
     right: wp.vec2
     down: wp.vec2
@@ -67,7 +67,7 @@ class Slopes:
 
 @wp.func
 def displayed(light: wp.float32):
-    """Linear light as displayed (sRGB)."""
+    """Convert linear light to a displayed value (sRGB)."""
     if light <= 0.0031308:
         return 12.92 * light
     return 1.055 * wp.pow(light, 1.0 / 2.4) - 0.055
@@ -75,7 +75,7 @@ def displayed(light: wp.float32):
 
 @wp.func
 def in_linear_light(value: wp.float32):
-    """A value as displayed (sRGB) in linear light."""
+    """Convert a displayed value (sRGB) to linear light."""
     if value <= 0.04045:
         return value / 12.92
     return wp.pow((value + 0.055) / 1.055, 2.4)
@@ -93,7 +93,8 @@ def slopes_of(
     resident: Resident, views: Views, frame: Frame, place: wp.vec3i, hit: Hit, a: wp.vec2,
     b: wp.vec2, c: wp.vec2
 ):  # fmt: skip
-    """Slopes of values a, b, c at the corners of a pixel's triangle; infinite if the surface is seen edge-on."""
+    """Compute the slopes of values a, b, c at the corners of a pixel's triangle; infinite if the surface is seen
+    edge-on."""
     slopes = Slopes()
     at = transformed(frame.to_view, hit.pair, hit.a)
     to_b = transformed(frame.to_view, hit.pair, hit.b) - at
@@ -114,7 +115,7 @@ def slopes_of(
         right[2] = -normal[0] * right[0] / normal[2]
         down[2] = -normal[1] * down[1] / normal[2]
     else:
-        # Points of the plane are depth * looking, and the depth changes with the direction.
+        # A point of the plane is depth * looking, and the depth changes with the direction `looking`.
         along = wp.dot(normal, looking)
         depth = wp.dot(normal, at) / along
         right = depth * (right - looking * (wp.dot(normal, right) / along))
@@ -128,7 +129,7 @@ def slopes_of(
 
 @wp.func
 def within(place: wp.float32, wrap: wp.int32):
-    """A coordinate in 0..1."""
+    """Wrap a coordinate into 0..1."""
     if wrap == REPEAT:
         return place - wp.floor(place)
     if wrap == MIRROR:
@@ -139,7 +140,7 @@ def within(place: wp.float32, wrap: wp.int32):
 
 @wp.func
 def neighbour(index: wp.int32, size: wp.int32, wrap: wp.int32):
-    """The index of a texel that may be one beyond the edge, where a mirrored image repeats its last texel."""
+    """The index of a texel, wrapped if it is one beyond the edge; there, a mirrored image repeats its last texel."""
     if wrap == REPEAT:
         if index < 0:
             return index + size
@@ -157,7 +158,7 @@ def texel_at(surfaces: Surfaces, at: wp.int32):
 
 @wp.func
 def in_level(surfaces: Surfaces, row: wp.int32, level: wp.int32, place: wp.vec2, nearest: wp.bool):
-    """The value of an image's level at a position in 0..1, with the second coordinate from the top."""
+    """Interpolate an image's level at a position in 0..1, with the second coordinate from the top."""
     first = surfaces.levels[level, 0]
     width = surfaces.levels[level, 1]
     height = surfaces.levels[level, 2]
@@ -203,7 +204,7 @@ def filtered(surfaces: Surfaces, row: wp.int32, uv: wp.vec2, slopes: Slopes):
     across = wp.int32(1)
     axis = wp.vec2()
     other_axis = wp.vec2()
-    if longer < 1.0e9:  # otherwise the surface is seen edge-on (or nan): the mean of all
+    if longer < 1.0e9:  # if not, the surface is seen edge-on (or nan): take the mean of the image
         shorter = wp.sqrt(wp.max(0.5 * (p + q - root), 0.0))
         angle = 0.5 * wp.atan2(2.0 * r, p - q)
         axis = wp.cw_div(wp.cos(angle) * right + wp.sin(angle) * down, size)
@@ -236,7 +237,7 @@ def filtered(surfaces: Surfaces, row: wp.int32, uv: wp.vec2, slopes: Slopes):
 
 @wp.func
 def row_of(resident: Resident, surfaces: Surfaces, hit: Hit):
-    """The row of a pixel's surface; -1: its mesh has no materials."""
+    """The material's row of a pixel's surface; -1 if its mesh has no materials."""
     if surfaces.mesh_rows.shape[0] == 0:
         return wp.int32(-1)
     count = surfaces.mesh_rows[hit.mesh, 1]

@@ -1,4 +1,4 @@
-"""The meshes and the cameras on the device, which the stages only read."""
+"""Upload the meshes and the cameras. The stages only read them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rooftop.scene.rendering.canvases import Canvas
 from rooftop.scene.streaming.pool import Pool
 
 LENS = 8  # numbers per view
-MOST_WORDS = 2**31 - 1  # an array of Warp has no more elements; `clusters.word_at` also reads beyond them
-STAGED_WORDS = 2**20  # of pinned memory, from which the device copies
-MOST_PAGES = 2**20  # of a mesh: page and cluster take 31 bits of an entry
+MOST_WORDS = 2**31 - 1  # the most elements of an array of Warp; `clusters.word_at` can read beyond them
+STAGED_WORDS = 2**20  # words of the pinned memory from which the device copies
+MOST_PAGES = 2**20  # most pages of a mesh: page and cluster take 31 bits of an entry
 
 
 class Meshes:
-    """The meshes of a scene: their trees, and all their pages or those in a pool."""
+    """The meshes of a scene on the device: their trees, and all their pages or the pages in a pool."""
 
     def __init__(self, meshes: Sequence[Geometry], device: torch.device, pool: Pool | None = None) -> None:
         nodes: list[NDArray[np.int32]] = []
@@ -34,7 +34,7 @@ class Meshes:
         first_node: list[int] = []
         for mesh in meshes:
             if mesh.pages > MOST_PAGES:
-                raise InputError(f"{mesh.path}: {mesh.pages:,} pages; the renderer takes at most {MOST_PAGES:,}")
+                raise InputError(f"{mesh.path}: {mesh.pages:,} pages; a mesh may have at most {MOST_PAGES:,}")
             first_node.append(sum(map(len, nodes)))
             _check_depth(mesh)
             nodes.append(mesh.nodes)
@@ -55,16 +55,17 @@ class Meshes:
         self.mesh_box = uploaded(device, box.astype(np.float32))
 
     def tensors(self) -> dict[str, Tensor]:
-        """By the names of `buffers.Resident`."""
+        """The meshes' tensors, by the names of `buffers.Resident`."""
         names = ("words", "page_at", "nodes", "mesh", "mesh_steps", "mesh_box")
         return {name: getattr(self, name) for name in names} | {"words": self.words[:MOST_WORDS]}
 
 
 def _all_pages(meshes: Sequence[Geometry], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The words of all pages, one after another, and the start of each page."""
+    """The words of all pages, concatenated, and the start of each page."""
     pages = [mesh.page(number) for mesh in meshes for number in range(mesh.pages)]
     ends = np.cumsum([len(page) for page in pages], dtype=np.int64)
-    words = np.concatenate([*pages, np.zeros(2, np.int32)])  # a read of two words may begin at the last
+    # padded, because a read of two words may begin at the last
+    words = np.concatenate([*pages, np.zeros(2, np.int32)])
     return uploaded(device, words), uploaded(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
 
 
@@ -87,7 +88,7 @@ def _check_depth(mesh: Geometry) -> None:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """Tensors by the names of their fields in `buffers`, and the struct of them that Warp's kernels take."""
+    """Tensors by the names of their fields in `buffers`, and the struct that Warp's kernels take, built from them."""
 
     tensors: dict[str, Tensor]
     values: Any
@@ -99,23 +100,23 @@ class Uploaded:
         return cls(tensors, values)
 
     def set(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Write other numbers into the same memory."""
+        """Copy new values into the same memory."""
         for name, array in arrays.items():
             tensor = self.tensors[name]
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(array)).to(tensor.dtype))
 
 
 class Inputs:
-    """The views of a frame, at addresses that stay fixed while their number and sizes do, because captured launches
-    read them there.
+    """The views of a frame on the device. While their number and sizes stay the same, so do the addresses, because
+    captured launches read them.
 
     Attributes:
-        now, then: `buffers.Views`, and those of the previous frame.
+        now, then: `buffers.Views` of this and of the previous frame.
     """
 
     def __init__(self, canvas: Canvas, device: torch.device) -> None:
         views = len(canvas.sizes)
-        # The matrices and lenses of both frames are contiguous, so that one copy takes them to the device.
+        # The matrices and lenses of both frames are contiguous, so that one copy transfers them.
         sizes = (2 * views * 12 * 8, 2 * views * LENS * 4)  # bytes
         staged = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         there = torch.empty_like(staged, device=device)
@@ -136,7 +137,7 @@ class Inputs:
     def look(
         self, frame: int, cameras: Sequence[Camera], before: Sequence[Camera], maps: Sequence[Camera] = ()
     ) -> None:
-        """Set the views of a frame: cameras, each camera's view in the previous frame, and shadow maps."""
+        """Set the views of a frame: cameras, each camera's previous view, and shadow maps."""
         numbers = (self._matrices, self._lenses)
         if before is self._looked:
             for of_both in numbers:
@@ -149,7 +150,7 @@ class Inputs:
             of_both[1, len(cameras) :] = of_both[0, len(cameras) :]
         self._frames[:] = frame
         self._looked = cameras
-        self._there.copy_(self._staged, non_blocking=True)  # ends before the host reads the frame's counters
+        self._there.copy_(self._staged, non_blocking=True)  # this copy ends before the host reads the frame's counters
 
     def _stage(self, which: int, first: int, cameras: Sequence[Camera]) -> None:
         for view, c in enumerate(cameras, first):
@@ -158,25 +159,25 @@ class Inputs:
 
 
 def lens_of(camera: Camera) -> tuple[float, ...]:
-    """A row of `buffers.Views.lens`."""
+    """Build a row of `buffers.Views.lens` from a camera."""
     c = camera
     return c.fx, c.fy, c.cx, c.cy, c.near, float(c.orthographic), c.corner_tangent, 0.0
 
 
 def _views(canvas: Canvas, pictures: Tensor, from_world: Tensor, lens: Tensor) -> Uploaded:
-    """`buffers.Views` in existing memory."""
+    """Make `buffers.Views` on existing memory."""
     values = buffers.Views()
     values.same = canvas.same
     return Uploaded.into(values, {"from_world": from_world, "lens": lens, "pictures": pictures})
 
 
 def uploaded(device: torch.device, array: NDArray[Any]) -> Tensor:
-    """An array of the host, on the device."""
+    """Copy a host array to the device."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
 def joined(device: torch.device, arrays: Sequence[NDArray[np.int32]]) -> Tensor:
-    """Arrays of the host one after another on the device, without a copy of all of them on the host."""
+    """Concatenate host arrays on the device, without a copy of all arrays on the host."""
     there = torch.empty((sum(map(len, arrays)), *arrays[0].shape[1:]), dtype=torch.int32, device=device)
     if device.type == "cpu":
         np.concatenate(arrays, out=there.numpy())
@@ -196,6 +197,6 @@ def joined(device: torch.device, arrays: Sequence[NDArray[np.int32]]) -> Tensor:
         words[at : at + len(part)].copy_(memory[: len(part)], non_blocking=True)
         event.record(torch.cuda.current_stream(device))
         at += len(part)
-    for event in copied:  # then the memory is free
+    for event in copied:  # after this, the pinned memory is free again
         event.synchronize()
     return there

@@ -1,9 +1,9 @@
-"""Make arrived pages visible to the kernels, if all offsets in them stay inside the page.
+"""Make arrived pages visible to the kernels, after a check that all offsets in a page stay inside it.
 
 A checksum shows that a page is unchanged, not that its content is valid. `Geometry.check_page` checks the structure in
-NumPy. This check holds Python's lock for half a millisecond per page, which is as long as a frame. So the device makes
-the same checks before it stores the page's position. A wrong page stays absent, and the next answer names it; the host
-then calls `check_page` for the error.
+NumPy, but holds the GIL for half a millisecond per page, which is as long as a frame. So the device makes the same
+checks before it stores the page's position. An invalid page stays absent, and the next answer names it; the host then
+calls `check_page`, which raises the error.
 """
 
 import warp as wp
@@ -54,15 +54,15 @@ from rooftop.scene.rendering.clusters import (
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-LANES = wp.constant(128)  # threads that share the clusters and groups of a page
+LANES = wp.constant(128)  # threads that divide the clusters and groups of a page among them
 PAGE_CLUSTERS, PAGE_LENGTH = wp.constant(layouts.PAGE_CLUSTERS), wp.constant(layouts.PAGE_LENGTH)
 CLUSTER_GROUP, SHORT_HEADS = wp.constant(layouts.CLUSTER_GROUP), wp.constant(layouts.SHORT_HEADS)
 GROUP_FIRST, GROUP_COUNT = wp.constant(layouts.GROUP_FIRST), wp.constant(layouts.GROUP_COUNT)
 MOST_TRIANGLES, MOST_BITS = wp.constant(layouts.MAX_TRIANGLES), wp.constant(layouts.MOST_REFERENCE_BITS)
 MOST_CLUSTERS = wp.constant(layouts.MOST_CLUSTERS)
 
-# Columns for a page that arrives: its number over all meshes, its position, and facts from its mesh's file. A page that
-# leaves has position -1.
+# Columns of a changed page: its number over all meshes, its position (-1 if the page is evicted), and facts from its
+# mesh's file.
 PAGE, PLACE, WORDS, REACH, ATTRIBUTES, ALL_GROUPS = (wp.constant(column) for column in range(6))
 COLUMNS = 6
 
@@ -71,7 +71,7 @@ COLUMNS = 6
 class Sizes:
     """The sizes of a cluster's streams, from its head."""
 
-    fits: wp.bool  # whether the numbers are valid
+    fits: wp.bool  # whether the sizes are valid
     kind: wp.int32
     triangles: wp.int32
     vertices: wp.int32
@@ -82,7 +82,7 @@ class Sizes:
 
 @wp.func
 def added_up(sizes: Sizes, reference_bits: wp.int32, position_bits: wp.int32, attribute_bits: wp.int32, mixed: wp.bool):
-    """The sum of the words of all streams."""
+    """The total number of words of all streams."""
     whole = sizes
     whole.needed = wp.int64(mask_words(sizes.kind)) + whole_words(wp.max(sizes.references, 0) * reference_bits)
     whole.needed += whole_words(sizes.vertices * position_bits) + whole_words(sizes.vertices * attribute_bits)
@@ -95,7 +95,7 @@ def added_up(sizes: Sizes, reference_bits: wp.int32, position_bits: wp.int32, at
 
 @wp.func
 def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32):
-    """The sizes from a head before version 4."""
+    """Compute the sizes from a head from before version 4."""
     sizes = Sizes()
     counts = word_at(words, head + wp.int64(CLUSTER_COUNTS))
     sizes.fits = True
@@ -121,7 +121,7 @@ def old_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.in
 
 @wp.func
 def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.int32, replaces: wp.bool):
-    """The sizes from a short head."""
+    """Compute the sizes from a short head."""
     sizes = Sizes()
     counts = word_at(words, head + wp.int64(HEAD_COUNTS))
     box = word_at(words, head + wp.int64(HEAD_BOX))
@@ -152,8 +152,8 @@ def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.
 
 @wp.func
 def masks_fit(words: wp.array(dtype=wp.int32), masks: wp.int64, sizes: Sizes):
-    """Whether the masks count as many vertices and references as the head says. No reference then points outside of the
-    stream."""
+    """Whether the masks count as many vertices and references as the head states. If they do, no reference points
+    outside the stream."""
     ones = wp.int32(0)
     twos = wp.int32(0)
     both = wp.int32(0)
@@ -192,7 +192,7 @@ def cluster_fits(
     attributes: wp.int32,
     replaces: wp.bool,
 ):
-    """Whether the streams of a cluster are within its page, and refer to nothing outside of it."""
+    """Whether the streams of a cluster lie within its page and refer to nothing outside it."""
     sizes = Sizes()
     if (attributes & SHORT_HEADS) != 0:
         sizes = short_sizes(words, head, attributes, replaces)
@@ -214,7 +214,7 @@ def names_fit(
     groups: wp.int32,
     all_groups: wp.int64,
 ):
-    """Whether the groups that a head names exist."""
+    """Whether the groups to which a head refers exist."""
     fits = wp.bool(True)
     source = wp.int32(-1)
     if (attributes & SHORT_HEADS) == 0:
@@ -228,7 +228,7 @@ def names_fit(
 
 @wp.kernel
 def check_pages(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.int64), wrong: wp.array(dtype=wp.int32)):
-    """Set `wrong` for each invalid page among those that arrive; LANES threads share a page."""
+    """Set `wrong` for each arriving page that is invalid; LANES threads check a page together."""
     k = wp.tid() // LANES
     lane = wp.tid() % LANES
     place = arriving[k, PLACE]
@@ -275,8 +275,8 @@ def admit_pages(
     page_at: wp.array(dtype=wp.int64),
     refused: wp.array(dtype=wp.int32),
 ):
-    """Set a page's position if the page is valid. Of the invalid pages, store the highest number plus one. A row
-    without a page changes nothing. `wrong` is all 0 again."""
+    """Store the position of each valid page, and the highest number of an invalid page plus one. Rows without a page
+    are skipped. `wrong` is reset to 0."""
     k = wp.tid()
     page = arriving[k, PAGE]
     if page < wp.int64(0):

@@ -1,4 +1,4 @@
-"""The memory of requests on the device, and the host's copy."""
+"""Device memory of the culls' requests, and the host's copy of the answer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class Answer:
 
     Attributes:
         counters: of the frame.
-        wanted: number of wanted pages. missing: the absent ones, the most wanted first. pixels: the error in pixels
-            without each.
-        refused: a page with offsets that point outside it; the frame is wrong.
+        wanted: number of wanted pages. missing: the wanted pages that are absent, the most wanted first. pixels: the
+            error in pixels without each of the missing pages.
+        refused: a page that the device refused because its offsets point outside it, or None; with such a page, the
+            frame is wrong.
     """
 
     counters: list[int]
@@ -38,7 +39,8 @@ class RequestBuffers:
     """The memory of requests on the device, and how the host reads it.
 
     Attributes:
-        tensors: by the names of `Requests`, and `wanted_first`; values: the struct of them that Warp's kernels take.
+        tensors: tensors by the names of `Requests`, and `wanted_first`; values: the struct that Warp's kernels take,
+            built from them.
     """
 
     def __init__(self, graph: PageGraph, page_at: torch.Tensor, refused: torch.Tensor) -> None:
@@ -48,7 +50,7 @@ class RequestBuffers:
         def of(values: npt.NDArray[Any]) -> torch.Tensor:
             return torch.from_numpy(values.astype(np.int32)).to(self.device)
 
-        self._use = of(np.stack([np.zeros(graph.count), np.full(graph.count, OLDEST)]))  # one copy takes both
+        self._use = of(np.stack([np.zeros(graph.count), np.full(graph.count, OLDEST)]))  # one copy transfers both
         self.tensors = {
             "group_page": of(graph.group_page),
             "first_group": of(graph.first_group),
@@ -60,7 +62,7 @@ class RequestBuffers:
         self.values: Any = Requests()
         for name, tensor in self.tensors.items():
             setattr(self.values, name, wp.from_torch(tensor))
-        self.tensors["wanted_first"] = torch.zeros_like(self.tensors["wanted"])  # used by the host alone
+        self.tensors["wanted_first"] = torch.zeros_like(self.tensors["wanted"])  # only the host uses it
         on_gpu, words = self.device.type == "cuda", len(self.tensors["answer"])
         self._here = torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._there = torch.cuda.Event() if on_gpu else None
@@ -81,16 +83,16 @@ class RequestBuffers:
         launch_warp(collect, (threads,), self.values, self._places, int(aging), threads, device=self.device)
 
     def send(self) -> None:
-        """Copy the answer to the host as soon as the work queued so far has ended."""
+        """Start a copy of the answer to the host, after the work queued so far."""
         self._here.copy_(self.tensors["answer"], non_blocking=True)
         if self._there is not None:
             self._there.record(torch.cuda.current_stream(self.device))
 
     def read(self, resident: Mask | None = None) -> Answer:
-        """The answer sent last; waits for it alone, not for work queued since.
+        """Return the answer that was sent last. This waits only for its copy, not for work queued since.
 
         Args:
-            resident: (pages,) those that were resident then; by default those that are now.
+            resident: (pages,) whether each page was resident for that frame; by default, whether it is now.
         """
         if self._there is not None:
             self._there.synchronize()
@@ -109,7 +111,7 @@ class RequestBuffers:
         return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 
     def use(self, first: bool = False) -> Use:
-        """How pages were used by the frame, or by its first pass alone."""
+        """How the frame, or only its first pass, used pages."""
         wanted, ages = self._use.to("cpu", copy=True).numpy()
         if first:
             wanted = self.tensors["wanted_first"].to("cpu", copy=True).numpy()

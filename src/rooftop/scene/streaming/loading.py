@@ -1,12 +1,12 @@
-"""Threads that read pages from files, check them, and upload them into slots.
+"""Read pages from files in threads, check them, and upload them into slots.
 
-A thread reads into memory that is pinned for a GPU. Reading through the mapped file would block the first thread that
-touches a page, and an upload from ordinary memory blocks the host. Uploads go on a stream of their own, and a page
-counts as arrived when its upload has ended. `pool.py` tells the kernels later. Until then nothing reads the slot, and a
-wrong page never leaves the host's memory.
+For a GPU, a thread reads into pinned memory: access through the memory-mapped file would block on page faults, and an
+upload from pageable memory blocks the host. Uploads run on a separate stream, and a page counts as arrived when its
+upload has ended. `pool.py` makes it visible to kernels later. Until then nothing reads the slot. A page with a wrong
+checksum is not uploaded.
 
-The threads are those of `page_reader.cpp`, which never take Python's lock. Until it is compiled, and where it cannot
-be, they are threads of Python.
+The threads are C++ threads of `page_reader.cpp`, which never take the GIL. Until it is compiled, and where it cannot be
+compiled, Python threads do the work.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from rooftop.scene.streaming.page_graph import PageGraph
 Ints = npt.NDArray[np.int64]
 
 SLOT_WORDS = layouts.PAGE_BYTES // 4
-THREADS = 8  # 128 KB are read from the system's cache in about 0.1 ms
-BUFFERS = 64  # pages of the host's memory: some are being read, and others are on their way to the device
-MOST_MERGED = 4  # pages that one system call reads
+THREADS = 8  # reading threads; one reads 128 KB from the system's cache in about 0.1 ms
+BUFFERS = 64  # page buffers in host memory: some are being read into, others are being uploaded
+MOST_MERGED = 4  # most pages that one system call reads
 
-# What became of a request, as in `page_reader.cpp`.
+# Outcomes of a request, as in `page_reader.cpp`.
 READ, UNREADABLE, CUT_OFF, CHANGED, NOT_COPIED = range(5)
-RESULT_COLUMNS = 4  # page, bytes, outcome, code
+RESULT_COLUMNS = 4  # columns of a result: page, bytes, outcome, error code
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Requested pages whose reading has ended.
+    """Requested pages that have been read, successfully or not.
 
     Attributes:
-        pages: (n,); size_bytes: (n,) the bytes of each that are in its slot.
-        errors: by page, why it is not in its slot.
+        pages: (n,); size_bytes: (n,) the bytes of each page that are in its slot.
+        errors: for each page that is not in its slot, the error.
     """
 
     pages: Ints
@@ -61,12 +61,12 @@ class Arrivals:
         return len(self.pages)
 
     def chosen(self, which: Any) -> Arrivals:
-        """Those at these indices."""
+        """Select the arrivals at these indices."""
         return Arrivals(self.pages[which], self.size_bytes[which], self.errors)
 
     @classmethod
     def joined(cls, parts: Iterable[Arrivals]) -> Arrivals:
-        """All of them, in order."""
+        """Concatenate arrivals, in order."""
         every = [NONE, *parts]
         pages, sizes = (np.concatenate([getattr(each, name) for each in every]) for name in ("pages", "size_bytes"))
         return cls(pages, sizes, {page: error for each in every for page, error in each.errors.items()})
@@ -76,11 +76,11 @@ NONE = Arrivals(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class Loader:
-    """Reads pages in the order of their urgency.
+    """Read pages in the order of their urgency.
 
     Attributes:
-        in_flight: pages that were requested and that `arrived` has not returned yet.
-        host_bytes: size of the threads' memory.
+        in_flight: number of pages that were requested and that `arrived` has not returned yet.
+        host_bytes: size of the threads' buffers in host memory.
     """
 
     def __init__(self, graph: PageGraph, words: Tensor, threads: int = THREADS) -> None:
@@ -106,8 +106,8 @@ class Loader:
         self.close = weakref.finalize(self, _end, self._held, files.tolist(), self._memory)
 
     def load(self, pages: Ints, slots: Ints, urgency: float, orders: npt.NDArray[np.float64]) -> None:
-        """Read pages into slots: of all requests, those with the smallest urgency first; among these, those with the
-        smallest order, and of these those with the smallest number."""
+        """Request pages to be read into slots. Over all requests, pages are read in ascending order of (urgency, order,
+        page number)."""
         if not len(pages):
             return
         self._check_process()
@@ -118,24 +118,24 @@ class Loader:
         self._reader.load(pages, slots, urgency, orders)
 
     def arrived(self) -> Arrivals:
-        """The pages that arrived since the last call; does not wait."""
+        """Return the pages that arrived since the last call, without waiting."""
         if not self.in_flight:
             return NONE
         self._check_process()
         return self._taken(self._reader.arrived())
 
     def wait(self) -> Arrivals:
-        """Wait for everything that is in flight, and return it. An interrupt loses none."""
+        """Wait for all pages in flight, and return them. If this is interrupted, no page is lost."""
         self._check_process()
         return self._taken(self._reader.take(self.in_flight - sum(map(len, self._put_back))))
 
     def put_back(self, arrivals: Arrivals) -> None:
-        """Return these pages again with the next call."""
+        """Let the next call return these pages again."""
         self._put_back.append(arrivals)
         self.in_flight += len(arrivals)
 
     def _check_process(self) -> None:
-        """A forked process has none of the threads, and would wait for them forever."""
+        """Raise in a forked process: it has none of the threads, and would wait for them forever."""
         if self._process != os.getpid():
             raise RuntimeError(
                 "a forked process cannot read the pages of a renderer that it did not make: make the renderer there, "
@@ -173,20 +173,21 @@ def _reader(table: Ints, staged: Tensor, words: Tensor, threads: int) -> Any:
     if module is None:
         return PythonReader(table, staged, words, threads)
     on_gpu = words.device.type == "cuda"
-    with torch.cuda.device(words.device) if on_gpu else nullcontext():  # its context is that of the thread that copies
+    # the reader's uploads use the CUDA context that is current here
+    with torch.cuda.device(words.device) if on_gpu else nullcontext():
         return module.Reader(
             table, threads, len(staged), staged.data_ptr(), words.data_ptr(), layouts.PAGE_BYTES, on_gpu, MOST_MERGED
         )
 
 
 class PythonReader:
-    """Threads of Python, the twin of `Reader` in `page_reader.cpp`.
+    """Read pages in Python threads; equivalent to `Reader` in `page_reader.cpp`.
 
     Args:
         table: (pages, 4), for each page its file, offset, length and checksum.
 
     Attributes:
-        errors: of pages that were not copied, by page.
+        errors: the error of each page that was not copied, by page.
     """
 
     def __init__(self, table: Ints, staged: Tensor, words: Tensor, threads: int) -> None:
@@ -204,36 +205,36 @@ class PythonReader:
                 worker.start()
                 self._workers.append(worker)
         except BaseException:
-            self.close()  # those that have started
+            self.close()  # threads that have started
             raise
 
     def load(self, pages: Ints, slots: Ints, urgency: float, orders: npt.NDArray[np.float64]) -> None:
-        """Read pages, as `Loader.load`."""
+        """Request pages, as in `Loader.load`."""
         with self._changed:
             for order, page, slot in zip(orders.tolist(), pages.tolist(), slots.tolist(), strict=True):
                 heapq.heappush(self._tasks, (urgency, order, page, slot))
             self._changed.notify_all()
 
     def arrived(self) -> Ints:
-        """The results that are there: rows of RESULT_COLUMNS."""
+        """Return the available results: rows of RESULT_COLUMNS."""
         return self.take(0)
 
     def take(self, least: int) -> Ints:
-        """The results, once they are as many as `least`."""
+        """Wait for at least `least` results, and return them."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._done) >= least)
             found, self._done = self._done, []
         return np.array(found, np.int64).reshape(-1, RESULT_COLUMNS)
 
     def close(self) -> None:
-        """End the threads after their present page. A forked process has none of them."""
+        """End the threads after their current page. A forked process has no threads to end."""
         if self._process != os.getpid():
             return
         with self._changed:
             self._leaving = True
             self._changed.notify_all()
         for worker in self._workers:
-            if worker.is_alive() and worker is not threading.current_thread():  # a fork has none of them
+            if worker.is_alive() and worker is not threading.current_thread():  # a forked process has no threads
                 worker.join()
 
     def _work(self, upload: _Upload) -> None:
@@ -247,7 +248,7 @@ class PythonReader:
                 held, outcome, code = _read(upload.staged.numpy(), *self._table[page].tolist())
                 if outcome == READ:
                     upload.put(held // 4, slot)
-            except Exception as error:  # a frame must raise any error, or it would wait forever
+            except Exception as error:  # pass any error to the frame that waits for the page, or it would wait forever
                 held, outcome, code = 0, NOT_COPIED, 0
                 self.errors[page] = error
             with self._changed:
@@ -256,27 +257,27 @@ class PythonReader:
 
 
 class _Upload:
-    """The memory of a thread, and its upload to the device."""
+    """A thread's buffer, and its upload to the device."""
 
     def __init__(self, words: Tensor, staged: Tensor) -> None:
         self.words, self.device, self.staged = words, words.device, staged
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def put(self, count: int, slot: int) -> None:
-        """Copy the first words of the memory into a slot; returns when the copy has ended."""
+        """Copy the first words of the buffer into a slot; return when the copy has ended."""
         target = self.words[slot * SLOT_WORDS : slot * SLOT_WORDS + count]
         if self.stream is None:
             target.copy_(self.staged[:count])
             return
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             target.copy_(self.staged[:count], non_blocking=True)
-            ended = torch.cuda.Event(blocking=True)  # this thread sleeps instead of spinning
+            ended = torch.cuda.Event(blocking=True)  # with this event, the thread sleeps instead of spinning
             ended.record(self.stream)
         ended.synchronize()
 
 
 def _read(words: npt.NDArray[np.int32], file: int, start: int, length: int, checksum: int) -> tuple[int, int, int]:
-    """Read a page into memory and check its checksum: its bytes, what became of it, and the system's error."""
+    """Read a page into memory and check its checksum; return its bytes, the outcome, and the system's error code."""
     into, held = words.data.cast("B")[:length], 0
     while held < length:
         try:
@@ -290,7 +291,7 @@ def _read(words: npt.NDArray[np.int32], file: int, start: int, length: int, chec
 
 
 def _opened(meshes: Iterable[Geometry]) -> list[int]:
-    """A file descriptor for each mesh; meshes of one file share it."""
+    """Open a file descriptor for each mesh; meshes of one file share it."""
     found: list[int] = []
     by_file: dict[tuple[int, ...], int] = {}
     try:
@@ -322,7 +323,8 @@ def _open(mesh: Geometry) -> int:
 
 
 def _end(held: list[Any], files: list[int], memory: Any) -> None:
-    """End the threads after their present page, then close the files. `memory`: of the threads, alive until now."""
+    """End the threads after their current page, then close the files. The argument `memory` keeps the threads' buffers
+    alive until then."""
     held[0].close()
     for file in set(files):
         os.close(file)

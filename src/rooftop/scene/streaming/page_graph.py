@@ -1,4 +1,4 @@
-"""All pages of a scene's meshes in one numbering, and the pages that each of them needs."""
+"""Number all pages of a scene's meshes, and find the pages that each page needs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ Mask = npt.NDArray[np.bool_]
 
 
 class PageGraph:
-    """The pages of all meshes, mesh after mesh. A page needs only earlier pages, so following needs always ends.
+    """The pages of all meshes, mesh after mesh. A page needs only earlier pages, so the graph has no cycles.
 
     Attributes:
         meshes: the meshes of the pages.
-        count: number of all pages. first_page, first_group: (meshes,) the numbers at which each mesh begins.
+        count: number of all pages. first_page, first_group: (meshes,) the number of each mesh's first page and first
+            group.
         needs: for each page, the pages that it needs directly.
         roots: (pages,) whether a page is always resident.
-        limits: (pages, 4) for each: its words, its clusters by the tree, the attributes of its mesh's pages
-            (`Geometry.attributes`), and the groups of its mesh.
+        limits: (pages, 4) for each page: number of its words, number of its clusters according to the tree, attributes
+            of its mesh's pages (`Geometry.attributes`), and number of groups of its mesh.
         group_page: (groups,) the page of each group.
         mesh_of: (pages,) the mesh of each page.
-        offsets, lengths, checksums: (pages,) int64, of each page in its file.
+        offsets, lengths, checksums: (pages,) int64, position, size and checksum of each page in its file.
     """
 
     def __init__(self, meshes: Sequence[Geometry]) -> None:
@@ -57,7 +58,7 @@ class PageGraph:
         return mesh, page - int(self.first_page[mesh])
 
     def with_needs(self, chosen: Mask) -> Mask:
-        """(pages,) these pages and all pages that they need."""
+        """A mask (pages,) of these pages and all pages that they need, directly or indirectly."""
         found = chosen.copy()
         new = np.flatnonzero(chosen)
         while len(new):
@@ -68,6 +69,6 @@ class PageGraph:
 
 
 def distinct(pages: Ints) -> Ints:
-    """These pages in ascending order, each once. `np.unique` imports masked arrays first, which takes 15 ms."""
+    """Sort pages and drop duplicates. (`np.unique` would first import masked arrays, which takes 15 ms.)"""
     found = np.sort(pages)
     return found[np.concatenate([[True], found[1:] != found[:-1]])] if len(found) else found

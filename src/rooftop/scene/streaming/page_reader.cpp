@@ -1,10 +1,12 @@
-// Threads that read pages, and the plan of what to read, without Python (page_reader.py, loading.py, plans.py).
+// Threads that read pages, and the planner that chooses the pages to read, without Python (see page_reader.py,
+// loading.py, plans.py).
 //
-// Threads of Python that read pages take Python's lock from the thread that draws, several times for each page: a frame
-// that takes a millisecond then waits for many of them. The threads here never take it.
+// Python threads that read pages take the GIL from the drawing thread several times per page, so a frame of one
+// millisecond waits for many of them. The threads here never take the GIL.
 //
-// A page's way: a request in the queue -> a reader reads it into memory of its own, and checks it -> one more thread
-// copies it to the device, together with all others that are ready -> a result, which the frame's thread takes.
+// Path of a page: a request in the queue -> a reader thread reads it into a buffer and checks its checksum -> the copy
+// thread copies it to the device, together with all other pages that are ready -> a result, which the frame's thread
+// takes.
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -77,8 +79,8 @@ uint32_t crc_by_tables(const uint8_t* at, size_t size, uint32_t crc) {
 }
 
 #if defined(__x86_64__)
-// By products of polynomials (Gopal and others, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel,
-// 2009), whose constants these are. `size` is at least 64 and a multiple of 16.
+// CRC by products of polynomials, with the constants of Gopal et al., "Fast CRC Computation for Generic Polynomials
+// Using PCLMULQDQ", Intel, 2009. `size` is at least 64 and a multiple of 16.
 __attribute__((target("pclmul,sse4.1"))) uint32_t crc_by_products(const uint8_t* at, size_t size, uint32_t crc) {
   const auto load = [](const uint8_t* from) __attribute__((target("sse4.1"))) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
@@ -118,7 +120,7 @@ uint32_t crc_of(const uint8_t* at, size_t size) {
   return ~crc_by_tables(at, size, crc);
 }
 
-// ---- the driver: few facts of its interface, so that no CUDA headers are needed --------------------------------------
+// ---- the driver: declarations of the few functions in use, so that no CUDA headers are needed ------------------------
 
 struct Driver {
   int (*context)(void**) = nullptr;                                   // cuCtxGetCurrent
@@ -155,7 +157,8 @@ const Driver& driver() {
   return found;
 }
 
-constexpr unsigned NON_BLOCKING_STREAM = 1, SLEEPING_EVENT = 1 | 2;  // without timing; the waiting thread sleeps
+// event flags: no timing, and a waiting thread sleeps
+constexpr unsigned NON_BLOCKING_STREAM = 1, SLEEPING_EVENT = 1 | 2;
 
 void check(int code, const char* what) {
   if (code) throw std::runtime_error(std::string(what) + ": CUDA error " + std::to_string(code));
@@ -163,13 +166,13 @@ void check(int code, const char* what) {
 
 // ---- reading ---------------------------------------------------------------------------------------------------------
 
-// Results of a request, as in loading.py.
+// Outcomes of a request, as in loading.py.
 enum Outcome : int64_t { READ, UNREADABLE, CUT_OFF, CHANGED, NOT_COPIED };
 
 struct Request {
   double rank, order;  // the smallest is read first
   int64_t page, slot, file, offset, length, checksum;
-  bool operator<(const Request& other) const {  // for a queue whose greatest element comes first
+  bool operator<(const Request& other) const {  // reversed, because a priority queue returns its greatest element first
     if (rank != other.rank) return rank > other.rank;
     if (order != other.order) return order > other.order;
     return page > other.page;
@@ -178,21 +181,21 @@ struct Request {
 constexpr int TABLE_COLUMNS = 4, RESULT_COLUMNS = 4;
 
 struct Result {
-  int64_t page, held;  // bytes that were read
+  int64_t page, held;  // held: number of bytes that were read
   int64_t outcome, code;
 };
 
 class Reader {
  public:
-  // A forked process has none of the threads, so nothing can be joined or destroyed there.
+  // A forked process has none of the threads, so it must not join them or destroy the reader.
   struct Deleter {
     void operator()(Reader* reader) const {
       if (reader->process_ == getpid()) delete reader;
     }
   };
 
-  // table: for each page its file, offset, length and checksum; staged: memory of `buffers` pages, from which the device
-  // copies; slots: the pool's memory.
+  // table: file, offset, length and checksum of each page; staged: memory for `buffers` pages, from which pages are
+  // copied to the device; slots: the pool's memory.
   Reader(Array<int64_t> table, int threads, int buffers, uintptr_t staged, uintptr_t slots, int64_t page_bytes, bool on_gpu, int most_merged)
       : table_(table), staged_(reinterpret_cast<uint8_t*>(staged)), slots_(slots), page_bytes_(page_bytes), on_gpu_(on_gpu), most_merged_(most_merged) {
     for (int buffer = buffers; buffer--;) free_.push_back(buffer);
@@ -201,7 +204,7 @@ class Reader {
       check(driver().make_stream(&stream_, NON_BLOCKING_STREAM), "no stream");
       check(driver().make_event(&event_, SLEEPING_EVENT), "no event");
     }
-    sigset_t all, before;  // signals are for the threads of Python, which may have to wake for them
+    sigset_t all, before;  // block signals here, because only Python's threads can handle them
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, &before);
     try {
@@ -209,7 +212,7 @@ class Reader {
       for (int k = 0; k < threads; ++k) threads_.emplace_back([this] { read_all(); });
     } catch (const std::system_error&) {
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      close();  // those that have started
+      close();  // ends the threads that have started
       throw std::runtime_error("can't start new thread");
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -218,7 +221,8 @@ class Reader {
   ~Reader() { close(); }
 
   void load(const Array<int64_t>& pages, const Array<int64_t>& slots, double rank, const Array<double>& orders) {
-    if (pages.size() != slots.size() || pages.size() != orders.size()) throw std::invalid_argument("arrays of other lengths");
+    if (pages.size() != slots.size() || pages.size() != orders.size())
+      throw std::invalid_argument("pages, slots and orders must have the same length");
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       for (py::ssize_t k = 0; k < pages.size(); ++k) {
@@ -229,7 +233,7 @@ class Reader {
     pages.size() == 1 ? work_.notify_one() : work_.notify_all();
   }
 
-  // The results that are there, once they are as many as `least`. An interrupt takes none.
+  // Wait for at least `least` results, and return all results. If a signal handler raises, no result is lost.
   Array<int64_t> take(size_t least) {
     std::vector<Result> found;
     for (bool enough = false; !enough;) {
@@ -249,7 +253,7 @@ class Reader {
     return as_rows(found);
   }
 
-  // The same for the frame's thread, which waits for nothing.
+  // Return the available results without waiting, for the frame's thread.
   Array<int64_t> arrived() {
     if (!there_.load(std::memory_order_acquire)) return as_rows({});
     return take(0);
@@ -291,7 +295,8 @@ class Reader {
   void read_all() {
 #if defined(__linux__)
     const sched_param none = {};
-    pthread_setschedparam(pthread_self(), SCHED_BATCH, &none);  // does not take the core of the thread that wakes it
+    // a woken thread does not preempt the thread that wakes it
+    pthread_setschedparam(pthread_self(), SCHED_BATCH, &none);
 #endif
     std::vector<Read> reads;
     for (;;) {
@@ -319,7 +324,8 @@ class Reader {
     }
   }
 
-  // The next request, and those that continue it in its file if there is enough for the other threads, too.
+  // Take the next request. If the queue has enough requests for the other threads too, also take requests that follow
+  // it in the file.
   void take_some(std::vector<Read>& reads) {
     const size_t most = queue_.size() > 2 * threads_.size() ? most_merged_ : 1;
     while (reads.size() < most && !queue_.empty() && !free_.empty()) {
@@ -354,7 +360,7 @@ class Reader {
         for (auto& each : reads) each.result.held = each.request.length;
         return;
       }
-    }  // if less came, each page is read again, to find out which one cannot be read
+    }  // after a short read, read each page separately, to find the page that cannot be read
     for (auto& each : reads) {
       const Request& request = each.request;
       int64_t& held = each.result.held;
@@ -376,7 +382,7 @@ class Reader {
       each.result.outcome = CHANGED;
   }
 
-  // Copies all pages that are ready, and waits for them together.
+  // The copy thread: copy all pages that are ready, and wait once for all of them.
   void copy_all() {
     driver().enter(context_);
     std::vector<Read> reads;
@@ -421,15 +427,15 @@ class Reader {
   const size_t most_merged_;
   const pid_t process_ = getpid();
   void *context_ = nullptr, *stream_ = nullptr, *event_ = nullptr;
-  char gap_[64];  // between pages of a file; never read
+  char gap_[64];  // receives the bytes between pages of a file; its content is not used
 
-  std::mutex mutex_;  // of all below
+  std::mutex mutex_;  // protects all members below
   std::condition_variable work_, checked_there_, arrived_;
   std::priority_queue<Request> queue_;
-  std::vector<int> free_;      // buffers
-  std::vector<Read> checked_;  // to be copied
+  std::vector<int> free_;      // free buffers
+  std::vector<Read> checked_;  // pages that wait for the copy to the device
   std::vector<Result> done_;
-  std::atomic<bool> there_{false};  // whether `done_` may have any
+  std::atomic<bool> there_{false};  // whether `done_` may have results
   size_t awaited_ = 0;
   bool leaving_ = false;
   std::vector<std::thread> threads_;
@@ -439,7 +445,7 @@ class Reader {
 
 enum State : uint8_t { ABSENT, LOADING, ARRIVED, RESIDENT, LOST };  // as in slots.py
 
-// The records of slots.py, in the same memory, and the twins of `Slots.lacking`, `take` and `give_up`.
+// The records of `Slots` in slots.py, on the same memory. `lacking`, `take`, `give_up` and `publish` equal its methods.
 class Books {
  public:
   Books(Array<int64_t> starts, Array<int64_t> needs, Array<bool> roots, Array<uint8_t> state, Array<int32_t> slot_of,
@@ -449,7 +455,7 @@ class Books {
         slot_of_(slot_of.mutable_data()), dependents_(dependents.mutable_data()), page_in_(page_in.mutable_data()),
         free_(free.mutable_data()), free_count_(free_count.mutable_data()), count_(page_in.size()), seen_(state.size()) {}
 
-  // The pages to read for a page, in ascending order: itself and those that it needs, if absent or lost.
+  // The pages to read for a page, in ascending order: the page itself and the pages that it needs, if absent or lost.
   const std::vector<int64_t>& lacking(int64_t page) {
     found_.clear();
     walked_.assign(1, page);
@@ -483,7 +489,8 @@ class Books {
     for (int64_t k = starts_[page]; k < starts_[page + 1]; ++k) --dependents_[needs_[k]];
   }
 
-  // The twin of `Slots.publish`, for pages in any order: pages that became resident, in ascending order, and the others.
+  // As `Slots.publish`, for pages in any order: return the pages that became resident, in ascending order, and the
+  // other pages.
   py::tuple publish(const Array<int64_t>& arrived) {
     std::vector<int64_t> waiting(arrived.data(), arrived.data() + arrived.size()), published;
     std::sort(waiting.begin(), waiting.end());  // a page comes after the pages that it needs
@@ -500,7 +507,7 @@ class Books {
     return py::make_tuple(as_array(published), as_array(waiting));
   }
 
-  // The twin of `plans.plan_in_python`: pages that are given up, pages to read, their slots, and their orders.
+  // As `plans.plan_in_python`: return the pages to evict, the pages to read, their slots, and their orders.
   py::tuple plan_some(const Array<int64_t>& pages, const Array<float>& pixels, int64_t most, const py::object& use, bool urgent, double margin) {
     std::vector<int64_t> given_up, loads, slots;
     std::vector<double> orders;
@@ -520,7 +527,7 @@ class Books {
   }
 
  private:
-  // Pages in the order of eviction, the twin of `plans._Victims`.
+  // Pages in the order of eviction, as in `plans._Victims`.
   struct Victims {
     Array<float> pixels;
     Array<int32_t> ages;
@@ -535,7 +542,8 @@ class Books {
         const int64_t page = books.page_in_[slot];
         if (page >= 0 && books.state_[page] != LOADING && !books.dependents_[page] && !books.roots_[page]) pages.push_back(page);
       }
-      if (pages.size() > most && most) {  // only the first are needed, including all that are equal to the last of them
+      // sort only the first `most`, and all pages that are equal to the last of these
+      if (pages.size() > most && most) {
         const auto worth = [&](int64_t page) { return double(std::min(of[page], 2147483648.0f)) - double(age[page]) * 4294967296.0; };
         std::vector<double> worths;
         for (const int64_t page : pages) worths.push_back(worth(page));
@@ -555,7 +563,8 @@ class Books {
       for (; int64_t(found.size()) < count && at < pages.size(); ++at) {
         const int64_t page = pages[at];
         if (ages.data()[page] == 0 && float(pixels.data()[page] * float(margin)) >= wanted) break;
-        const bool taken = books.state_[page] == ABSENT || books.state_[page] == LOADING;  // by this plan
+        // reserved or evicted by this plan
+        const bool taken = books.state_[page] == ABSENT || books.state_[page] == LOADING;
         if (!books.dependents_[page] && !taken && !books.is_kept(page, chain)) found.push_back(page);
       }
       if (int64_t(found.size()) < count) return false;
@@ -565,7 +574,7 @@ class Books {
     }
   };
 
-  // Whether the pages of a chain need this one, or are it.
+  // Whether the chain contains this page or a page that needs it directly.
   bool is_kept(int64_t page, const std::vector<int64_t>& chain) const {
     for (const int64_t each : chain)
       if (each == page || std::binary_search(needs_ + starts_[each], needs_ + starts_[each + 1], page)) return true;
@@ -584,7 +593,7 @@ class Books {
   int32_t *const slot_of_, *const dependents_;
   int64_t *const page_in_, *const free_, *const free_count_;
   const int64_t count_;
-  std::vector<uint8_t> seen_;  // by page; all 0 between calls
+  std::vector<uint8_t> seen_;  // for each page, whether `lacking` has seen it; all 0 between calls
   std::vector<int64_t> walked_, found_;
 };
 
@@ -598,7 +607,8 @@ PYBIND11_MODULE(ROOFTOP_MODULE, module) {
   py::class_<Reader, std::unique_ptr<Reader, Reader::Deleter>>(module, "Reader")
       .def(py::init([](Array<int64_t> table, int threads, int buffers, uintptr_t staged, uintptr_t slots, int64_t page_bytes, bool on_gpu,
                        int most_merged) {
-        if (table.ndim() != 2 || table.shape(1) != TABLE_COLUMNS) throw std::invalid_argument("a table of other columns");
+        if (table.ndim() != 2 || table.shape(1) != TABLE_COLUMNS)
+          throw std::invalid_argument("the table must have four columns: file, offset, length and checksum");
         return std::unique_ptr<Reader, Reader::Deleter>(
             new Reader(table, threads, buffers, staged, slots, page_bytes, on_gpu, most_merged));
       }))

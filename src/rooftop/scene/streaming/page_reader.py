@@ -1,7 +1,7 @@
-"""The C++ part of streaming, `page_reader.cpp`: threads that read pages, and plans, without Python's lock.
+"""Compile the C++ part of streaming, `page_reader.cpp`: threads that read pages, and plans, without the GIL.
 
 It is compiled in the background when the first pool is made, and stored in Rooftop's cache. Until then, and on machines
-without a C++ compiler, Python does the same: `loading.PythonReader` and `plans.plan_in_python`, with the same results.
+without a C++ compiler, `loading.PythonReader` and `plans.plan_in_python` compute the same results in Python.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _asking = Lock()
 
 
 def compiled() -> Any:
-    """The module, or None as long as Python does its work. The first call has it compiled."""
+    """The compiled module, or None while it is not available. The first call starts the compilation."""
     global _asked
     if asked() == "0":
         return None

@@ -1,4 +1,4 @@
-"""Tell the device where pages are: one copy and two launches for all pages that changed."""
+"""Send the positions of pages to the device: one copy and two launches for all pages that changed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from rooftop.launch.warp_launch import Launches
 from rooftop.scene.streaming import admission
 from rooftop.scene.streaming.page_graph import Ints
 
-MOST_ROWS = 1024  # of one copy
+MOST_ROWS = 1024  # most rows of one copy
 
 
 class PageTable:
-    """The places of a pool's pages on the device.
+    """The positions of a pool's pages, in device memory.
 
     Attributes:
-        page_at: (pages,) int64, the start of each, or -1.
-        refused: (1,) int32, an invalid page, plus one, or 0.
+        page_at: (pages,) int64, the start of each page, or -1.
+        refused: (1,) int32, number of an invalid page plus one, or 0.
     """
 
     def __init__(self, pages: int, words: torch.Tensor, limits: Ints) -> None:
@@ -36,14 +36,13 @@ class PageTable:
         self._launches = Launches(device)
 
     def tell(self, pages: Ints, places: Ints) -> None:
-        """Let pages be at these places, or at none if -1. A page that is invalid stays absent. Earlier frames must
-        have ended."""
+        """Set the positions of pages; -1 means absent. An invalid page stays absent. Earlier frames must have ended."""
         for first in range(0, len(pages), MOST_ROWS):
             part = slice(first, first + MOST_ROWS)
             self._tell_some(pages[part], places[part])
 
     def _tell_some(self, pages: Ints, places: Ints) -> None:
-        count = 1 << (len(pages) - 1).bit_length()  # one of few numbers: see `Launches`
+        count = 1 << (len(pages) - 1).bit_length()  # rounded to one of few values: see `Launches`
         if self._copied is not None:
             self._copied.synchronize()  # usually long ago
         rows = self._rows[:count]

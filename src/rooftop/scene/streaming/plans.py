@@ -1,7 +1,8 @@
-"""Decide what to load next, and what to evict for it: pure decisions, from a frame's numbers.
+"""Decide which pages to load next and which to evict for them, from a frame's requests. No device, threads or files are
+involved.
 
-A page is *wanted* by a frame if a group in it would be drawn; its `pixels` are the error in pixels of its present
-replacement. Its *age* is the number of frames in which nothing wanted it.
+A frame *wants* a page if it would draw a group in the page. The page's `pixels` are the error in pixels of what the
+frame draws in its place. A page's *age* is the number of frames since a frame last wanted it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
-# factor: a page is evicted only for one that is wanted this many times as much; otherwise two pages would alternate
+# factor: a page is evicted only for a page with this many times its `pixels`, so that two pages do not alternate
 MARGIN = 1.25
 
 
 @dataclass(frozen=True)
 class Use:
-    """How pages were used.
+    """How frames used pages.
 
     Attributes:
-        pixels: (pages,) pixels of the last frame; 0 for pages that it did not want.
+        pixels: (pages,) `pixels` in the last frame; 0 for pages that it did not want.
         ages: (pages,).
     """
 
@@ -37,17 +38,17 @@ class Use:
     ages: npt.NDArray[np.int32]
 
 
-NO_USE = Use(np.zeros(0, np.float32), np.zeros(0, np.int32))  # where nothing has to be evicted
+NO_USE = Use(np.zeros(0, np.float32), np.zeros(0, np.int32))  # for plans that evict nothing
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do. The slots are freed and taken already.
+    """What to load and evict. `Slots` already records the change.
 
     Attributes:
         given_up: pages to evict.
         pages, slots: pages to read, and their slots.
-        orders: of reading; pages with the same order are read from the first to the last number.
+        orders: order of reading; pages of the same order are read in ascending order of their numbers.
     """
 
     given_up: Ints
@@ -57,7 +58,7 @@ class Plan:
 
 
 class Planner:
-    """Plans for slots: in C++ if it is compiled, else in Python, with the same results."""
+    """Makes plans for slots: in C++ if it is compiled, in Python if not, with the same results."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
@@ -67,9 +68,9 @@ class Planner:
         """Read the most wanted pages, each with the pages that it needs.
 
         Args:
-            pages, pixels: the most wanted first.
+            pages, pixels: wanted pages and their `pixels`, the most wanted first.
             most: maximum number of pages to read.
-            use: returns how pages were used; called only if a slot has to be freed.
+            use: returns how pages were used; it is called only if a slot must be freed.
             urgent: whether pages that are wanted now, but less, may be evicted.
         """
         slots, books = self.slots, self._in_cpp()
@@ -89,7 +90,7 @@ class Planner:
         return published  # type: ignore[no-any-return]
 
     def _in_cpp(self) -> Any:
-        """The twin in C++ of the slots' records, in the same memory; None if it is not compiled."""
+        """The C++ object on the same memory as the slots' records; None if the C++ is not compiled."""
         module = page_reader.compiled()
         if module is None:
             return None
@@ -103,7 +104,7 @@ class Planner:
 
 
 def plan_in_python(slots: Slots, pages: Ints, pixels: Floats, most: int, use: Callable[[], Use], urgent: bool) -> Plan:
-    """The twin of `plan_some` in `page_reader.cpp`."""
+    """Plan as `plan_some` of `page_reader.cpp` does."""
     given_up, loads, taken, victims = [NO_PAGES], [NO_PAGES], [NO_PAGES], None
     orders: list[float] = []
     for page, wanted in zip(pages.tolist(), pixels.tolist(), strict=True):
@@ -127,13 +128,13 @@ def plan_in_python(slots: Slots, pages: Ints, pixels: Floats, most: int, use: Ca
 
 
 class _Victims:
-    """Pages in the order of eviction: the oldest first; among equally old ones the least wanted; among these the
-    finest."""
+    """Pages in the order of eviction: the oldest first; among equally old pages, the least wanted; among equally wanted
+    pages, the finest."""
 
     def __init__(self, slots: Slots, use: Use, most: int) -> None:
         self.slots, self.use = slots, use
         pages = slots.candidates()
-        # only the first of thousands are needed, including all that are equal to the last of them
+        # sort only the first of thousands, and all pages that are equal to the last of these
         if len(pages) > most:
             pixels = np.minimum(use.pixels[pages], np.float32(2**31)).astype(np.float64)
             worth = pixels - use.ages[pages] * 2.0**32
@@ -161,10 +162,10 @@ class _Victims:
 
 
 def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
-    """Read all absent pages of a target that fits into the slots. Nothing is loading at the time.
+    """Plan to read all absent pages of a target that fits into the slots. No page may be loading.
 
     Args:
-        target: (pages,) a set of pages with all pages that they need, and all roots.
+        target: (pages,) mask of pages, of all pages that they need, and of all root pages.
     """
     absent, lost = (target & (slots.state == state) for state in (ABSENT, LOST))
     given_up = give_up_beside(slots, target, use, int(absent.sum()) - slots.free)
@@ -173,7 +174,7 @@ def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
 
 
 def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> Ints:
-    """Evict `count` pages that are not in a target, the oldest first; pages that others need come last."""
+    """Evict `count` pages that are not in a target, the oldest first; pages that other pages need come last."""
     given_up = [NO_PAGES]
     while count > 0:
         pages = slots.candidates()
@@ -188,7 +189,8 @@ def give_up_beside(slots: Slots, target: Mask, use: Use, count: int) -> Ints:
 
 
 def best_that_fit(slots: Slots, pixels: Floats) -> Mask:
-    """(pages,) roots, and the most wanted pages with those that they need, until the next one would not fit."""
+    """Choose a target (pages,): the root pages, and the most wanted pages with the pages that they need, until the next
+    page does not fit."""
     graph = slots.graph
     target = graph.roots.copy()
     held = int(target.sum())

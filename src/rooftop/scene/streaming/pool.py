@@ -1,4 +1,4 @@
-"""The pool: slots of 128 KB on the device, filled with the pages that frames request."""
+"""The pool of slots of 128 KB on the device, filled with the pages that frames request."""
 
 from __future__ import annotations
 
@@ -19,45 +19,46 @@ from rooftop.scene.streaming.plans import NO_USE, Plan, Planner, best_that_fit, 
 from rooftop.scene.streaming.slots import ABSENT, NO_PAGES, RESIDENT, Slots
 
 MOST_WORDS = 2**31 - 1  # length limit of a Warp array
-MOST_OF_A_FRAME = 64  # pages for one frame, which 8 threads read in about a millisecond
-MOST_IN_FLIGHT = 256  # pages that 8 threads read in a few frames; a loading page takes a slot
-AT_ONCE, AHEAD = 0.0, 1.0  # pages that a frame waits for are read before pages that are only expected
+MOST_OF_A_FRAME = 64  # most pages to request for one frame; 8 threads read them in about a millisecond
+MOST_IN_FLIGHT = 256  # most pages in flight; 8 threads read them in a few frames, and each occupies a slot
+AT_ONCE, AHEAD = 0.0, 1.0  # urgencies: pages that a frame waits for are read before pages that later frames may need
 
 Mask = npt.NDArray[np.bool_]
 
 
 class Pool:
-    """The resident pages of a scene's meshes, as many as there are slots.
+    """The resident pages of a scene's meshes, in a fixed number of slots.
 
-    A frame calls `begin`, draws, reads `answer`, and then either `ask`s for the missing pages or `load`s them.
+    A frame calls `begin`, draws, reads the answer, and then either calls `ask` for the missing pages or `load`s them.
 
     Attributes:
-        graph: the pages; slots: which page is where; loader: the threads that read them.
-        words: (slots * SLOT_WORDS + 2,) int32, as `buffers.Resident` has them.
+        graph: the pages; slots: which page is in which slot; loader: the threads that read pages.
+        words: (slots * SLOT_WORDS + 2,) int32, the array of `buffers.Resident`.
         page_at: (pages,) int64, the start of each, or -1.
         requests: the culls' requests.
-        is_new: whether root pages may be absent.
+        is_new: whether some root pages may still be absent.
     """
 
     def __init__(self, graph: PageGraph, pool_bytes: int, device: torch.device) -> None:
         self.graph = graph
         count = slots_of(self.graph, pool_bytes)
         self.slots = Slots(self.graph, count)
-        # A read of two words may begin at the last word.
+        # Two more words, because a read of two words may begin at the last word.
         self.words = torch.empty(count * SLOT_WORDS + 2, dtype=torch.int32, device=device)
-        # Kernels also read beyond the part that fits a Warp array.
+        # A Warp array has at most MOST_WORDS words; kernels also read the words beyond these.
         self._table = PageTable(self.graph.count, self.words[:MOST_WORDS], self.graph.limits)
         self.page_at = self._table.page_at
         self.requests = RequestBuffers(self.graph, self.page_at, self._table.refused)
         self.loader = Loader(self.graph, self.words)
         self.planner = Planner(self.slots)
         self._changed: list[Ints] = []  # pages whose position the device does not know yet
-        self._loaded = self._loaded_bytes = self._evicted = 0  # since the last statistics
+        # pages and bytes loaded, and pages evicted, since the last statistics
+        self._loaded = self._loaded_bytes = self._evicted = 0
         self.is_new = True
         self._carry_out(plan_all(self.slots, self.graph.roots, NO_USE), AT_ONCE)
 
     def begin(self) -> None:
-        """Call before a frame: arrived pages become resident. This waits for root pages alone.
+        """Begin a frame: arrived pages become resident. This waits only for root pages.
 
         Raises:
             GeometryFileError: a page could not be read, or is wrong.
@@ -69,23 +70,24 @@ class Pool:
         self._tell()
 
     def ask(self, answer: Answer, urgent: bool = True) -> None:
-        """Begin to load the missing pages as far as there is room. `urgent`: whether a displayed frame lacked them."""
+        """Start to load the missing pages, as many as there is room for. `urgent` says whether a displayed frame lacked
+        them."""
         most = min(MOST_OF_A_FRAME, min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight)
-        # enough, because no more pages are requested at once, even if half of them are in flight
+        # enough pages: no more are requested at once, even if half of these are in flight
         first = slice(2 * MOST_IN_FLIGHT)
         pages, pixels = answer.missing[first], answer.pixels[first]
         plan = self.planner.plan_some(pages, pixels, most, self.requests.use, urgent)
         self._carry_out(plan, AT_ONCE if urgent else AHEAD)
 
     def target(self, first: bool = False) -> Mask | None:
-        """(pages,) the pages that the last frame wanted, or its first pass, with those that they need; None if they do
-        not fit.
+        """A mask (pages,) of the pages that the last frame, or its first pass, wanted, and of the pages that these
+        need; None if they do not fit.
         """
         target = self.graph.roots | self.graph.with_needs(self.requests.use(first).pixels > 0)
         return target if target.sum() <= self.slots.count else None
 
     def resident(self) -> Mask:
-        """(pages,) the pages that a frame queued now can draw."""
+        """A mask (pages,) of the pages that a frame queued now can draw."""
         return self.slots.state == RESIDENT
 
     def has(self, target: Mask) -> bool:
@@ -93,11 +95,11 @@ class Pool:
         return bool((self.slots.state[target] == RESIDENT).all())
 
     def best_target(self) -> Mask:
-        """(pages,) the pages to load: the most wanted ones, as many as fit."""
+        """A mask (pages,) of the pages to load: the most wanted pages, as many as fit."""
         return best_that_fit(self.slots, self.requests.use().pixels)
 
     def load(self, target: Mask, alone: bool = False) -> None:
-        """Load all pages of a target, and wait for them. `alone`: no other page stays.
+        """Load all pages of a target, and wait for them. With `alone`, all other pages are evicted.
 
         Raises:
             GeometryFileError: a page could not be read, or is wrong.
@@ -116,7 +118,7 @@ class Pool:
         self._tell()
 
     def stats(self, answer: Answer, pixel_error: float) -> StreamingStats:
-        """Statistics of a frame, and of pages loaded and evicted since the last one."""
+        """Statistics of a frame, and of the pages loaded and evicted since the last statistics."""
         resident = int(np.count_nonzero(self.slots.state == RESIDENT))
         stats = StreamingStats(
             wanted=answer.wanted,
@@ -137,11 +139,11 @@ class Pool:
         self.loader.close()
 
     def _carry_out(self, plan: Plan, urgency: float) -> None:
-        """Read the pages of a plan. `urgency`: the smallest first."""
+        """Read the pages of a plan. Plans with the smallest `urgency` are read first."""
         if len(plan.given_up):
             self._evicted += len(plan.given_up)
             self._changed.append(plan.given_up)
-            if self.words.device.type == "cuda":  # the last frame may still read their slots
+            if self.words.device.type == "cuda":  # wait, because the last frame may still read these slots
                 torch.cuda.current_stream(self.words.device).synchronize()
         self.loader.load(plan.pages, plan.slots, urgency, plan.orders)
 
@@ -149,7 +151,7 @@ class Pool:
         """Record arrivals.
 
         Raises:
-            GeometryFileError: for the first page that could not be read, after all others are recorded.
+            GeometryFileError: the first page that could not be read; raised after all arrivals are recorded.
         """
         if not len(arrivals):
             return
@@ -169,7 +171,7 @@ class Pool:
             raise error
 
     def _tell(self) -> None:
-        """Tell the device where pages are. Earlier frames must have ended."""
+        """Send the positions of pages to the device. Earlier frames must have ended."""
         if not self._changed:
             return
         pages = distinct(np.concatenate(self._changed))
@@ -192,7 +194,7 @@ class Pool:
 
 
 def slots_of(graph: PageGraph, pool_bytes: int) -> int:
-    """Number of slots in a pool of that many bytes: no more than there are pages.
+    """Number of slots in a pool of `pool_bytes` bytes, at most the number of pages.
 
     Raises:
         InputError: the root pages do not fit.

@@ -1,7 +1,7 @@
-"""The requests of culling: how urgently a frame needs each page, and which of these pages are absent.
+"""The requests of the culls: how urgently a frame needs each page, and which needed pages are absent.
 
 The culls write `wanted`; `collect` turns it into ages and a list of absent pages. The list follows the frame's counters
-in one tensor, so the host (`answers.py`) reads both at once, when it waits for the frame anyway.
+in one tensor. So the host (`answers.py`) reads both with one copy, when it waits for the frame anyway.
 """
 
 import warp as wp
@@ -10,10 +10,10 @@ from rooftop.scene.rendering import buffers
 
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
-COUNTERS = 2 * buffers.PASS  # counters of a frame, which come first in an answer
-# positions after the counters; the list consists of pairs
+COUNTERS = 2 * buffers.PASS  # number of counters of a frame; they come first in an answer
+# positions in an answer, after the counters; LIST is the start of a list of pairs
 WANTED, MISSING, REFUSED, LIST = (wp.constant(COUNTERS + place) for place in range(4))
-LISTED = 1024  # absent pages that an answer names; if there are more, the host reads all of `wanted`
+LISTED = 1024  # most absent pages that an answer lists; if there are more, the host reads all of `wanted`
 OLDEST = wp.constant(2**30)
 
 
@@ -21,18 +21,19 @@ OLDEST = wp.constant(2**30)
 class Requests:
     """The requests of a scene whose pages may be absent; the culls and `collect` read and write them."""
 
-    group_page: wp.array(dtype=wp.int32)  # (groups,) of all meshes: the page, counted over all meshes
-    first_group: wp.array(dtype=wp.int32)  # (meshes,) where the groups of each begin
-    wanted: wp.array(dtype=wp.int32)  # (pages,) bits of a float32: error of the picture in pixels without it, or 0
-    ages: wp.array(dtype=wp.int32)  # (pages,) frames since it was wanted
-    refused: wp.array(dtype=wp.int32)  # (1,) an invalid page, plus one, or 0; by admission.py
+    group_page: wp.array(dtype=wp.int32)  # (groups,) page of each group, both numbered over all meshes
+    first_group: wp.array(dtype=wp.int32)  # (meshes,) number of each mesh's first group
+    # (pages,) bits of a float32: error of the picture in pixels without the page; 0 if it is not wanted
+    wanted: wp.array(dtype=wp.int32)
+    ages: wp.array(dtype=wp.int32)  # (pages,) number of frames since the page was wanted
+    refused: wp.array(dtype=wp.int32)  # (1,) number of an invalid page plus one, or 0; admission.py writes it
     # (LIST + 2 * LISTED,): the frame's counters, the counts, and pairs of a page and its `wanted`
     answer: wp.array(dtype=wp.int32)
 
 
 @wp.kernel
 def collect(requests: Requests, page_at: wp.array(dtype=wp.int64), aging: wp.int32, stride: wp.int32):
-    """Update the ages and write the answer. `aging`: whether unwanted pages become older."""
+    """Update the ages and write the answer. `aging` is 1 if unwanted pages become older, 0 if not."""
     if wp.tid() == 0:
         requests.answer[REFUSED] = requests.refused[0]
     for page in range(wp.tid(), requests.wanted.shape[0], stride):

@@ -1,4 +1,4 @@
-"""Record which page is in which slot of the pool. This is bookkeeping only, without device, threads or files.
+"""Record which page is in which slot of the pool. This module uses no device, threads or files.
 
 The invariant: all pages that a held page needs are held, and all pages that a resident page needs are resident. So a
 page is evicted only if no held page needs it, and becomes resident only after the pages that it needs.
@@ -25,11 +25,11 @@ class Slots:
     Attributes:
         graph: the pages.
         state: (pages,) uint8, as above.
-        slot_of: (pages,) int32, -1 where the page is not held.
+        slot_of: (pages,) int32, the slot of each page; -1 if the page is not held.
         dependents: (pages,) int32, the number of held pages that need this one directly.
         page_in: (slots,) int64, the page in each slot, or -1.
         arrived: the pages that have arrived, in any order.
-        free_slots: (slots,) int64, of which the first `free` are free; the last of those is taken first.
+        free_slots: (slots,) int64, of which the first `free` are free; the last of these is taken first.
     """
 
     def __init__(self, graph: PageGraph, count: int) -> None:
@@ -38,8 +38,8 @@ class Slots:
         self.slot_of = np.full(graph.count, -1, np.int32)
         self.dependents = np.zeros(graph.count, np.int32)
         self.page_in = np.full(count, -1, np.int64)
-        self.free_slots = np.arange(count)[::-1].copy()  # the lowest is taken first
-        self.free_count = np.array([count], np.int64)  # `page_reader.cpp` changes it, too
+        self.free_slots = np.arange(count)[::-1].copy()  # in descending order, because the last is taken first
+        self.free_count = np.array([count], np.int64)  # an array, because `page_reader.cpp` changes it too
         self.arrived = np.zeros(0, np.int64)
 
     @property
@@ -52,13 +52,14 @@ class Slots:
         return self.page_in[self.page_in >= 0]
 
     def lacking(self, page: int) -> list[int]:
-        """The pages to read for a page: itself and those that it needs, if absent or lost; coarser ones first."""
+        """The pages to read for a page: the page itself and the pages that it needs, if absent or lost; coarser pages
+        first."""
         if self.state[page] == ABSENT and (self.state[self.graph.needs.of(page)] == RESIDENT).all():
-            return [page]  # the usual case, since the pages that it needs were wanted more
+            return [page]  # the usual case, since the pages that it needs were wanted more and loaded earlier
         seen, found, new = {page}, [], [page]
         while new:
             at = new.pop()
-            if self.state[at] == RESIDENT:  # then the pages that it needs are resident, too
+            if self.state[at] == RESIDENT:  # if a page is resident, so are all pages that it needs
                 continue
             if self.state[at] in (ABSENT, LOST):
                 found.append(at)
@@ -91,7 +92,7 @@ class Slots:
         self.arrived = np.concatenate([self.arrived, pages])
 
     def publish(self) -> Ints:
-        """Make arrived pages resident if all pages that they need are; return their numbers."""
+        """Make arrived pages resident if all pages that they need are resident; return the numbers of these pages."""
         waiting, published = self.arrived, [NO_PAGES]
         while len(waiting):
             needed, counts = self.graph.needs.of_all(waiting)
@@ -122,12 +123,12 @@ class Slots:
         np.subtract.at(self.dependents, self.graph.needs.of_all(pages)[0], 1)
 
     def forget_absent(self) -> None:
-        """Call after slots were freed: pages that had arrived may be absent now."""
+        """Drop absent pages from `arrived`. Call this after slots were freed."""
         if len(self.arrived):
             self.arrived = self.arrived[self.state[self.arrived] == ARRIVED]
 
     def candidates(self) -> Ints:
-        """Pages that may be evicted now: no held page needs them, and they are neither roots nor loading."""
+        """The pages that may be evicted now: pages that no held page needs, that are not root pages and not loading."""
         pages = self.held()
         fits = (self.state[pages] != LOADING) & (self.dependents[pages] == 0) & ~self.graph.roots[pages]
         return pages[fits]

@@ -1,8 +1,9 @@
-"""The last step of `level_cull.py`, for scenes whose pages may be absent. Its twin in CUDA C++ is `cull_groups<true>`.
+"""The last step of `level_cull.py`, for scenes whose pages may be absent. `cull_groups<true>` does the same in CUDA
+C++.
 
-A cluster is drawn if it is fine enough, or if the page of the clusters from which it was made is absent. Every group
-that would be drawn requests its page, present or absent, with the error in pixels of its replacement. So a frame's
-requests do not depend on the resident pages.
+A cluster is drawn if it is fine enough, or if the page of the finer clusters that it replaces is absent. Every group
+that would be drawn requests its page, present or absent, with the error in pixels of its coarser replacement. So a
+frame's requests do not depend on the resident pages.
 """
 
 import warp as wp
@@ -39,19 +40,19 @@ def ask_for(
     slot: wp.int32,
     page: wp.int32,
 ):
-    """Request the page of a group (a child of the tree)."""
+    """Request the page of a group, given as a child of the tree."""
     sphere = three(resident.nodes, row, slot, CHILD_SPHERE)
     radius = real(resident.nodes[row, slot, CHILD_SPHERE + 3])
     error = real(resident.nodes[row, slot, CHILD_ERROR])
     pixels = wp.cast(pixels_off(resident, views, frame, pair, sphere, radius, error), wp.int32)
-    # compared as bits, which have the same order as the numbers, since none is negative
+    # compared as integers: for numbers that are not negative, the bits have the same order
     if requests.wanted[page] < pixels:
         wp.atomic_max(requests.wanted, page, pixels)
 
 
 @wp.func
 def finer_is_there(resident: Resident, requests: Requests, mesh: wp.int32, head: Head):
-    """Whether the page of the group that a cluster replaces is resident."""
+    """Whether the page of the finer group that a cluster replaces is resident."""
     source = source_of(resident, head)
     if source < 0:
         return False
@@ -69,7 +70,7 @@ def cull_clusters(
     requests: Requests,
     stride: wp.int32,
 ):
-    """Cull the clusters of groups whose pages are resident, and list those to draw as visible."""
+    """Cull the clusters of groups whose pages are resident, and list the clusters to draw as visible."""
     count = wp.min(frame.counters[second * PASS + GROUPS], frame.groups.shape[0])
     for i in range(wp.tid(), LANES * count, stride):
         pair = pair_of(frame.groups[i // LANES])

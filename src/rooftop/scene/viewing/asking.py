@@ -1,4 +1,4 @@
-"""Parse a page's request from JSON. Each number is checked before anything is drawn."""
+"""Parse a browser page's request from JSON. All values are checked before anything is drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rooftop.errors import InputError, did_you_mean
 from rooftop.scene.arguments import MAX_SIDE
 from rooftop.scene.viewing.viewpoints import Viewpoint, checked_moves, finite_numbers
 
-MOST_PIXELS = 2**25  # a picture of 7680 x 4320
+MOST_PIXELS = 2**25  # most pixels of a picture: 7680 x 4320
 MOST_PIXEL_ERROR = 1e6
 TAB_LETTERS = 64
 FORMATS = ("jpeg", "png")
@@ -19,7 +19,7 @@ FORMATS = ("jpeg", "png")
 
 @dataclass(frozen=True)
 class Asked:
-    """A picture that a browser tab requests.
+    """The request of a browser tab for a picture.
 
     Attributes:
         tab: the tab's name. Of two requests of one tab, only the newer counts.
@@ -27,8 +27,8 @@ class Asked:
         move: how the view moves before it is drawn.
         framed: whether the whole scene must be in the picture.
         size: width and height in pixels.
-        window: the size for which home and framed views are computed. It differs from `size` if a smaller picture
-            suffices while the camera moves.
+        window: the size for which home and framed views are computed. It differs from `size` if the page requests a
+            smaller picture while the camera moves.
         show: the mode, one of `modes.MODES`.
         light: the direction to the light; None keeps the renderer's own.
         pixel_error: as in `Renderer`; None for the initial value.
@@ -55,7 +55,7 @@ def content_of(body: bytes) -> Any:
     """Parse the JSON of a request.
 
     Raises:
-        InputError: it is not JSON. (NaN and Infinity, which Python accepts, are not JSON.)
+        InputError: the content is not JSON. (NaN and Infinity, which Python accepts, are not JSON.)
     """
 
     def refuse(word: str) -> None:
@@ -70,7 +70,7 @@ def content_of(body: bytes) -> Any:
 
 
 def asked(content: object, modes: Collection[str]) -> Asked:
-    """Read a request of the page.
+    """Parse and check a request of the page.
 
     Args:
         content: the request's JSON.
@@ -146,5 +146,5 @@ def _pixel(content: Any, size: tuple[int, int]) -> tuple[int, int]:
 def _direction(content: Any) -> tuple[float, ...]:
     direction = finite_numbers(content, 3, "light")
     if not any(direction):
-        raise InputError("light is 0, 0, 0: expected a direction")
+        raise InputError("light is 0, 0, 0: expected a direction with at least one number that is not 0")
     return direction

@@ -1,4 +1,4 @@
-"""A single thread draws for all pages: the newest picture that each page requests, one page after the other."""
+"""Draw for all browser tabs in a single thread: the newest picture that each tab requests, one tab after another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rooftop.scene.viewing.asking import Asked
 from rooftop.scene.viewing.modes import MODES, Pages, image_of
 from rooftop.scene.viewing.viewpoints import FOV_Y_DEGREES, Vector, Viewpoint
 
-WARM_UP = (64, 48)  # size of the picture that loads kernels and pages before the first request
+WARM_UP = (64, 48)  # size of the first picture, which loads kernels and pages before the first request
 
 
 class DroppedError(Exception):
@@ -32,19 +32,20 @@ class DroppedError(Exception):
 
 
 class DrawingError(RooftopError, RuntimeError):
-    """The renderer failed; the message says how."""
+    """The renderer failed; the message has its error."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture, and its cost.
+    """A picture, and what it cost to draw.
 
     Attributes:
         image: (height, width, 3) uint8.
         view: the view from which it was drawn.
         stats: statistics of the frame, as plain values.
-        ms: milliseconds of each of the renderer's stages, then of "colours", which ends with the image on the host.
-        memory_bytes: memory that PyTorch has allocated on the GPU; None on a CPU.
+        ms: milliseconds of each of the renderer's stages, and of "colours", which includes the copy of the image to the
+            host.
+        memory_bytes: GPU memory that PyTorch has allocated; None on a CPU.
     """
 
     image: NDArray[np.uint8]
@@ -56,7 +57,7 @@ class Drawn:
 
 @dataclass
 class _Job:
-    """A piece of work for the thread, and its result."""
+    """A job for the drawing thread, and its result."""
 
     work: Callable[[], Any]
     done: threading.Event = field(default_factory=threading.Event)
@@ -69,15 +70,16 @@ class _Job:
 
 
 class Drawing:
-    """Draw a scene for pages. Any thread may request pictures.
+    """Draws a scene for browser tabs. Any thread may request pictures.
 
     Args:
-        world: the scene, which must not change while this draws. With `shadows`, its first light is set as the page
+        world: the scene, which the caller must not change meanwhile. With `shadows`, its first light follows the page's
             requests.
         device: as in `Renderer`.
-        pixel_error: as in `Renderer`, unless a page requests another value.
+        pixel_error: as in `Renderer`; a page may request another value.
         up, fov_y_degrees: up direction and vertical field of view of the home view.
-        pool_bytes: as in `Renderer`. With it, pictures are drawn from the resident pages.
+        pool_bytes: as in `Renderer`. With a pool, pictures are drawn from the resident pages, without waiting for
+            missing ones.
         shadows: whether objects cast shadows. The scene must then have no lights.
 
     Attributes:
@@ -102,7 +104,7 @@ class Drawing:
         low, high = world.bounds()
         self.world, self.scene_size = world, max(float(np.linalg.norm(high - low)), 1e-9)
         self._outline, self._up, self._fov = outline(world), up, fov_y_degrees
-        self.home((16, 16)).camera((16, 16), self.scene_size)  # raises for an invalid `up` or angle
+        self.home((16, 16)).camera((16, 16), self.scene_size)  # this raises for an invalid `up` or angle
         self.renderer = Renderer(world, device, pixel_error=pixel_error, pool_bytes=pool_bytes)
         self._sun: tuple[float, ...] | None = None  # the direction from which the shadow-casting light comes
         if shadows:
@@ -110,7 +112,7 @@ class Drawing:
             world.add_light(_sun_from(self._sun))
         self.usual_error, self.usual_light = self.renderer.pixel_error, self.renderer.light
         self._pages: Pages | None = None
-        # the newest request of each tab; the tab that has waited longest comes first
+        # the newest request of each tab, in the order in which tabs began to wait
         self._waiting: dict[str, _Job] = {}
         self._changed = threading.Condition()
         self._stopped = False
@@ -129,7 +131,7 @@ class Drawing:
         """Draw the requested picture, and wait for it.
 
         Raises:
-            InputError: the view has moved to a place where no camera is possible.
+            InputError: the moves lead to a view for which no camera is possible.
             DroppedError: a newer request of the same tab arrived, or `stop` was called.
             DrawingError: the renderer failed.
         """
@@ -138,12 +140,12 @@ class Drawing:
         return drawn
 
     def point(self, asked: Asked) -> tuple[list[float] | None, Viewpoint]:
-        """The point in the world that the pixel `asked.at` shows, and the view turned towards it.
+        """Find the point in the world that the pixel `asked.at` shows, and the view turned towards it.
 
-        If the pixel shows background: None and the unchanged view.
+        If the pixel shows background, return None and the unchanged view.
 
         Raises:
-            InputError: no pixel is given; also as in `picture`.
+            InputError: the request names no pixel; also as in `picture`.
         """
         if asked.at is None:
             raise InputError("at is missing: expected the pixel's column and row")
@@ -220,7 +222,7 @@ class Drawing:
                 job.end(DroppedError())
                 return
             older = self._waiting.get(tab)
-            self._waiting[tab] = job  # takes the place of the older request in the queue
+            self._waiting[tab] = job  # this replaces the tab's older request in the queue, in the same place
             self._changed.notify()
         if older is not None:
             older.end(DroppedError())
@@ -250,5 +252,5 @@ class Drawing:
 
 
 def _sun_from(light: Sequence[float]) -> DirectionalLight:
-    """A light from a direction."""
+    """Make a directional light that shines from a direction."""
     return DirectionalLight([-number for number in light])

@@ -1,4 +1,4 @@
-"""The viewer's modes: the shaded surface, and false colours of the renderer's data."""
+"""The viewer's modes: the shaded surface, and false colours for the renderer's outputs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Mode:
 
     Attributes:
         label: the mode's label on the page.
-        meaning: an explanation for the page, in one sentence.
+        meaning: one sentence that explains the mode on the page.
         outputs: the renderer's outputs that the mode needs.
         needs: the entry of a geometry file's metadata that says whether a mesh supports the mode; "" if all meshes do.
         numbers: a function that returns values (H, W[, C]), which are coloured like the output with the mode's name.
-            None: that output itself.
+            None uses that output itself.
     """
 
     label: str
@@ -37,7 +37,7 @@ class Mode:
 
 
 class Pages:
-    """Finds the page from which each pixel is drawn. Pages are numbered over all meshes of a scene.
+    """Finds the page of geometry from which each pixel is drawn. Pages are numbered over all meshes of a scene.
 
     Attributes:
         count: the number of pages.
@@ -46,11 +46,13 @@ class Pages:
     def __init__(self, world: Scene, device: torch.device) -> None:
         firsts = [(number << 32) + mesh.first_clusters() for number, mesh in enumerate(world.meshes)]
         self.count = sum(map(len, firsts))
-        self._firsts = torch.from_numpy(np.concatenate(firsts)).to(device)  # mesh << 32 | cluster, ascending
+        # key of each page's first cluster, mesh << 32 | cluster, ascending
+        self._firsts = torch.from_numpy(np.concatenate(firsts)).to(device)
         self._mesh_of = torch.from_numpy(world.instances()[0]).to(device)
 
     def of(self, frame: GBuffer) -> Tensor:
-        """The pages (H, W) int64, -1 for background, of a frame with "instance" and "cluster"."""
+        """The page of each pixel (H, W) int64, -1 for background, of a frame with the outputs "instance" and
+        "cluster"."""
         instance, cluster = frame["instance"][0], frame["cluster"][0]
         key = (self._mesh_of[instance.clamp(min=0)].long() << 32) + cluster
         page = torch.searchsorted(self._firsts, key, right=True) - 1
@@ -58,7 +60,7 @@ class Pages:
 
 
 def _triangles(frame: GBuffer, _: Pages) -> Tensor:
-    """Numbers that differ between neighbouring clusters."""
+    """Numbers for triangles that also differ between neighbouring clusters."""
     return torch.where(frame["cluster"][0] >= 0, frame["cluster"][0].long() * MAX_TRIANGLES + frame["triangle"][0], -1)
 
 
@@ -85,22 +87,23 @@ MODES = {
 
 
 def modes_of(world: Scene) -> list[str]:
-    """The modes that at least one mesh has the data for."""
+    """The modes for which at least one mesh has the data."""
     metas = [mesh.meta for mesh in world.meshes]
     return [name for name, mode in MODES.items() if not mode.needs or any(meta[mode.needs] for meta in metas)]
 
 
 def image_of(frame: GBuffer, name: str, pages: Pages) -> Tensor:
-    """The picture (H, W, 3) uint8, on the frame's device. The frame must have the mode's outputs."""
+    """Colour a frame by a mode: picture (H, W, 3) uint8, on the frame's device. The frame must have the mode's
+    outputs."""
     numbers = MODES[name].numbers
     return colored(_PAINTED_AS.get(name, name), frame[name][0] if numbers is None else numbers(frame, pages))
 
 
-_PAINTED_AS = {"page": "cluster"}  # the output whose colours a mode uses
+_PAINTED_AS = {"page": "cluster"}  # the output whose colours the mode uses
 
 
 def legend_of(name: str) -> list[dict[str, Any]]:
-    """The legend: {"color": "#rrggbb", "label": text} for each colour; empty if the explanation suffices."""
+    """The legend of a mode: {"color": "#rrggbb", "label": text} for each colour; empty if the explanation suffices."""
     if name == "level":
         labels = [*map(str, range(LEVELS - 1)), f"{LEVELS - 1}+"]
         return _entries(_hexes("level", range(LEVELS), torch.int32), labels)

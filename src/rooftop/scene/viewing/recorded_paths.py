@@ -25,7 +25,7 @@ MOST_SECONDS = 1e5
 
 @dataclass(frozen=True)
 class RecordedPath:
-    """Views with their times.
+    """The views of a path, with their times.
 
     Attributes:
         seconds: (N,) ascending.
@@ -41,8 +41,8 @@ class RecordedPath:
         return self.seconds[-1] - self.seconds[0]
 
     def at(self, seconds: float) -> Viewpoint:
-        """The view at a time, interpolated linearly between the recorded views. Before the first and after the last
-        view, the nearest one."""
+        """The view at a time, interpolated linearly between the recorded views. Before the first view this is the first
+        view, after the last view it is the last."""
         after = bisect_right(self.seconds, seconds)
         if after == 0 or after == len(self.views):
             return self.views[min(after, len(self.views) - 1)]
@@ -68,10 +68,10 @@ class RecordedPath:
 
     @classmethod
     def of_plain(cls, content: object, where: str = "path") -> RecordedPath:
-        """Read a path from an object of JSON.
+        """Read a path from a parsed JSON object.
 
         Raises:
-            InputError: it is not a path; the message begins with `where`.
+            InputError: the object is not a path; the message begins with `where`.
         """
         if not isinstance(content, Mapping) or "rooftop_path" not in content:
             raise InputError(f"{where}: expected a path recorded by `rooftop scene view`, with rooftop_path and views")
@@ -100,7 +100,7 @@ class RecordedPath:
         """Read a path from a file.
 
         Raises:
-            InputError: the file cannot be read, or is not a path.
+            InputError: the file cannot be read, or does not contain a path.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

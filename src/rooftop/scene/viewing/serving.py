@@ -1,9 +1,9 @@
-"""The server for the page and its pictures.
+"""Serve the viewer's page and its pictures over HTTP.
 
-Only a page that this server has sent may make requests. Three checks enforce this. Each request carries the token of
-the printed address; the page sends the token in a header, which pages of other origins could do only with a permission
-that the server never gives. The Host header names this machine, and not a domain that an attacker could point at it.
-The Origin header, if present, is this server.
+Only a page that this server has sent may make requests. Three checks enforce this. First, each request must carry the
+token of the printed address. The page sends it in a header; pages of other origins would need a CORS permission for
+that, which the server never gives. Second, the Host header must name this machine, not a domain that an attacker could
+point at it. Third, the Origin header, if present, must be this server.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rooftop.scene.viewing.modes import MODES, legend_of, modes_of
 from rooftop.scene.viewing.recorded_paths import RecordedPath
 
 MOST_BODY = {"/frame": 1 << 16, "/point": 1 << 16, "/path": 1 << 26}  # bytes
-LEFT_UNREAD = 1 << 16  # bytes; a longer body that is not needed is not read
-IDLE_S = 60.0  # seconds for which a connection without requests stays open
-SHARP = 90  # from this quality on, JPEG keeps colours at full resolution, so that edges of false colours stay sharp
+LEFT_UNREAD = 1 << 16  # bytes; a longer body is not read if the server does not need it
+IDLE_S = 60.0  # seconds after which a connection without requests is closed
+SHARP = 90  # from this quality on, JPEG does not subsample colours, so that edges of false colours stay sharp
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -48,12 +48,12 @@ HEADERS = {
 
 
 class Viewer(ThreadingHTTPServer):
-    """Serve one scene to any number of tabs, each with its own camera. As a context manager, it closes everything at
-    the end.
+    """Serve one scene to any number of tabs, each with its own camera. As a context manager, it stops the server at the
+    end.
 
     Args:
-        drawing: the drawing thread, which the server does not stop. host, port: address to listen on; port 0 is a free
-            one.
+        drawing: the drawing thread, which the server does not stop. host, port: address to listen on; port 0 chooses a
+            free port.
 
     Attributes:
         token: token that each request must carry.
@@ -79,12 +79,12 @@ class Viewer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address of the page, with the token."""
+        """The URL of the page, with the token."""
         name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(self.host, self.host)
         return f"http://{f'[{name}]' if ':' in name else name}:{self.port}/?token={self.token}"
 
     def server_bind(self) -> None:
-        """Bind like socketserver does. (http.server would also look up the machine's name, which may take seconds.)"""
+        """Bind as socketserver does. (http.server would also look up the machine's name, which may take seconds.)"""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.host, int(self.server_address[1])
 
@@ -97,8 +97,8 @@ class Viewer(ThreadingHTTPServer):
         """Whether a Host header names this server.
 
         Any port is accepted, since a tunnel has its own port. "localhost" and loopback addresses are accepted. If the
-        server listens beyond loopback, this machine's names and all numeric addresses are accepted too, because an
-        attacker's name server cannot redirect them.
+        server does not listen on loopback only, this machine's names and all numeric addresses are accepted too,
+        because no attacker's DNS server can redirect these.
         """
         beyond = not is_loopback(self.host)
         try:
@@ -128,7 +128,7 @@ def _names_of_this_machine() -> frozenset[str]:
 
 
 def facts_of(drawing: Drawing) -> dict[str, Any]:
-    """Facts about the scene for the page, as an object for JSON."""
+    """Facts about the scene that the page shows, as an object for JSON."""
     world, device = drawing.world, drawing.renderer.device
     return {
         "files": [mesh.path.name for mesh in world.meshes],
@@ -145,7 +145,7 @@ def facts_of(drawing: Drawing) -> dict[str, Any]:
         "size": drawing.scene_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "kernels": drawing.renderer.kernels,
-        "pixel_error": drawing.usual_error,  # not the renderer's values, which are those of the last picture
+        "pixel_error": drawing.usual_error,  # not the renderer's current values, which the last picture has set
         "light": list(drawing.usual_light),
         "most_pixels": MOST_PIXELS,
         "modes": [
@@ -156,7 +156,7 @@ def facts_of(drawing: Drawing) -> dict[str, Any]:
 
 
 def page(nonce: str) -> str:
-    """The complete page. Its style and script are inline, and `nonce` allows them to run."""
+    """Build the complete page. Its style and script are inline; the Content-Security-Policy allows them by `nonce`."""
     files = resources.files("rooftop.scene.viewing") / "page_files"
     text = (files / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
@@ -165,7 +165,7 @@ def page(nonce: str) -> str:
 
 
 def encoded(drawn: Drawn, format: str, quality: int) -> bytes:
-    """A picture as a file."""
+    """Encode a picture as an image file."""
     file = io.BytesIO()
     image = Image.fromarray(drawn.image)
     if format == "jpeg":
@@ -176,7 +176,7 @@ def encoded(drawn: Drawn, format: str, quality: int) -> bytes:
 
 
 class _RefusedError(Exception):
-    """A request that is refused, with a status and a sentence."""
+    """Raised to refuse a request, with an HTTP status and a sentence."""
 
     def __init__(self, status: HTTPStatus, sentence: str) -> None:
         super().__init__(sentence)
@@ -184,10 +184,10 @@ class _RefusedError(Exception):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles the requests of one connection."""
 
     server: Viewer
-    protocol_version = "HTTP/1.1"  # a connection serves several pictures, one after another
+    protocol_version = "HTTP/1.1"  # keep-alive: a connection serves several pictures, one after another
     server_version, sys_version = "rooftop", ""
     timeout = IDLE_S
     disable_nagle_algorithm = True
@@ -220,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
         except RooftopError as error:
             self._send_error(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
         except ConnectionError:
-            self.close_connection = True  # the page has gone
+            self.close_connection = True  # the browser has closed the connection
         except Exception as error:
             traceback.print_exc()
             self._send_error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
@@ -230,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         address.
 
         Args:
-            token: token in the address; None if it is in the Authorization header.
+            token: the token from the address; None if the Authorization header carries it.
         """
         host, origin = self.headers.get("Host"), self.headers.get("Origin")
         if not self.server.is_named(host):
@@ -247,7 +247,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(HTTPStatus.FORBIDDEN, sentence)
 
     def _content(self) -> Any:
-        """The JSON of a request's body."""
+        """Read and parse the JSON of a request's body."""
         length = self._body_bytes()
         if not 0 <= length <= self._most_body:
             given = self.headers.get("Content-Length", "")
@@ -259,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
         return content_of(body)
 
     def _body_bytes(self) -> int:
-        """The length of the body that the request states; -1 if it states none."""
+        """The body's length that the request states; -1 if it states none."""
         length = self.headers.get("Content-Length", "")
         return int(length) if length.isascii() and length.isdecimal() and len(length) < 16 else -1
 
@@ -296,14 +296,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(HTTPStatus.OK, {"point": point, "view": view.plain()})
 
     def _send_path(self) -> None:
-        """Check a loaded path in the same way as `rooftop scene render --path`."""
+        """Check a path that the page has loaded, as `rooftop scene render --path` does, and answer."""
         self._send_json(HTTPStatus.OK, RecordedPath.of_plain(self._content()).plain())
 
     def _send_json(self, status: HTTPStatus, content: Any) -> None:
         self._send(status, "application/json", json.dumps(content).encode())
 
     def _send_error(self, status: HTTPStatus, sentence: str) -> None:
-        if self._unread:  # a client that is still sending would not read the answer
+        if self._unread:  # read the body first: a client that is still sending would not read the answer
             length = self._body_bytes()
             self.rfile.read(length if 0 < length <= LEFT_UNREAD else 0)
             self.close_connection = True

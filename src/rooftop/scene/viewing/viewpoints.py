@@ -1,7 +1,7 @@
-"""The viewpoint of the user, and its moves: around a point, sideways, nearer, and through the scene.
+"""The user's viewpoint and its moves: orbit around a point, pan, zoom, and fly through the scene.
 
-While the user drags, the point under the pointer follows the pointer. "Up" stays up: azimuth and elevation change, but
-nothing rolls.
+While the user drags, the point under the pointer follows the pointer. Rotations change azimuth and elevation, but never
+roll the camera, so that `up` stays up.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ Floats = NDArray[np.float64]
 Vector = tuple[float, float, float]
 
 FOV_Y_DEGREES = 50.0
-MOST_ELEVATION_DEGREES = 89.5  # beyond this elevation, "up" would be along the view
-NEAREST, FARTHEST = 1e-6, 1e6  # least and greatest distance from the target in zooming, in sizes of the scene
-NEAR_OF_DISTANCE = 1e-3  # the near plane as a share of the distance to the target, if this plane is nearer than NEAR's
+MOST_ELEVATION_DEGREES = 89.5  # greatest elevation; near 90 degrees, `up` would be along the view
+NEAREST, FARTHEST = 1e-6, 1e6  # least and greatest distance from the target that zooming reaches, in sizes of the scene
+# distance of the near plane as a share of the distance to the target; used if it is nearer than NEAR
+NEAR_OF_DISTANCE = 1e-3
 KEYS = ("eye", "target", "up", "fov_y_degrees")
 
 
@@ -36,7 +37,7 @@ class Viewpoint:
     Attributes:
         eye: the camera's position, in the world.
         target: the point that it looks at and orbits.
-        up: the direction that stays up.
+        up: the up direction, which moves do not change.
         fov_y_degrees: angle from the lower to the upper edge.
     """
 
@@ -47,7 +48,7 @@ class Viewpoint:
 
     @classmethod
     def home(cls, points: Floats, up: Vector, fov_y_degrees: float, size: tuple[int, int]) -> Viewpoint:
-        """The view from the front, the right and a little above, with the whole scene in the picture.
+        """Make the view from the front, the right and a little above, with the whole scene in the picture.
 
         Args:
             points: (N, 3), the scene's outline.
@@ -68,7 +69,7 @@ class Viewpoint:
 
         Args:
             size: width and height in pixels.
-            scene_size: size of the scene, in world units; the near plane is a fixed share of it.
+            scene_size: size of the scene, in world units; the near plane is at a fixed share of it.
 
         Raises:
             ValueError: the view is along `up`, or a number is too large.
@@ -77,7 +78,7 @@ class Viewpoint:
         return Camera.look_at(self.eye, self.target, self.up, self.fov_y_degrees, *size, near=near)
 
     def framed(self, points: Floats, size: tuple[int, int]) -> Viewpoint:
-        """The view in the same direction, with all points (N, 3) in the picture."""
+        """Move the camera and its target, without a turn, so that all points (N, 3) are in the picture."""
         middle = (points.min(0) + points.max(0)) / 2
         far = max(float(np.linalg.norm(np.ptp(points, axis=0))), 1e-9)
         backward = np.subtract(self.eye, self.target) / self.distance
@@ -86,23 +87,24 @@ class Viewpoint:
         return replace(moved, eye=_vector(middle + distance * backward))
 
     def orbited(self, right_degrees: float, down_degrees: float) -> Viewpoint:
-        """Orbit around the target at the same distance; the near side of the scene moves right and down."""
+        """Orbit around the target at the same distance, such that the near side of the scene moves right and down."""
         offset = np.subtract(self.eye, self.target)
         return replace(self, eye=_vector(self.target + self._turned(offset, -right_degrees, down_degrees)))
 
     def looked(self, right_degrees: float, down_degrees: float) -> Viewpoint:
-        """Turn to the right and down at the same place; the target moves along at the same distance."""
+        """Turn the camera right and down without moving it; the target turns with it, at the same distance."""
         ahead = np.subtract(self.target, self.eye)
         return replace(self, target=_vector(self.eye + self._turned(ahead, -right_degrees, -down_degrees)))
 
     def panned(self, right: float, down: float) -> Viewpoint:
-        """Move sideways: the target moves right and down in the picture, by these fractions of the picture's height."""
+        """Move the camera sideways, such that the target moves right and down in the picture, by these fractions of the
+        picture's height."""
         across, below, _ = self._axes()
         height = 2 * self.distance * math.tan(math.radians(self.fov_y_degrees) / 2)
         return self._shifted(-height * (right * across + down * below))
 
     def zoomed(self, doublings: float, scene_size: float) -> Viewpoint:
-        """Move towards the target (doublings < 0) or away from it, by powers of two of the distance."""
+        """Move towards the target or away from it: multiply the distance by 2^doublings."""
         low, high = NEAREST * scene_size, FARTHEST * scene_size
         distance = min(max(self.distance * 2.0 ** min(max(doublings, -99.0), 99.0), low), high)
         offset = np.subtract(self.eye, self.target)
@@ -114,7 +116,7 @@ class Viewpoint:
         return self._shifted(right * across + up * around(self.up)[2] + forward * ahead)
 
     def towards(self, point: Sequence[float]) -> Viewpoint:
-        """Turn the camera, without moving it, towards a point, which it then orbits. The view is unchanged if the
+        """Turn the camera towards a point without moving it; the point becomes the target. The view is unchanged if the
         camera is at that point."""
         target = _vector(point)
         return self if target == self.eye else replace(self, target=target)
@@ -132,10 +134,10 @@ class Viewpoint:
 
     @classmethod
     def of_plain(cls, content: object, where: str = "camera") -> Viewpoint:
-        """Read a view from an object of JSON.
+        """Read a view from a parsed JSON object.
 
         Raises:
-            InputError: it is not a view; the message begins with `where`.
+            InputError: the object is not a view; the message begins with `where`.
         """
         if not isinstance(content, Mapping):
             raise InputError(f"{where}: expected an object with {', '.join(KEYS)}, not {content!r:.80}")
@@ -155,7 +157,7 @@ class Viewpoint:
         return view
 
     def _axes(self) -> Floats:
-        """(3, 3): right, down and forward, of length 1."""
+        """The unit vectors right, down and forward, as rows (3, 3)."""
         ahead = np.subtract(self.target, self.eye) / self.distance
         across = np.cross(ahead, around(self.up)[2])
         across /= np.linalg.norm(across)
@@ -165,7 +167,7 @@ class Viewpoint:
         return replace(self, eye=_vector(self.eye + by), target=_vector(self.target + by))
 
     def _turned(self, direction: Floats, azimuth_degrees: float, elevation_degrees: float) -> Floats:
-        """A direction turned around `up` and then upwards, as far as possible, with its length unchanged."""
+        """Turn a direction around `up`, and then upwards as far as the limit of elevation allows; its length stays."""
         length = float(np.linalg.norm(direction))
         x, y, z = around(self.up) @ (direction / length)
         azimuth = math.degrees(math.atan2(y, x)) + azimuth_degrees
@@ -179,8 +181,8 @@ class Move:
     """A kind of move.
 
     Attributes:
-        amounts: the number of its parameters.
-        apply: a function from (view, these numbers, size of the scene) to the new view.
+        amounts: the number of the move's parameters.
+        apply: a function of (view, the parameters, size of the scene) that returns the new view.
     """
 
     amounts: int
@@ -198,10 +200,10 @@ MOVES = {
 
 
 def finite_numbers(content: object, count: int, where: str) -> tuple[float, ...]:
-    """`count` numbers of JSON.
+    """Check and return `count` numbers from JSON.
 
     Raises:
-        InputError: the content is of another kind, or a number is not finite or is too large.
+        InputError: the content is not a list of `count` numbers, or a number is not finite or is too large.
     """
     values = content if isinstance(content, list | tuple) else ()
     if len(values) != count or not all(type(value) in (int, float) and abs(value) <= MOST for value in values):
@@ -210,7 +212,7 @@ def finite_numbers(content: object, count: int, where: str) -> tuple[float, ...]
 
 
 def checked_moves(content: object) -> dict[str, tuple[float, ...]]:
-    """The moves of a request, by their names.
+    """Check and return the moves of a request, by their names.
 
     Raises:
         InputError: a move is unknown, or has a wrong number of parameters.

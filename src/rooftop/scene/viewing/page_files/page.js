@@ -1,32 +1,35 @@
 "use strict";
-// The page of `rooftop scene view`. It gathers what mouse and keys do, asks for the next picture when the last one has
-// arrived, and gets the moved view back with it: the arithmetic of cameras is the server's (viewpoints.py).
+// The page of `rooftop scene view`. It collects moves from mouse and keys, and requests the next picture when the last
+// one has arrived. The reply also contains the moved view, because the server computes all camera moves
+// (viewpoints.py).
 
 const element = (id) => document.getElementById(id);
 const token = new URLSearchParams(location.search).get("token") ?? "";
 const tab = Math.random().toString(36).slice(2);
-const REST_MS = 180;  // without movement, before a picture of full size is drawn
-const SCALES = [1, 1 / 2, 1 / 3, 1 / 4];  // of the size while moving; few, so that the renderer keeps its memory
-const SLOW_MS = 120, QUICK_MS = 80;  // a picture while moving that takes longer is made smaller; so long it may become
-const ORBIT_DEGREES = 180;  // of a drag over the picture's height
-const LONGEST_STEP_S = 0.25;  // of flying between two pictures, however long they take
-const FLIGHT_SIZES = 0.15;  // of the scene that flying goes in a second, at speed 0
+const REST_MS = 180;  // time without movement after which a picture of full size is requested
+// scales of the picture while moving; few, so that the renderer can reuse its memory
+const SCALES = [1, 1 / 2, 1 / 3, 1 / 4];
+// pictures while moving get smaller above SLOW_MS, and larger if they then stay below QUICK_MS
+const SLOW_MS = 120, QUICK_MS = 80;
+const ORBIT_DEGREES = 180;  // rotation by a drag over the picture's height
+const LONGEST_STEP_S = 0.25;  // most flying time between two pictures, even if they take longer
+const FLIGHT_SIZES = 0.15;  // flying speed at slider value 0, in sizes of the scene per second
 
 const canvas = element("picture"), pen = canvas.getContext("2d", { alpha: false });
 const root = document.documentElement;
-let facts = null;       // of the scene, from the server
+let facts = null;       // facts about the scene, from the server
 let view = null;        // eye, target, up, fov_y_degrees; null is the home view
-let framed = false;     // whether the next picture is to have all of the scene
-let light = null;       // direction in the world; null is the usual one
+let framed = false;     // whether the next picture must show the whole scene
+let light = null;       // direction in the world; null is the default light
 let pixelError = null;
 let pending = still();  // movement since the last request
 let latest = null;      // the last picture, as an ImageBitmap
 let scale = 1;          // index into SCALES
 let changed = true, changedAt = 0;
-let changes = 0;        // how many there were; a picture shows all that came before its request
-let state = "changing"; // then "sharp", or "failed": nothing is asked until the next change
-let wake = () => {};    // ends the loop's waiting
-let breakOff = null;    // of a picture of full size that is on its way
+let changes = 0;        // number of changes; a picture shows all changes before its request
+let state = "changing"; // or "sharp", or "failed": no request until the next change
+let wake = () => {};    // wakes the loop
+let breakOff = null;    // aborts the pending request of a picture of full size
 let path = null, recording = null, replaying = null;
 
 function still() {
@@ -47,7 +50,7 @@ async function ask(route, body, signal) {
     if (error.name === "AbortError") throw error;
     throw Object.assign(new Error("The server does not answer. Is `rooftop scene view` still running, and the tunnel open?"), { lost: true });
   }
-  if (reply.status === 204) return null;  // a newer request has taken its place
+  if (reply.status === 204) return null;  // a newer request has replaced this one
   if (!reply.ok) {
     const said = await reply.json().catch(() => ({}));
     throw new Error(said.error ?? `The server answers ${reply.status}.`);
@@ -106,8 +109,8 @@ async function draw(by, quality) {
   const full = by === 1 && quality > 90, size = fullSize(), began = performance.now();
   const move = Object.fromEntries(Object.entries(pending).filter(([, amounts]) => amounts.some((amount) => amount !== 0)));
   const request = wanted(scaled(size, by), { move, framed, quality }), asked = changes;
-  const askAgain = () => {  // no picture has come of it
-    if (view !== request.view) return;  // home or a path has set it meanwhile
+  const askAgain = () => {  // repeat the moves in the next request, because this one gave no picture
+    if (view !== request.view) return;  // the home button or a path has set the view since
     add(move);
     framed ||= request.framed;
   };
@@ -120,7 +123,7 @@ async function draw(by, quality) {
     const [about, bitmap] = [JSON.parse(reply.headers.get("Rooftop-Frame")), await createImageBitmap(await reply.blob())];
     latest?.close();
     latest = bitmap;
-    if (view === request.view) view = about.view;  // else home or a path has set it meanwhile
+    if (view === request.view) view = about.view;  // if not, the home button or a path has set it since
     complain("");
     paint();
     keep();
@@ -141,7 +144,7 @@ async function draw(by, quality) {
   }
 }
 
-// Whether pages are on their way that make the picture finer. Of a pool that is too small some are always missing.
+// Whether pages that make the picture finer are being loaded. If the pool is too small, some pages are always missing.
 let framesWithoutPages = 0;
 function comesMore({ streaming }) {
   framesWithoutPages = streaming?.loaded ? 0 : framesWithoutPages + 1;
@@ -165,7 +168,7 @@ function paint() {
 
 // ---- mouse, touch, keys --------------------------------------------------------------------------------------------
 const pointers = new Map(), held = new Set();
-let looks = false;  // whether a drag looks around
+let looks = false;  // whether a drag looks around instead of orbiting
 
 function move(name, ...amounts) {
   stopReplay();
@@ -186,7 +189,7 @@ canvas.addEventListener("pointermove", (event) => {
   const [right, down] = [(now[0] - before[0]) / height, (now[1] - before[1]) / height];
   const other = [...pointers].find(([id]) => id !== event.pointerId)?.[1];
   pointers.set(event.pointerId, now);
-  if (other) {  // two fingers: aside, and nearer as they part
+  if (other) {  // two fingers: pan, and zoom in as they move apart
     const apart = (point) => Math.max(1, Math.hypot(point[0] - other[0], point[1] - other[1]));
     move("pan_heights", right / 2, down / 2);
     move("zoom_doublings", Math.log2(apart(before) / apart(now)));
@@ -253,7 +256,8 @@ window.addEventListener("keyup", (event) => {
 });
 window.addEventListener("blur", () => { fly(); held.clear(); });
 
-// As far as the keys that are held have flown since the last call; also a key that is let go while a picture is drawn.
+// Add the flight of all held keys since the last call. This also counts a key that is released while a picture is
+// drawn.
 function fly() {
   const now = performance.now();
   const far = speed() * (quick ? 4 : 1) * Math.min((now - flownAt) / 1000, LONGEST_STEP_S);
@@ -262,7 +266,7 @@ function fly() {
   if (held.size) markChange();
 }
 
-// What happens by itself: flying while keys are held, and replaying.
+// Update what changes without events: flying while keys are held, and replay.
 function follow() {
   const now = performance.now();
   if (held.size) fly();
@@ -358,7 +362,7 @@ const cross = (a, b) => [a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a
 const dot = (a, b) => a[0] * b[0] + a[1] * b[1] + a[2] * b[2];
 const unit = (a) => { const length = Math.hypot(...a) || 1; return a.map((part) => part / length); };
 
-// Right, up and towards the camera, in the world.
+// The unit vectors right, up and towards the camera, in the world.
 function axes() {
   const toward = unit(view.eye.map((part, axis) => part - view.target[axis]));
   const right = unit(cross(view.up, toward));
@@ -383,7 +387,7 @@ function paintLight() {
   chalk.arc(middle + x * radius * 0.92, middle - y * radius * 0.92, 7, 0, 7);
   chalk.lineWidth = 3;
   chalk.strokeStyle = chalk.fillStyle = "#ecb54c";
-  if (z > 0) chalk.fill(); else chalk.stroke();  // a ring: it comes from behind
+  if (z > 0) chalk.fill(); else chalk.stroke();  // a ring if the light comes from behind
 }
 
 function setLight(x, y, z) {
@@ -490,7 +494,7 @@ function row(label, value) {
   return line;
 }
 
-const HOST = new Set(["colours", "jpeg", "png"]);  // what the viewer adds to the renderer's stages
+const HOST = new Set(["colours", "jpeg", "png"]);  // times that the viewer adds to the renderer's stages
 let arrivedAt = 0, between = 0;
 
 function report(about, ms, full) {
@@ -521,7 +525,7 @@ function report(about, ms, full) {
       row("surface error, pixels", Number(stats.streaming.error_pixels.toPrecision(3)))]),
     ...(stats.shadow_maps ? [row("shadow maps drawn", count(stats.shadow_maps))] : []),
     ...(about.memory_bytes === null ? [] : [row("memory on the device", bytes(about.memory_bytes))]));
-  element("status").textContent = `${about.size.join(" × ")}${full ? "" : " while moving"} · ${milliseconds(ms)} ms from asking to seeing`;
+  element("status").textContent = `${about.size.join(" × ")}${full ? "" : " while moving"} · ${milliseconds(ms)} ms from request to picture`;
   element("fov").value = about.view.fov_y_degrees;
   element("fovText").textContent = `${Number(about.view.fov_y_degrees.toFixed(1))}°`;
 }
