@@ -27,13 +27,11 @@ CPU = torch.device("cpu")
 STREAM = 7
 
 
-# type: ignore[no-untyped-def]
-def constants_last(x, y, n, m, eps, flag, SIZE: triton.language.constexpr, KIND: triton.language.constexpr):
+def constants_last(x, y, n, m, eps, flag, SIZE: triton.language.constexpr, KIND: triton.language.constexpr):  # type: ignore[no-untyped-def]
     pass
 
 
-# type: ignore[no-untyped-def]
-def some_by_position(x, n, SIZE: triton.language.constexpr, KIND: triton.language.constexpr):
+def some_by_position(x, n, SIZE: triton.language.constexpr, KIND: triton.language.constexpr):  # type: ignore[no-untyped-def]
     pass
 
 

@@ -111,8 +111,7 @@ def test_the_default_allocator() -> None:
 
 def test_allocators_that_give_something_else() -> None:
     def allocator(gives: object) -> MatAllocator:
-        # type: ignore[arg-type, return-value]
-        return MatAllocator("wrong", torch.device("cpu"), lambda size_bytes: gives)
+        return MatAllocator("wrong", torch.device("cpu"), lambda size_bytes: gives)  # type: ignore[arg-type, return-value]
 
     for gives, what in (
         (torch.zeros(3, dtype=torch.uint8), r"got torch.uint8 \(3,\) on cpu"),

@@ -441,8 +441,7 @@ def test_every_triangle_of_the_mesh_where_no_error_is_allowed(ball: Geometry, ki
 
 
 @wp.kernel
-# type: ignore[valid-type]
-def distances(mesh: wp.uint64, points: wp.array(dtype=wp.vec3), found: wp.array(dtype=wp.float32)):
+def distances(mesh: wp.uint64, points: wp.array(dtype=wp.vec3), found: wp.array(dtype=wp.float32)):  # type: ignore[valid-type]
     i = wp.tid()
     query = wp.mesh_query_point_no_sign(mesh, points[i], 10.0)
     found[i] = wp.length(points[i] - wp.mesh_eval_position(mesh, query.face, query.u, query.v))
@@ -728,8 +727,7 @@ def test_a_picture_of_one_pixel(ball: Geometry, device: str) -> None:
 def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
     frame = Renderer(row_of(ball, [4.0]), "cpu").render(AHEAD, ("depth", "uv"))
     assert frame.normal is None
-    # type: ignore[arg-type]
-    assert Renderer(row_of(ball, [4.0]), "cpu").render(AHEAD, iter(["depth"])).depth is not None
+    assert Renderer(row_of(ball, [4.0]), "cpu").render(AHEAD, iter(["depth"])).depth is not None  # type: ignore[arg-type]
     assert frame["uv"].isnan().all()  # the mesh has none
     with pytest.raises(KeyError, match=r"'normal' was not rendered.*available: depth, uv"):
         frame["normal"]
@@ -772,16 +770,12 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Renderer(Scene(), "cpu", light=(1, 0)), "light=\\(1, 0\\): expected a direction"),
         (lambda: Renderer(Scene(), "cpu", light=(1, 0, np.nan)), "three finite numbers that are not all 0"),
         (lambda: Renderer(Scene(), "cpu", light="up"), "light='up': expected three numbers"),  # type: ignore[arg-type]
-        # type: ignore[arg-type]
-        (lambda: Renderer(Scene(), "cpu", pixel_error=np.ones(2)), "pixel_error=ndarray of shape"),
-        # type: ignore[arg-type]
-        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), fov_y_degrees=np.ones(2)), "fov_y_degrees=ndarray of shape"),
+        (lambda: Renderer(Scene(), "cpu", pixel_error=np.ones(2)), "pixel_error=ndarray of shape"),  # type: ignore[arg-type]
+        (lambda: Camera.look_at((1, 0, 0), (0, 0, 0), fov_y_degrees=np.ones(2)), "fov_y_degrees=ndarray of shape"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "cpu").render([WIDE] * 7), "at most 2\\^30 pixels"),
-        # type: ignore[arg-type]
-        (lambda: Renderer(Scene(), "cpu").render(None), "cameras=None: expected a scene.Camera"),
+        (lambda: Renderer(Scene(), "cpu").render(None), "cameras=None: expected a scene.Camera"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "cpu").render(["cam"]), "cameras has 'cam'"),  # type: ignore[list-item]
-        # type: ignore[arg-type]
-        (lambda: Renderer(Scene(), "cpu").render(AHEAD, None), "outputs=None: expected a list"),
+        (lambda: Renderer(Scene(), "cpu").render(AHEAD, None), "outputs=None: expected a list"),  # type: ignore[arg-type]
         (lambda: Renderer(Scene(), "cpu", kernels="triton"), "expected 'warp' or 'cuda', or None"),
         (lambda: Renderer(Scene(), "cpu", kernels="cuda"), "kernels='cuda' needs a GPU, but the device is cpu"),
     ],

@@ -28,9 +28,9 @@ class Counted:
     """Bytes that the operators of a kernel must move, as Rooftop counts them.
 
     Attributes:
-        bytes: None if no operator launches the kernel, or if an operator that launches it has no cost formula. shared:
-        whether some of these operators also launch other kernels. Their bytes are divided among the kernels in
-        proportion to the moved bytes, so the ratio is that of the operators.
+        bytes: None if no operator launches the kernel, or if an operator that launches it has no cost formula.
+        shared: whether some of these operators also launch other kernels. Their bytes are divided among the kernels in
+            proportion to the moved bytes, so the ratio is that of the operators.
     """
 
     bytes: float | None

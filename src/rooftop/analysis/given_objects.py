@@ -147,8 +147,9 @@ class _State:
         others: ids of the arguments, which `GivenObjects` restores itself.
 
     Attributes:
-        containers: containers with their initial contents. changing: containers that later runs change, too. trains:
-        whether a target that is not a module changes weights. The state then keeps the changes of the runs.
+        containers: containers with their initial contents.
+        changing: containers that later runs change, too.
+        trains: whether a target that is not a module changes weights. The state then keeps the changes of the runs.
     """
 
     def __init__(self, target: Any, others: set[int]) -> None:

@@ -76,7 +76,7 @@ class Labelled:
         times: for each operator (ms, names of its kernels).
         unattributed_ms: time of kernels without an operator.
         kernels: for each operator the kernels that it launched; the last entry has the kernels without an operator.
-        Empty on a CPU.
+            Empty on a CPU.
     """
 
     records: list[Record]

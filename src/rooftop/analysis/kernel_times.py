@@ -29,7 +29,8 @@ class KernelTimes:
     """The kernels of one step, in the order of their launch.
 
     Attributes:
-        names: name of each kernel. ms: median time of each kernel over the steps.
+        names: name of each kernel.
+        ms: median time of each kernel over the steps.
         busy_ms: median time of a step during which the device works: work that overlaps counts once.
         steps: number of watched steps.
     """

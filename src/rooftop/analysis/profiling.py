@@ -95,8 +95,8 @@ class Profile:
         plain: the run under the profiler alone.
         tracker: inputs and outputs of the modules and optimizers.
         runs: number of labelled runs.
-        host_work: bytes and flops that the CPU processed in a GPU's step. compilation: the work of `torch.compile`;
-        None if nothing is compiled.
+        host_work: bytes and flops that the CPU processed in a GPU's step.
+        compilation: the work of `torch.compile`; None if nothing is compiled.
         load: other programs' use of the CPU during the measurement.
         faults: page faults of a plain step.
         labelled_faults: page faults of a labelled step. Both are 0 on a GPU.

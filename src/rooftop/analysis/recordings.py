@@ -560,10 +560,11 @@ def recording(
     """Record the work inside a `with` block, for a report.
 
     Args:
-        module: the model whose modules are named without a prefix; None: the first module that is called. device: the
-        device of the work; None is the GPU if there is one. ceilings: ceilings to compare with. None measures this
-        machine before the block begins. After the block it measures further ceilings that the program needs (cached),
-        and raises any ceiling that an operator has surpassed.
+        module: the model whose modules are named without a prefix; None: the first module that is called.
+        device: the device of the work; None is the GPU if there is one.
+        ceilings: ceilings to compare with. None measures this machine before the block begins. After the block it
+            measures further ceilings that the program needs (cached), and raises any ceiling that an operator has
+            surpassed.
         name: the program's name in the report.
         trace: also write the profiler's trace of one step to this file, for Perfetto, if the block runs enough steps.
         find_steps: find the steps (see `step_finding`), for a block that does not call `step()`.

@@ -24,11 +24,12 @@ class OperatorRow:
         name: e.g. "aten::convolution".
         phase: "forward", "backward" or "optimizer".
         shapes: shapes of its input tensors.
-        dtype: dtype of the first floating-point input. calls: number of executions. The figures below are totals over
-        all executions.
+        dtype: dtype of the first floating-point input.
+        calls: number of executions. The figures below are totals over all executions.
         bound: the limit that sets the roof: "memory", "compute", "launch", "none" (a view) or "uncovered".
-        modules: paths of the modules that called the operator. kernels: names of its kernels, copies and fills on the
-        device. uncovered: why the operator has no cost formula; "" if it has one.
+        modules: paths of the modules that called the operator.
+        kernels: names of its kernels, copies and fills on the device.
+        uncovered: why the operator has no cost formula; "" if it has one.
     """
 
     name: str
@@ -117,9 +118,9 @@ class Advice:
     """A change that would make the step faster, with its gain and the evidence.
 
     Attributes:
-        gain_ms: time by which a step in sequence becomes shorter. low_ms, high_ms: interval of the gain, from the noise
-        of the wall time; None if nothing was measured. command: a command to type or code to write; None if it takes
-        more than one line.
+        gain_ms: time by which a step in sequence becomes shorter.
+        low_ms, high_ms: interval of the gain, from the noise of the wall time; None if nothing was measured.
+        command: a command to type or code to write; None if it takes more than one line.
     """
 
     title: str
@@ -233,11 +234,13 @@ class ReportContents:
         device, versions, ceilings: the machine, as plain dicts like those in the JSON.
         summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that has
             a real cost formula.
-        ops: operators, the longest time first. modules: the root of the module tree. advice: the largest gain first.
-        memory: (ms since the step began, allocated bytes) and `peak_bytes`. compilation: the work of `torch.compile`;
-        None if nothing is compiled. ranks: ranks of a distributed step; None in a single process. All other data are
-        those of rank 0. predicted: whether this is a prediction, in which each operator takes its roof time (see
-        `rooftop.predict`).
+        ops: operators, the longest time first.
+        modules: the root of the module tree.
+        advice: the largest gain first.
+        memory: (ms since the step began, allocated bytes) and `peak_bytes`.
+        compilation: the work of `torch.compile`; None if nothing is compiled.
+        ranks: ranks of a distributed step; None in a single process. All other data are those of rank 0.
+        predicted: whether this is a prediction, in which each operator takes its roof time (see `rooftop.predict`).
         notes: facts about the measurement that a reader should know.
     """
 

@@ -85,10 +85,11 @@ class StepFinder:
     """While active (`with`), reports the ends of steps to the watcher.
 
     Attributes:
-        level: level of the leading marker; None until a marker has occurred. began_at: the time (`time.perf_counter`)
-        at which the first step of the leading kind began: its first call of a module, with gradients if the program
-        computes gradients. None if no module was called. threads: CPU seconds of each other thread in calls of modules,
-        by the thread's name. After `MOST_THREADS` threads, all further threads count together under the name "".
+        level: level of the leading marker; None until a marker has occurred.
+        began_at: the time (`time.perf_counter`) at which the first step of the leading kind began: its first call of a
+            module, with gradients if the program computes gradients. None if no module was called.
+        threads: CPU seconds of each other thread in calls of modules, by the thread's name. After `MOST_THREADS`
+            threads, all further threads count together under the name "".
     """
 
     def __init__(self, watcher: Watcher) -> None:

@@ -85,8 +85,9 @@ class Record:
         name: schema name, e.g. "aten::convolution".
         shapes: shape of each input tensor, in order; () for a nested tensor, which has no shape.
         dtype: dtype of the first floating-point input, e.g. "bfloat16". If there is none, dtype of the first input or
-        output. device: the device on which the operator ran, e.g. "cuda:0". scope: the module that called the operator
-        (see `rooftop.analysis`); "" outside all modules.
+            output.
+        device: the device on which the operator ran, e.g. "cuda:0".
+        scope: the module that called the operator (see `rooftop.analysis`); "" outside all modules.
         phase: "forward", "backward" or "optimizer".
         cost: None if the operator is uncovered.
         uncovered: why there is no cost; "" if there is a cost.

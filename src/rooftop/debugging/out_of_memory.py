@@ -74,9 +74,9 @@ class LiveTensor:
         size_bytes: requested size, before the allocator's rounding.
         kind: one of the kinds above ("parameters", "activations", ...).
         name: name of a parameter, gradient, buffer or optimizer state: "encoder.layers.3.linear1.weight".
-        module: path of the running module; None: no module was running, or the allocation was not recorded. line: line
-        of the user's program; None: the allocation was not recorded, or an autograd thread made it. shape, dtype: shape
-        and dtype; None if no Python object holds the tensor (autograd saved it).
+        module: path of the running module; None: no module was running, or the allocation was not recorded.
+        line: line of the user's program; None: the allocation was not recorded, or an autograd thread made it.
+        shape, dtype: shape and dtype; None if no Python object holds the tensor (autograd saved it).
     """
 
     size_bytes: int
@@ -107,8 +107,10 @@ class MemoryExplanation:
         memory: allocated, reserved, free and total bytes.
         requested_bytes: size of the failed allocation; None: memory has not run out.
         module, line: the module and the line in which the allocation failed.
-        by_kind: kind -> bytes, largest first. The sum is the number of bytes that live tensors requested. tensors: the
-        largest tensors, in order. groups: the largest groups, in order. advice: sentences, the most helpful first.
+        by_kind: kind -> bytes, largest first. The sum is the number of bytes that live tensors requested.
+        tensors: the largest tensors, in order.
+        groups: the largest groups, in order.
+        advice: sentences, the most helpful first.
     """
 
     memory: DeviceMemory
@@ -336,8 +338,9 @@ def explanation_of(
     """The explanation of an allocator's snapshot (`torch.cuda.memory._snapshot`).
 
     Args:
-        snapshot: the allocator's snapshot. The "user_metadata" of its trace entries holds the marks of modules. memory:
-        the figures of the GPU. known: address -> the tensor that starts there.
+        snapshot: the allocator's snapshot. The "user_metadata" of its trace entries holds the marks of modules.
+        memory: the figures of the GPU.
+        known: address -> the tensor that starts there.
         device: index of the GPU in the snapshot.
         out: whether memory ran out. If so, the trace's last "oom" entry says where.
         most: largest number of listed tensors and groups.

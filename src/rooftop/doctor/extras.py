@@ -20,7 +20,8 @@ class Extra(NamedTuple):
 
     Attributes:
         name: name of the extra.
-        module: name to import. package: name to install.
+        module: name to import.
+        package: name to install.
         use: text that says what the package is for.
     """
 
@@ -40,8 +41,8 @@ def check_extras(what: str, needed: Sequence[Extra], useful: Sequence[Extra] = (
 
     Args:
         what: the command, for the message.
-        needed: packages without which the command cannot run. useful: packages without which the command leaves
-        something out.
+        needed: packages without which the command cannot run.
+        useful: packages without which the command leaves something out.
 
     Returns:
         A note on missing useful packages; "" if none is missing.

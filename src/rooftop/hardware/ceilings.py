@@ -78,7 +78,8 @@ class Ceilings:
         threads: number of CPU threads that were used; 1 on a GPU.
         versions: versions of all software that could change the figures.
         measured_at: UTC, ISO 8601.
-        memory: bandwidths by working set, in rising order. levels: a summary of `memory` by level of the hierarchy.
+        memory: bandwidths by working set, in rising order.
+        levels: a summary of `memory` by level of the hierarchy.
         flops: best matrix rate for each precision, flop/s. Only measured precisions are present.
         kernel_floor_ms: duration of the shortest kernel; on a CPU, of the cheapest operator.
         launch_eager_ms, launch_graph_ms: time per kernel in a series of many tiny kernels, launched eagerly and from a

@@ -58,8 +58,8 @@ class Operation:
         unit: the unit of n.
         sizes: the default sizes, ascending.
         inputs: shapes of the tensors that are transferred at each call.
-        parameters: shapes of the tensors that are already on the device. call: takes inputs and parameters, and returns
-        one tensor.
+        parameters: shapes of the tensors that are already on the device.
+        call: takes inputs and parameters, and returns one tensor.
     """
 
     unit: str
@@ -117,8 +117,8 @@ class BreakEven:
 
     Attributes:
         verdict: "always" (at every size), "never" (at none), "from" (at all sizes from `size` on, but not at the next
-            smaller measured size), or "mixed" (at some sizes, but not at the largest). size: the interpolated size;
-            None unless the verdict is "from".
+            smaller measured size), or "mixed" (at some sizes, but not at the largest).
+        size: the interpolated size; None unless the verdict is "from".
     """
 
     verdict: Literal["always", "never", "from", "mixed"]

@@ -80,7 +80,8 @@ class Raise:
     Attributes:
         figure: name of the figure.
         before, after: values of the figure.
-        by: text that names the operator. at: the time, UTC, ISO 8601.
+        by: text that names the operator.
+        at: the time, UTC, ISO 8601.
     """
 
     figure: str

@@ -39,8 +39,8 @@ class _Pattern:
     Attributes:
         name: name of the figure.
         moved_bytes: bytes read plus bytes written by one call.
-        source: the tensor that the pattern reads; None for a pattern that only writes. ways: the kernels that can run
-        this pattern.
+        source: the tensor that the pattern reads; None for a pattern that only writes.
+        ways: the kernels that can run this pattern.
     """
 
     name: str

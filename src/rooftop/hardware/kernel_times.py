@@ -34,8 +34,8 @@ class Variant:
     """A call to be timed.
 
     Attributes:
-        run: the call, which must launch at least one kernel. prepare: function that runs before each call, untimed, to
-        set the contents of the caches.
+        run: the call, which must launch at least one kernel.
+        prepare: function that runs before each call, untimed, to set the contents of the caches.
         repeats: the number of calls.
         pause_s: pause of the device before the first call, so that its clocks are high again.
     """

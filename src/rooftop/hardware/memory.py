@@ -29,7 +29,8 @@ class DeviceMemory:
         device: "cuda:0", ..., or "cpu".
         allocated_bytes: bytes held by live tensors of this process.
         reserved_bytes: bytes that PyTorch's caching allocator holds on the device, including unused memory that it
-        keeps for later. peak_bytes: most bytes allocated since the start or the last reset (`track` resets it).
+            keeps for later.
+        peak_bytes: most bytes allocated since the start or the last reset (`track` resets it).
         free_bytes: free memory on the device.
         total_bytes: memory of the device.
         limit_bytes: the most that this process may reserve (`torch.cuda.set_per_process_memory_fraction`); None: no
@@ -51,9 +52,10 @@ class Released:
 
     Attributes:
         device: "cuda:0", ...
-        released_bytes: bytes given back to the device. allocated_bytes: bytes kept, because live tensors hold them.
+        released_bytes: bytes given back to the device.
+        allocated_bytes: bytes kept, because live tensors hold them.
         fragmented_bytes: bytes kept although no tensor holds them, because a live tensor is in the same allocator
-        segment.
+            segment.
     """
 
     device: str
@@ -68,8 +70,8 @@ class TrackedMemory:
 
     Attributes:
         device: the device.
-        before_bytes, after_bytes: bytes allocated at the start and at the end of the block. peak_bytes: most bytes
-        allocated at any time in the block.
+        before_bytes, after_bytes: bytes allocated at the start and at the end of the block.
+        peak_bytes: most bytes allocated at any time in the block.
     """
 
     device: torch.device

@@ -117,8 +117,9 @@ class Occupancy:
     Attributes:
         capability: compute capability.
         threads_per_block, registers_per_thread, shared_bytes_per_block: the launch's figures. Shared memory is static
-            plus dynamic. limits: for each of "warps", "blocks", "registers" and "shared memory", the number of blocks
-            that fit. None: the kernel does not use the resource. 0: the launch fails.
+            plus dynamic.
+        limits: for each of "warps", "blocks", "registers" and "shared memory", the number of blocks that fit. None: the
+            kernel does not use the resource. 0: the launch fails.
     """
 
     capability: tuple[int, int]

@@ -47,9 +47,10 @@ def select_devices(
     Args:
         count: the number of GPUs.
         min_free_bytes: bytes that must be free on each GPU. The driver counts memory that torch caches in this process
-        as used. min_capability: lowest compute capability, e.g. (9, 0). near: a GPU with which the chosen GPUs will
-        work. It is not chosen itself. GPUs connected to it by NVLink come first, then GPUs whose memory it can access
-        directly, then the rest. Each group is sorted by free memory.
+            as used.
+        min_capability: lowest compute capability, e.g. (9, 0).
+        near: a GPU with which the chosen GPUs will work. It is not chosen itself. GPUs connected to it by NVLink come
+            first, then GPUs whose memory it can access directly, then the rest. Each group is sorted by free memory.
 
     Raises:
         DeviceSelectionError: fewer than `count` GPUs qualify.
@@ -140,8 +141,9 @@ def on_each(
     its work on the stream has ended.
 
     Args:
-        jobs: functions that take a device. A result may be on that device. devices: the devices to use. By default all
-        GPUs that torch can use, or the CPU if there are none. A device that is named twice runs two jobs at a time.
+        jobs: functions that take a device. A result may be on that device.
+        devices: the devices to use. By default all GPUs that torch can use, or the CPU if there are none. A device that
+            is named twice runs two jobs at a time.
 
     Returns:
         The results, in the order of the jobs. Their tensors (in lists, tuples and dicts) are safe to use on the
@@ -192,9 +194,10 @@ class Ensemble(nn.Module):
 
     Args:
         modules: the models, which are moved to their devices in place. Models on different devices may not share
-        parameters. devices: one device for each model. By default the choice of `select_devices`, or the CPU if there
-        are no GPUs. combine: function that makes one result from the list of outputs, which are all on the first
-        device. By default `torch.stack`.
+            parameters.
+        devices: one device for each model. By default the choice of `select_devices`, or the CPU if there are no GPUs.
+        combine: function that makes one result from the list of outputs, which are all on the first device. By default
+            `torch.stack`.
 
     Raises:
         ValueError: there are no modules, the numbers of devices and modules differ, or two modules on different devices

@@ -46,8 +46,8 @@ class StepTime:
 
     Attributes:
         ms: the time.
-        low_ms, high_ms: the ends of the interval: the fastest window, and the median of all windows. steps, blocks: the
-        number of timed steps, and the number of their blocks.
+        low_ms, high_ms: the ends of the interval: the fastest window, and the median of all windows.
+        steps, blocks: the number of timed steps, and the number of their blocks.
         mean: whether the time is the mean of all steps.
         drift_ms: the largest difference between medians of blocks.
     """

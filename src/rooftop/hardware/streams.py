@@ -40,8 +40,9 @@ def on_stream(stream: torch.cuda.Stream | None, *inputs: Any) -> Iterator[None]:
     """Run the block's kernels on `stream`, after the work launched on the current stream so far.
 
     Args:
-        stream: the stream. None: the block runs on the current stream. inputs: every tensor that the block uses and
-        that another stream allocated (or lists, tuples and dicts of such tensors).
+        stream: the stream. None: the block runs on the current stream.
+        inputs: every tensor that the block uses and that another stream allocated (or lists, tuples and dicts of such
+            tensors).
     """
     if stream is None:
         yield
@@ -56,8 +57,9 @@ def join(stream: torch.cuda.Stream | None, *outputs: Any) -> None:
     """Make the current stream wait for the work launched on `stream` so far. The host does not wait.
 
     Args:
-        stream: the stream. None: the call does nothing. outputs: every tensor that `stream` allocated and the current
-        stream will use (or lists, tuples and dicts of such tensors).
+        stream: the stream. None: the call does nothing.
+        outputs: every tensor that `stream` allocated and the current stream will use (or lists, tuples and dicts of
+            such tensors).
     """
     if stream is None:
         return

@@ -36,7 +36,9 @@ class Layout:
     """How the grid and its blocks cover a matrix.
 
     Attributes:
-        instance: the kernel. block: threads in x, y, z. grid: function from (rows, columns) to the number of blocks.
+        instance: the kernel.
+        block: threads in x, y, z.
+        grid: function from (rows, columns) to the number of blocks.
         place: function from a thread (x, y) of the first block to the row and column at which it begins.
     """
 

@@ -22,7 +22,8 @@ class Level:
         latency_ns: latency of a load whose address is the result of the previous load. For registers, latency of a
             multiply-add.
         rate: bytes/s that all cores or multiprocessors load together.
-        units: number of cores or multiprocessors that loaded. line_bytes: bytes that one load of the chain fetches.
+        units: number of cores or multiprocessors that loaded.
+        line_bytes: bytes that one load of the chain fetches.
     """
 
     name: str

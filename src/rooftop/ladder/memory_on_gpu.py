@@ -54,7 +54,8 @@ class Chain:
     """A chain of dependent loads (or multiply-adds) that one thread follows.
 
     Attributes:
-        run: function that follows the chain for `hops` hops. place: index that the chain has reached, (1,).
+        run: function that follows the chain for `hops` hops.
+        place: index that the chain has reached, (1,).
     """
 
     run: Callable[[int], None]
@@ -90,8 +91,8 @@ class Stream:
     """Independent loads by many threads.
 
     Attributes:
-        run: function that executes the reads and stores each thread's sum in sums (threads,). loaded_bytes: bytes
-        loaded in one call.
+        run: function that executes the reads and stores each thread's sum in sums (threads,).
+        loaded_bytes: bytes loaded in one call.
     """
 
     run: Callable[[], None]

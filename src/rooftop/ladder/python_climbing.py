@@ -37,11 +37,13 @@ class SpeedOutcome:
         status: "measured". "absent": the rung cannot run here. "wrong": its result differs from the first rung's.
             "failed": it gave no result.
         roof: the roof that limits the rung: "one core", "all cores" or "GPU".
-        stop: says when this rung is fast enough. note: a remark, or after an error the error's message.
+        stop: says when this rung is fast enough.
+        note: a remark, or after an error the error's message.
         copied_bytes: bytes that one call copies between processes, or to and from the GPU; None if nothing is copied.
-        ms: time of the fastest call, because other programs disturb a CPU, and a roof is also a fastest time. spread:
-            spread of all calls. speed_up: the first rung's time divided by this rung's time. percent_of_roof: 100 *
-            roof / ms.
+        ms: time of the fastest call, because other programs disturb a CPU, and a roof is also a fastest time.
+        spread: spread of all calls.
+        speed_up: the first rung's time divided by this rung's time.
+        percent_of_roof: 100 * roof / ms.
     """
 
     name: str
@@ -62,8 +64,9 @@ class SpeedClimb:
     """The results of climbing the python ladder.
 
     Attributes:
-        devices: the CPU, and the GPU if there is one. threads, processes: how many threads and processes the rungs on
-        all cores use. roofs_ms: roofs of the work, by "one core", "all cores", "GPU".
+        devices: the CPU, and the GPU if there is one.
+        threads, processes: how many threads and processes the rungs on all cores use.
+        roofs_ms: roofs of the work, by "one core", "all cores", "GPU".
         rungs: in the ladder's order.
         other_cores: cores that other programs kept busy during the measurement.
         remarks: sentences to print below the table.

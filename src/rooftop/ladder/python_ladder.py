@@ -69,8 +69,10 @@ class SpeedLadder:
     """The rungs of the python ladder; the first is the reference.
 
     Attributes:
-        work: a description of the work. cost: what any rung must compute and move.
-        processes: how many the ladder uses. rungs: usually from the slowest to the fastest.
+        work: a description of the work.
+        cost: what any rung must compute and move.
+        processes: how many the ladder uses.
+        rungs: usually from the slowest to the fastest.
         parts: how many parts make up the whole, for a rung that has a `part`.
     """
 

@@ -29,10 +29,11 @@ class Rung:
     """One way to do the work.
 
     Attributes:
-        name: what the rung adds to the previous rung. tool: CUDA, TRITON, PYTORCH (or the library that it calls) or
-        CPU. run: function that does the work and returns the result. None if the rung cannot run; `note` says why.
+        name: what the rung adds to the previous rung.
+        tool: CUDA, TRITON, PYTORCH (or the library that it calls) or CPU.
+        run: function that does the work and returns the result. None if the rung cannot run; `note` says why.
         clock: how the rung is timed on a GPU: replayed from a graph ("graph"), called between events ("device"), or on
-        the CPU ("host").
+            the CPU ("host").
         kernels: the instances of the ladder's CUDA C++ source that the rung launches.
         note: a remark in a few words.
     """
@@ -50,12 +51,15 @@ class Ladder:
     """One piece of work and the rungs that do it.
 
     Attributes:
-        name: the name on the command line. work: the formula, sizes and dtypes. unit: unit of the rates, "B/s" or
-        "FLOP/s". source: the CUDA C++ source.
+        name: the name on the command line.
+        work: the formula, sizes and dtypes.
+        unit: unit of the rates, "B/s" or "FLOP/s".
+        source: the CUDA C++ source.
         cost: bytes and flops that any rung needs.
         exact: the correct result.
-        rtol, atol: how far an element may differ; 0 if every order of the sums gives the same result. rungs: from the
-        first to the best. poisoned: output tensors of the rungs, which are filled with NaN before each rung is checked.
+        rtol, atol: how far an element may differ; 0 if every order of the sums gives the same result.
+        rungs: from the first to the best.
+        poisoned: output tensors of the rungs, which are filled with NaN before each rung is checked.
         remarks: function that takes the ceilings, tries something, and returns sentences to print below the table.
     """
 
@@ -77,10 +81,13 @@ class Entry:
     """A ladder that can be built.
 
     Attributes:
-        module: the ladder's file. summary: one line for the help text. size: default size on a GPU. small: default size
-        if Triton's interpreter runs the kernels. most: the largest size, limited by 16 GB of
-            GPU memory or by the indices.
-        what: what the size counts, such as "elements". multiple: number of which the size must be a multiple.
+        module: the ladder's file.
+        summary: one line for the help text.
+        size: default size on a GPU.
+        small: default size if Triton's interpreter runs the kernels.
+        most: the largest size, limited by 16 GB of GPU memory or by the indices.
+        what: what the size counts, such as "elements".
+        multiple: number of which the size must be a multiple.
     """
 
     module: str

@@ -82,9 +82,11 @@ class Workers:
 
     Attributes:
         count: number of workers of each kind.
-        pool: a pool for `starmap`. tasks, results: queues of the workers of `by_queue`. pipes: pipes to the workers of
-        `by_pipe`. shared: pipes to the workers of `by_shared_memory`. distances: results that the workers share, (n,)
-        float32.
+        pool: a pool for `starmap`.
+        tasks, results: queues of the workers of `by_queue`.
+        pipes: pipes to the workers of `by_pipe`.
+        shared: pipes to the workers of `by_shared_memory`.
+        distances: results that the workers share, (n,) float32.
     """
 
     count: int

@@ -34,8 +34,8 @@ def store_whole_numbers(
     """Evaluate an integer expression exactly and write the result, saturated or rounded once.
 
     Args:
-        bounds: bounds of all nodes. Every node is an integer expression. leaves, tensors: the Mats among the nodes, and
-            their elements (..., channels) in the target's shape.
+        bounds: bounds of all nodes. Every node is an integer expression.
+        leaves, tensors: the Mats among the nodes, and their elements (..., channels) in the target's shape.
         into: the target, in the dtype of `depth`. It overlaps no tensor, or shares exactly its elements.
         depth: an integer depth, Bool or CV_64F.
     """

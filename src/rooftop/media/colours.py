@@ -104,7 +104,8 @@ def rgb_to_yuv(
 
     Args:
         rgb: (3, H, W) floating, in 0..1.
-        bits: bits of the result, in `dtype`. down, across: pixels per sample of chroma; they divide H and W.
+        bits: bits of the result, in `dtype`.
+        down, across: pixels per sample of chroma; they divide H and W.
 
     Returns: (H, W), (H / down, W / across), (H / down, W / across).
     """

@@ -38,8 +38,8 @@ class FFmpegReport:
     """An FFmpeg, and what it can do on this machine.
 
     Attributes:
-        path: path of the program. version, configuration: as the program reports them; configuration holds the
-            arguments of its `configure`.
+        path: path of the program.
+        version, configuration: as the program reports them; configuration holds the arguments of its `configure`.
         driver: version of NVIDIA's driver; "" without a driver.
         gpus: names of the GPUs, from the driver.
         abilities: results of the trials, in the order of `PARTS`.
@@ -215,8 +215,7 @@ def _gpus() -> tuple[str, tuple[str, ...]]:
 def _libraries(configuration: Sequence[str]) -> list[FFmpegAbility]:
     rows = [_driver_library(name) for name in DRIVER_LIBRARIES]
     npp = "works" if "--enable-libnpp" in configuration else "not built in"
-    # type: ignore[arg-type]
-    return [*rows, FFmpegAbility("library", "libnpp", "", npp, "linked" if npp == "works" else "")]
+    return [*rows, FFmpegAbility("library", "libnpp", "", npp, "linked" if npp == "works" else "")]  # type: ignore[arg-type]
 
 
 def _driver_library(name: str) -> FFmpegAbility:

@@ -60,7 +60,8 @@ class FrameIndex:
         clock. None if there is no such rate.
 
         Args:
-            time_base: seconds of a tick. stated: the rate in the file.
+            time_base: seconds of a tick.
+            stated: the rate in the file.
         """
         if len(self.pts) < 2:
             return stated

@@ -58,8 +58,7 @@ _inherited: list[object] = []
 def kind_of(stream: av.VideoCodecContext, device: torch.device) -> Kind:
     """The kind of decoder for a stream."""
     colours = tuple(int(getattr(stream, name)) for name in COLOURS)
-    # type: ignore[arg-type]
-    return Kind(device, stream.codec.canonical_name, stream.extradata or b"", stream.width, stream.height, colours)
+    return Kind(device, stream.codec.canonical_name, stream.extradata or b"", stream.width, stream.height, colours)  # type: ignore[arg-type]
 
 
 def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:

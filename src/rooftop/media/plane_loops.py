@@ -47,8 +47,9 @@ def planes_to_rgb(
     """Convert planes of luma and chroma to RGB.
 
     Args:
-        y: H x W. u, v: Cb and Cr, H' x W'. H' is H, or a half or a quarter of H, rounded up; W' is derived from W in
-            the same way.
+        y: H x W.
+        u, v: Cb and Cr, H' x W'. H' is H, or a half or a quarter of H, rounded up; W' is derived from W in the same
+            way.
         bits: bits of each number.
         dtype: uint8 (rounded), or float32 in 0..1.
         size: (h, w) of the result; None is (H, W). Bilinear weights shrink without aliasing, as in

@@ -40,7 +40,9 @@ class VideoInfo:
         container: FFmpeg's names of the format.
         codec, profile, pixel_format: FFmpeg's names of the video's codec, profile and pixel format; profile may be
             None.
-        bits: bits per sample. height, width: pixels as shown, upright. coded_height, coded_width: pixels as stored.
+        bits: bits per sample.
+        height, width: pixels as shown, upright.
+        coded_height, coded_width: pixels as stored.
         rotation_degrees: counterclockwise, applied by `VideoReader`.
         mirrored: whether `VideoReader` then also mirrors frames left to right.
         pixel_aspect: width of a pixel over its height; 1.0 if square or unknown. `VideoReader` does not stretch.
@@ -49,8 +51,8 @@ class VideoInfo:
         hdr: "PQ" or "HLG", the transfer function of a video with high dynamic range; None without one. `VideoReader`
             does not map tones.
         fps: mean frames per second, as the file states them.
-        variable_frame_rate: True if no rate exists at which each frame k is shown at k / rate. frames, key_frames: the
-            numbers of frames and of key frames.
+        variable_frame_rate: True if no rate exists at which each frame k is shown at k / rate.
+        frames, key_frames: the numbers of frames and of key frames.
         longest_gop: largest number of frames from one key frame to the next; one random access may have to decode that
             many.
         start_s, duration_s: time of the first frame, and time from its start to the end of the last frame.

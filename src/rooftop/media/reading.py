@@ -82,8 +82,8 @@ class VideoReader:
 
     Attributes:
         device: the device on which frames are decoded and stored.
-        fallback_reason: why "auto" chose the CPU; None in all other cases. height, width: pixels of the
-        returned frames.
+        fallback_reason: why "auto" chose the CPU; None in all other cases.
+        height, width: pixels of the returned frames.
         fps: mean frames per second, as the file states them.
         time_base: seconds of a tick of the file's clock.
         colours: the colour encoding of the file, and which of its properties are assumed.

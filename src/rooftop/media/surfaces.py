@@ -29,7 +29,8 @@ class Plane:
     faster to create than a tensor.
 
     Args:
-        pointer: address of the first number. shape, strides: (rows, columns), in numbers.
+        pointer: address of the first number.
+        shape, strides: (rows, columns), in numbers.
         dtype: uint8 or uint16.
         device: the GPU.
         owner: owner of the memory; this object and the tensors made from it keep it alive.

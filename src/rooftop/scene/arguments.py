@@ -22,8 +22,7 @@ _shortened.maxlist = _shortened.maxtuple = 6
 def short(value: object) -> str:
     """Shorten a value for an error message: only the beginning and the end of a long text."""
     if isinstance(value, np.ndarray) or type(value).__module__ == "torch":
-        # type: ignore[attr-defined]
-        return f"{type(value).__name__} of shape {tuple(value.shape)}" if getattr(value, "ndim", 0) else repr(value)
+        return f"{type(value).__name__} of shape {tuple(value.shape)}" if getattr(value, "ndim", 0) else repr(value)  # type: ignore[attr-defined]
     text = _shortened.repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]}...{text[-MOST_SHOWN // 2 :]}"
 

@@ -29,7 +29,8 @@ class Texture:
     """A texture image: the original file, or texels. It is decoded or encoded on request.
 
     Attributes:
-        name: name in messages. width, height: in texels.
+        name: name in messages.
+        width, height: in texels.
     """
 
     def __init__(self, name: str, size: tuple[int, int], encoded: Callable[[], bytes] | None, texels: Bytes | None):

@@ -55,9 +55,9 @@ class SparsePool(SparseModule):
         """Take spconv's arguments in spconv's order, and one more.
 
         Args:
-            ndim: number of dimensions of the grid, 1 to 4. kernel_size, stride, padding, dilation: as in
-                `torch.nn.MaxPool3d`; one value for all dimensions or one per dimension. A stride of None is the
-                kernel's size, or 1 with `subm`.
+            ndim: number of dimensions of the grid, 1 to 4.
+            kernel_size, stride, padding, dilation: as in `torch.nn.MaxPool3d`; one value for all dimensions or one per
+                dimension. A stride of None is the kernel's size, or 1 with `subm`.
             indice_key: the key under which layers share a rulebook and an inverse convolution finds it.
             subm: whether outputs are the input's sites. The kernel must then be odd and the stride 1, and the padding
                 is ignored.

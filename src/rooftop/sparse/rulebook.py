@@ -463,10 +463,10 @@ def get_indice_pairs(
     Args:
         indices: (N, 1 + dims) int32 or int64: batch and then 1 to 4 coordinates of each active site.
         batch_size: number of batch elements, some of which may have no sites.
-        spatial_shape: sizes of the dense grid. ksize, stride, padding, dilation, out_padding: one value for all
-            dimensions or one per dimension, as in `torch.nn.functional.conv3d` and, for out_padding,
-            `conv_transpose3d`. A submanifold convolution needs stride 1 and an odd ksize. It ignores `padding` and
-            keeps sites in place.
+        spatial_shape: sizes of the dense grid.
+        ksize, stride, padding, dilation, out_padding: one value for all dimensions or one per dimension, as in
+            `torch.nn.functional.conv3d` and, for out_padding, `conv_transpose3d`. A submanifold convolution needs
+            stride 1 and an odd ksize. It ignores `padding` and keeps sites in place.
         subm: whether the outputs are the inputs.
         transpose: whether the convolution is transposed.
         num_out_act_bound: the fixed number of output rows; see `build_rulebook`.

@@ -175,8 +175,8 @@ def build_file(
         mesh: any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl and more.
         path: path of the new file; by default next to the mesh, with the suffix .rtg.
         normals: "file" takes them from the file if all its parts have them, and stores none if not. "smooth" computes
-            them. "flat" stores none, so that a renderer uses the faces' normals. precision, progress, workers,
-            lock_borders: as for `build`.
+            them. "flat" stores none, so that a renderer uses the faces' normals.
+        precision, progress, workers, lock_borders: as for `build`.
         textures: whether images of materials are stored; if False, only the materials' colours are.
 
     Raises:

@@ -134,13 +134,13 @@ def _columns(vertices: Vertices) -> tuple[npt.NDArray[np.int32], int]:
     array("uint8", 2), array("int64"), array("int64"), array("int64"),
     output("uint8", 2), output("uint8"), output("int64"), output("int64"), output("int64"), output("bool_"),
 )  # fmt: skip
-# type: ignore[no-untyped-def]
-def _number(corners, starts, first, owned, local, kinds, ordered, references, most, explicit):
+def _number(corners, starts, first, owned, local, kinds, ordered, references, most, explicit):  # type: ignore[no-untyped-def]
     """Number the vertices of each cluster by their first use, turn triangles so that new corners come last, and find
     the kind of each triangle.
 
     Args:
-        corners: (T, 3). starts, first: where the triangles and vertices of each cluster begin.
+        corners: (T, 3).
+        starts, first: where the triangles and vertices of each cluster begin.
         owned: (N,) the clusters' vertices.
         local: output (T, 3), corners in the new numbers; kinds: output (T,); ordered: output (N,), vertices in the new
             order.
@@ -199,14 +199,16 @@ def _number(corners, starts, first, owned, local, kinds, ordered, references, mo
     output("uint32"), array("int64", 2), array("int64"), array("int64"), array("uint8", 2), array("uint8"),
     array("int64"), array("int32", 2), array("int32", 2), array("int64", 2), array("uint16"), array("bool_"),
 )  # fmt: skip
-# type: ignore[no-untyped-def]
-def _write(words, begin, starts, first, local, kinds, reference_bits, values, base, bits, materials, mixed):
+def _write(words, begin, starts, first, local, kinds, reference_bits, values, base, bits, materials, mixed):  # type: ignore[no-untyped-def]
     """Write the streams of each cluster.
 
     Args:
-        words: output, initially zeros. begin: (5, C) the word at which each stream begins.
+        words: output, initially zeros.
+        begin: (5, C) the word at which each stream begins.
         starts, first: where the triangles and vertices of each cluster begin.
-        local, kinds: from `_number`. reference_bits: (C,). values: (N, K) columns of the vertices; base, bits: (C, K).
+        local, kinds: from `_number`.
+        reference_bits: (C,).
+        values: (N, K) columns of the vertices; base, bits: (C, K).
         materials: (T,), for the clusters that are `mixed` (C,).
     """
     for cluster in range(len(starts) - 1):

@@ -58,7 +58,8 @@ def grown(
     """Cut pieces into clusters of at most MAX_TRIANGLES triangles and MAX_VERTICES vertices.
 
     Args:
-        corners: (T, 3) of all pieces, as indices of each piece's vertices. points: (V, 3) of all pieces.
+        corners: (T, 3) of all pieces, as indices of each piece's vertices.
+        points: (V, 3) of all pieces.
         starts, firsts: (P + 1,) where the triangles and vertices of each piece start.
         least: a cluster of at least this many triangles may end early.
         splits: (P,) for each piece, a cluster ends early if the next triangle is farther away than this many times the

@@ -90,8 +90,8 @@ class Hierarchy:
         lengths: (C,) number of words of each cluster's streams.
         levels: (C,).
         groups: (C,) the group of each cluster.
-        spheres: (G, 4) float32, sphere of each group. errors: (G,) float32, error of each group; NEVER for a group
-            without a replacement.
+        spheres: (G, 4) float32, sphere of each group.
+        errors: (G,) float32, error of each group; NEVER for a group without a replacement.
         non_manifold_edges: number of these edges in the mesh.
         unshrunk: number of clusters that have no replacement because their groups did not shrink.
     """
@@ -151,7 +151,8 @@ class _Next:
     """A worker's result for simplifying a batch of groups.
 
     Attributes:
-        errors: (G,) errors of simplification, in object units. shrunk: (G,) whether the group became fewer clusters.
+        errors: (G,) errors of simplification, in object units.
+        shrunk: (G,) whether the group became fewer clusters.
         spheres: (G, 4) around the clusters of each group, and also around the replacement if vertices were added.
         clusters: the clusters that replace the groups that shrank; None if no group did.
         added: new vertices. In `corners` they have indices from V on, as if no other batch added vertices.
@@ -473,8 +474,8 @@ class _Levels:
         """Number new clusters and keep their values for the file.
 
         Args:
-            encoded: the clusters. spheres, errors: of each cluster; a cluster above the finest level has its group's
-                values.
+            encoded: the clusters.
+            spheres, errors: of each cluster; a cluster above the finest level has its group's values.
             sources: the group that each cluster replaces; None at the finest level.
         """
         heads, count = encoded.heads, len(encoded.heads)

@@ -48,7 +48,8 @@ def plain_obj(content: bytes, name: str) -> bytes:
     """Convert an OBJ text to the simple form of the same mesh.
 
     Args:
-        content: content of a file. name: the file's name in messages.
+        content: content of a file.
+        name: the file's name in messages.
 
     Raises:
         InputError: a face names a missing vertex, or an index is not a number.

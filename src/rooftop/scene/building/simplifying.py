@@ -119,7 +119,8 @@ def _thinned(
     Args:
         mesh, locked: as for `simplify`.
         corners: (T, 3) of the group.
-        parts: its loose parts. kept, error: the triangles that the simplification left, and its error.
+        parts: its loose parts.
+        kept, error: the triangles that the simplification left, and its error.
     """
     count = len(corners)
     missing = parts.missing(kept)

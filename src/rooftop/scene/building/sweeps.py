@@ -58,7 +58,9 @@ def _sweep(points, first, keys):  # type: ignore[no-untyped-def]
     """Compute for each direction the keys by which vertices are sorted: cluster, distance along the sweep, vertex.
 
     Args:
-        points: positions of the clusters' vertices. first: start of each cluster's vertices. keys: output (WAYS, N).
+        points: positions of the clusters' vertices.
+        first: start of each cluster's vertices.
+        keys: output (WAYS, N).
     """
     low, extent = np.empty(3, np.int64), np.empty(3, np.int64)
     for cluster in range(len(first) - 1):
@@ -91,8 +93,11 @@ def _rank(vertex_keys, first, starts, corners, ranks, keys):  # type: ignore[no-
     cluster, ranks from the last vertex to the first, triangle.
 
     Args:
-        vertex_keys: (WAYS, N), sorted. first, starts: where the vertices and triangles of each cluster begin.
-        corners: (T, 3). ranks: output (T, 3). keys: output (T,).
+        vertex_keys: (WAYS, N), sorted.
+        first, starts: where the vertices and triangles of each cluster begin.
+        corners: (T, 3).
+        ranks: output (T, 3).
+        keys: output (T,).
     """
     rank, best_rank = np.empty(1 << VERTEX_BITS, np.uint8), np.empty(1 << VERTEX_BITS, np.uint8)
     for cluster in range(len(first) - 1):
@@ -126,7 +131,9 @@ def _fan(keys, starts, ranks, order, in_fans):  # type: ignore[no-untyped-def]
     follow one another around it.
 
     Args:
-        keys: (T,) of `_rank`, sorted. starts: where the triangles of each cluster begin. ranks: (T, 3).
+        keys: (T,) of `_rank`, sorted.
+        starts: where the triangles of each cluster begin.
+        ranks: (T, 3).
         order, in_fans: outputs (T,).
     """
     most, before, after = np.empty((3, layouts.MAX_TRIANGLES), np.int64)

@@ -363,8 +363,9 @@ class _Room:
     group would look larger.
 
     Attributes:
-        middle: middle of the box around the group. half: (3,) half of the box's extent. radius: radius of the sphere
-            around all points.
+        middle: middle of the box around the group.
+        half: (3,) half of the box's extent.
+        radius: radius of the sphere around all points.
         parts: (N,) the part of each point.
         most: (P, 3) the maximum extent of parts along each axis.
     """

@@ -40,9 +40,8 @@ def cull(
     """Find the visible clusters and, in the first pass, the hidden clusters, from the roots and groups in the lists.
 
     Args:
-        scene, now, then: `buffers.Resident`, `buffers.Views`, and `buffers.Views` of the previous frame. history,
-            second: as in
-        `level_cull.cull_nodes`.
+        scene, now, then: `buffers.Resident`, `buffers.Views`, and `buffers.Views` of the previous frame.
+        history, second: as in `level_cull.cull_nodes`.
         requests: the culls' requests, if pages may be absent.
     """
     of, device = memory.tensors, memory.device

@@ -78,7 +78,8 @@ class ShadowMaps:
 
         Args:
             lights: lights of the scene, at least one.
-            cameras: cameras of the frame. meshes, instances: the scene's meshes and instances.
+            cameras: cameras of the frame.
+            meshes, instances: the scene's meshes and instances.
             bounds: (2, 3), a box around all instances.
             drawing: how maps are drawn.
 

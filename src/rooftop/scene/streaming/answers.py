@@ -22,8 +22,9 @@ class Answer:
 
     Attributes:
         counters: of the frame.
-        wanted: number of wanted pages. missing: the wanted pages that are absent, the most wanted first. pixels: the
-            error in pixels without each of the missing pages.
+        wanted: number of wanted pages.
+        missing: the wanted pages that are absent, the most wanted first.
+        pixels: the error in pixels without each of the missing pages.
         refused: a page that the device refused because its offsets point outside it, or None; with such a page, the
             frame is wrong.
     """

@@ -52,8 +52,8 @@ class Viewer(ThreadingHTTPServer):
     end.
 
     Args:
-        drawing: the drawing thread, which the server does not stop. host, port: address to listen on; port 0 chooses a
-            free port.
+        drawing: the drawing thread, which the server does not stop.
+        host, port: address to listen on; port 0 chooses a free port.
 
     Attributes:
         token: token that each request must carry.
