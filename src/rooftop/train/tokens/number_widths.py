@@ -4,8 +4,10 @@ If 32-bit tokens are read as 16-bit numbers, every second number is the upper ha
 vocabularies above 65,536. At the right width, numbers at even and odd places have the same distribution. So the ratio
 of their means decides:
 
-| a pair of neighbours is | mean at odd places / mean at even places | |---|---| | one number of twice the width | below
-1/64: a vocabulary of 256 thousand tokens has an upper half of 3 at most | | two numbers | near 1 |
+| a pair of neighbours is | mean at odd positions divided by mean at even positions |
+|---|---|
+| one number of twice the width | below 1/64: a vocabulary of 256 thousand tokens has an upper half of at most 3 |
+| two numbers | near 1 |
 
 Ratios in between raise an error, and so do bytes and big-endian numbers.
 """

@@ -1,9 +1,12 @@
 """Read files of integers as tokens; the dtype comes from a file beside them, a header, or the numbers.
 
-| beside or in a `.bin` | source of the dtype | |---|---| | `.idx` beside it | Megatron-LM's index (`megatron_indexes`)
-| | 256 int32 first: 20240520, 1, tokens | llm.c's header of GPT-2's tokens: uint16 follow | | 256 int32 first:
-20240801, 7, tokens | llm.c's header of Llama 3's tokens: uint32 follow | | `meta.pkl` beside it | nanoGPT's characters:
-uint16, and the vocabulary size | | nothing | its numbers (`number_widths`) |
+| beside or in a `.bin` | source of the dtype |
+|---|---|
+| `.idx` beside it | Megatron-LM's index (`megatron_indexes`) |
+| the first 256 int32 begin with 20240520, 1, tokens | llm.c's header of GPT-2's tokens; uint16 follow |
+| the first 256 int32 begin with 20240801, 7, tokens | llm.c's header of Llama 3's tokens; uint32 follow |
+| `meta.pkl` beside it | nanoGPT's characters: uint16, and the vocabulary size |
+| nothing | the file's numbers (`number_widths`) |
 
 Source: llm.c `dev/data/data_common.py`; nanoGPT `data/shakespeare_char/prepare.py`.
 """
