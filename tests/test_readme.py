@@ -3,7 +3,10 @@ command."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import click
@@ -11,6 +14,8 @@ import pytest
 
 from rooftop.analysis.text import PARTS
 from rooftop.cli.main import command
+from rooftop.ladder.table import STATUS
+from rooftop.train.reports.ablations import Worth
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGLISH, CHINESE, COMMANDS = (ROOT / name for name in ("README.md", "README.zh.md", "docs/commands.md"))
@@ -97,6 +102,17 @@ def test_a_guide_is_short_and_begins_with_what_it_is_for(page: Path) -> None:
     assert title.startswith("# ")
     assert not blank
     assert re.match(r"[\w`*\[]", first)  # a sentence; no heading, table or code
+
+
+def test_marks_and_verdicts_of_tables_are_explained() -> None:
+    ladder = (DOCS / "ladder.md").read_text(encoding="utf-8")
+    assert all(f"`{mark}`" in ladder for mark in STATUS.values())
+    verdict = ast.parse(textwrap.dedent(inspect.getsource(Worth.verdict.fget)))  # type: ignore[attr-defined]
+    returned = [node.value for node in ast.walk(verdict) if isinstance(node, ast.Return)]
+    verdicts = {each.value for node in returned for each in ast.walk(node) if isinstance(each, ast.Constant)}
+    train = " ".join((DOCS / "train.md").read_text(encoding="utf-8").lower().split())
+    assert {"within noise", "helps"} < {each for each in verdicts if isinstance(each, str)}
+    assert [each for each in verdicts if isinstance(each, str) and each.partition(":")[0] not in train] == []
 
 
 def test_the_page_of_words_has_those_of_a_report() -> None:
