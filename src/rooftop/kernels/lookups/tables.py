@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rooftop.kernels.operands.launch_data import ANY_BYTES
 
@@ -36,11 +36,12 @@ class FewConfig:
     items: int
     columns: int
     warps: int
+    measured: bool = field(default=True, compare=False)  # False: predicted
 
 
 # The host's time decides for few tokens: two launches instead of a sort and up to three passes. The number of
 # comparisons grows with the square of the tokens. Not measured yet.
-FEW = FewConfig(most=2048, items=32, columns=256, warps=4)
+FEW = FewConfig(most=2048, items=32, columns=256, warps=4, measured=False)
 
 
 @dataclass(frozen=True)

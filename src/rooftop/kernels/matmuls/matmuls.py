@@ -391,7 +391,8 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     if not under_autocast(input):
         check_same_dtype("matmul", "input", input, "cast one, or use autocast", other=other)
     if input.dim() == 0 or other.dim() == 0:
-        raise ValueError(f"matmul: expected no scalars, got shapes {tuple(input.shape)} and {tuple(other.shape)}")
+        shapes = f"{tuple(input.shape)} and {tuple(other.shape)}"
+        raise ValueError(f"matmul: input and other must have at least one dimension, got shapes {shapes}")
     if other.dim() > 2:
         if input.shape[-1] != other.shape[-2] or not _broadcast(input.shape[:-2], other.shape[:-2]):
             shapes = f"{tuple(input.shape)} and {tuple(other.shape)}"
