@@ -88,7 +88,7 @@ def test_each_kind_of_profiler_is_noticed_before_it_begins(begin: type) -> None:
         try:
             with begin():
                 torch.ones(3) + 1
-        except RuntimeError:  # a build without ITT refuses this profiler after Rooftop has noticed it
+        except RuntimeError:  # PyTorch was built without ITT; Rooftop noticed the profiler first
             assert begin is profiler.emit_itt
     assert seen_before == [False]
 

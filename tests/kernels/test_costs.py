@@ -105,8 +105,8 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: kernels.conv_lstm_sequence(STEPS, RECURRENT),
         (2 * 3 * 48 + (2 * 26 + 4) * 6, F4 * (48 + 48), F4 * (12 + 6)),
     ),
-    # two gradients of one convolution, the gates' backward of both steps, and the sum of one state's two gradients.
-    # The operator reads the sums, the first result, the cells, and the gradients of results and cell; it writes the
+    # The operator computes two gradients of one convolution, the backward of the gates in both steps, and the sum of two
+    # gradients of one state. It reads the sums, the first result, the cells, and the gradients of results and cell; it writes the
     # gradients of gates, kernel and cell
     "conv_lstm_sequence_backward": (
         lambda: learn(kernels.conv_lstm_sequence, STEPS, RECURRENT),

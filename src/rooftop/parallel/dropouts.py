@@ -72,7 +72,7 @@ class CounterDropouts:
 
     @property
     def step(self) -> int | Tensor:
-        """The step of `place`."""
+        """The current training step, as stored in `place`."""
         return self.place.step
 
     @step.setter

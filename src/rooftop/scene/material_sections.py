@@ -80,7 +80,10 @@ def _texture(
     if offset < 0 or size < 1 or offset + size > length:
         raise ValueError(f"image {number} lies outside section {IMAGES}")
     if min(width, height) < 1 or max(width, height) > MOST_SIDE or width * height > MOST_TEXELS:
-        raise ValueError(f"image {number} is {width} x {height}")
+        raise ValueError(
+            f"image {number} has {width} x {height} pixels: expected sides from 1 to {MOST_SIDE}, and at most "
+            f"{MOST_TEXELS:,} pixels"
+        )
 
     def encoded() -> bytes:
         content = data[start + offset : start + offset + size]

@@ -319,7 +319,7 @@ def _compensated(sums, lost, values):
 
 @triton.jit
 def _rows_from(source, row, step, ACROSS: tl.constexpr):
-    """A block of a matrix, rows by K. K is the descriptor's contiguous dimension, or the other one with ACROSS."""
+    """A block of a matrix, rows by K. K is the descriptor's contiguous dimension; with ACROSS, the rows are."""
     if ACROSS:
         block = source.load([step, row]).T
     else:

@@ -119,7 +119,7 @@ def sparse_conv_weight_gradient(
     channel = tl.program_id(1) % in_tiles * INS + tl.arange(0, INS)
     if LISTED:
         count, length, begin, end = _pieces(counts, capacity, parts, TAPS, LANES, DEPTH, BLOCK)
-        tap = tl.sum((end <= piece).to(tl.int32), axis=0)  # LANES for programs past the last piece
+        tap = tl.sum((end <= piece).to(tl.int32), axis=0)  # equals LANES if there is no such piece
         here = tl.arange(0, LANES) == tap
         first = (piece - tl.sum(tl.where(here, begin, 0), axis=0)) * length
         last = tl.minimum(first + length, tl.sum(tl.where(here, count, 0), axis=0))
