@@ -105,9 +105,9 @@ CASES: dict[str, tuple[Callable[[], Any], Count]] = {
         lambda: kernels.conv_lstm_sequence(STEPS, RECURRENT),
         (2 * 3 * 48 + (2 * 26 + 4) * 6, F4 * (48 + 48), F4 * (12 + 6)),
     ),
-    # The operator computes two gradients of one convolution, the backward of the gates in both steps, and the sum of two
-    # gradients of one state. It reads the sums, the first result, the cells, and the gradients of results and cell; it writes the
-    # gradients of gates, kernel and cell
+    # The operator computes two gradients of one convolution, the backward of the gates in both steps, and the sum of
+    # two gradients of one state. It reads the sums, the first result, the cells, and the gradients of results and cell.
+    # It writes the gradients of gates, kernel and cell.
     "conv_lstm_sequence_backward": (
         lambda: learn(kernels.conv_lstm_sequence, STEPS, RECURRENT),
         (4 * 3 * 48 + (2 * 47 + 1) * 6, F4 * (48 + 48 + 6 + 12 + 12 + 6), F4 * (48 + 48 + 6)),

@@ -141,7 +141,7 @@ class GatheredSums(NormSums):
 
 
 def texts_with_norm_sums(kinds: list[str]) -> dict[str, tuple[list[list[int]], bool, int, int]]:
-    """The texts, whether the model uses norm sums, the number of calls, and the number of steps."""
+    """For each kind of model: its texts, whether it uses norm sums, and the numbers of calls and steps."""
     found = {}
     for kind in kinds:
         model = part_of(whole(CONFIGS[kind]))

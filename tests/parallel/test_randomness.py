@@ -196,7 +196,9 @@ def test_a_tensor_with_any_strides_is_filled() -> None:
 
 def test_wrong_arguments() -> None:
     stream, whole = Stream(0), Box.whole((4, 4))
-    with pytest.raises(ValueError, match=r"w: the tensor has shape \(3,\), its boxes have sizes \[\(4, 4\)\]"):
+    with pytest.raises(
+        ValueError, match=r"w: a tensor of shape \(3,\) does not consist of boxes of the sizes \[\(4, 4\)\]"
+    ):
         stream.normal_(torch.empty(3), "w", whole)
     with pytest.raises(ValueError, match="whole rows of the first dimension"):
         stream.normal_(torch.empty(2, 16), "w", [Box.whole((8,)), Box.whole((24,))])

@@ -41,7 +41,9 @@ def check_arguments(
     if optimizer is not None:
         _check_optimizer(optimizer, module)
     if why := unusual_context():
-        raise ValueError(f"optimize: {why}: call it outside of that")
+        raise ValueError(
+            f"optimize: {why}, which the comparison with the original does not cover: turn it off around this call"
+        )
 
 
 def _check_model(module: nn.Module) -> None:

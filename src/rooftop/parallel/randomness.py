@@ -107,9 +107,9 @@ def _parts(name: str, tensor: Tensor, box: Boxes | None) -> list[tuple[Tensor, B
     row = math.prod(tensor.shape[1:])
     if sum(counts) != tensor.numel() or (len(boxes) > 1 and any(row == 0 or count % row for count in counts)):
         raise ValueError(
-            f"{name}: the tensor has shape {tuple(tensor.shape)}, its boxes have sizes "
-            f"{[each.size for each in boxes]}: both must have the same number of elements, and each of several boxes "
-            f"must be whole rows of the first dimension"
+            f"{name}: a tensor of shape {tuple(tensor.shape)} does not consist of boxes of the sizes "
+            f"{[each.size for each in boxes]}: expected as many elements. If there are several boxes, each must be "
+            "whole rows of the first dimension"
         )
     if len(boxes) == 1:
         return [(tensor, boxes[0])]

@@ -180,7 +180,7 @@ class NeighbourTable:
                 with to_keep():
                     self.lists = row_blocks(order, self.taps)
                 return self.lists
-            assert self.by_row is not None  # there are no lists, or only lists of a table by rows
+            assert self.by_row is not None  # without an order, there is a table by rows
             if by_kernels(self.by_row) and are_many(self.by_row.shape[0], tables.LISTED_FROM):
                 with to_keep():
                     self.lists = row_pairs(self.by_row, self.sites)
