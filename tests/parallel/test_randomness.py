@@ -202,7 +202,7 @@ def test_wrong_arguments() -> None:
         stream.normal_(torch.empty(3), "w", whole)
     with pytest.raises(ValueError, match="whole rows of the first dimension"):
         stream.normal_(torch.empty(2, 16), "w", [Box.whole((8,)), Box.whole((24,))])
-    with pytest.raises(ValueError, match="d: the tensor has shape"):
+    with pytest.raises(ValueError, match="d: a tensor of shape"):
         stream.dropout(torch.ones(3), "d", 0.5, 0, [whole, whole])
     with pytest.raises(ValueError, match=r"no rule matches embedding.weight: add a rule; the patterns are \*.bias"):
         init_on_meta(Model, RULES[:1], seed=0)
