@@ -106,7 +106,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """tokens (B, S) to logits (B, S, V). With tensor parallel ranks, the logits are a DTensor, split along V."""
         x = self.tok_embeddings(tokens)
-        # from this type, a compiled block would compute a gradient that DTensor cannot take
+        # given an AsyncCollectiveTensor, a compiled block would compute a gradient that DTensor cannot take
         if isinstance(x, AsyncCollectiveTensor):
             x = x.clone()
         for block in self.layers.values():

@@ -259,7 +259,7 @@ def main() -> int:
     parser.add_argument("--built", type=int, default=10)
     parser.add_argument("--pool", type=int, default=2_000_000_000, help="bytes")
     parser.add_argument("--frames", type=int, default=600)
-    parser.add_argument("--speed", type=float, default=0.004, help="seconds of the path that one frame advances")
+    parser.add_argument("--speed", type=float, default=0.004, help="seconds along the path from one frame to the next")
     parser.add_argument("--size", type=size, default=(1920, 1080))
     parser.add_argument("--quick", action="store_true", help="a small run on the CPU, to test the script")
     options = parser.parse_args()

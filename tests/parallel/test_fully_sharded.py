@@ -307,8 +307,8 @@ def numbers(of: GptTrainer, steps: int) -> list[list[float]]:
 
 
 def saved_and_gone_on(training: GptTraining, folder: Path) -> tuple[list[list[float]], list[list[float]], int, int]:
-    """(four steps; the last two steps again, from the checkpoint after two; the least bytes that a step writes, with
-    shared weights and as if every data rank had its own weights)."""
+    """(numbers of four steps; numbers of the last two steps, repeated from the checkpoint after step two; the least
+    bytes that a step writes if the data ranks shard the weights; the same if each data rank has all weights)."""
     layout = LAYOUTS[4]
     first = trainer(training, layout, fully_shard=True)
     found = numbers(first, 2)

@@ -149,7 +149,7 @@ def test_cameras_of_one_chain_have_their_own_frames_before(world: Scene, device:
 
 
 def test_lights_and_cameras_share_a_chain(world: Scene, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shadows are the same whether maps are drawn together with the pictures or some of them later."""
+    """Shadows are the same whether all maps are drawn together with the pictures, or some maps are drawn later."""
     world.add_light(DirectionalLight((1, 0.4, -1.5), size=64, cascades=3))
     world.add_light(SpotLight((2, 0, 6), (1, 0, -1), angle_degrees=60, size=48))
     world.add_light(PointLight((4, 3, 3), size=32))

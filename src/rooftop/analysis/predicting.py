@@ -251,8 +251,8 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
 
 
 class _DeviceCounting(CountingMode):
-    """Count the device's work. An optimizer's step counters are host work: fake tensors hold their values as
-    constants."""
+    """Count the device's work. Updates of an optimizer's step counters run on the host, so they are not counted. Their
+    fake tensors hold values as constants."""
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._locate()[1] == "optimizer":

@@ -26,7 +26,7 @@ class ModulePaths:
     """
 
     def __init__(self) -> None:
-        self._first = WeakIdKeyDictionary()  # module -> the scope under which its root contains it first
+        self._first = WeakIdKeyDictionary()  # module -> its first scope below its root
         self._roots = WeakIdKeyDictionary()  # module -> the scope of its root
         self._called = WeakIdKeyDictionary()  # module -> scope of the caller -> scope of the module in that call
         # scope -> the module that was last called under it

@@ -22,7 +22,7 @@ ALLOCATED, NOT_ALLOCATED = -1, -2  # by the plan; not by the plan: by PyTorch's 
 
 
 class Unplanned(Exception):
-    """The call cannot be planned, so Python makes such calls. The message says why."""
+    """The call cannot be planned, so Python makes this call and all calls like it. The message says why."""
 
 
 class Result(NamedTuple):

@@ -54,8 +54,8 @@ def _unseen(arguments: Sequence[Any]) -> bool:
 
 
 def _are_plain(arguments: Sequence[Any]) -> bool:
-    """Whether all tensors, including those in lists, are plain PyTorch tensors: no meta, lazily negated or zero
-    tensors."""
+    """Whether all tensors, including those in lists, are plain PyTorch tensors: not on the meta device, without a
+    pending negation, and no `_is_zerotensor()`."""
     for argument in arguments:
         kind = type(argument)
         if kind in _NO_TENSORS:

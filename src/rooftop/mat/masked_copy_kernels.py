@@ -16,7 +16,7 @@ import triton.language as tl
 def masked_copy(
     source,  # rows of numbers; if the source is one element of CHANNELS numbers, a table with CHANNELS columns
     target,  # rows of numbers
-    mask,  # rows of bytes, one for each PER numbers
+    mask,  # rows of bytes: one byte for every PER numbers
     source_lead, target_lead, mask_lead,  # distances from the pointers to the first number or mark, in words
     rows, inner_rows, words,  # number of rows; rows of the inner dimension; words of a row
     source_outer, source_inner, target_outer, target_inner, mask_outer, mask_inner,  # from row to row, in words

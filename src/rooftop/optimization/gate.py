@@ -308,8 +308,8 @@ class Gate:
         return as_accurate(name, got, eager, truth, what, self._usual_error(name))
 
     def _usual_error(self, name: str) -> float:
-        """The original's largest error on the given inputs. For draws of constant inputs, its results may be exact by
-        luck.
+        """The original's largest error on the given inputs. Only the given inputs are used: on drawn inputs that are
+        constant, the original may be exact by luck.
         """
         first = self.known[0]
         if first.truth is None or name not in first.eager.values or name not in first.truth.values:

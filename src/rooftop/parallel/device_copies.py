@@ -1,9 +1,9 @@
 """Copy tensors to other devices, and sum the copies' gradients on the tensors' own device.
 
 Forward copies every tensor to every device. Backward copies the gradients back and adds them. This is a broadcast and a
-reduction, each the derivative of the other. The link bounds their time or, for small tensors, the launch of a copy. So
-tensors of up to `COALESCED_BYTES` are copied together, in one buffer per dtype. Larger tensors are copied directly,
-without a second pass through memory.
+reduction, each the derivative of the other. The time of a copy is bounded by the link, or for small tensors by its
+launch. So tensors of up to `COALESCED_BYTES` are copied together, in one buffer per dtype. Larger tensors are copied
+directly, without a second pass through memory.
 
 Each copy has its tensor's strides (channels last stays channels last), and an address that is aligned for vector loads
 (`ALIGNMENT_BYTES`). Each copy has its own version counter, so that a program may write to one copy while autograd has

@@ -29,7 +29,7 @@ def test_kernels_on_the_cpu(interpreted: Callable[..., int]) -> None:
 
 def test_what_repeats_runs_along_the_innermost_dimension() -> None:
     out = torch.empty(6, 4, dtype=torch.float32).t()  # (4, 6)
-    with pytest.raises(ValueError, match="rows need an innermost last dimension of out"):
+    with pytest.raises(ValueError, match="with rows, the last dimension of out must have the smallest stride"):
         store_fused("tt: float32(a0 + a1)", [torch.ones(4, 6)], [], out, [row_of((1, 1, 1), torch.float32)])
 
 

@@ -24,7 +24,7 @@ STEP_S = 0.5
 
 
 def small_task(best: str = "accuracy") -> Task:
-    """A linear model of random numbers, with one example."""
+    """A task that trains a linear model on random numbers, with one example picture."""
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(40, 6, generator=generator), torch.randint(3, (40,), generator=generator))
 

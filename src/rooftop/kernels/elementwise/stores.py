@@ -100,7 +100,10 @@ def store_fused(
     if plan.results != (out.dtype,):
         raise TypeError(f"store_fused: the result has dtype {plan.results}, but out has {out.dtype}")
     if rows and out.dim() and any(0 < abs(step) < abs(out.stride(-1)) for step in out.stride()[:-1]):
-        raise ValueError(f"store_fused: rows need an innermost last dimension of out, got strides {out.stride()}")
+        raise ValueError(
+            f"store_fused: with rows, the last dimension of out must have the smallest stride, got strides "
+            f"{out.stride()}"
+        )
     if not out.numel():
         return None
     require_triton()

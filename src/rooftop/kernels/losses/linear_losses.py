@@ -75,7 +75,8 @@ def chunk_rows(rows: int, features: int, classes: int) -> int:
 
 
 class LinearCrossEntropy(NamedTuple):
-    """(loss (), dhidden, dweight, dbias, factor). `wanted` selects gradients, which backward multiplies by `factor`."""
+    """(loss (), dhidden, dweight, dbias, factor). Forward already computes the gradients that `wanted` selects;
+    backward only multiplies them by `factor`."""
 
     hidden: Tensor
     weight: Tensor

@@ -211,8 +211,8 @@ class Gpt(nn.Module):
         """
         if self.group is not None and generator is None:
             raise ValueError(
-                "Gpt: a part of a model gets its values from rooftop.models.parallel_gpt, or from a generator with "
-                "the same state on all ranks"
+                "Gpt: this rank holds only a part of the model: let rooftop.models.parallel_gpt initialize it, or pass "
+                "a generator that has the same state on all ranks"
             )
         rules, shards = initial_values(self.config), shards_of(self)
         for name, parameter in self.named_parameters():

@@ -130,7 +130,8 @@ class MainWeights:
             self._gradients.saw(self._model_has.items())
 
     def step_adopts(self) -> None:
-        """Record that the optimizer calls `before_step`, so backward need not check for written values."""
+        """Record that the optimizer calls `before_step`, which adopts values that were written to the model, so
+        backward need not look for them."""
         self._gradients.step_adopts = True
 
     def model_has(self, main: Tensor) -> nn.Parameter | None:
