@@ -5,8 +5,8 @@ chosen.
 
 Figures are TB/s of the bytes that must move, for 2^27 elements in bfloat16. Kernels are called without autograd. For
 comparison, torch's copy and its sum of two tensors of the same size are timed, too. For each size, the file keeps the
-five best variants, and the best backward for each number of stages (rows fetched ahead). Rows of odd N are loaded
-without a shift here. Kernels are compiled first, by one process per core.
+five best variants, and the best backward for each number of stages (rows fetched ahead). Rows with an odd number of
+elements are loaded here without the kernels for unaligned rows. Kernels are compiled first, by one process per core.
 """
 
 from __future__ import annotations

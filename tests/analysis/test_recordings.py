@@ -207,7 +207,7 @@ def late(
     slower_s: float = 0.0,
     took_ms: list[float] | None = None,
 ) -> Recording:
-    """A recording whose profiler stays attached, as with NCCL: each step after its start takes this much longer.
+    """A recording whose profiler stays attached, as with NCCL: each later step takes `slower_s` longer.
 
     Args:
         took_ms: filled with the time of each step.

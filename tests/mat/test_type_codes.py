@@ -29,7 +29,7 @@ def test_a_type_is_its_depth_and_its_channels(depth: int) -> None:
         type = mat.CV_MAKETYPE(depth, channels)
         assert (mat.CV_MAT_DEPTH(type), mat.CV_MAT_CN(type)) == (depth, channels)
         assert mat.CV_ELEM_SIZE(type) == channels * DEPTHS[depth].dtype.itemsize == channels * mat.CV_ELEM_SIZE1(type)
-        if channels <= 128:  # where OpenCV 5 ends
+        if channels <= 128:  # the most that OpenCV 5 allows
             assert type == cv2.CV_MAKETYPE(depth, channels)
         maker = getattr(mat, f"CV_{DEPTHS[depth].name}C")
         assert maker(channels) == type

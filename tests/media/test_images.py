@@ -211,7 +211,7 @@ def test_without_a_gpu_auto_says_why_and_cuda_raises() -> None:
         read_image(FORMS["jpeg"], device="cuda")
 
 
-# The inputs of a GPU's decoder, which is replaced by another decoder.
+# What is given to the GPU's decoder. In these tests, another decoder takes its place.
 
 
 def lying(content: bytes) -> Tensor:

@@ -24,7 +24,7 @@ def outcome(errors: dict[str, float]) -> Outcome:
 
 
 def judged(sizes: dict[str, float]) -> float:
-    """The gate's answer to a change with these errors, of an original with errors of 1."""
+    """The gate's answer to a change with these errors, if the original's errors are 1."""
     names = list(sizes)
     exact = outcome(dict.fromkeys(names, 0.0))
     exact = replace(exact, values={name: value.double() for name, value in exact.values.items()})

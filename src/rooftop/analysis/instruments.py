@@ -51,11 +51,12 @@ class Plain:
         busy_ms: time during which the device works: the union of its kernels; 0 on a CPU.
         kernels: work on the device.
         memory: (ms since the start of the step, bytes allocated) at each change.
-        waiting_ms: idle time of the device because the host had waited for the device, and launched the next work only
-            then.
+        waiting_ms: time for which the device is idle after the host waited for it, because the host launches the next
+            work only after that wait.
         loading_ms: time for which the step waited for a `DataLoader`.
         compiled: whether compiled code ran.
-        launched: the times at which the host launched each piece of work, as ascending fractions of its launch time.
+        launched: for each piece of work, when the host launched it, as a fraction of the time in which the host
+        launches all work; ascending.
     """
 
     busy_ms: float

@@ -87,8 +87,8 @@ def headspace(
     """Measure each stage alone, then the loader.
 
     Args:
-        samples: the data set. If its samples are not made in separate steps, disk, decode and augment count as one
-            stage, "sample".
+        samples: the data set. If the data set makes a sample in a single step, then disk, decode and augment count as
+            one stage, "sample".
         batch: number of samples in a batch.
         step: runs a training step on a batch that is on the device; None: no model is measured.
         device: the device of the batches.

@@ -56,7 +56,8 @@ class MemoryPoint:
 
     @property
     def best_in_place(self) -> float:
-        """The best rate of work that overwrites its input. A cache serves each of its bytes twice."""
+        """The best rate of work that overwrites its input. Each byte is read and then written at the same address, so a
+        cache serves it twice."""
         return max(self.best, self.update, self.raised_in_place)
 
 

@@ -31,7 +31,8 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 
-# side of the product that gives a precision's approximate rate; on an H100 it takes longer than its launch
+# n of the n x n x n matrix product that gives a first estimate of a precision's rate; on an H100 it takes longer than a
+# launch
 PILOT = 2048
 LONGEST_CALL_S = 8e-3  # products that take longer have no higher rate
 BURST_S, PAUSE_S = 1e-3, 1e-3  # burst and pause of each candidate in the first round

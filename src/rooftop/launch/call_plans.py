@@ -18,7 +18,8 @@ from rooftop.launch.known_calls import Memory, Step, Zeros
 from rooftop.launch.lessons import ANY, Called, Lesson, Part, Varied
 from rooftop.launch.row_counts import Code, codes_of, value_of
 
-ALLOCATED, NOT_ALLOCATED = -1, -2  # by the plan; not by the plan: by PyTorch's operator, or unused
+ALLOCATED = -1  # the plan allocates the memory
+NOT_ALLOCATED = -2  # an operator of PyTorch allocates the memory, or nothing uses it
 
 
 class Unplanned(Exception):

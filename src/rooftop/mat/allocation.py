@@ -49,8 +49,9 @@ class MatData:
         flags: `MatDataFlag`s.
         mapping: the side that may access the block now: "host" for host memory, "device" for a GPU's memory. Within
             `Mat.mapped()`, a GPU's block is "host" too, and its copy on the device is out of date.
-        used_bytes: end of the rows of all headers, in the storage. A header grows in place only if its rows end here.
-            So two headers of one block never push different rows to the same position. In OpenCV they can.
+        used_bytes: offset in the storage at which the last row of any header ends. A header grows in place only if its
+            rows end here. So two headers of one block never push different rows to the same position. In OpenCV they
+            can.
     """
 
     __slots__ = ("__weakref__", "_bases", "allocator", "device", "flags", "mapping", "share", "size_bytes",

@@ -111,7 +111,7 @@ def _of_int64(x: Tensor, unsigned: bool = False) -> Digits:
 
 
 def _of_numbers(numbers: Sequence[int], device: torch.device) -> Digits:
-    """Split one number for each channel into digits."""
+    """Split numbers, one per channel, into digits."""
     count = _count(max(map(abs, numbers)))
     rows = [[n >> _BITS * place & _MASK for n in numbers] for place in range(count - 1)]
     rows.append([n >> _BITS * (count - 1) for n in numbers])

@@ -108,8 +108,8 @@ def _parts(name: str, tensor: Tensor, box: Boxes | None) -> list[tuple[Tensor, B
     if sum(counts) != tensor.numel() or (len(boxes) > 1 and any(row == 0 or count % row for count in counts)):
         raise ValueError(
             f"{name}: a tensor of shape {tuple(tensor.shape)} does not consist of boxes of the sizes "
-            f"{[each.size for each in boxes]}: expected as many elements. If there are several boxes, each must be "
-            "whole rows of the first dimension"
+            f"{[each.size for each in boxes]}: together, the boxes must have as many elements as the tensor. If there "
+            "are several boxes, each must cover whole rows of the first dimension"
         )
     if len(boxes) == 1:
         return [(tensor, boxes[0])]

@@ -57,7 +57,7 @@ def place_sites(
     rows, batch_size, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write each site's row to the position of the site's rank."""
+    """For each site, store the number of its row in `row_of`, at the index given by the site's rank."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)

@@ -126,7 +126,7 @@ def _input_gradient(dgates: Tensor, like: Tensor, kernel: Tensor) -> Tensor:
 
 
 def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
-    """The kernel's gradient over T convolutions of (T, N, F, H, W)."""
+    """The gradient of the convolution's weight, summed over the T steps of (T, N, F, H, W)."""
     if matrix_precision(dgates, convolution=True) == "fp32":
         found = _kernel_gradient(dgates[0], hidden[0], kernel)
         for step in range(1, len(hidden)):

@@ -200,7 +200,7 @@ class LooseParts:
         Args:
             left: (T, 3) the remaining triangles of the group.
             error: their error.
-            pairs: of parts. Some of the kept parts `remain`.
+            pairs: the pairs of parts. At least one kept part must still have triangles in `left` (see `remain`).
         """
         left = self.without(left, pairs)
         of, inside = self._of(left)

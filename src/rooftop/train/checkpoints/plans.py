@@ -131,7 +131,7 @@ def part_of(piece: FilePiece, local: Tensor, held: Held) -> Tensor:
         if start[1:] == piece.start[1:] and size[1:] == piece.size[1:] and 0 <= first <= size[0] - piece.size[0]:
             return local[row + first : row + first + piece.size[0]]
         row += size[0]
-    raise ValueError(f"{piece.key} is not a part of the tensors held: {held}")
+    raise ValueError(f"{piece.key}: the piece to write lies in none of the pieces that this rank holds: {held}")
 
 
 def box_of(piece: FilePiece) -> Box:

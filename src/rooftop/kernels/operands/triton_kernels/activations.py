@@ -30,7 +30,7 @@ def activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
         values = tl.where(values < 0.0, 0.0, values)
     elif ACTIVATION == GELU:
         if HALF:
-            # v Phi(v) is v - v Phi(-v) and also -|v| Phi(-|v|).
+            # v Phi(v) is v - v Phi(-v), so for either sign it is max(v, 0) - |v| Phi(-|v|).
             size = tl.minimum(tl.abs(values), 14.0)
             values = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * normal_below(size)
         else:
