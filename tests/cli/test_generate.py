@@ -357,4 +357,4 @@ def test_the_folder_of_a_training(text: bool, run: Run, tmp_path: Path) -> None:
     assert status == 2
     assert "rank-00000.safetensors, which has embedding.tokens.weight, has 4 bytes" in err
     (first / "training.json").write_text("{}")
-    assert "is not a file of rooftop train --save" in run("--weights", first, "--prompt", "a")[2]
+    assert "is not a file of rooftop train gpt --save" in run("--weights", first, "--prompt", "a")[2]

@@ -255,7 +255,7 @@ def test_a_step_that_is_saved_again_is_there_all_the_time(
 def test_a_folder_that_holds_no_training_says_so(damage: str, tmp_path: Path) -> None:
     found = save_training(tmp_path, trainer())
     (found / "training.json").write_text(damage)
-    with pytest.raises(InputError, match="is not a file of rooftop train --save"):
+    with pytest.raises(InputError, match="is not a file of rooftop train gpt --save"):
         find_training(tmp_path, TRAINING)
     (tmp_path / "latest").write_text("\0")
     with pytest.raises(InputError, match="but this step does not exist; complete steps are step-"):
@@ -281,7 +281,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"rank-00000\.safetensors, which has .*, has 7 bytes, expected"):
         load_training(find_training(tmp_path, TRAINING)[0], trainer())
     (folder / "training.json").write_text("{}")
-    with pytest.raises(InputError, match="is not a file of rooftop train --save"):
+    with pytest.raises(InputError, match="is not a file of rooftop train gpt --save"):
         find_training(tmp_path, TRAINING)
 
 
@@ -527,7 +527,7 @@ def test_a_model_begins_from_no_training(tmp_path: Path, capsys: pytest.CaptureF
     one = trainer()
     one.advance()
     save_training(tmp_path / "run", one)
-    said = "holds a training of rooftop train --save, not a model of Hugging Face: resume it with --load"
+    said = "holds a training of rooftop train gpt --save, not a model of Hugging Face: resume it with --load"
     (tmp_path / "book.txt").write_text("abc " * 200)
     for folder in ("run", "run/step-00000001"):
         assert called(tmp_path, "--init-from", str(tmp_path / folder)) == 2

@@ -285,7 +285,7 @@ def _shards(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
     else:
         found = [Path(each) for each in _spread(os.fspath(paths))]
     if not found:
-        raise InputError(f"{paths}: no tar files found")
+        raise InputError(f"{paths}: no tar files found; compressed ones, such as .tar.gz, must be unpacked first")
     for path in found:
         if not path.is_file():
             raise InputError(f"{path} does not exist")

@@ -67,6 +67,7 @@ Examples:
 \b
 In the folder of a run:
   recipe.toml          all switches, as --config takes them
+  call.json            the words of the command, which --resume reads
   metrics.jsonl        a line for each step and each evaluation
   page.html            curves and examples; open it while the training runs
   tensorboard/         event files, for tensorboard --logdir runs

@@ -67,7 +67,7 @@ class TrainingRecord:
         try:
             return self._config()
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{self.folder} is not a training of rooftop train --save ({error!r})") from error
+            raise InputError(f"{self.folder} is not a training of rooftop train gpt --save ({error!r})") from error
 
     def _config(self) -> GptConfig:
         found = {field.name: self.training[field.name] for field in fields(GptConfig) if field.name in self.training}
@@ -124,11 +124,12 @@ def read_record(folder: str | Path) -> TrainingRecord:
                 f"; {folder / HUGGING_FACE} belongs to a Hugging Face model: start a training from it with --init-from"
             )
         raise InputError(
-            f"no training was saved in {folder}: {missing} is missing; expected a folder of rooftop train --save{hint}"
+            f"no training was saved in {folder}: {missing} is missing; expected a folder of rooftop train gpt "
+            f"--save{hint}"
         ) from error
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
-            f"{found / TRAINING} is not a file of rooftop train --save ({type(error).__name__}): it is damaged, or "
+            f"{found / TRAINING} is not a file of rooftop train gpt --save ({type(error).__name__}): it is damaged, or "
             "another program wrote it. Give the folder of another step"
         ) from error
 

@@ -24,8 +24,8 @@ def check_no_training(folder: str | Path) -> None:
     folder = Path(folder)
     if (folder / TRAINING).is_file() or last_step(folder) is not None:
         raise InputError(
-            f"{folder} holds a training of rooftop train --save, not a model of Hugging Face: resume it with --load; "
-            f"to start from its weights, export them: rooftop checkpoint export-hf {folder} -o FOLDER"
+            f"{folder} holds a training of rooftop train gpt --save, not a model of Hugging Face: resume it with "
+            f"--load; to start from its weights, export them: rooftop checkpoint export-hf {folder} -o FOLDER"
         )
 
 
