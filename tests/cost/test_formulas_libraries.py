@@ -76,7 +76,7 @@ QUANTIZATION = [
     ),
     Hand("aten::dequantize", lambda: quantized(3, 8).dequantize(), 2 * 24, 24, 24 * 4),
     Hand("aten::int_repr", lambda: quantized(3, 8).int_repr(), 0, 24, 24),
-    # Quantized and back, 7; the mask is a byte each.
+    # Quantizing and dequantizing take 7 flops per element; the mask has one byte per element.
     Hand(
         "aten::fake_quantize_per_tensor_affine_cachemask",
         lambda: torch.fake_quantize_per_tensor_affine(x(24), 0.1, 0, 0, 255),

@@ -447,7 +447,7 @@ FAULTS = {
 
 
 def shown(world: int, expected: dict[tuple[str, bool], Trained]) -> dict[str, float]:
-    """The difference that each fault for this number of ranks makes on this rank."""
+    """For each fault whose layout has this many ranks: the difference that it makes to this rank's results."""
     faults = {name: fault for name, fault in FAULTS.items() if fault.case.layout.world_size == world}
     groups = groups_of([fault.case.layout for fault in faults.values()])
     found = {}

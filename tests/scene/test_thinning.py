@@ -215,7 +215,7 @@ def test_a_build_takes_no_scipy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_half_a_part_too_many_still_comes_to_one_cluster(tmp_path: Path) -> None:
-    """65 squares in two clusters: 114 triangles of 230 vertices remain, one more than the target."""
+    """65 squares in two clusters: 114 triangles (with 230 vertices) remain, one triangle more than the target."""
     random = np.random.default_rng(4)
     sizes = 10.0 ** random.uniform(-3, -1, 65)
     points, faces = parts(SQUARE, random.uniform(-1, 1, (65, 3)), sizes, 65)

@@ -5,8 +5,8 @@ a laptop can predict a model of 7 billion parameters. Each operator is assumed t
 machine, so the report is a lower bound. The kernel gap is zero. The launch gap is the time by which eager launches
 exceed the kernels.
 
-For ceilings of a GPU the step uses the operators that PyTorch chooses on a GPU (`rooftop.analysis.as_on_gpu`), and
-products use TF32 if PyTorch's settings allow it.
+If the ceilings are those of a GPU, the step uses the operators that PyTorch chooses on a GPU
+(`rooftop.analysis.as_on_gpu`), and matrix products use TF32 if PyTorch's settings allow it.
 """
 
 from __future__ import annotations

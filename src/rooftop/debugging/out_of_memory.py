@@ -474,7 +474,8 @@ def _advice(
     found = []
     if requested is not None and requested > most:
         found.append(f"The request alone ({_size(requested)}) exceeds the {_size(most)} available.")
-    # If a free block is large enough, the error itself freed it when it left the frames that held the block.
+    # A free block that is large enough became free after the request failed, as the exception unwound the frames that
+    # held it.
     elif requested is not None and max(free, default=0) < requested <= sum(free):
         found.append(
             f"{_size(sum(free))} are reserved and free, but no piece is larger than {_size(max(free))}: "

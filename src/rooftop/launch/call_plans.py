@@ -136,7 +136,7 @@ class Places:
         return Result(source, ANY, ANY) if self.is_varied(place) else Result(source, *shape)
 
     def of_gradient(self, gradient: Tensor | None) -> Result:
-        """The `Result` for a gradient. It may also be a view of a given tensor, such as an expanded slope."""
+        """The `Result` for a gradient. It may also be a view of a given tensor, such as an expanded output gradient."""
         source = None if gradient is None else self.lesson.source(gradient)
         if gradient is None or source is None or source >= len(self.lesson.given):
             return self.of_result(gradient)

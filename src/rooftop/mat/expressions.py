@@ -1,9 +1,9 @@
 """Expressions of Mats, evaluated when they are stored: `m.assign(a + b * 2 - c.t())`.
 
-An operator computes nothing. It checks types and sizes and makes a `MatExpr`: a tree of headers of the Mats and of
-numbers, with a type and a size. Storing it (`Mat(e)`, `m.assign(e)`, `m[...] = e`, `e.to_mat()`, or passing it as a
-Mat) evaluates the whole tree at once (`evaluation.py`): as if in float64, with the result rounded and saturated once,
-at the end.
+An operator computes nothing. It checks types and sizes and makes a `MatExpr`: a tree whose leaves are numbers and
+headers of Mats, with a type and a size. Storing it (`Mat(e)`, `m.assign(e)`, `m[...] = e`, `e.to_mat()`, or passing it
+as a Mat) evaluates the whole tree at once (`evaluation.py`): as if in float64, with the result rounded and saturated
+once, at the end.
 
 Source of names and meanings: `cv::MatExpr` of OpenCV, modules/core/src/matrix_expressions.cpp.
 """

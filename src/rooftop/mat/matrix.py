@@ -424,8 +424,8 @@ class Mat(Block, Arithmetic):
         mask = as_mat(mask)
         if mask.depth() not in (CV_8U, CV_8S, CV_Bool) or mask.channels() not in (1, self.channels()):
             raise TypeError(
-                f"a mask has 8 bits or Bool, and one channel or {self.channels()}, got {typeToString(mask._type)}: "
-                "use a comparison to create one"
+                f"a mask must be CV_8U, CV_8S or CV_Bool, with 1 or {self.channels()} channels, got "
+                f"{typeToString(mask._type)}: a comparison makes such a mask"
             )
         if mask._sizes != self._sizes:
             raise ValueError(f"a mask of {mask._sizes} for elements of {self._sizes}: the sizes must be equal")

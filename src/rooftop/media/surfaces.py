@@ -155,7 +155,8 @@ def all_to_rgb(
 
 
 def layout_of(surface: Surface) -> SurfaceLayout:
-    """The properties that decide which kernel converts a surface: sizes and strides in numbers, bits and colours."""
+    """The properties that decide which kernel converts a surface: its sizes, its strides (in elements), its bit depth
+    and its colours."""
     y, u = surface.y, surface.u
     strides = (y.stride(0), u.stride(0), u.stride(1))
     size, chroma = (y.shape[0], y.shape[1]), (u.shape[0], u.shape[1])

@@ -76,8 +76,8 @@ def prepared(
         on_error: "raise" stops at an unreadable file; "skip" leaves it out with a warning.
 
     Raises:
-        InputError: `on_error` is unknown. Also at the position of a file that is damaged or not an image and is not
-            skipped, and at the end if all files were skipped.
+        InputError: `on_error` is unknown. Also raised while iterating: at a damaged file or one that is no image,
+            unless such files are skipped, and at the end if all files were skipped.
     """
     if on_error not in ("raise", "skip"):
         raise InputError(f'on_error {on_error!r} is not known: expected "raise" or "skip"')

@@ -323,8 +323,8 @@ class _State:
         return [(tensor.dtype, tensor.device) for tensor in self.tensors]
 
     def _as_it_was(self) -> bool:
-        """Whether the attributes, parameters, buffers and submodules of all modules are still the objects of the
-        proof.
+        """Whether the attributes, parameters, buffers and submodules of all modules are still the same objects as when
+        the model was proven.
         """
         if list(map(len, self.dicts)) != self.sizes:
             return False

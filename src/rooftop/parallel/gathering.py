@@ -75,8 +75,8 @@ def _rows(parts: list[Any]) -> list[list[Any]]:
                 "all must return the same keys"
             )
         raise ValueError(
-            f"replica {number} returned a {kind} of {len(found.names)} values, replica 0 of {len(first.names)}: all "
-            f"must return the same number"
+            f"replica {number} returned a {kind} of {len(found.names)} values, but replica 0 returned one of "
+            f"{len(first.names)}: all replicas must return equally many values"
         )
     by_name = [dict(zip(found.names, found.values, strict=True)) for found in all_opened]
     return [[values[name] for name in first.names] for values in by_name]

@@ -382,7 +382,7 @@ def test_code_that_an_earlier_analysis_compiled_is_known_to_the_next(ceilings: C
 
 
 def test_the_recorder_passes_results_through() -> None:
-    """Outside `analyze`, too, code that is compiled while graphs are recorded computes the right results."""
+    """Code compiled while graphs are recorded computes the right results outside `analyze`, too."""
     inputs = torch.randn(8, 4), torch.randn(4)
     with CompiledGraphs() as recorded:
         found = torch.compile(Pointwise())(*inputs)

@@ -102,4 +102,4 @@ SHARE_WIDTH_BYTES = 128  # least bytes of a row of that tile, for a contiguous k
 SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # bytes of a tile, and least number of warps
 # Most elements of a thread. With small integers, a tile limited only in bytes would need too many registers.
 LANE_ELEMENTS = 32
-COMBINED = 4096  # most partial results in a program of four or more warps
+COMBINED = 4096  # maximum number of partial results in a program of four or more warps

@@ -1,4 +1,4 @@
-"""Launch the kernels of sparse convolution, and prepare their orders of rows and lists of pairs.
+"""Launch the kernels of sparse convolution, and prepare the row orders and pair lists that they need.
 
 In half precision, a convolution reads `2 C` bytes of features for each pair, and `2 C O` bytes of the weight for each
 tap of a tile of rows, all from L2. Tall tiles read the weight less often. Fewer reads are wasted if similar rows share

@@ -32,7 +32,7 @@ from rooftop.launch.operators import declare, no_second_derivative, no_tangents
 from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 
-MAX_ROWS = (1 << 31) - 1  # rows have int32 numbers
+MAX_ROWS = (1 << 31) - 1  # row indices are int32
 INSTEAD = "torch.nn.functional.max_pool3d or avg_pool3d on the dense grid"
 
 # ---- reference -------------------------------------------------------------------------------------------------

@@ -74,7 +74,10 @@ def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str
     match = matched(tensors, config)
     check_tied_head(match, config, there)
     for key in differing(match, config, there):
-        warnings.warn(f"{key} is left out, although it differs from what the config defines", stacklevel=2)
+        warnings.warn(
+            f"{key} is not loaded: the model computes it from the config, and the given values differ from it",
+            stacklevel=2,
+        )
     result = {}
     for ours, source in sources(config).items():
         keys = [match.given[key] for key in source.keys]

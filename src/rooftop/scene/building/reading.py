@@ -134,7 +134,8 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
     if path.suffix.lower() == ".obj" and (most := brightest(path.read_bytes())) is not None:
         if all(each is None for each in colors):
             warnings.warn(
-                f"{path}: its vertex colours are ignored: they are read only if all vertices have one and none has uv",
+                f"{path}: vertex colours are ignored, because they are used only if every vertex has a colour and no "
+                "vertex has texture coordinates (uv)",
                 stacklevel=2,
             )
         elif not most <= 1:  # trimesh would make such colours white

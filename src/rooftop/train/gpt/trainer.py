@@ -289,7 +289,7 @@ class GptTrainer:
     def _gradients_of(
         self, text: Tensor, step: int | Tensor, packings: Sequence[Packing] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute and keep the gradients of a step; returns (loss, gradient norm, clipping factor), () each.
+        """Compute and keep the gradients of a step; returns the scalar tensors (loss, gradient norm, clipping factor).
 
         text (parts, B, S + 1) int64 holds this rank's micro-batches, each with its packing. A step passed as a tensor
         is () int64 on the device.

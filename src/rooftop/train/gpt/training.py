@@ -295,7 +295,7 @@ class GptTraining:
         if layout.dp * layout.cp == 1:
             raise ValueError(
                 "fully_shard (--use-torch-fsdp2) shards the model over data and context parallel ranks, but the "
-                f"layout {layout} has none: leave it out, or start more processes"
+                f"layout {layout} has none: leave out fully_shard, or start more processes"
             )
         if self.halves or self.cuda_graph:
             what = "halves (--tp-comm-overlap)" if self.halves else "a CUDA graph (--enable-cuda-graph)"
