@@ -220,7 +220,7 @@ def test_new_memory_under_a_mask_is_zero_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("mask", "error", "message"),
     [
-        (np.ones((4, 4), np.float32), TypeError, "8 bits or Bool, and one channel or 3, got CV_32FC1"),
+        (np.ones((4, 4), np.float32), TypeError, "must be CV_8U, CV_8S or CV_Bool, with 1 or 3 channels, got CV_32FC1"),
         (np.ones((4, 4, 2), np.uint8), TypeError, "got CV_8UC2"),
         (np.ones((4, 5), np.uint8), ValueError, r"a mask of \(4, 5\) for elements of \(4, 4\)"),
     ],
