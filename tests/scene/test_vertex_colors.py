@@ -265,5 +265,5 @@ def test_colours_of_faces_and_of_some_vertices_only_are_left_out_with_a_warning(
         assert read_mesh(tmp_path / "faces.ply").colors is None
     lines = [f"v {places[0]} 1 0 0", f"v {places[1]} 1 0 0", f"v {places[2]}", "f 1 2 3"]
     (tmp_path / "some.obj").write_text("\n".join(lines) + "\n")
-    with pytest.warns(UserWarning, match="only if all vertices have one"):
+    with pytest.warns(UserWarning, match="only if every vertex has a colour"):
         assert read_mesh(tmp_path / "some.obj").colors is None
