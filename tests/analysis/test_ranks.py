@@ -21,6 +21,7 @@ from rich.console import Console
 
 from rooftop.analysis.advice.rank_rules import rank_advice
 from rooftop.analysis.program import Program
+from rooftop.analysis.ranks import lockstep
 from rooftop.analysis.ranks.lockstep import distributed, process_group, several_ranks
 from rooftop.analysis.ranks.measuring import (
     RANK_STEP_LABEL,
@@ -418,6 +419,21 @@ def test_the_others_follow_each_step_of_the_leading_rank(launch: Launch) -> None
     assert calls > 20
     assert "aten::addmm" in names
     assert (again, rows) == (0, 2)
+
+
+@pytest.mark.parametrize(("rank", "named"), [(0, 0), (1, 0)])
+def test_a_rank_without_a_store_leaves_the_report_to_rank_0(
+    rank: int, named: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> None:
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr(lockstep, "_store", gone)
+    monkeypatch.setattr(lockstep.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(lockstep.dist, "get_world_size", lambda: 2)
+    said = str(lockstep._failure(0, ValueError("too large")))
+    assert said.startswith(f"rank {named} of 2 failed: ")
+    assert "ValueError: too large" in said
 
 
 @pytest.mark.parametrize("wrong", [0, 1])

@@ -144,6 +144,14 @@ def test_a_share_is_spread_evenly() -> None:
         assert abs(sum(found[::10]) - 2000 * share) < 30
 
 
+def test_a_share_needs_images_that_are_not_normalized(folder: Path) -> None:
+    """Normalized images are no `Pixels`, which could not join a batch."""
+    images = ImageFolder(folder, ImageTransform(24, train=True))
+    with pytest.raises(InputError, match=r"share is 0\.5: .* pass normalize=False to the transform"):
+        EncodedImages(images, 0.5)
+    assert EncodedImages(images).share == 1
+
+
 @pytest.mark.parametrize("share", [0, -0.1, 1.5, float("nan")])
 def test_a_share_out_of_range_is_refused(folder: Path, share: float) -> None:
     with pytest.raises(InputError, match="expected a number above 0, up to 1"):

@@ -58,7 +58,8 @@ def optimize(
             gradients.
         loss: computes the loss from the output. None: an output of one element is the loss; other outputs get fixed
             random gradients.
-        optimizer: optimize its step, too. Create learning rate schedulers afterwards, for `Optimized.optimizer`.
+        optimizer: the optimizer of the step, which is optimized, too. Create learning rate schedulers afterwards, and
+            pass them `Optimized.optimizer`.
         shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension get the
             new first dimension, too.
         rules: names of rules or your own (`rooftop.rewrites.Rule`); None: all except those that lower the precision.

@@ -12,8 +12,8 @@ If anything goes wrong, every rank raises an error with the same text, and no ra
 - a thread of each rank detects ranks that are killed, stopped or hanging (`rooftop.parallel.watching`);
 - no rank leaves the block before all ranks have reached its end.
 
-All this uses torch.distributed's store instead of collectives, in which a failed rank might not take part. A block has
-these keys, of which each rank R has its own keys with R:
+All this uses torch.distributed's store instead of collectives, in which a failed rank might not take part. A block uses
+these keys. In a key with R, R is the number of a rank:
 
 | key | |
 |---|---|

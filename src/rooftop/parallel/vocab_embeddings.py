@@ -17,7 +17,7 @@ from rooftop.parallel.tensor_linears import SEQUENCE
 
 
 class VocabParallelEmbedding(Embedding):
-    """An embedding of which each rank has some of the rows.
+    """An embedding whose rows are divided among the ranks.
 
     All ranks have the same number of rows. If the number of ranks does not divide the vocabulary, the last rows are
     padding, which no token uses.

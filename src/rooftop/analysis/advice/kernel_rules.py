@@ -80,8 +80,8 @@ def saved_by_padding_ms(findings: Findings) -> float:
 
 
 def uneven_kernels(findings: Findings) -> list[Advice]:
-    """Advise on uneven operators: some shapes are further from the roof than the better half, by time, of the
-    operator's shapes.
+    """Advise on operators that are slow for some shapes: further from the roof than for the shapes in which they spend
+    the better half of their time.
     """
     families: dict[tuple[str, str], list[OperatorRow]] = defaultdict(list)
     for row in findings.rows:

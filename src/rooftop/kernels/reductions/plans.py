@@ -84,8 +84,8 @@ class ReductionPlan:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor as (far kept, kept, far reduced, reduced): sizes and strides of these dimensions, and strides of the
-    results.
+    """A tensor with its dimensions merged to four: two that are kept and two that are reduced. Stores their sizes,
+    their strides, and the strides of the results.
     """
 
     kept: tuple[int, int]
