@@ -130,8 +130,8 @@ class EncodedImages:
             raise InputError("decoding on a GPU needs a data set whose transform is an ImageTransform")
         if share < 1 and images.transform.normalize:
             raise InputError(
-                f"share is {share}: images that the CPU decodes must not be normalized yet: pass normalize=False to the "
-                "transform"
+                f"share is {share}: images that the CPU decodes must not be normalized yet: pass normalize=False to "
+                "the transform"
             )
         if reason := only_on_cpu(images.transform):
             raise InputError(f"a GPU does not make these changes: {reason}; use the CPU (augment.decode=cpu)")
