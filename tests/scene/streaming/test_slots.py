@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rooftop.scene.dependencies import PageNeeds
 from rooftop.scene.streaming.page_graph import PageGraph
-from rooftop.scene.streaming.plans import Plan, Planner, Use, best_that_fit, plan_all, plan_in_python
+from rooftop.scene.streaming.plans import Plan, Planner, Use, best_that_fit, plan_all, plan_in_python, rows_in_python
 from rooftop.scene.streaming.slots import ABSENT, ARRIVED, LOADING, RESIDENT, Slots
 
 
@@ -22,6 +22,7 @@ def graph_of(needs: list[list[int]], roots: list[int]) -> PageGraph:
         PageNeeds.between(len(needs), fine, np.array([each for row in needs for each in row], np.int64)),
     )
     graph.roots = np.isin(np.arange(len(needs)), roots)
+    graph.limits = np.arange(4 * len(needs)).reshape(-1, 4)
     return graph
 
 
@@ -195,9 +196,15 @@ def test_plans_in_cpp_are_those_in_python(graph: PageGraph, data: st.DataObject,
         loading = np.array(data.draw(st.permutations(np.flatnonzero(ours.state == LOADING).tolist())), np.int64)
         comes, fails, _ = np.split(loading, sorted(data.draw(st.integers(0, len(loading))) for _ in range(2)))
         for slots in (ours, theirs):
-            slots.arrive(comes)
             slots.lose(fails)
-        assert planner.publish().tolist() == theirs.publish().tolist()
+        theirs.arrive(comes)
+        assert planner.publish(comes).tolist() == theirs.publish().tolist()
+        told = np.array(data.draw(st.lists(st.integers(0, graph.count - 1), max_size=6)), np.int64)
+        rows, expected = np.full((2, 8, 6), 7)
+        planner.write_rows(told, rows)
+        rows_in_python(theirs, told, expected)
+        expected[len(told) :, 1:] = 7
+        assert (rows == expected).all()
         assert sorted(ours.arrived.tolist()) == sorted(theirs.arrived.tolist())
         for name in ("state", "slot_of", "dependents", "page_in", "free_count"):
             assert (getattr(ours, name) == getattr(theirs, name)).all()

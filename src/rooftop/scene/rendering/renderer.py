@@ -291,7 +291,8 @@ class Renderer:
             return
         meshes, pool = self._meshes_now(), self.pool
         assert pool is not None
-        pool.begin()
+        if pool.is_new:
+            pool.begin()
         pixel_error = _checked_error(self.pixel_error)
         places = self._place(meshes).places
         at_once = VIEWS_AHEAD if VIEWS_AHEAD * self.scene.placed.count <= MOST_PAIRS_AHEAD else 1
@@ -312,7 +313,10 @@ class Renderer:
             chain.memory.frame.pixel_error = pixel_error
             self._stages(chain, meshes, Clock(self.device, False)).look_ahead(more)
             pool.requests.send()
-            answer = pool.requests.read()
+            resident = pool.resident()
+            if not pool.is_new:
+                pool.begin()  # now, because the host has time while the device culls
+            answer = pool.requests.read(resident)
             room = chain.memory.wanted_room(answer.counters)
             if room == chain.memory.room:
                 return answer

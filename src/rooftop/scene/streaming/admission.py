@@ -55,6 +55,7 @@ from rooftop.scene.rendering.clusters import (
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 LANES = wp.constant(128)  # threads that divide the clusters and groups of a page among them
+AGAINST = wp.constant(2**16)  # what a vote against a page adds; more than all votes for it
 PAGE_CLUSTERS, PAGE_LENGTH = wp.constant(layouts.PAGE_CLUSTERS), wp.constant(layouts.PAGE_LENGTH)
 CLUSTER_GROUP, SHORT_HEADS = wp.constant(layouts.CLUSTER_GROUP), wp.constant(layouts.SHORT_HEADS)
 GROUP_FIRST, GROUP_COUNT = wp.constant(layouts.GROUP_FIRST), wp.constant(layouts.GROUP_COUNT)
@@ -226,14 +227,12 @@ def names_fit(
     return fits and source >= -1 and wp.int64(source) < all_groups
 
 
-@wp.kernel
-def check_pages(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.int64), wrong: wp.array(dtype=wp.int32)):
-    """Set `wrong` for each arriving page that is invalid; LANES threads check a page together."""
-    k = wp.tid() // LANES
-    lane = wp.tid() % LANES
+@wp.func
+def page_fits(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.int64), k: wp.int32, lane: wp.int32):
+    """Whether an arriving page is valid, as far as this lane checks it. An absent page has no place and is valid."""
     place = arriving[k, PLACE]
-    if arriving[k, PAGE] < wp.int64(0) or place < wp.int64(0):
-        return
+    if place < wp.int64(0):
+        return wp.bool(True)
     clusters = word_at(words, place + wp.int64(PAGE_CLUSTERS))
     group_word = word_at(words, place + wp.int64(PAGE_GROUPS))
     attributes = wp.int32(arriving[k, ATTRIBUTES])
@@ -264,25 +263,33 @@ def check_pages(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.i
             first = word_at(words, record + wp.int64(GROUP_FIRST))
             count = word_at(words, record + wp.int64(GROUP_COUNT))
             fits = fits and first >= 0 and count >= 1 and wp.int64(first) + wp.int64(count) <= wp.int64(clusters)
-    if not fits:
-        wrong[k] = 1
+    return fits
 
 
 @wp.kernel
 def admit_pages(
+    words: wp.array(dtype=wp.int32),
     arriving: wp.array2d(dtype=wp.int64),
-    wrong: wp.array(dtype=wp.int32),
+    votes: wp.array(dtype=wp.int32),
     page_at: wp.array(dtype=wp.int64),
     refused: wp.array(dtype=wp.int32),
 ):
-    """Store the position of each valid page, and the highest number of an invalid page plus one. Rows without a page
-    are skipped. `wrong` is reset to 0."""
-    k = wp.tid()
+    """Store the position of each valid page, and the highest number of an invalid page plus one.
+
+    LANES threads check a page together. Each adds its vote to the page's number of votes, and the last one decides.
+    Rows without a page are skipped. `votes` is 0 between launches.
+    """
+    k = wp.tid() // LANES
     page = arriving[k, PAGE]
     if page < wp.int64(0):
         return
-    if wrong[k] == 0:
-        page_at[page] = arriving[k, PLACE]
-    else:
-        wrong[k] = 0
-        wp.atomic_max(refused, 0, wp.int32(page) + 1)
+    vote = wp.int32(1)
+    if not page_fits(words, arriving, k, wp.tid() % LANES):
+        vote += AGAINST
+    total = wp.atomic_add(votes, k, vote) + vote
+    if total % AGAINST == LANES:
+        votes[k] = 0
+        if total == LANES:
+            page_at[page] = arriving[k, PLACE]
+        else:
+            wp.atomic_max(refused, 0, wp.int32(page) + 1)

@@ -143,8 +143,9 @@ class Loader:
             )
 
     def _taken(self, results: Ints) -> Arrivals:
-        wrong = results[results[:, 2] != READ]
-        errors = {int(row[0]): self._error(*row.tolist()) for row in wrong}
+        errors: dict[int, Exception] = {}
+        if results[:, 2].any():  # not all are READ, which is 0
+            errors = {row[0]: self._error(*row) for row in results.tolist() if row[2] != READ}
         found = Arrivals(results[:, 0], results[:, 1], errors)
         if self._put_back:
             found = Arrivals.joined([*self._put_back, found])

@@ -489,10 +489,15 @@ class Books {
     for (int64_t k = starts_[page]; k < starts_[page + 1]; ++k) --dependents_[needs_[k]];
   }
 
-  // As `Slots.publish`, for pages in any order: return the pages that became resident, in ascending order, and the
-  // other pages.
-  py::tuple publish(const Array<int64_t>& arrived) {
+  // As `Slots.arrive` for the loading pages `arriving`, and then `Slots.publish`: return the pages that became resident,
+  // in ascending order, and the other pages that have arrived.
+  py::tuple publish(const Array<int64_t>& arriving, const Array<int64_t>& arrived) {
     std::vector<int64_t> waiting(arrived.data(), arrived.data() + arrived.size()), published;
+    for (py::ssize_t k = 0; k < arriving.size(); ++k) {
+      const int64_t page = arriving.data()[k];
+      if (state_[page] != LOADING) throw std::logic_error("a page arrived that was not loading");
+      state_[page] = ARRIVED, waiting.push_back(page);
+    }
     std::sort(waiting.begin(), waiting.end());  // a page comes after the pages that it needs
     size_t kept = 0;
     for (const int64_t page : waiting) {
@@ -505,6 +510,20 @@ class Books {
     }
     waiting.resize(kept);
     return py::make_tuple(as_array(published), as_array(waiting));
+  }
+
+  // As `plans.rows_in_python`: fill the rows that tell the device where these pages are.
+  void write_rows(const Array<int64_t>& pages, const Array<int64_t>& limits, Array<int64_t>& rows, int64_t slot_words) const {
+    const py::ssize_t count = pages.size(), columns = rows.shape(1), limited = limits.shape(1);
+    if (rows.shape(0) < count || columns != 2 + limited) throw std::invalid_argument("expected a row of two numbers and the limits for each page");
+    int64_t* row = rows.mutable_data();
+    for (py::ssize_t k = 0; k < rows.shape(0); ++k, row += columns) {
+      const int64_t page = k < count ? pages.data()[k] : -1;
+      row[0] = page;
+      if (page < 0) continue;
+      row[1] = state_[page] == RESIDENT ? slot_of_[page] * slot_words : -1;
+      std::copy_n(limits.data() + page * limited, limited, row + 2);
+    }
   }
 
   // As `plans.plan_in_python`: return the pages to evict, the pages to read, their slots, and their orders.
@@ -622,5 +641,6 @@ PYBIND11_MODULE(ROOFTOP_MODULE, module) {
            py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(),
            py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert())
       .def("plan_some", &Books::plan_some)
-      .def("publish", &Books::publish);
+      .def("publish", &Books::publish)
+      .def("write_rows", &Books::write_rows, py::arg(), py::arg().noconvert(), py::arg().noconvert(), py::arg());
 }

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.scene import layouts
 from rooftop.scene.streaming import page_reader
-from rooftop.scene.streaming.slots import ABSENT, LOADING, LOST, NO_PAGES, Slots
+from rooftop.scene.streaming.slots import ABSENT, LOADING, LOST, NO_PAGES, RESIDENT, Slots
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -81,13 +82,22 @@ class Planner:
             slots.forget_absent()
         return plan
 
-    def publish(self) -> Ints:
-        """`Slots.publish`."""
+    def publish(self, arriving: Ints) -> Ints:
+        """`Slots.arrive` for these pages, then `Slots.publish`."""
         slots, books = self.slots, self._in_cpp()
         if books is None:
+            slots.arrive(arriving)
             return slots.publish()
-        published, slots.arrived = books.publish(slots.arrived)
+        published, slots.arrived = books.publish(arriving, slots.arrived)
         return published  # type: ignore[no-any-return]
+
+    def write_rows(self, pages: Ints, rows: Ints) -> None:
+        """Fill the first rows of `admission.COLUMNS` numbers for these pages. The other rows name no page."""
+        books = self._in_cpp()
+        if books is None:
+            rows_in_python(self.slots, pages, rows)
+        else:
+            books.write_rows(pages, self.slots.graph.limits, rows, layouts.PAGE_BYTES // 4)
 
     def _in_cpp(self) -> Any:
         """The C++ object on the same memory as the slots' records; None if the C++ is not compiled."""
@@ -125,6 +135,15 @@ def plan_in_python(slots: Slots, pages: Ints, pixels: Floats, most: int, use: Ca
             orders += [-wanted] * len(chain)
     evicted, pages, slots_of_pages = (np.concatenate(each) for each in (given_up, loads, taken))
     return Plan(evicted, pages, slots_of_pages, np.array(orders))
+
+
+def rows_in_python(slots: Slots, pages: Ints, rows: Ints) -> None:
+    """Fill rows as `write_rows` of `page_reader.cpp` does: each page, its place or -1, and its limits."""
+    places = slots.slot_of[pages].astype(np.int64) * (layouts.PAGE_BYTES // 4)
+    rows[len(pages) :, 0] = -1
+    rows[: len(pages), 0] = pages
+    rows[: len(pages), 1] = np.where(slots.state[pages] == RESIDENT, places, -1)
+    rows[: len(pages), 2:] = slots.graph.limits[pages]
 
 
 class _Victims:

@@ -13,7 +13,7 @@ from rooftop.scene import layouts
 from rooftop.scene.gbuffers import StreamingStats
 from rooftop.scene.streaming.answers import Answer, RequestBuffers
 from rooftop.scene.streaming.loading import SLOT_WORDS, Arrivals, Loader
-from rooftop.scene.streaming.page_graph import Ints, PageGraph, distinct
+from rooftop.scene.streaming.page_graph import Ints, PageGraph
 from rooftop.scene.streaming.page_table import PageTable
 from rooftop.scene.streaming.plans import NO_USE, Plan, Planner, best_that_fit, give_up_beside, plan_all
 from rooftop.scene.streaming.slots import ABSENT, NO_PAGES, RESIDENT, Slots
@@ -46,7 +46,7 @@ class Pool:
         # Two more words, because a read of two words may begin at the last word.
         self.words = torch.empty(count * SLOT_WORDS + 2, dtype=torch.int32, device=device)
         # A Warp array has at most MOST_WORDS words; kernels also read the words beyond these.
-        self._table = PageTable(self.graph.count, self.words[:MOST_WORDS], self.graph.limits)
+        self._table = PageTable(self.graph.count, self.words[:MOST_WORDS])
         self.page_at = self._table.page_at
         self.requests = RequestBuffers(self.graph, self.page_at, self._table.refused)
         self.loader = Loader(self.graph, self.words)
@@ -161,12 +161,9 @@ class Pool:
             self.slots.lose(pages[lost])
             pages = pages[~lost]
             arrivals = arrivals.chosen(~lost)
-        self.slots.arrive(pages)
-        self._loaded, self._loaded_bytes = (
-            self._loaded + len(pages),
-            self._loaded_bytes + int(arrivals.size_bytes.sum()),
-        )
-        self._changed.append(self.planner.publish())
+        self._loaded += len(pages)
+        self._loaded_bytes += int(arrivals.size_bytes.sum())
+        self._changed.append(self.planner.publish(pages))
         for error in arrivals.errors.values():
             raise error
 
@@ -174,11 +171,7 @@ class Pool:
         """Send the positions of pages to the device. Earlier frames must have ended."""
         if not self._changed:
             return
-        pages = distinct(np.concatenate(self._changed))
-        places = np.where(
-            self.slots.state[pages] == RESIDENT, self.slots.slot_of[pages].astype(np.int64) * SLOT_WORDS, -1
-        )
-        self._table.tell(pages, places)
+        self._table.tell(np.concatenate(self._changed), self.planner.write_rows)
         self._changed.clear()
 
     def refuse(self, page: int) -> None:
