@@ -360,8 +360,10 @@ def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
 class _Sealed:
     """The wrapped output of a folded convolution; only the convolution's norm unwraps it."""
 
+    __slots__ = ("convolution", "norm", "value")
+
     def __init__(self, value: Tensor, convolution: nn.Module, norm: str) -> None:
-        self.__dict__.update(value=value, convolution=convolution, norm=norm)
+        self.value, self.convolution, self.norm = value, convolution, norm
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
@@ -370,7 +372,7 @@ class _Sealed:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(_OTHER_WAY.format(what=f"the input of {self.__dict__['norm']} is used elsewhere"))
+        raise RuntimeError(_OTHER_WAY.format(what=f"the input of {self.norm} is used elsewhere"))
 
 
 _OTHER_WAY = (

@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from rooftop.rewrites.folding import CONVOLUTIONS, NORMS, Opening, Sealing, Stru
 from rooftop.rewrites.structures import mapped
 
 Function = Callable[..., Any]
+Sizes = tuple[int, ...]
 ACTIVATIONS: dict[Function, str] = {
     functional.relu: "relu",
     functional.relu_: "relu",
@@ -106,6 +108,8 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
             folded.__dict__["forward"] = _Computing(folded, steps[name])
         else:
             result.left[name] = "nothing follows that could be computed with it"
+    for activation in followers.activations:
+        activation.__dict__["forward"] = _Activating(activation)
     return result
 
 
@@ -140,6 +144,7 @@ class Followers:
     def __init__(self, model: nn.Module) -> None:
         self.structure = Structure(model)
         self.taken: set[fx.Node] = set()  # sums assigned to a convolution
+        self.activations: set[nn.Module] = set()  # modules fused with a convolution
 
     def of(self, module: nn.Conv2d) -> tuple[str, ...]:
         """The operations to fuse with a convolution: ("relu",) or ("sum", "relu"); () if nothing can be fused, for
@@ -164,9 +169,11 @@ class Followers:
         else:
             following = user
         name = self._activation(following, chain[-1], prefix)
-        if name is None or not self._nothing_between(begin, following, chain, prefix):
+        if following is None or name is None or not self._nothing_between(begin, following, chain, prefix):
             return ()
         self.taken.add(chain[-1])
+        if following.op == "call_module":
+            self.activations.add(self._module(following, prefix))
         return (*steps, name)
 
     def _activation(self, node: fx.Node | None, source: fx.Node, prefix: str) -> str | None:
@@ -174,17 +181,13 @@ class Followers:
             return None
         if node.op == "call_module":
             module = self._module(node, prefix)
-            if type(module) not in MODULES or _has_hooks(module) or "forward" in vars(module):
-                return None
-            if isinstance(module, nn.GELU):
-                return "gelu" if module.approximate == "none" else "gelu_tanh"
-            return type(module).__name__.lower()
+            replaced = not isinstance(vars(module).get("forward"), _Activating | None)
+            return None if replaced or _has_hooks(module) else _activation_by(module)
         function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
         return _activation_of(function, node.kwargs)
 
-    def _nothing_between(self, begin: fx.Node, end: fx.Node | None, chain: list[fx.Node], prefix: str) -> bool:
+    def _nothing_between(self, begin: fx.Node, end: fx.Node, chain: list[fx.Node], prefix: str) -> bool:
         nodes = list(begin.graph.nodes)
-        assert end is not None
         for node in nodes[nodes.index(begin) + 1 : nodes.index(end)]:
             pure = node.op == "get_attr" or (node.op == "call_module" and self._is_pure(self._module(node, prefix)))
             if node not in chain and not pure:
@@ -224,6 +227,15 @@ def _activation_of(function: Any, options: dict[str, Any]) -> str | None:
     return name if set(options) <= {"inplace"} else None
 
 
+def _activation_by(module: nn.Module) -> str | None:
+    """The name of the activation that a module computes; None if it computes anything else."""
+    if type(module) not in MODULES:
+        return None
+    if isinstance(module, nn.GELU):
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    return type(module).__name__.lower()
+
+
 def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -246,12 +258,26 @@ class _Computing:
         return _Promise(self.convolution, input) if self.steps else _computed(self.convolution, input, None, None)
 
 
+class _Activating:
+    """The forward of an activation that follows a convolution. `functional.relu(promise)` computes the same, but
+    PyTorch's search for the method of the promise takes several microseconds."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.name = module, _activation_by(module)
+        self.in_place = bool(getattr(module, "inplace", False))
+
+    def __call__(self, input: Any) -> Tensor:
+        if type(input) is _Promise and input.settled is None and self.name is not None:
+            return input.activated(self.name, self.in_place)
+        return type(self.module).forward(self.module, input)  # type: ignore[no-any-return]
+
+
 def _computed(module: nn.Conv2d, input: Tensor, residual: Tensor | None, activation: str | None) -> Tensor:
-    padding = module.padding
-    assert not isinstance(padding, str)
+    parameters: dict[str, Any] = module._parameters  # `module.weight` takes longer
+    padding: Any = module.padding
     return conv_act(
-        input, module.weight, module.bias, residual, stride=module.stride, padding=padding, dilation=module.dilation,
-        groups=module.groups, activation=activation,
+        input, parameters["weight"], parameters["bias"], residual, stride=module.stride, padding=padding,
+        dilation=module.dilation, groups=module.groups, activation=activation,
     )  # fmt: skip
 
 
@@ -259,6 +285,8 @@ class _Promise:
     """The output of a convolution that will be computed with the following operations. Any access to an attribute of a
     tensor computes the convolution without the activation.
     """
+
+    __slots__ = ("autocast", "convolution", "input", "residual", "settled", "versions")
 
     def __init__(self, convolution: nn.Conv2d, input: Tensor, residual: Tensor | None = None) -> None:
         self.convolution, self.input, self.residual = convolution, input, residual
@@ -282,10 +310,10 @@ class _Promise:
                 "the model than the trace used for fusing. Build the engine with fuse=False"
             )
         kind = self.input.device.type
-        if self.autocast == _autocast(kind):
+        if self.autocast is _autocast(kind):
             return _computed(self.convolution, self.input, self.residual, activation)
-        enabled, dtype = self.autocast  # autocast's settings when the convolution was called
-        with torch.autocast(kind, dtype, enabled):
+        # autocast's settings when the convolution was called
+        with torch.autocast(kind, self.autocast, self.autocast is not None):
             return _computed(self.convolution, self.input, self.residual, activation)
 
     def plus(self, other: Any, in_place: bool) -> Any:
@@ -300,15 +328,12 @@ class _Promise:
 
     def _can_add(self, other: Any) -> bool:
         """Whether the sum keeps the shape and dtype of the convolution's result."""
-        module = self.convolution
-        if type(other) not in (Tensor, nn.Parameter) or (other.dtype, other.device) != (
-            self.input.dtype, self.input.device,
-        ):  # fmt: skip
+        module, input = self.convolution, self.input
+        if type(other) is not Tensor and type(other) is not nn.Parameter:
             return False
-        paddings = [int(padding) for padding in module.padding]
-        sizes = zip(self.input.shape[2:], module.kernel_size, module.stride, paddings, module.dilation, strict=True)
-        out = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes]
-        return list(other.shape) == [self.input.shape[0], module.out_channels, *out]
+        window = (module.out_channels, module.kernel_size, module.stride, module.padding, module.dilation)
+        same = other.dtype is input.dtype and other.device == input.device
+        return same and tuple(other.shape) == _shape_of_result(input.shape, *window)
 
     def activated(self, name: str, in_place: bool) -> Tensor:
         result = self._with(name)
@@ -368,9 +393,17 @@ def settled(results: Any) -> Any:
     return mapped(results, _Promise.value, of_type=_Promise)
 
 
-def _autocast(kind: str) -> tuple[bool, torch.dtype | None]:
-    """(whether autocast is on for this device type, its dtype); (False, None) for meta tensors."""
-    return (False, None) if kind == "meta" else (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+@lru_cache(maxsize=4096)
+def _shape_of_result(
+    shape: torch.Size, channels: int, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
+) -> Sizes:
+    sizes = zip(shape[2:], kernel, stride, padding, dilation, strict=True)
+    return (shape[0], channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    """Autocast's dtype for this device type; None if autocast is off, and for meta tensors."""
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def _version(tensor: Tensor | None) -> int | None:
