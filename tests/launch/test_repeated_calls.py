@@ -24,7 +24,7 @@ from rooftop.inference import Engine
 from rooftop.kernels.losses import losses
 from rooftop.launch import INTERPRETED, count_launches, cpp_extensions, known_calls, native_calls, repeated_calls
 from rooftop.launch.cpp_extensions import Extension
-from rooftop.launch.lessons import Lesson
+from rooftop.launch.lessons import Lesson, lesson_of
 from rooftop.launch.recorded_calls import Backward
 from rooftop.models.vision.resnet import Bottleneck, ResNet
 
@@ -70,6 +70,21 @@ def several(call: Callable[[], Any], times: int = 6) -> list[Any]:
 def same(results: list[Any]) -> bool:
     first, *rest = [each if isinstance(each, tuple | list) else (each,) for each in results]
     return all(len(each) == len(first) and all(map(torch.equal, first, each)) for each in rest)
+
+
+def test_an_attention_without_dropout_may_be_observed() -> None:
+    """PyTorch passes no argument whose value is the default, such as no dropout. Random numbers are refused."""
+    q = torch.randn(1, 2, 4, 8)
+    for call, allowed in (
+        (lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q), True),
+        (lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True), True),
+        (lambda: torch.ops.aten.bernoulli(q.sigmoid()), False),
+        (lambda: torch.ops.aten.native_dropout(q, 0.5, True), False),
+    ):
+        with lesson_of([q]) as lesson:
+            assert lesson is not None
+            call()
+        assert (not lesson.why) == allowed, lesson.why
 
 
 # ---- results ------------------------------------------------------------------------------------------------------

@@ -242,9 +242,12 @@ class Lesson(Observer):
         if func.namespace != "aten" or not schema.returns or _UNKNOWN_RESULTS.intersection(func.tags):
             self.refuse(str(func))
             return
-        if torch.Tag.nondeterministic_seeded in func.tags and named.get("dropout_p") not in (0, 0.0):
-            self.refuse(str(func))
-            return
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # PyTorch passes no argument whose value is the default
+            default = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
+            if (default | named).get("dropout_p") != 0:
+                self.refuse(str(func))
+                return
         arguments = {name: self._part(value) for name, value in named.items()}
         results = made if isinstance(made, tuple | list) else (made,)
         only_numbers = not any(

@@ -167,7 +167,7 @@ def _backward(
     dout = dout if 0 not in dout.stride() else dout.contiguous()
     tensors = (_at_aligned_address(t) for t in (dout, query, key, value, out))
     dout, query, key, value, out = (_aligned_rows(t) for t in tensors)
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # placeholder: without dropout no seed is read
+    seed = torch.empty((), dtype=torch.int64, device=query.device)  # placeholder: without dropout no seed is read
     lengths = (None, None, query.shape[2], key.shape[2])
     if backend == "flash":
         return *aten._scaled_dot_product_flash_attention_backward(
@@ -183,11 +183,13 @@ def _backward(
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel ignores the strides of out
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
-    rows = -(-query.shape[2] // 32) * 32 - query.shape[2]
-    padded = torch.nn.functional.pad(lse.masked_fill(lse == -math.inf, math.inf), (0, rows), value=math.inf)
+    if mask is not None:  # otherwise each row attends to a key
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+    if rows := -query.shape[2] % 32:
+        lse = torch.nn.functional.pad(lse, (0, rows), value=math.inf)
     wanted = [True, True, True, mask_gradient]
     dquery, dkey, dvalue, dbias = aten._scaled_dot_product_efficient_attention_backward(
-        dout, query, keys, values, bias, out, padded, seed, seed, 0.0, wanted, is_causal, scale=scale
+        dout, query, keys, values, bias, out, lse, seed, seed, 0.0, wanted, is_causal, scale=scale
     )
     dscores = dbias.narrow(-1, 0, key.shape[2]) if mask_gradient else None
     return dquery, kv_of_groups(dkey, key), kv_of_groups(dvalue, value), dscores
@@ -322,14 +324,16 @@ class AttentionBackward(NamedTuple):
             if dlse is not None:
                 dout, out = _with_lse_gradient(dout, dlse, out)
             found = _backward(plan.backend, dout, *self[2:6], out, *self[7:])
-        dquery, dkey, dvalue = (_laid_out(t, like) for t, like in zip(found[:3], (query, key, value), strict=True))
+        targets = _gradients_of(plan.backend, query, key, value)
+        dquery, dkey, dvalue = (_laid_out(t, target) for t, target in zip(found[:3], targets, strict=True))
         return dquery, dkey, dvalue, _mask_gradient(found[3], mask if mask_gradient else None, query)
 
     def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        query, mask = self.query, self.mask
+        query, key, value, mask = self[2:6]
         shape = mask.shape if mask is not None and self.mask_gradient else (0,)
         dmask = query.new_empty(shape, dtype=_mask_dtype(mask, query))
-        return like_rows(query), like_rows(self.key), like_rows(self.value), dmask
+        plan = plan_of(shape_of(query, key, value, mask, self.is_causal), query.device, "backward")
+        return *_gradients_of(plan.backend, query, key, value), dmask
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
         """Flops: the products for scores and for gradients of queries, keys, values and weights. Each pair adds 6 for
@@ -351,10 +355,22 @@ _attention_backward = declare(
 )
 
 
-def _laid_out(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """Lay out a gradient in its input's memory order, as the fake implementation promises."""
+def _gradients_of(backend: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients of the three tensors: in the order of each, or as the back end lays out its results."""
+    if backend == "efficient":
+        return _by_positions(query), _by_positions(key), _by_positions(value)
+    return like_rows(query), like_rows(key), like_rows(value)
+
+
+def _by_positions(x: Tensor) -> Tensor:
+    """Memory for a result with the shape of x (B, H, S, D) and the order (B, S, H, D)."""
+    batches, heads, positions, features = x.shape
+    return x.new_empty((batches, positions, heads, features)).transpose(1, 2)
+
+
+def _laid_out(gradient: Tensor | None, target: Tensor) -> Tensor:
+    """The gradient, copied to `target` unless it has the same strides, as the fake implementation promises."""
     assert gradient is not None
-    target = like_rows(like)
     return gradient if gradient.stride() == target.stride() else target.copy_(gradient)
 
 
