@@ -117,15 +117,6 @@ class Launches:
         return packed
 
 
-def point(struct: Any, field: str, tensor: Tensor) -> None:
-    """Point an array of a Warp struct to a tensor's memory. Unlike `setattr`, this does not keep the tensor alive, and
-    takes a fifth of the time.
-    """
-    import warp
-
-    setattr(struct.__ctype__(), field, warp.from_torch(tensor, return_ctype=True))
-
-
 def _current_stream(device: torch.device) -> Any:
     """PyTorch's current stream as a Warp stream; None on the CPU."""
     if device.type != "cuda":

@@ -26,41 +26,37 @@ def most_stretch(linear: wp.mat33d):
     return wp.sqrt(mean + wp.float64(2.0) * spread * wp.cos(wp.acos(cosine) / wp.float64(3.0)))
 
 
-@wp.struct
-class Changes:
-    """The changed instances, without duplicates."""
-
-    rows: wp.array2d(dtype=wp.float64)  # (count, SENT)
-    count: wp.int32
-    frame: wp.int32  # its number
-    framed: wp.int32  # instances from this number on are new in this frame
+# Columns of the first sent row: the number of rows that follow, and the number of the frame; instances from FRAMED on
+# are new in this frame.
+COUNT, FRAME, FRAMED = (wp.constant(column) for column in range(3))
 
 
 @wp.func
-def keep_place(resident: Resident, changes: Changes, row: wp.int32):
+def keep_place(resident: Resident, sent: wp.array2d(dtype=wp.float64), row: wp.int32):
     """Store the current transform of an instance as its previous one, unless an earlier update for this frame did
     so."""
-    if row >= changes.framed:
+    frame = wp.int32(sent[0, FRAME])
+    if row >= wp.int32(sent[0, FRAMED]):
         resident.instance_moved[row] = -1
-    elif resident.instance_moved[row] != changes.frame:
-        resident.instance_moved[row] = changes.frame
+    elif resident.instance_moved[row] != frame:
+        resident.instance_moved[row] = frame
         for k in range(12):
             resident.instance_before[row, k] = resident.instance_to_world[row, k]
 
 
 @wp.func
-def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Changes, i: wp.int32):
-    """Write a changed instance."""
-    row = wp.int32(changes.rows[i, 0])
-    mesh = wp.int32(changes.rows[i, 1])
+def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), i: wp.int32):
+    """Write the changed instance of a sent row."""
+    row = wp.int32(sent[i, 0])
+    mesh = wp.int32(sent[i, 1])
     resident.instance_mesh[row] = mesh
     if mesh >= 0:
-        keep_place(resident, changes, row)
+        keep_place(resident, sent, row)
         linear = wp.mat33d()
         for axis in range(3):
-            shift = changes.rows[i, 2 + 4 * axis + 3]
+            shift = sent[i, 2 + 4 * axis + 3]
             for inner in range(3):
-                part = changes.rows[i, 2 + 4 * axis + inner]
+                part = sent[i, 2 + 4 * axis + inner]
                 linear[axis, inner] = part
                 shift += part * origins[mesh, inner]
                 resident.instance_to_world[row, 4 * axis + inner] = part
@@ -74,11 +70,13 @@ def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Chan
 
 
 @wp.kernel
-def put_instances(resident: Resident, origins: wp.array2d(dtype=wp.float64), changes: Changes, stride: wp.int32):
-    """Write the instances that have changed. `origins` are the origins of the meshes, to which positions are
+def put_instances(
+    resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), stride: wp.int32
+):
+    """Write the instances that have changed, each once. `origins` are the origins of the meshes, to which positions are
     relative."""
-    for i in range(wp.tid(), changes.count, stride):
-        put(resident, origins, changes, i)
+    for i in range(wp.tid(), wp.int32(sent[0, COUNT]), stride):
+        put(resident, origins, sent, i + 1)
 
 
 @wp.func

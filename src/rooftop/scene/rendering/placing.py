@@ -7,13 +7,13 @@ import torch
 import warp as wp
 from numpy.typing import NDArray
 
-from rooftop.launch.warp_launch import Launches, point
+from rooftop.launch.warp_launch import Launches, launch_warp
 from rooftop.scene.instances import GROWTH, REMOVED, Instances
 from rooftop.scene.rendering import buffers, init_context
 from rooftop.scene.rendering.uploads import Meshes, Uploaded
 
 ROWS_AT_ONCE = 2**20  # most rows of 112 bytes per copy; host and device each hold a buffer of this size
-FEW_ROWS = 2**14  # for up to this many rows, the memory for sending is cached
+FEW_ROWS = 1024  # up to this many rows, the kernel reads the host's memory: a copy would take the host longer
 MOST_THREADS = 2**17
 MOST_FRAMES = 2**31
 WIDTHS = {  # dtype and width of a row of each tensor
@@ -44,9 +44,16 @@ class Placed:
         self._tensors = {name: torch.empty(0, *row, dtype=of, device=device) for name, (of, row) in WIDTHS.items()}
         self._version = self._sent = 0
         self._framed = 0  # number of instances in the previous frame
-        self._few = self._rows(FEW_ROWS), torch.empty(FEW_ROWS, init_context.SENT, dtype=torch.float64, device=device)
-        self._put_from: torch.Tensor | None = None
-        self._changes, self._launches = init_context.Changes(), Launches(device)
+        self._few = self._rows(FEW_ROWS)
+        self._few_rows = self._few.numpy()
+        # a GPU reads pinned memory at the address that it has on the host
+        self._few_there = wp.array(
+            ptr=self._few.data_ptr(),
+            dtype=wp.float64,
+            shape=tuple(self._few.shape),
+            device=wp.device_from_torch(device),
+        )
+        self._launches = Launches(device)
 
     def update(self, instances: Instances, meshes: Meshes) -> None:
         """Upload the instances that have changed. The transforms of the previous frame are kept."""
@@ -76,27 +83,24 @@ class Placed:
         self._tensors["instance_mesh"][self._sent :] = REMOVED
 
     def _send(self, instances: Instances, rows: NDArray[np.int64]) -> None:
-        """Copy rows to the device in one piece; a kernel scatters them into place."""
+        """Send rows to the device in one piece; a kernel scatters them into place."""
         count = len(rows)
-        here, there = self._few
-        if count > FEW_ROWS:
-            here = self._rows(count)
-            there = torch.empty_like(here, device=self.device)
-        sent = here.numpy()[:count]
-        sent[:, 0], sent[:, 1] = rows, instances.mesh_of[rows]
-        sent[:, 2:] = instances.transforms[rows].reshape(-1, 16)[:, :12]
-        # The previous copy has ended, because the host has received the counters of its frame.
-        there[:count].copy_(here[:count], non_blocking=True)
-        if there is not self._put_from:
-            point(self._changes, "rows", there)
-            self._put_from = there if count <= FEW_ROWS else None
-        self._changes.count, self._changes.frame, self._changes.framed = count, self.frame, self._framed
+        few = count <= FEW_ROWS
+        # The previous rows were read, because the host has received the counters of their frame.
+        here = self._few if few else self._rows(count)
+        sent = self._few_rows if few else here.numpy()
+        sent[0, :3] = count, self.frame, self._framed
+        sent[1 : 1 + count, 0], sent[1 : 1 + count, 1] = rows, instances.mesh_of[rows]
+        sent[1 : 1 + count, 2:] = instances.transforms[rows].reshape(-1, 16)[:, :12]
+        scene = self.resident.values, self._origins
         threads = min(1 << (count - 1).bit_length(), MOST_THREADS)  # rounded to one of few values: see `Launches`
-        self._launches(
-            *(init_context.put_instances, threads, self.resident.values, self._origins, self._changes, threads)
-        )
+        if few:
+            self._launches(init_context.put_instances, threads, *scene, self._few_there, threads)
+        else:
+            there = here.to(self.device, non_blocking=True)
+            launch_warp(init_context.put_instances, (threads,), *scene, there, threads, device=self.device)
 
     def _rows(self, count: int) -> torch.Tensor:
-        """Host memory for changed rows, from which they are copied to the device."""
+        """Host memory for rows to send: a row about all others, and `count` rows."""
         on_gpu = self.device.type == "cuda"
-        return torch.empty(count, init_context.SENT, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
+        return torch.empty(1 + count, init_context.SENT, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
