@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -31,8 +33,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def scaled(items: torch.Tensor, factor: float) -> Scaled:
     struct = Scaled()
     struct.factor = factor
-    struct.items = wp.from_torch(items)
+    struct.items = of(items)
     return struct
+
+
+def of(items: torch.Tensor) -> wp.array:
+    wp.init()
+    return wp.from_torch(items)
 
 
 def test_a_kernel_gets_what_a_struct_says_at_the_launch(device: torch.device) -> None:
@@ -42,7 +49,7 @@ def test_a_kernel_gets_what_a_struct_says_at_the_launch(device: torch.device) ->
         launches(scale, 4, struct, 1, 4)
         struct.factor = 10.0
         launches(scale, 4, struct, 1, 4)
-        struct.items = wp.from_torch(second)  # an array of another size
+        struct.items = of(second)  # an array of another size
         launches(scale, 4, struct, 1, 4)
     assert first.tolist() == [31.0] * 5
     assert second.tolist() == [11.0] * 9
@@ -58,6 +65,17 @@ def test_other_arguments_are_not_those_of_before(device: torch.device) -> None:
     launches(scale, 2, scaled(items, 1.0), 1, 2)  # fewer threads
     launches(scale, 0, scaled(items, 5.0), 1, 1)
     assert items.tolist() == [33.0] * 5
+
+
+def test_memory_is_held_until_launches_are_cleared(device: torch.device) -> None:
+    launches = Launches(device)
+    struct = scaled(torch.ones(5, device=device), 2.0)
+    launches(scale, 4, struct, 0, 4)
+    known = weakref.ref(struct)
+    del struct
+    assert known() is not None  # the cache keeps it, because its memory holds the arguments
+    launches.clear()
+    assert known() is None
 
 
 @pytest.mark.gpu

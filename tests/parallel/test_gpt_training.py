@@ -603,4 +603,4 @@ def test_on_gpus_ctrl_c_ends_replayed_steps(data: Path, tmp_path: Path) -> None:
     began = time.monotonic()
     out, _ = started.communicate(timeout=60)
     assert started.returncode not in (None, 0), out
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 45  # even on a busy machine

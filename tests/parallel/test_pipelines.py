@@ -592,7 +592,7 @@ def test_on_gpus_it_is_said_what_the_gpu_awaited(
     began = time.monotonic()
     with pytest.raises(ranks_failed) as caught:
         on_ranks(2, replaying, name, graph, how, joined=False)
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 150  # even on a busy machine
     said = "failed: KeyError: 'no such voxel'" if how == "raise" else "has given no sign of life for 3 s: .*"
     gone = r"this rank was awaiting the (backward|input gradient) of micro-batch 0 at stage 1 of rank 1"
     assert re.match(f"RankError: rank 1 of 2 {said}; {gone}", caught.value.errors[0]), caught.value.errors

@@ -503,7 +503,7 @@ def test_a_graph_with_work_of_nccl_keeps_no_rank(
         errors = errors_of(on_ranks, ranks_failed, 2, replaying, wrong, error)
         assert errors[wrong].startswith(error.__name__)
         assert errors[1 - wrong].startswith(f"RankError: rank {wrong} of 2 failed: {error.__name__}")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 150  # even on a busy machine
 
 
 @contextmanager
