@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rooftop.errors import GeometryFileError, InputError
 from rooftop.scene import Camera, GBuffer, Geometry, Renderer, Scene, layouts
 from rooftop.scene.gbuffers import OUTPUTS
+from rooftop.scene.rendering.stages import Stages
 from rooftop.scene.streaming import answers, loading
 from rooftop.scene.streaming import pool as pool_module
 from rooftop.scene.streaming.loading import Arrivals, Loader
@@ -527,6 +528,40 @@ def test_looking_ahead_changes_no_picture_and_takes_nothing_from_it(paged_ball: 
     Renderer(alone(paged_ball), device).prefetch(here)  # without a pool there is nothing to do
     with pytest.raises(ValueError, match="cameras=5"):
         renderer.prefetch(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reader", ["compiled", "in Python"], indirect=True)
+def test_no_kernel_runs_while_it_could_see_an_evicted_page(
+    paged_ball: Geometry, device: str, reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=slots_for(paged_ball, 0.3))
+    checked = Counter[str]()
+
+    def checking(name: str) -> None:
+        run = getattr(Stages, name)
+
+        def checks(stages: Stages, *arguments: Any) -> None:
+            pool = renderer.pool
+            assert pool is not None
+            visible = pool.page_at.cpu().numpy() >= 0
+            assert (pool.slots.state[visible] == RESIDENT).all()
+            checked[name] += 1
+            run(stages, *arguments)
+
+        monkeypatch.setattr(Stages, name, checks)
+
+    checking("look_ahead")
+    checking("draw_captured")
+    cameras, evicted = turns(8), 0
+    for camera, ahead in zip(cameras, cameras[3:] + cameras[:3], strict=True):
+        for _ in range(3):
+            frame = renderer.render(camera, wait=False)
+            assert frame.stats.streaming is not None
+            evicted += frame.stats.streaming.evicted
+            renderer.prefetch([ahead])
+            settle(renderer)
+    assert evicted > 20
+    assert min(checked.values()) >= 24
 
 
 def test_a_mesh_that_is_added_joins_the_pool(paged_ball: Geometry, paged_knot: Geometry, device: str) -> None:

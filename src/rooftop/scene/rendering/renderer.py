@@ -291,7 +291,7 @@ class Renderer:
             return
         meshes, pool = self._meshes_now(), self.pool
         assert pool is not None
-        if pool.is_new:
+        if pool.is_behind:
             pool.begin()
         pixel_error = _checked_error(self.pixel_error)
         places = self._place(meshes).places

@@ -57,6 +57,12 @@ class Pool:
         self.is_new = True
         self._carry_out(plan_all(self.slots, self.graph.roots, NO_USE), AT_ONCE)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether `begin` must come before any culls: root pages may be absent, or the device does not know yet that
+        pages were evicted, whose slots are being overwritten."""
+        return self.is_new or bool(self._changed)
+
     def begin(self) -> None:
         """Begin a frame: arrived pages become resident. This waits only for root pages.
 
