@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -74,3 +75,41 @@ print("compiler:", "torch._dynamo" in sys.modules)
     assert done.stdout.splitlines()[0] == "NVIDIA H200"
     assert "rooftop.cost" in done.stdout
     assert done.stdout.splitlines()[2] == "compiler: False"
+
+
+CALLS = """
+import sys
+import torch
+from torch import nn
+from rooftop import kernels
+from rooftop.cost import CountingMode
+from rooftop.inference import Engine
+from rooftop.launch import known_calls
+
+x = torch.ones(2, 8, requires_grad=True)
+for _ in range(5):
+    kernels.layer_norm(x, 8).sum().backward()
+engine = Engine(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), fuse=True)
+for _ in range(5):
+    engine(torch.ones(1, 3, 9, 9))
+with CountingMode() as counted:
+    torch.ones(2, 8) @ torch.ones(8, 2)
+assert counted.records
+print("compiler:", "torch._dynamo" in sys.modules)
+
+import torch._dynamo
+mode = known_calls.Observer([x])
+assert isinstance(mode, known_calls.Observer)
+with mode, torch.no_grad():
+    x + 1
+print(mode.why, getattr(type(mode).__torch_dispatch__, "_torchdynamo_disable", False))
+"""
+
+
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+def test_calls_do_not_import_the_compiler(interpreted: str) -> None:
+    """PyTorch's dispatch modes import it at their first operator. Rooftop observes the second call of an operator."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": interpreted, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.splitlines() == ["compiler: False", "aten.add.Tensor True"], done.stderr[-2000:]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops.map import map as torch_map
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import rooftop
 from rooftop.cost import CountingMode, Record
@@ -307,6 +308,7 @@ def test_two_threads_that_count_at_once_leave_the_compiler_as_it_was() -> None:
         entered.wait()
     left.set()
     thread.join()
+    assert not is_in_torch_dispatch_mode()
     assert compiles_now()
     conditional(torch.ones(4, 4))
 

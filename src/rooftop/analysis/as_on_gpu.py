@@ -31,10 +31,10 @@ from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop.analysis.gpu_operators import CHOSEN_BY_DEVICE
 from rooftop.analysis.gpu_recurrent import RECURRENT_SHAPES
+from rooftop.hardware.observing import LightMode
 
 _THREAD = threading.local()
 _LOCK = threading.Lock()  # guards the two below: kernels and lists of types belong to the process
@@ -64,7 +64,7 @@ def _is_active() -> bool:
     return getattr(_THREAD, "active", False)
 
 
-class _WholeComposites(TorchDispatchMode):
+class _WholeComposites(LightMode):
     """A mode for composite operators that are not decomposed, as under `torch.inference_mode`."""
 
     supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from rooftop.analysis.advice import advise
@@ -45,6 +45,7 @@ from rooftop.cost import CountingMode, Record, counted_for, roof
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
+from rooftop.hardware.observing import LightMode
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -371,7 +372,7 @@ class _DataStays(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Untouched(TorchDispatchMode):
+class _Untouched(LightMode):
     """Keep a callable's real tensors unchanged.
 
     Operators get a fake twin of each real tensor: without twins, `FakeTensorMode` computes in-place operators on real

@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -29,11 +30,40 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator, _higher_order_ops
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_COMPILER = "torch._dynamo.eval_frame"
 
-class ObservingMode(TorchDispatchMode):
+
+class LightMode(TorchDispatchMode):
+    """A dispatch mode that does not import PyTorch's compiler, which takes seconds.
+
+    The compiler must not compile a mode's `__torch_dispatch__`. So PyTorch's class imports it at the mode's first
+    operator, to tell it. This class tells it only if the program has imported it before it creates the mode.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        own = vars(cls).get("__torch_dispatch__")
+        super().__init_subclass__(**options)
+        if own is not None:
+            cls.__torch_dispatch__ = own  # type: ignore[method-assign]  # in place of PyTorch's wrapper
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        mode: Any = cls
+        return super().__new__(_not_compiled(mode) if _COMPILER in sys.modules else mode)
+
+
+@cache
+def _not_compiled(mode: Any) -> Any:
+    """The class of a mode, with a `__torch_dispatch__` that the compiler does not compile."""
+    derived: Any = type(mode.__name__, (mode,), {})
+    derived.__torch_dispatch__ = torch.compiler.disable(mode.__torch_dispatch__)
+    return derived
+
+
+class ObservingMode(LightMode):
     """A mode that passes each operator to `observe`, which runs and observes it."""
 
     supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
@@ -71,7 +101,6 @@ class ObservingMode(TorchDispatchMode):
         raise NotImplementedError(f"{type(self).__name__} must define observe")
 
 
-_COMPILER = "torch._dynamo.eval_frame"
 _lock = threading.RLock()  # guards the two context managers below, which change the whole process
 _users = 0
 _changed = ExitStack()
@@ -89,6 +118,7 @@ def uncompiled() -> Iterator[None]:
     with _lock:
         _users += 1
         if _users == 1:
+            _changed.callback(_restore_flags, {name: getattr(_python_dispatch, name, None) for name in _FLAGS})
             _run_control_flow(_changed)
             _differentiate_what_functions_run(_changed)
             if _COMPILER in sys.modules:
@@ -103,6 +133,22 @@ def uncompiled() -> Iterator[None]:
             _users -= 1
             if not _users:
                 _changed.close()
+
+
+_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",  # since PyTorch 2.13
+)
+
+
+def _restore_flags(before: dict[str, Any]) -> None:
+    """Restore the flags by which PyTorch decides whether to compile. All threads share them, but each mode restores
+    what it found. So modes of two threads that overlap would leave them set."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        for name, value in before.items():
+            if value is not None:
+                setattr(_python_dispatch, name, value)
 
 
 class _TakesItWhenLoaded(MetaPathFinder):

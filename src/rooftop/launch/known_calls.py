@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rooftop.hardware.observing import LightMode
 from rooftop.launch import triton_launch
 from rooftop.launch.compiled_kernels import Compiled, is_descriptor, is_watched
 from rooftop.launch.counters import counters_now
@@ -320,7 +320,7 @@ def observing(observer: Observer) -> Iterator[Observer | None]:
         lock.release()
 
 
-class Observer(TorchDispatchMode):
+class Observer(LightMode):
     """Record allocations, views and launches of one call. `why` describes the first operation of another kind, or is
     "".
     """

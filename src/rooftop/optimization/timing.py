@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftop.hardware.ceilings import Ceilings
+from rooftop.hardware.observing import LightMode
 from rooftop.hardware.timing import LEAST_SAMPLES, Timing, compare, compare_slow
 from rooftop.optimization.draws import Arguments
 from rooftop.optimization.forecasts import OperatorClock, fusable_of
@@ -140,7 +140,7 @@ def ahead(run: Callable[[], object], device: torch.device, wall_ms: float) -> tu
     return min(device_ms, wall_ms), min(host_ms, wall_ms)
 
 
-class OperatorTimes(TorchDispatchMode):
+class OperatorTimes(LightMode):
     """Measure the time of each operator below autograd. The host waits for the device before and after each
     operator.
     """
