@@ -141,8 +141,8 @@ def forward(*values: tuple[int, ...]) -> dict[str, Settings]:
 
 
 def of_fours(columns: int) -> dict[str, Settings]:
-    """Triton's kernels and the cluster kernels, for rows that begin at multiples of 8 bytes (with 30005 columns: of
-    2)."""
+    """Triton's kernels and the cluster kernels, for rows that begin at multiples of 8 bytes (rows of 30005
+    columns: at multiples of 2 bytes)."""
     none: Settings = {(tables, name): () for name in ("FORWARD_FOURS", "FORWARD_FOURS_RMS")}
     tiles = ((4096, 8), (8192, 8), (8192, 16), (4096, 16), (2048, 8), (16384, 16), (8192, 32))
     by_triton: dict[str, Settings] = {}

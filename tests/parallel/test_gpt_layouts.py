@@ -514,7 +514,7 @@ def test_initial_values_are_those_of_the_rules(kind: str) -> None:
 
 
 def made(config: GptConfig, layout: Layout) -> tuple[int, int]:
-    """(elements of the largest tensor that was filled, of all parameters together) on this rank."""
+    """The most elements that were filled at once, and the number of elements of all parameters, on this rank."""
     sizes: list[int] = []
     fill = gpt_layouts.Stream.normal_
 

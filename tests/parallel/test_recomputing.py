@@ -167,7 +167,7 @@ def per_token(config: GptConfig, recompute: bool | str) -> float:
     return kept_by(model.layers["0"], config) / (2 * 8)
 
 
-STATISTICS = {"layer": 2 * 2, "rms": 2 * 1}  # numbers of the two norms of a token
+STATISTICS = {"layer": 2 * 2, "rms": 2 * 1}  # statistics that the two norms keep for each token
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])

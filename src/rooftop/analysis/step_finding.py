@@ -308,8 +308,8 @@ class StepFinder:
         return 1 < since <= MOST_INNER_STEPS and since == before
 
     def _is_forgotten(self, what: Any) -> bool:
-        """Whether this marker replaces the leading marker, whose object is gone or which has not occurred for a long
-        time.
+        """Whether this marker replaces the leading marker, because the leader's object is gone or the leader has not
+        occurred for a long time.
         """
         other = self._others[self if what is None else what]
         other.alone = other.alone + 1 if other.alone_since == self._led else 1

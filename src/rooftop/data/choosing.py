@@ -90,7 +90,8 @@ class Choice:
 def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
     """The fastest way.
 
-    If workers can overlap with a device, the training loop itself is chosen only for quick batches.
+    If batches can be made while a device works, the training loop makes them itself only if that takes at most
+    `QUICK_S`.
     """
     here = seconds.get("here", float("inf"))
     if here <= QUICK_S:

@@ -409,8 +409,8 @@ class Decoder:
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
         """Return the frames shown before the first missing one, because the error comes some packets after its cause.
 
-        If packets have no times, frames are counted instead, because a frame after lost frames would get a lost frame's
-        time.
+        If packets have no times, a frame after lost frames would get the time of a lost frame. Then times are not
+        compared, and frames are counted.
         """
         held: list[av.VideoFrame] = []
         with suppress(Broken):

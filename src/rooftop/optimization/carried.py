@@ -22,7 +22,7 @@ from rooftop.optimization.outcomes import Step, outcome_of, same_values
 
 
 def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Draw]) -> None:
-    """Run a copy of a model on draws, and check that nothing except buffers changes from call to call.
+    """Run a copy of a model on drawn inputs, and check that nothing except buffers changes from call to call.
 
     Args:
         drawn: the given inputs first; the model may refuse the other draws.

@@ -255,7 +255,9 @@ def _checked_seconds(
         )
     for kind, time in seconds.items():
         if kind not in KINDS:
-            raise ValueError(f"simulate: {kind!r} is not a kind of instruction: expected seconds of {kinds}")
+            raise ValueError(
+                f"simulate: seconds has the key {kind!r}, which is no kind of instruction: expected {kinds}"
+            )
         _check_time(f"seconds of {kind}", time)
     missing = {each.kind for own in schedule.instructions for each in own} - seconds.keys()
     if missing:

@@ -1,4 +1,5 @@
-"""A program counts as compiled if any part of it is, even a function that only a module's code names."""
+"""A program counts as compiled if any part of it is compiled, even a function that only the code of a module's methods
+mentions."""
 
 from __future__ import annotations
 

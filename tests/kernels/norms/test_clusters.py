@@ -1,5 +1,6 @@
-"""The norms' kernels for staged rows, their launch parameters, and runs on a GPU. On the CPU (`cuda_on_cpu`), Triton
-adds up the partial sums of these kernels, so they run within the interpreted run of `test_norms.py`."""
+"""The norms' kernels for staged rows, their launch parameters, and runs on a GPU. On the CPU (`cuda_on_cpu`), a Triton
+kernel adds up their partial sums, which needs Triton's interpreter. So these tests run together with the interpreted
+tests of `test_norms.py`."""
 
 from __future__ import annotations
 

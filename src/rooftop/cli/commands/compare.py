@@ -56,5 +56,5 @@ def command() -> None:
     """Compare two reports that `rooftop analyze --json` wrote.
 
     Shows the figures of the step, then the operators and modules whose times changed most. A change of the wall time is
-    called noise if it is smaller than the spread of the runs within one report.
+    called noise if it is smaller than 1%, or than the spread of the runs within either report.
     """

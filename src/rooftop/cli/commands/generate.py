@@ -72,13 +72,18 @@ reads its part; communication counts as free. A machine without stored ceilings 
     help="Sampling temperature. 1 samples from the model's distribution, lower values favour probable tokens.  "
     "[default: 0, the most probable token]",
 )
-@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Sample from the K most probable tokens.")
+@click.option(
+    "--top-k",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Sample from the K most probable tokens; needs --temperature above 0.",
+)
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
     metavar="P",
-    help="Sample from the smallest set of tokens with total probability P (nucleus).",
+    help="Sample from the smallest set of tokens with total probability P (nucleus); needs --temperature above 0.",
 )
 @click.option(
     "--seed", "draws", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Seed of the sampling."

@@ -65,8 +65,8 @@ def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
         return torch.full_like(valid, -1, dtype=torch.int64)
     if targets <= queries:
         return _augmented(cost, valid)
-    # The search starts from the smaller side: here each query looks for a target. It takes a target that does not exist
-    # only if no other is left.
+    # The search starts from the smaller side: here each query looks for a target. Only if no other target is left does
+    # it take a padding target, which does not exist.
     of_queries = cost.masked_fill(~valid[..., None], FORBIDDEN).transpose(1, 2)
     chosen = _augmented(of_queries, torch.ones_like(of_queries[..., 0], dtype=torch.bool))  # (B, Q)
     numbers = torch.arange(queries, device=cost.device).expand(batch, -1)

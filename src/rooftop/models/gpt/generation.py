@@ -247,8 +247,8 @@ class Generation:
     def _chosen(self, members: list[_Sequence], tokens: list[int]) -> Iterator[tuple[int, int]]:
         """Yield the chosen tokens.
 
-        All tokens are counted and finished sequences ended before the first token is yielded, because the caller may
-        stop the iteration.
+        Before the first token is yielded, all tokens are counted and the finished sequences are ended, because the
+        caller may stop the iteration.
         """
         for each, token in zip(members, tokens, strict=True):
             if token < 0:

@@ -86,7 +86,7 @@ class Slots:
         return self.slot_of[pages].astype(np.int64)
 
     def arrive(self, pages: Ints) -> None:
-        """Record that loading pages are in their slots."""
+        """Record that pages in the state LOADING have arrived in their slots."""
         assert (self.state[pages] == LOADING).all()
         self.state[pages] = ARRIVED
         self.arrived = np.concatenate([self.arrived, pages])
