@@ -94,6 +94,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Ways to load data, as settings of a recipe."""
+LISTED = "; ".join(WAYS).replace("%", "%%")  # for argparse
 
 
 class Recorder:
@@ -129,7 +130,7 @@ def main() -> int:
     parser.add_argument(
         "--repeat", type=int, default=1, help="number of file names for each photograph; more names make longer epochs"
     )
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), metavar="WAY", help="; ".join(WAYS))
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), metavar="WAY", help=LISTED)
     parser.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES, help="the sides to compare")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224, help="side of an image in pixels")
