@@ -214,7 +214,14 @@ def test_what_raises_hangs_differs_or_ends_its_process_is_an_error_of_its_item()
     assert report.first_error == "lines.txt, 3: ValueError: three is bad"
 
 
-def test_a_file_that_hangs_while_it_is_read_is_an_error_of_its_item() -> None:
+def test_a_file_that_hangs_while_it_is_read_is_an_error_of_its_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    end, ended = local_workers._Worker.end, []
+
+    def checked(worker: Any) -> None:
+        end(worker)
+        ended.append(worker._sender.is_alive())  # it could send to the next worker, whose pipe has the same number
+
+    monkeypatch.setattr(local_workers._Worker, "end", checked)
     for number in range(4):
         numpy.save(f"{number}.npy", numpy.zeros((number, 3)))
     Path("2.npy").unlink()
@@ -224,6 +231,8 @@ def test_a_file_that_hangs_while_it_is_read_is_an_error_of_its_item() -> None:
     assert [row["points"] for row in rows] == [0, 1, None, 3]
     assert rows[2]["error"] == "took longer than the timeout of 5 s"
     assert report.errors == 1
+    assert len(ended) >= 2
+    assert not any(ended)
 
 
 def test_a_worker_that_is_killed_loses_and_doubles_nothing(workers: Workers) -> None:

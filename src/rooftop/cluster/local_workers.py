@@ -243,7 +243,8 @@ class _Worker:
             self.process.start()
         other.close()
         self._outbox: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        threading.Thread(target=self._send, args=(packed,), daemon=True).start()
+        self._sender = threading.Thread(target=self._send, args=(packed,), daemon=True)
+        self._sender.start()
 
     def give(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
@@ -270,7 +271,9 @@ class _Worker:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        # The thread must not use the pipe's number any more: the next worker's pipe may get the same number.
         self._outbox.put(None)
+        self._sender.join()
         self.connection.close()
 
 
