@@ -97,12 +97,15 @@ with CountingMode() as counted:
 assert counted.records
 print("compiler:", "torch._dynamo" in sys.modules)
 
-import torch._dynamo
 mode = known_calls.Observer([x])
-assert isinstance(mode, known_calls.Observer)
+import torch._dynamo
 with mode, torch.no_grad():
     x + 1
-print(mode.why, getattr(type(mode).__torch_dispatch__, "_torchdynamo_disable", False))
+    with mode:
+        protected = getattr(type(mode).__torch_dispatch__, "_torchdynamo_disable", False)
+    assert isinstance(mode, known_calls.Observer)
+assert type(mode) is known_calls.Observer
+print(mode.why, protected)
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations, prune
 
 from rooftop.cost import CountingMode
 from rooftop.inference import Engine, fold_norms, fuse_convolutions
@@ -405,3 +407,61 @@ def test_a_fused_engine_on_a_gpu_is_as_accurate_as_a_plain_one(name: str, batch:
         assert error <= 2 * allowed
     assert fused.report.graphs is not None
     assert len(fused.report.graphs) == 1
+
+
+# ---- changes after fusing ------------------------------------------------------------------------------------------
+
+
+def relu_of_sum(net: Net, x: Tensor) -> Tensor:
+    result: Tensor = net.relu(net.a(x) + x)
+    return result
+
+
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "pruned": lambda net: prune.l1_unstructured(net.a, "weight", 0.5),
+    "parametrized": lambda net: parametrizations.weight_norm(net.a),
+    "bias as a buffer": lambda net: (net.a.__delattr__("bias"), net.a.register_buffer("bias", torch.ones(4).double())),
+    "lists": lambda net: net.a.__dict__.update(stride=[1, 1], padding=[1, 1], dilation=[1, 1]),
+    "numbers": lambda net: net.a.__dict__.update(stride=1, padding=1, dilation=1),
+    "padding by name": lambda net: net.a.__dict__.update(padding="same"),
+    "an activation that is not in place": lambda net: setattr(net.relu, "inplace", False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_convolution_may_change_after_fusing(change: str) -> None:
+    torch.manual_seed(0)
+    model = Net(relu_of_sum).double().eval()
+    own = copy.deepcopy(model)
+    assert fuse_convolutions(own).fused == {"a": "bias, sum, relu", "b": "bias"}
+    for each in (model, own):
+        CHANGES[change](each)
+    with torch.no_grad():
+        torch.testing.assert_close(own(X.double()), model(X.double()), rtol=1e-12, atol=1e-12)
+
+
+def test_an_activation_may_change_after_fusing() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.GELU()).double().eval()
+    own = copy.deepcopy(model)
+    assert fuse_convolutions(own).fused == {"0": "bias, gelu"}
+    for each in (model, own):
+        each[1].approximate = "tanh"
+    with torch.no_grad():
+        torch.testing.assert_close(own(X.double()), model(X.double()), rtol=1e-12, atol=1e-12)
+        plain = torch.linspace(-2, 2, 9)
+        assert torch.equal(own[1](plain), model[1](plain))
+
+
+def test_a_promise_takes_attributes_and_weak_references() -> None:
+    def marks(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x)
+        y.mark = 1
+        assert weakref.ref(y)() is y
+        result: Tensor = net.relu(y)
+        return result
+
+    model = Net(marks).double().eval()
+    own = copy.deepcopy(model)
+    fuse_convolutions(own)
+    with torch.no_grad():
+        torch.testing.assert_close(own(X.double()), model(X.double()), rtol=1e-12, atol=1e-12)

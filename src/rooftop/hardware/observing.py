@@ -41,18 +41,33 @@ class LightMode(TorchDispatchMode):
     """A dispatch mode that does not import PyTorch's compiler, which takes seconds.
 
     The compiler must not compile a mode's `__torch_dispatch__`. So PyTorch's class imports it at the mode's first
-    operator, to tell it. This class tells it only if the program has imported it before it creates the mode.
+    operator, to tell it. This class tells it only if the program has imported it before the mode begins. While such a
+    mode is active, its class is a subclass.
     """
+
+    _plain: Any = None  # the mode's own class, while the class is another
 
     def __init_subclass__(cls, **options: Any) -> None:
         own = vars(cls).get("__torch_dispatch__")
         super().__init_subclass__(**options)
-        if own is not None:
+        if own is not None and not isinstance(own, classmethod):  # PyTorch refuses a class method
             cls.__torch_dispatch__ = own  # type: ignore[method-assign]  # in place of PyTorch's wrapper
 
-    def __new__(cls, *arguments: Any, **options: Any) -> Any:
-        mode: Any = cls
-        return super().__new__(_not_compiled(mode) if _COMPILER in sys.modules else mode)
+    def __enter__(self) -> Any:
+        if _COMPILER in sys.modules and self._plain is None:
+            plain: Any = type(self)
+            self.__class__ = _not_compiled(plain)
+            self._plain, self._begun = plain, 0
+        if self._plain is not None:
+            self._begun += 1
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        super().__exit__(kind, error, tb)
+        if self._plain is not None:
+            self._begun -= 1
+            if not self._begun:
+                self.__class__, self._plain = self._plain, None
 
 
 @cache

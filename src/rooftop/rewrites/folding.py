@@ -360,8 +360,6 @@ def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
 class _Sealed:
     """The wrapped output of a folded convolution; only the convolution's norm unwraps it."""
 
-    __slots__ = ("convolution", "norm", "value")
-
     def __init__(self, value: Tensor, convolution: nn.Module, norm: str) -> None:
         self.value, self.convolution, self.norm = value, convolution, norm
 

@@ -41,7 +41,7 @@ ACTIVATIONS: dict[Function, str] = {
     torch.sigmoid: "sigmoid",
     Tensor.sigmoid: "sigmoid",
 }
-MODULES = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid)
+MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Sigmoid: "sigmoid", nn.GELU: "gelu"}
 SUMS: tuple[Function, ...] = (operator.add, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 SUMS_IN_PLACE: tuple[Function, ...] = (operator.iadd, Tensor.add_, Tensor.__iadd__)
 METHODS = ("relu", "relu_", "sigmoid", "add", "add_")
@@ -229,11 +229,8 @@ def _activation_of(function: Any, options: dict[str, Any]) -> str | None:
 
 def _activation_by(module: nn.Module) -> str | None:
     """The name of the activation that a module computes; None if it computes anything else."""
-    if type(module) not in MODULES:
-        return None
-    if isinstance(module, nn.GELU):
-        return "gelu" if module.approximate == "none" else "gelu_tanh"
-    return type(module).__name__.lower()
+    name = MODULES.get(type(module))
+    return "gelu_tanh" if name == "gelu" and module.approximate != "none" else name
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -253,7 +250,8 @@ class _Computing:
 
     def __call__(self, input: Any) -> Any:
         input = value_of(input)
-        if not isinstance(input, Tensor) or input.dim() != 4:  # an unbatched image, or arguments that PyTorch refuses
+        # an unbatched image, arguments that PyTorch refuses, or a padding such as "same", which was set later
+        if not isinstance(input, Tensor) or input.dim() != 4 or isinstance(self.convolution.padding, str):
             return nn.Conv2d.forward(self.convolution, input)
         return _Promise(self.convolution, input) if self.steps else _computed(self.convolution, input, None, None)
 
@@ -263,21 +261,20 @@ class _Activating:
     PyTorch's search for the method of the promise takes several microseconds."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.name = module, _activation_by(module)
-        self.in_place = bool(getattr(module, "inplace", False))
+        self.module = module
 
     def __call__(self, input: Any) -> Tensor:
-        if type(input) is _Promise and input.settled is None and self.name is not None:
-            return input.activated(self.name, self.in_place)
-        return type(self.module).forward(self.module, input)  # type: ignore[no-any-return]
+        module = self.module
+        if type(input) is _Promise and input.settled is None and (name := _activation_by(module)) is not None:
+            return input.activated(name, bool(getattr(module, "inplace", False)))
+        return type(module).forward(module, input)  # type: ignore[no-any-return]
 
 
 def _computed(module: nn.Conv2d, input: Tensor, residual: Tensor | None, activation: str | None) -> Tensor:
-    parameters: dict[str, Any] = module._parameters  # `module.weight` takes longer
     padding: Any = module.padding
     return conv_act(
-        input, parameters["weight"], parameters["bias"], residual, stride=module.stride, padding=padding,
-        dilation=module.dilation, groups=module.groups, activation=activation,
+        input, module.weight, module.bias, residual, stride=module.stride, padding=padding, dilation=module.dilation,
+        groups=module.groups, activation=activation,
     )  # fmt: skip
 
 
@@ -285,8 +282,6 @@ class _Promise:
     """The output of a convolution that will be computed with the following operations. Any access to an attribute of a
     tensor computes the convolution without the activation.
     """
-
-    __slots__ = ("autocast", "convolution", "input", "residual", "settled", "versions")
 
     def __init__(self, convolution: nn.Conv2d, input: Tensor, residual: Tensor | None = None) -> None:
         self.convolution, self.input, self.residual = convolution, input, residual
@@ -331,9 +326,9 @@ class _Promise:
         module, input = self.convolution, self.input
         if type(other) is not Tensor and type(other) is not nn.Parameter:
             return False
-        window = (module.out_channels, module.kernel_size, module.stride, module.padding, module.dilation)
+        sizes = map(_pair, (module.kernel_size, module.stride, module.padding, module.dilation))
         same = other.dtype is input.dtype and other.device == input.device
-        return same and tuple(other.shape) == _shape_of_result(input.shape, *window)
+        return same and tuple(other.shape) == _shape_of_result(input.shape, module.out_channels, *sizes)
 
     def activated(self, name: str, in_place: bool) -> Tensor:
         result = self._with(name)
@@ -391,6 +386,11 @@ def settled(results: Any) -> Any:
     promises.
     """
     return mapped(results, _Promise.value, of_type=_Promise)
+
+
+def _pair(sizes: Any) -> Sizes:
+    """The vertical and the horizontal size. A program may set an attribute of a convolution to a list or a number."""
+    return (sizes, sizes) if isinstance(sizes, int) else tuple(sizes)
 
 
 @lru_cache(maxsize=4096)

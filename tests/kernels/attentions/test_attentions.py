@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rooftop.cost import CountingMode
 from rooftop.kernels import attention, attention_plan, merge_attention_states
+from rooftop.kernels.attentions import attentions
 from rooftop.kernels.attentions import plans as attention_plans
 from rooftop.testing import assert_as_accurate
 
@@ -248,6 +249,26 @@ def test_what_is_disabled_is_not_chosen(plan_on: Callable[..., Any]) -> None:
         assert plan_on().backend == "flash"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("positions", [64, 300])
+def test_the_layout_of_gradients_does_not_depend_on_settings(
+    positions: int, monkeypatch: pytest.MonkeyPatch, plan_on: Callable[..., Any]
+) -> None:
+    """A program may be traced with other settings than it runs with."""
+    plan_on((9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    q = torch.empty(2, 3, positions, 64, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(
+        attentions,
+        "plan_of",
+        lambda shape, _, *rest, **options: attention_plans.plan_of(shape, torch.device("cuda"), *rest, **options),
+    )
+    strides = []
+    for backends in (list(BACKENDS.values()), [SDPBackend.MATH], [SDPBackend.EFFICIENT_ATTENTION]):
+        with sdpa_kernel(backends):
+            strides.append([each.stride() for each in attentions._gradients_of(q, q, q, None, False)])
+    assert strides[0] == strides[1] == strides[2]
 
 
 def test_the_plan_of_a_call_on_the_cpu() -> None:

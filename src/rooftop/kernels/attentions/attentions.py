@@ -324,7 +324,7 @@ class AttentionBackward(NamedTuple):
             if dlse is not None:
                 dout, out = _with_lse_gradient(dout, dlse, out)
             found = _backward(plan.backend, dout, *self[2:6], out, *self[7:])
-        targets = _gradients_of(plan.backend, query, key, value)
+        targets = _gradients_of(query, key, value, mask, is_causal)
         dquery, dkey, dvalue = (_laid_out(t, target) for t, target in zip(found[:3], targets, strict=True))
         return dquery, dkey, dvalue, _mask_gradient(found[3], mask if mask_gradient else None, query)
 
@@ -332,8 +332,7 @@ class AttentionBackward(NamedTuple):
         query, key, value, mask = self[2:6]
         shape = mask.shape if mask is not None and self.mask_gradient else (0,)
         dmask = query.new_empty(shape, dtype=_mask_dtype(mask, query))
-        plan = plan_of(shape_of(query, key, value, mask, self.is_causal), query.device, "backward")
-        return *_gradients_of(plan.backend, query, key, value), dmask
+        return *_gradients_of(query, key, value, mask, self.is_causal), dmask
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
         """Flops: the products for scores and for gradients of queries, keys, values and weights. Each pair adds 6 for
@@ -355,9 +354,13 @@ _attention_backward = declare(
 )
 
 
-def _gradients_of(backend: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the gradients of the three tensors: in the order of each, or as the back end lays out its results."""
-    if backend == "efficient":
+def _gradients_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients of the three tensors: in the order of each, or as the usual back end lays out its
+    results. It does not depend on settings, which may change between the trace of a program and its run."""
+    plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "backward", settings=False)
+    if plan.backend == "efficient" and key.shape[1] == query.shape[1]:
         return _by_positions(query), _by_positions(key), _by_positions(value)
     return like_rows(query), like_rows(key), like_rows(value)
 

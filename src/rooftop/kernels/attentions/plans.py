@@ -82,15 +82,18 @@ class AttentionPlan:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def plan_of(shape: Shape, device: torch.device, direction: Direction) -> AttentionPlan:
-    """The plan for a call on that device. It excludes back ends that `torch.nn.attention.sdpa_kernel` disables."""
+def plan_of(shape: Shape, device: torch.device, direction: Direction, settings: bool = True) -> AttentionPlan:
+    """The plan for a call on that device.
+
+    With `settings`, it excludes back ends that PyTorch's settings disable, such as `torch.nn.attention.sdpa_kernel`.
+    """
     if device.type != "cuda":
         return AttentionPlan("reference", f"on {device.type}")
     capability = _capability(device)
     rule = next(rule for rule in RULES if rule.direction == direction and _applies(rule, shape, capability))
     refused: dict[str, str] = {}
     for place, name in enumerate(rule.order):
-        why = _refusal(name, shape, capability)
+        why = _refusal(name, shape, capability, settings)
         if why is None:
             reason = "fastest by the table" if place == 0 else "fastest by the table of those that support this call"
             return AttentionPlan(name, reason, refused)
@@ -109,14 +112,15 @@ def _applies(rule: Rule, shape: Shape, capability: tuple[int, int]) -> bool:
     )
 
 
-def _refusal(name: str, shape: Shape, capability: tuple[int, int]) -> str | None:
+def _refusal(name: str, shape: Shape, capability: tuple[int, int], settings: bool) -> str | None:
     """The reason why a back end cannot compute a call; None if it can."""
     for asks, why in _LIMITS[name]:
-        if not asks(shape, capability):
+        if (settings or why not in _BY_SETTINGS) and not asks(shape, capability):
             return why
     return None
 
 
+_DISABLED, _NOT_DETERMINISTIC = _BY_SETTINGS = "it is disabled", "it is not deterministic"
 Limit = tuple[Callable[[Shape, tuple[int, int]], bool], str]
 
 _NOT_EMPTY: Limit = (lambda s, c: 0 not in (*s.query, s.key_heads, s.keys, s.value_features), "there is nothing to do")
@@ -127,23 +131,23 @@ _SAME_FEATURES: Limit = (lambda s, c: s.query[3] == s.value_features, "values mu
 
 _LIMITS: dict[str, tuple[Limit, ...]] = {
     "flash": (
-        (lambda s, c: torch.backends.cuda.flash_sdp_enabled(), "it is disabled"),
+        (lambda s, c: torch.backends.cuda.flash_sdp_enabled(), _DISABLED),
         (lambda s, c: torch.backends.cuda.is_flash_attention_available(), "PyTorch was built without it"),
         (lambda s, c: c >= (8, 0), "it needs compute capability 8.0"),
         *(_NOT_EMPTY, _HALF, _UNMASKED, _SQUARE, _SAME_FEATURES),
         (lambda s, c: s.query[3] <= 256, "it takes up to 256 features"),
     ),
     "cudnn": (
-        (lambda s, c: torch.backends.cuda.cudnn_sdp_enabled(), "it is disabled"),
+        (lambda s, c: torch.backends.cuda.cudnn_sdp_enabled(), _DISABLED),
         (lambda s, c: torch.backends.cudnn.is_available(), "there is no cuDNN"),
         (lambda s, c: c >= (8, 0), "it needs compute capability 8.0"),
-        (lambda s, c: not torch.are_deterministic_algorithms_enabled(), "it is not deterministic"),
+        (lambda s, c: not torch.are_deterministic_algorithms_enabled(), _NOT_DETERMINISTIC),
         *(_NOT_EMPTY, _HALF, _UNMASKED, _SQUARE, _SAME_FEATURES),
         (lambda s, c: s.query[3] <= 128, "it takes up to 128 features"),
         (lambda s, c: min(s.query[2], s.keys) >= 64, "it needs 64 positions or more"),
     ),
     "efficient": (
-        (lambda s, c: torch.backends.cuda.mem_efficient_sdp_enabled(), "it is disabled"),
+        (lambda s, c: torch.backends.cuda.mem_efficient_sdp_enabled(), _DISABLED),
         *(_NOT_EMPTY, (lambda s, c: s.dtype != torch.float64, "it needs single or half precision")),
     ),
 }

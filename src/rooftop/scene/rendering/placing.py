@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rooftop.launch.warp_launch import Launches, launch_warp
 from rooftop.scene.instances import GROWTH, REMOVED, Instances
 from rooftop.scene.rendering import buffers, init_context
+from rooftop.scene.rendering.host_rows import HostRows
 from rooftop.scene.rendering.uploads import Meshes, Uploaded
 
 ROWS_AT_ONCE = 2**20  # most rows of 112 bytes per copy; host and device each hold a buffer of this size
@@ -44,15 +45,7 @@ class Placed:
         self._tensors = {name: torch.empty(0, *row, dtype=of, device=device) for name, (of, row) in WIDTHS.items()}
         self._version = self._sent = 0
         self._framed = 0  # number of instances in the previous frame
-        self._few = self._rows(FEW_ROWS)
-        self._few_rows = self._few.numpy()
-        # a GPU reads pinned memory at the address that it has on the host
-        self._few_there = wp.array(
-            ptr=self._few.data_ptr(),
-            dtype=wp.float64,
-            shape=tuple(self._few.shape),
-            device=wp.device_from_torch(device),
-        )
+        self._few = HostRows((1 + FEW_ROWS, init_context.SENT), torch.float64, device)
         self._launches = Launches(device)
 
     def update(self, instances: Instances, meshes: Meshes) -> None:
@@ -83,24 +76,24 @@ class Placed:
         self._tensors["instance_mesh"][self._sent :] = REMOVED
 
     def _send(self, instances: Instances, rows: NDArray[np.int64]) -> None:
-        """Send rows to the device in one piece; a kernel scatters them into place."""
+        """Send rows to the device in one piece, after a row about all of them; a kernel scatters them into place."""
         count = len(rows)
         few = count <= FEW_ROWS
-        # The previous rows were read, because the host has received the counters of their frame.
-        here = self._few if few else self._rows(count)
-        sent = self._few_rows if few else here.numpy()
+        if few:
+            self._few.wait()
+            sent = self._few.rows
+        else:
+            on_gpu = self.device.type == "cuda"
+            here = torch.empty(1 + count, init_context.SENT, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
+            sent = here.numpy()
         sent[0, :3] = count, self.frame, self._framed
         sent[1 : 1 + count, 0], sent[1 : 1 + count, 1] = rows, instances.mesh_of[rows]
         sent[1 : 1 + count, 2:] = instances.transforms[rows].reshape(-1, 16)[:, :12]
         scene = self.resident.values, self._origins
         threads = min(1 << (count - 1).bit_length(), MOST_THREADS)  # rounded to one of few values: see `Launches`
         if few:
-            self._launches(init_context.put_instances, threads, *scene, self._few_there, threads)
+            self._launches(init_context.put_instances, threads, *scene, self._few.there, threads)
+            self._few.launched()
         else:
             there = here.to(self.device, non_blocking=True)
             launch_warp(init_context.put_instances, (threads,), *scene, there, threads, device=self.device)
-
-    def _rows(self, count: int) -> torch.Tensor:
-        """Host memory for rows to send: a row about all others, and `count` rows."""
-        on_gpu = self.device.type == "cuda"
-        return torch.empty(1 + count, init_context.SENT, dtype=torch.float64, device="cpu", pin_memory=on_gpu)

@@ -9,6 +9,7 @@ import torch
 import warp as wp
 
 from rooftop.launch.warp_launch import Launches
+from rooftop.scene.rendering.host_rows import HostRows
 from rooftop.scene.streaming import admission
 from rooftop.scene.streaming.page_graph import Ints
 
@@ -25,17 +26,13 @@ class PageTable:
     """
 
     def __init__(self, pages: int, words: torch.Tensor) -> None:
-        device, on_gpu = words.device, words.device.type == "cuda"
+        device = words.device
         self.page_at = torch.full((pages,), -1, dtype=torch.int64, device=device)
         self.refused = torch.zeros(1, dtype=torch.int32, device=device)
-        shape = (MOST_ROWS, admission.COLUMNS)
-        self._here = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        self._rows = HostRows((MOST_ROWS, admission.COLUMNS), torch.int64, device)
         self._votes = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
-        self._rows = self._here.numpy()
-        self._read = torch.cuda.Event() if on_gpu else None
-        # a GPU reads pinned memory at the address that it has on the host
-        arriving = wp.array(ptr=self._here.data_ptr(), dtype=wp.int64, shape=shape, device=wp.device_from_torch(device))
-        self._arrays = (wp.from_torch(words), arriving, *map(wp.from_torch, (self._votes, self.page_at, self.refused)))
+        tensors = (self._votes, self.page_at, self.refused)
+        self._arrays = (wp.from_torch(words), self._rows.there, *map(wp.from_torch, tensors))
         self._launches = Launches(device)
 
     def tell(self, pages: Ints, write: Callable[[Ints, Ints], None]) -> None:
@@ -48,9 +45,7 @@ class PageTable:
         for first in range(0, len(pages), MOST_ROWS):
             some = pages[first : first + MOST_ROWS]
             count = next(each for each in COUNTS if each >= len(some))
-            if self._read is not None:
-                self._read.synchronize()  # usually the kernel has read the rows long ago
-            write(some, self._rows[:count])
+            self._rows.wait()
+            write(some, self._rows.rows[:count])
             self._launches(admission.admit_pages, count * admission.LANES, *self._arrays)
-            if self._read is not None:
-                self._read.record(torch.cuda.current_stream(self.page_at.device))
+            self._rows.launched()

@@ -1,0 +1,52 @@
+"""Rows in host memory that kernels read. For few rows, a copy to the device would take the host longer."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import warp as wp
+from torch import Tensor
+
+
+class HostRows:
+    """Rows that the host writes and a kernel reads.
+
+    PyTorch's allocator does not know of the reads. So memory that is no longer needed is kept, and the next `HostRows`
+    with the same shape takes it.
+
+    Attributes:
+        rows: the rows, as an array of NumPy. Call `wait` before you write.
+        there: the same rows, as an array of Warp on the device.
+    """
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        kept = _kept.setdefault((shape, dtype, device), [])
+        self._read: torch.cuda.Event | None
+        try:
+            memory, self._read = kept.pop()
+        except IndexError:
+            memory = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=on_gpu)
+            self._read = torch.cuda.Event() if on_gpu else None
+        self._device = device
+        self.rows: Any = memory.numpy()
+        # a GPU reads pinned memory at the address that it has on the host
+        self.there: Any = wp.array(
+            ptr=memory.data_ptr(), dtype=wp.dtype_from_torch(dtype), shape=shape, device=wp.device_from_torch(device)
+        )
+        weakref.finalize(self, kept.append, (memory, self._read))
+
+    def wait(self) -> None:
+        """Wait until the kernels that were launched before `launched` have read the rows: usually long ago."""
+        if self._read is not None:
+            self._read.synchronize()
+
+    def launched(self) -> None:
+        """Note that kernels that read the rows were launched on the current stream."""
+        if self._read is not None:
+            self._read.record(torch.cuda.current_stream(self._device))
+
+
+_kept: dict[tuple[Any, ...], list[tuple[Tensor, torch.cuda.Event | None]]] = {}
