@@ -272,9 +272,10 @@ class _Activating:
 
 def _computed(module: nn.Conv2d, input: Tensor, residual: Tensor | None, activation: str | None) -> Tensor:
     padding: Any = module.padding
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")  # `module.weight` takes longer
     return conv_act(
-        input, module.weight, module.bias, residual, stride=module.stride, padding=padding, dilation=module.dilation,
-        groups=module.groups, activation=activation,
+        input, module.weight if weight is None else weight, module.bias if bias is None else bias, residual,
+        stride=module.stride, padding=padding, dilation=module.dilation, groups=module.groups, activation=activation,
     )  # fmt: skip
 
 
@@ -390,6 +391,8 @@ def settled(results: Any) -> Any:
 
 def _pair(sizes: Any) -> Sizes:
     """The vertical and the horizontal size. A program may set an attribute of a convolution to a list or a number."""
+    if type(sizes) is tuple:
+        return sizes
     return (sizes, sizes) if isinstance(sizes, int) else tuple(sizes)
 
 
