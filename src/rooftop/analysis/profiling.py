@@ -9,8 +9,8 @@ There are several kinds of runs, because each disturbs something (see `instrumen
    cannot be labelled (PyTorch does not run compiled code under a mode): its operators come from the profiler and the
    compiler (see `compiled`).
 
-The first kind is repeated between the others. This way all kinds of runs see the machine in a similar state. If the
-machine's speed changes, the interval of the wall time becomes wider.
+Runs of the first kind are repeated between runs of the other kinds, so that all kinds see the machine in a similar
+state. If the machine's speed changes, the interval of the wall time becomes wider.
 """
 
 from __future__ import annotations

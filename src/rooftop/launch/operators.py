@@ -14,7 +14,7 @@ rest:
     swiglu = declare("swiglu", Swiglu)  # torch.ops.rooftop.swiglu; called as a function of (gate, up)
 
 `torch.library.custom_op` does the same, but its checks at every call (of aliasing, mutation, versions) take the host
-longer than launching the kernel. The dispatcher, too, takes longer than a launch (see fast_path.py).
+longer than launching the kernel. The dispatcher also takes longer than a launch (fast_path.py).
 """
 
 from __future__ import annotations

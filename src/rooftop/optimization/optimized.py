@@ -323,7 +323,7 @@ class _State:
         return [(tensor.dtype, tensor.device) for tensor in self.tensors]
 
     def _as_it_was(self) -> bool:
-        """Whether the attributes, parameters, buffers and submodules of all modules are still the same objects as when
+        """Whether all modules still have the objects (attributes, parameters, buffers, submodules) that they had when
         the model was proven.
         """
         if list(map(len, self.dicts)) != self.sizes:

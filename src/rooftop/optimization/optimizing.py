@@ -58,10 +58,10 @@ def optimize(
             gradients.
         loss: computes the loss from the output. None: an output of one element is the loss; other outputs get fixed
             random gradients.
-        optimizer: the optimizer of the step, which is optimized, too. Create learning rate schedulers afterwards, and
-            pass them `Optimized.optimizer`.
-        shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension get the
-            new first dimension, too.
+        optimizer: the optimizer of the step. It is optimized with the model. Create learning rate schedulers
+            afterwards, for `Optimized.optimizer`.
+        shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension also get
+            the new first dimension.
         rules: names of rules or your own (`rooftop.rewrites.Rule`); None: all except those that lower the precision.
         exact: keep only rules whose results are identical bit for bit.
         min_gain: smallest gain for which a rule is kept, as a share of a step.

@@ -257,8 +257,11 @@ class _Computing:
 
 
 class _Activating:
-    """The forward of an activation that follows a convolution. `functional.relu(promise)` computes the same, but
-    PyTorch's search for the method of the promise takes several microseconds."""
+    """The forward of an activation that follows a convolution.
+
+    The activation's own forward would compute the same. But PyTorch would first look up `__torch_function__`, which
+    takes several microseconds.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -124,7 +124,7 @@ def _insert_sites(sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tenso
 
 
 def _table(keys: int, device: torch.device) -> Tensor:
-    """An empty table with room for `keys` keys: with all of them it is at most half full."""
+    """An empty table that is at most half full after `keys` keys are inserted."""
     slots = 1 << (2 * max(keys, 1) - 1).bit_length()
     if slots > MAX_SLOTS:
         raise ValueError(f"a table of {keys} sites exceeds the limit of {MAX_SLOTS // 2}: split the batch")

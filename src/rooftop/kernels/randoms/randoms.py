@@ -3,8 +3,8 @@
 So an element gets the same number bit for bit, on any device and however the tensor is sharded. A dropout mask need not
 be kept, because backward computes it again. `words.py` explains the computation.
 
-The operators are bound by integer arithmetic. Ten rounds of two 64-bit products give the numbers of four elements if
-positions and sizes are multiples of four, else of one element.
+The operators are bound by integer arithmetic: ten rounds of two 64-bit products. One such computation gives the numbers
+of four elements if positions and sizes are multiples of four. Otherwise it gives the number of one element.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ class Placed:
         self._tensors["instance_mesh"][self._sent :] = REMOVED
 
     def _send(self, instances: Instances, rows: NDArray[np.int64]) -> None:
-        """Send rows to the device in one piece, after a row about all of them; a kernel scatters them into place."""
+        """Send rows to the device in one piece. The first row says how many follow, and a kernel writes these to their
+        places."""
         count = len(rows)
         few = count <= FEW_ROWS
         if few:

@@ -274,10 +274,11 @@ def admit_pages(
     page_at: wp.array(dtype=wp.int64),
     refused: wp.array(dtype=wp.int32),
 ):
-    """Store the position of each valid page, and the highest number of an invalid page plus one.
+    """Store the position of each valid page in `page_at`. If a page is invalid, store its number plus one in `refused`,
+    which keeps the highest.
 
-    LANES threads check a page together. Each adds its vote to the page's number of votes, and the last one decides.
-    Rows without a page are skipped. `votes` is 0 between launches.
+    LANES threads check a page together. Each thread adds its vote to the page's element of `votes`. The thread that
+    votes last decides, and resets the element to 0. Rows without a page are skipped.
     """
     k = wp.tid() // LANES
     page = arriving[k, PAGE]
