@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import queue
 import re
 import signal
 import threading
@@ -233,6 +235,25 @@ def test_a_file_that_hangs_while_it_is_read_is_an_error_of_its_item(monkeypatch:
     assert report.errors == 1
     assert len(ended) >= 2
     assert not any(ended)
+
+
+def test_a_worker_ends_while_its_pipe_is_full_and_held_by_another_process() -> None:
+    """The target may have forked a process that holds the worker's end of the pipe, and reads nothing."""
+    worker = local_workers._Worker.__new__(local_workers._Worker)
+    worker.connection, held = multiprocessing.Pipe()
+    worker._outbox = queue.SimpleQueue()
+    worker.process = multiprocessing.get_context("spawn").Process()  # has not started: it is not alive
+    worker._sender = threading.Thread(target=worker._send, args=(bytes(1 << 24),), daemon=True)
+    worker._sender.start()
+    worker._sender.join(0.5)
+    assert worker._sender.is_alive()  # the pipe is full
+    ending = threading.Thread(target=worker.end, daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive()
+    assert not worker._sender.is_alive()
+    assert worker.connection.closed
+    held.close()
 
 
 def test_a_worker_that_is_killed_loses_and_doubles_nothing(workers: Workers) -> None:

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -271,7 +272,10 @@ class _Worker:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        # The thread must not use the pipe's number any more: the next worker's pipe may get the same number.
+        # The thread must not use the pipe's number any more: the next worker's pipe may get the same number. A process
+        # that the target has forked may hold the other end open, so only a shutdown surely ends a send.
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe, suppress(OSError):
+            pipe.shutdown(socket.SHUT_RDWR)
         self._outbox.put(None)
         self._sender.join()
         self.connection.close()
