@@ -19,7 +19,7 @@ from rooftop.cli.trained_models import engine_of, seeded
 from rooftop.errors import InputError
 from rooftop.media import VideoReader, VideoWriter
 from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_frame_network
-from rooftop.models.conv_lstm.network import States
+from rooftop.models.conv_lstm.layer import States
 from rooftop.models.conv_lstm.video import Continuation, continue_clip, load_next_frame_network
 
 MAX_SIDE = 16384  # libx264's limit in pixels

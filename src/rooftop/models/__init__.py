@@ -1,8 +1,8 @@
 """Models with the state dicts and weights of other libraries, and their inputs: photographs and point clouds."""
 
 from rooftop.models.conv_lstm.keras_weights import load_keras_weights
+from rooftop.models.conv_lstm.layer import ConvLSTM2D
 from rooftop.models.conv_lstm.network import (
-    ConvLSTM2D,
     NextFrameNetwork,
     colour_next_frame_network,
     next_frame_network,

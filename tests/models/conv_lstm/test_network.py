@@ -32,7 +32,8 @@ from rooftop.models import (
     next_frame_network,
     predict_frames,
 )
-from rooftop.models.conv_lstm import network as conv_lstm
+from rooftop.models.conv_lstm import layer as conv_lstm
+from rooftop.models.conv_lstm.network import FramesConvolution
 
 keras = pytest.importorskip("keras")
 pytest.importorskip("h5py")
@@ -488,7 +489,7 @@ def test_all_steps_at_once_are_the_steps_one_by_one() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_the_head_is_a_convolution_in_three_dimensions(steps: int) -> None:
-    head = conv_lstm.FramesConvolution(3, 2).double()
+    head = FramesConvolution(3, 2).double()
     x = frames(2, 3, steps, 5, 6).double().requires_grad_()
     inputs = [x, head.weight, head.bias]
     expected = nn.functional.conv3d(*inputs, padding=1)

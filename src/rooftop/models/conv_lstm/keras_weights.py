@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.errors import InputError, MissingExtraError, WeightsError
-from rooftop.models.conv_lstm.network import ConvLSTM2D
+from rooftop.models.conv_lstm.layer import ConvLSTM2D
 from rooftop.models.weights.dialects import Converted
 from rooftop.models.weights.files import load_into
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from rooftop.errors import ModelRunError, WeightsError
 from rooftop.models.conv_lstm.keras_weights import as_torch, read_keras_weights
-from rooftop.models.conv_lstm.network import LAST, NextFrameNetwork, predict_frames
+from rooftop.models.conv_lstm.layer import LAST
+from rooftop.models.conv_lstm.network import NextFrameNetwork, predict_frames
 from rooftop.models.loading import KERAS, load
 from rooftop.models.weights.dialects import NEXT_FRAME, converted
 from rooftop.models.weights.files import read_weights, weights_file
