@@ -7,7 +7,7 @@
 
 The worker forks the processes before it uses its GPU, so they start at once. Each process has at most two tasks of a
 few items each. It writes decoded tensors into memory that it shares with the worker, and sends the rest through a pipe.
-A thread of the worker copies the tensors out and hands out new tasks.
+A thread of the worker copies a task's tensors out, all at once, and hands out new tasks.
 
 If a process dies, a new process takes its place, and its items are retried one by one. An item that kills three
 processes is a failure. If the worker ends, its decoding processes end within a second.
@@ -22,6 +22,7 @@ import os
 import pickle
 import selectors
 import signal
+import struct
 import threading
 import time
 import warnings
@@ -53,6 +54,7 @@ MOST_BYTES = 2 << 30  # approximate limit on the bytes that a worker's processes
 DEATHS = 3  # number of processes that an item may kill
 PARENT_S = 0.5  # seconds between two checks that the worker still runs
 ALIGNMENT = 64
+END = struct.Struct("q")  # ends each result: bytes of the arena that its tensors occupy
 NICE = 5  # lower priority than the worker, which shares the cores and must react at once to results and the GPU
 MOST_FILES = 65536  # limit on the files that a worker may have open when it forks
 
@@ -261,7 +263,7 @@ class Decoders:
             return
         half, task = process.tasks.popleft()
         arena = np.frombuffer(process.arena, np.uint8, HALF_BYTES, half * HALF_BYTES)
-        reader = _Reader(io.BytesIO(content), arena, self._pinned)
+        reader = _Reader(content, arena, self._pinned)
         found: list[Decoded] = reader.load()
         self._idle_deaths = 0
         seconds, size = sum(each.seconds for each in found) / len(task), reader.copied // len(task)
@@ -334,7 +336,9 @@ def _work(connection: Connection, arena: mmap.mmap, decode: Callable[[Item], Any
         while True:
             half, items = connection.recv()
             file = io.BytesIO()
-            _Writer(file, halves[half]).dump([_whole(decode, item) for item in items])
+            writer = _Writer(file, halves[half])
+            writer.dump([_whole(decode, item) for item in items])
+            file.write(END.pack(writer.end))
             connection.send_bytes(file.getbuffer())
     os._exit(0)
 
@@ -353,11 +357,15 @@ def _end_with(worker: int) -> None:
 
 
 class _Writer(pickle.Pickler):
-    """A pickler that writes tensors to the arena if they fit there."""
+    """A pickler that writes tensors to the arena if they fit there.
+
+    Attributes:
+        end: bytes of the arena that tensors occupy.
+    """
 
     def __init__(self, file: io.BytesIO, arena: Any) -> None:
         super().__init__(file, protocol=5)
-        self._arena, self._end = arena, 0
+        self._arena, self.end = arena, 0
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) is not Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
@@ -365,24 +373,30 @@ class _Writer(pickle.Pickler):
         if value.is_quantized or value.requires_grad or not value.numel():
             return None
         content = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-        first = self._end
+        first = self.end
         if first + len(content) > len(self._arena):
             return None
         np.copyto(self._arena[first : first + len(content)], content)
-        self._end += -(-len(content) // ALIGNMENT) * ALIGNMENT
+        self.end += -(-len(content) // ALIGNMENT) * ALIGNMENT
         return first, len(content), value.dtype, tuple(value.shape)
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that copies tensors out of the arena."""
+    """An unpickler whose tensors are parts of one copy of a task's part of the arena.
 
-    def __init__(self, file: io.BytesIO, arena: Any, pinned: bool) -> None:
-        super().__init__(file)
-        self._arena, self._pinned, self.copied = arena, pinned, 0
+    A copy for each tensor would be slower: each one releases the GIL, and waits for it again while the worker's main
+    thread computes.
+
+    Attributes:
+        copied: bytes that were copied.
+    """
+
+    def __init__(self, content: bytes, arena: Any, pinned: bool) -> None:
+        super().__init__(io.BytesIO(content))
+        (self.copied,) = END.unpack_from(content, len(content) - END.size)
+        self._tensors = torch.empty(self.copied, dtype=torch.uint8, pin_memory=pinned and self.copied > 0)
+        np.copyto(self._tensors.numpy(), arena[: self.copied])
 
     def persistent_load(self, place: Any) -> Tensor:
         first, size, dtype, shape = place
-        own = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-        np.copyto(own.numpy(), self._arena[first : first + size])
-        self.copied += size
-        return own.view(dtype).reshape(shape)
+        return self._tensors[first : first + size].view(dtype).reshape(shape)

@@ -44,6 +44,7 @@ MOST_STARTS = 3  # the run fails after this many failed starts
 MOST_THREADS = 16  # maximum decoding threads of a worker, each of which may hold a whole photograph
 MOST_DECODERS = 32  # maximum decoding processes of a worker
 CORES_OF_TORCH = 4  # in a worker with decoding processes, torch gets one thread per this many cores
+SWITCH_S = 0.0005  # most seconds that a worker's thread waits for the GIL: its decoding threads run often, but shortly
 PATIENCE_S = 5.0  # seconds that a worker gets to exit by itself
 
 
@@ -337,6 +338,7 @@ def _work(connection: Connection, status: Any, division: Division, number: int, 
     """Do chunks until the parent sends None or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # output of the target goes to stderr, not among the results
+    sys.setswitchinterval(SWITCH_S)
     starting = _Starting(started)
     starting.did("process")
     try:

@@ -8,6 +8,7 @@ from rooftop.scene.rendering.buffers import LENS_FRAME, Frame, Resident, Views
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 SENT = 14  # columns of a changed instance: its number, its mesh, and its 3 x 4 transform from object to world
+Place = wp.types.vector(length=12, dtype=wp.float64)  # a 3 x 4 transform, row by row
 SLACK = wp.constant(wp.float64(1.0 + 1e-6))  # factor by which a scale is rounded up
 
 
@@ -32,35 +33,43 @@ COUNT, FRAME, FRAMED = (wp.constant(column) for column in range(3))
 
 
 @wp.func
-def keep_place(resident: Resident, sent: wp.array2d(dtype=wp.float64), row: wp.int32):
+def keep_place(resident: Resident, frame: wp.int32, framed: wp.int32, row: wp.int32):
     """Store the current transform of an instance as its previous one, unless an earlier update for this frame did
     so."""
-    frame = wp.int32(sent[0, FRAME])
-    if row >= wp.int32(sent[0, FRAMED]):
+    if row >= framed:
         resident.instance_moved[row] = -1
     elif resident.instance_moved[row] != frame:
+        place = Place()
+        for k in range(12):
+            place[k] = resident.instance_to_world[row, k]
         resident.instance_moved[row] = frame
         for k in range(12):
-            resident.instance_before[row, k] = resident.instance_to_world[row, k]
+            resident.instance_before[row, k] = place[k]
 
 
 @wp.func
 def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), i: wp.int32):
-    """Write the changed instance of a sent row."""
+    """Write the changed instance of a sent row. All loads come before the first store: `sent` may be host memory, and
+    a load after a store waits for the one before it."""
+    frame = wp.int32(sent[0, FRAME])
+    framed = wp.int32(sent[0, FRAMED])
     row = wp.int32(sent[i, 0])
     mesh = wp.int32(sent[i, 1])
+    linear = wp.mat33d()
+    shift = wp.vec3d()
+    for axis in range(3):
+        for inner in range(3):
+            linear[axis, inner] = sent[i, 2 + 4 * axis + inner]
+        shift[axis] = sent[i, 2 + 4 * axis + 3]
     resident.instance_mesh[row] = mesh
     if mesh >= 0:
-        keep_place(resident, sent, row)
-        linear = wp.mat33d()
+        keep_place(resident, frame, framed, row)
         for axis in range(3):
-            shift = sent[i, 2 + 4 * axis + 3]
+            moved = shift[axis]
             for inner in range(3):
-                part = sent[i, 2 + 4 * axis + inner]
-                linear[axis, inner] = part
-                shift += part * origins[mesh, inner]
-                resident.instance_to_world[row, 4 * axis + inner] = part
-            resident.instance_to_world[row, 4 * axis + 3] = shift
+                moved += linear[axis, inner] * origins[mesh, inner]
+                resident.instance_to_world[row, 4 * axis + inner] = linear[axis, inner]
+            resident.instance_to_world[row, 4 * axis + 3] = moved
         stretch = most_stretch(linear) * SLACK
         normals = stretch * wp.transpose(wp.inverse(linear))
         for axis in range(3):

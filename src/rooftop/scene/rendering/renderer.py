@@ -214,7 +214,7 @@ class Renderer:
         if pool is not None:
             if pool.is_new and wait:
                 self._load_first(pool, chain, meshes, pixel_error)
-            pool.begin()
+            pool.begin(drawn=True)
         surfaces = self._surfaces_now() if {"color", "base_color"} & set(outputs) else self._plain
         while True:
             clock = Clock(self.device, timings)
@@ -241,8 +241,8 @@ class Renderer:
             resident = None
             if pool is not None and not wait:
                 resident = pool.resident()
-                pool.begin()  # prepare the next frame now, because the host has time while the device draws
-            answer = pool.requests.read(resident) if pool is not None else None
+                pool.prepare()  # now, because the host has time while the device draws
+            answer = pool.read(resident) if pool is not None else None
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
                 pool.refuse(answer.refused)
@@ -315,8 +315,8 @@ class Renderer:
             pool.requests.send()
             resident = pool.resident()
             if not pool.is_new:
-                pool.begin()  # now, because the host has time while the device culls
-            answer = pool.requests.read(resident)
+                pool.prepare()  # now, because the host has time while the device culls
+            answer = pool.read(resident)
             room = chain.memory.wanted_room(answer.counters)
             if room == chain.memory.room:
                 return answer
@@ -380,6 +380,7 @@ class Renderer:
             *(self._placed.resident, chain.inputs.now, chain.inputs.then, chain.memory, meshes.depth, self._threads),
             *(clock, self.occlusion and chain.memory.canvas.cameras > 0, self.one_sided, self.kernels == "cuda"),
             requests=None if self.pool is None else self.pool.requests,
+            page_table=None if self.pool is None else self.pool.table,
         )
 
     def _draw_maps(self, numbers: tuple[int, ...], meshes: Meshes, pixel_error: float) -> None:
