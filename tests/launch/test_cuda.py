@@ -416,7 +416,7 @@ def test_nothing_is_launched_where_something_is_wrong() -> None:
     assert not launches
     major, minor = torch.cuda.get_device_capability()
     other = "sm_80" if (major, minor) != (8, 0) else "sm_90"
-    with pytest.raises(ValueError, match=rf"compiled for {other}, cuda:0 is sm_{major}{minor}"):
+    with pytest.raises(ValueError, match=rf"compiled for {other}, but cuda:0 is sm_{major}{minor}"):
         cuda.compile(SOURCE, "scale<float>", arch=other).launch(1, 32, x, x, 8, 2.0)
     torch.cuda.synchronize()
 

@@ -220,7 +220,7 @@ def test_moves_take_one_launch_and_count_for_one_frame(cube: Geometry, device: s
     def launched() -> int:
         with count_launches() as launches:
             frame = renderer.render(AHEAD, SHOWN)
-        assert launches["base_pass"] == 1 or (device == "cuda" and len(seen) > 1)  # a replayed graph counts no launches
+        assert sum(count for name, count in launches.items() if name.startswith("base_pass")) == 1
         assert not launches["emit_depth_targets"]
         moves = frame["velocity"].nan_to_num(1.0).abs().amax(-1) > 0
         seen.append(set(frame["instance"][moves].tolist()))

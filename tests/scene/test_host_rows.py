@@ -13,7 +13,7 @@ pytest.importorskip("warp")
 from rooftop.scene.rendering.host_rows import HostRows
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_dropped_memory_goes_to_the_next_rows_of_its_shape(device: str) -> None:
     def made() -> HostRows:
         return HostRows((5, 3), torch.int64, torch.device(device))
