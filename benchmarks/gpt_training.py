@@ -212,7 +212,7 @@ def without_cudnn() -> Iterator[None]:
 
 
 TRIALS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    **{f"chunk {rows}": lambda rows=rows: chunked(rows) for rows in (4096, 8192, 16384)},
+    **{f"chunk {rows}": lambda rows=rows: chunked(rows) for rows in (2048, 8192, 16384)},
     "split": split_gradients,
     "flash": without_cudnn,
 }

@@ -147,9 +147,7 @@ CASES = {
         Case("swin_t", "torchvision", images("torchvision", "swin_t"), (1, 128), 64),
         Case("vit_base_patch16_224", "timm", images("timm", "vit_base_patch16_224"), (1, 128), 64),
         Case("convnext_tiny", "torchvision", images("torchvision", "convnext_tiny"), (1, 128), 64),
-        Case(
-            "efficientnet_b0", "torchvision", images("torchvision", "efficientnet_b0", dropout=0.0), (1, 128), 128
-        ),
+        Case("efficientnet_b0", "torchvision", images("torchvision", "efficientnet_b0", dropout=0.0), (1, 128), 128),
         Case(
             "mobilenet_v3_large", "torchvision", images("torchvision", "mobilenet_v3_large", dropout=0.0), (1, 128), 128
         ),

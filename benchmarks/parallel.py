@@ -11,10 +11,11 @@ FSDP2, the sharded float32 parameters are gathered in bfloat16. Without FSDP2, t
 float32 ones. If each data rank has the whole model ("ddp"), PyTorch sums gradients in bfloat16. Gradients are not
 clipped. Rooftop runs without compilation, and with each block compiled. PyTorch is always compiled, and splits the loss
 (`loss_parallel`). A further PyTorch variant has asynchronous tensor parallelism, and is noted as absent if that does
-not work. "rooftop, trained" is `rooftop.train.GptTrainer`, which makes the steps of `rooftop train gpt`. It reads its
-text and computes the norm of the gradient. "rooftop, halves" computes the halves of a batch alternately. "Replayed" is
-a step from a CUDA graph; for the trainer, the graph has everything except the optimizer. For a small model, where the
-host is the limit, PyTorch also compiles the whole model with CUDA graphs (mode="reduce-overhead").
+not work. "rooftop, trained" is `rooftop.train.GptTrainer`, which makes the steps of `rooftop train gpt`: on one GPU
+with a CUDA graph where that is the command's default. It reads its text and computes the norm of the gradient.
+"rooftop, halves" computes the halves of a batch alternately. "Replayed" is a step from a CUDA graph; for the trainer,
+the graph has everything except the optimizer. For a small model, where the host is the limit, PyTorch also compiles the
+whole model with CUDA graphs (mode="reduce-overhead").
 
     ms, spread         of a step on the slowest rank: the median, and (slowest - fastest) / median
     tflops             TFLOP/s per GPU: matrix products and attention, which counts only the causal half
@@ -469,6 +470,8 @@ def trained(job: Job, config: GptConfig, dtype: torch.dtype, device: torch.devic
         halves=job.variant == TRAINED_HALVES,
         cuda_graph=job.variant in (TRAINED_REPLAYED, TRAINED_HALVES) and not job.small,
     )
+    if job.variant == TRAINED and not case.shared:  # the command's default
+        training = replace(training, cuda_graph=training.is_limited_by_launches(case.layout, device.type))
     tokens = Tokens([whole_text(case, config).numpy()], "random tokens")
     groups = case.layout.process_groups()
     trainer = GptTrainer(training, tokens, case.layout, groups, device, fully_shard=case.shared)

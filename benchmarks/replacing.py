@@ -66,7 +66,9 @@ def row_of(name: str, batch: int, train: bool, device: torch.device, seconds: fl
     given = [moved(each, device, dtype) for each in args]
     named = {key: moved(each, device, dtype) for key, each in kwargs.items()}
     models = dict(variants(model))
-    ways = {key: training(each, given, named) if train else step(each, given, named, None) for key, each in models.items()}
+    ways = {
+        key: training(each, given, named) if train else step(each, given, named, None) for key, each in models.items()
+    }
     for _ in range(5):  # compiles the call and records it for C++
         made = {key: way() for key, way in ways.items()}
     error = max(error_of(made["before"], made[key]) for key in ("after", "all"))

@@ -22,7 +22,7 @@ from rooftop.cli.train import advice
 from rooftop.cost.roofs import roof
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import ceilings_of
-from rooftop.models import GptConfig
+from rooftop.models import GptConfig, gpt_config
 from rooftop.parallel import Layout
 from rooftop.testing import no_waiting_for_gpu
 from rooftop.train import (
@@ -621,6 +621,36 @@ def test_a_graph_is_advised_where_steps_are_far_from_the_roof() -> None:
     assert said(10, 4.2)
     assert not any((said(1, 4.2), said(10, 40.0), said(10, None), said(10, 4.2, "cpu"), said(10, 4.2, graph=True)))
     assert not said(10, 4.2, shared=True)
+
+
+def test_a_graph_is_the_default_where_launches_limit_one_gpu() -> None:
+    small, large = (
+        GptTraining(config=gpt_config(name), length=1024, global_batch=8, micro_batch=8, dtype=torch.bfloat16)
+        for name in ("gpt2", "llama-7b")
+    )
+    assert small.is_limited_by_launches(Layout(), "cuda")
+    assert not small.is_limited_by_launches(Layout(), "cpu")
+    assert not small.is_limited_by_launches(Layout(dp=2), "cuda")
+    assert not replace(small, document_end=3).is_limited_by_launches(Layout(), "cuda")
+    assert not large.is_limited_by_launches(Layout(), "cuda")
+    # GPT-2 needs about 0.86 Gflop for a token of 1024, so a layer needs 1.2 Tflop for 16 sequences and 1.8 for 24
+    assert replace(small, micro_batch=16, global_batch=16).is_limited_by_launches(Layout(), "cuda")
+    assert not replace(small, micro_batch=24, global_batch=24).is_limited_by_launches(Layout(), "cuda")
+    assert not replace(small, dtype=torch.float32).is_limited_by_launches(Layout(), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("word", "replays"), [(None, True), ("--enable-cuda-graph", True), ("--disable-cuda-graph", False)]
+)
+def test_the_command_replays_small_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str | None, replays: bool
+) -> None:
+    (tmp_path / "a.txt").write_text("up and down and " * 40)
+    sizes = ["--num-layers", "1", "--hidden-size", "16", "--seq-length", "16", "--train-iters", "6"]
+    words = ["train", "gpt", "--device", "cuda", "--data-path", str(tmp_path), *sizes, *([word] if word else [])]
+    assert main(words) == 0
+    assert ("a CUDA graph replays forward and backward from step 4 on" in capsys.readouterr().out) == replays
 
 
 def test_the_command_trains_on_a_folder_of_text_and_shows_the_roof(

@@ -46,6 +46,7 @@ from rooftop.train import (
 from rooftop.train.gpt.initial_weights import check_no_training
 from rooftop.train.gpt.metrics import add_lines, kept_lines, metrics_file
 from rooftop.train.gpt.training import DTYPES
+from rooftop.train.replays import WARM_UP
 from rooftop.train.reports.gpt_tensorboard import GptTensorBoard
 from rooftop.train.reports.tensorboard import summary_writer
 from rooftop.train.stopping import INTERRUPTED_STATUS, STOPPED_STATUS, stop_on_signals
@@ -357,7 +358,7 @@ def training_of(
     eod_token: int | None,
     reset_position_ids: bool,
     eod_mask_loss: bool,
-    enable_cuda_graph: bool,
+    enable_cuda_graph: bool | None,
 ) -> GptTraining:
     """The training that the options describe.
 
@@ -415,7 +416,7 @@ def training_of(
             positions=length,
             dropout=dropout,
         )
-    return GptTraining(
+    training = GptTraining(
         config=config,
         length=length,
         global_batch=global_batch_size or micro_batch_size * layout.dp,
@@ -439,8 +440,11 @@ def training_of(
         document_end=eod_token,
         reset_positions=reset_position_ids,
         mask_ends=eod_mask_loss,
-        cuda_graph=enable_cuda_graph,
+        cuda_graph=bool(enable_cuda_graph),
     )
+    if enable_cuda_graph is None and training.is_limited_by_launches(layout, kind):
+        return replace(training, cuda_graph=True)
+    return training
 
 
 def event_files(folder: Path, after: int | None) -> AbstractContextManager[GptTensorBoard]:
@@ -500,6 +504,8 @@ def heading(trainer: GptTrainer, world: World, found: Path | None, validation: V
         f"{trainer.batches.sequences:,} sequences of {training.length:,} tokens in {data}, "
         f"{training.global_batch:,} a step",
     ]
+    if training.cuda_graph:
+        lines.append(f"a CUDA graph replays forward and backward from step {WARM_UP + 1} on")
     if trainer.schedule is not None:
         lines.append(told_schedule(training, trainer.schedule))
     if isinstance(tokens, Mixture):

@@ -203,10 +203,10 @@ def command() -> None:
 )
 @click.option("--recompute", is_flag=True, help="Same as --recompute-granularity full.")
 @click.option(
-    "--enable-cuda-graph",
-    is_flag=True,
+    "--enable-cuda-graph/--disable-cuda-graph",
+    default=None,
     help="Launch forward and backward three times, then replay them from a CUDA graph. Helps if the GPU computes "
-    "layers faster than Python launches them.",
+    "layers faster than Python launches them.  [default: on one GPU, if the layers are that small]",
 )
 @size("--tensor-parallel-size", default=1, show_default=True, help="Number of ranks that share each layer.")
 @click.option(

@@ -51,7 +51,7 @@ from rooftop.launch.symbolic import recorded_whole
 # ---- chunks ----------------------------------------------------------------------------------------------------
 
 MOST_CHUNK_ROWS = 8192  # above this number of rows the matrix products do not get faster
-LEAST_CHUNK_ROWS = 2048  # fewer rows make the products slower, with more passes over the weight's gradient
+LEAST_CHUNK_ROWS = 4096  # fewer rows make the products slower, with more passes over the weight's gradient
 # Up to this many logits form one chunk, since their memory is negligible. On a CPU, PyTorch adds in another order in
 # products of few rows than in products of many rows. With chunks of 3 and 2 rows, half of all random inputs of 5 x 768
 # failed the numerics gate.
@@ -264,7 +264,7 @@ def linear_cross_entropy(
         bias: (V,), same dtype.
         class_weight, ignore_index, label_smoothing, z_loss: as in `cross_entropy`.
         reduction: "mean" or "sum".
-        chunk_size: rows whose logits are computed at a time. None: up to 2^20 logits are one chunk; above, 2048 to 8192
+        chunk_size: rows whose logits are computed at a time. None: up to 2^20 logits are one chunk; above, 4096 to 8192
             rows, chosen so that the logits take as much memory as the weight.
 
     Returns:

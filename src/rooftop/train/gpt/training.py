@@ -27,6 +27,9 @@ from rooftop.train.tokens.mixtures import Mixture
 from rooftop.train.tokens.tokens import Tokens
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+LAUNCHED_FLOPS = 1.5e12
+"""Flops of a layer in a micro-batch, in 16 bits, up to which Python limits a step. Python needs 2 to 3 ms to launch a
+layer's forward and backward, in which an H100 or H200 computes 1 to 1.5e12 flops."""
 DECAYS: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "linear": lambda done: 1 - done,
@@ -231,6 +234,17 @@ class GptTraining:
     def tokens_per_step(self) -> int:
         """The number of tokens per step, summed over all ranks."""
         return self.global_batch * self.length
+
+    def is_limited_by_launches(self, layout: Layout, device: str) -> bool:
+        """Whether one GPU probably computes the layers faster than Python launches them, so that a CUDA graph pays.
+
+        False for several ranks and for documents, whose steps differ.
+        """
+        if torch.device(device).type != "cuda" or layout.world_size > 1 or self.document_end is not None:
+            return False
+        tokens = self.micro_batch * self.length
+        of_layer = self.config.flops_per_token(self.length) * tokens / max(1, self.config.layers)
+        return of_layer < LAUNCHED_FLOPS * (1 if self.dtype.itemsize == 2 else 0.25)
 
     def batches(self, tokens: Tokens | Mixture) -> Batches:
         """Return the batches of sequences of the steps.
