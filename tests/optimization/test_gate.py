@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from rooftop.optimization.draws import Draw
 from rooftop.optimization.gate import Gate, Known, RefusedError
 from rooftop.optimization.outcomes import Outcome, Step
+from rooftop.rewrites.candidates import Candidate
 
 ERROR = 1e-3
 
@@ -48,3 +51,35 @@ def test_results_may_be_off_by_twice_the_original() -> None:
     assert judged({"result 0": 1.9, **gradients(1.0)}) == pytest.approx(0.95, abs=1e-3)
     with pytest.raises(RefusedError, match="result 0 is off by"):
         judged({"result 0": 2.1, **gradients(1.0)})
+
+
+class OrderOfSums(nn.Module):
+    """A linear layer whose sum has another order in every fourth call, as with atomic additions; `swaps` says in which
+    calls."""
+
+    def __init__(self, swaps: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.weight, self.swaps = nn.Parameter(torch.linspace(-1, 100, 33 * 5).sin().view(5, 33)), swaps
+        self.calls = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        products = (x[:, None] * self.weight).unbind(-1)
+        return reduce(torch.add, products[::-1] if self.swaps(self.calls[0]) else products)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_change_may_differ_from_call_to_call_as_the_original_does(swaps: bool) -> None:
+    original = OrderOfSums(lambda call: swaps and call % 4 == 0)
+    given: Any = ((torch.linspace(-2, 300, 33 * 9).cos().view(9, 33),), {})
+    gate = Gate.of(original, Step(False), [Draw("the given inputs", given)], 60.0)
+    assert gate.repeats
+    candidate = Candidate.of(original, None, training=False)
+    candidate.model.swaps = lambda call: call % 2 == 0
+    if not swaps:
+        with pytest.raises(RefusedError, match="two calls with the same inputs give different results"):
+            gate.judge(candidate)
+        return
+    assert gate.judge(candidate) <= 1
+    assert not gate.repeats
+    assert not gate.exact_only
