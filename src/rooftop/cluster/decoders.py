@@ -44,7 +44,7 @@ from rooftop.errors import MissingExtraError, ModelRunError
 from rooftop.hardware.page_faults import keep_memory
 
 HALF_BYTES = 256 << 20  # bytes that a process shares with the worker for one task; only written pages take memory
-TASK_S = 0.02  # seconds of work in a task; sending a task takes only 0.1 ms
+TASK_S = 0.04  # seconds of work in a task; the worker's thread waits for the GIL several times for each task
 TASK_BYTES = 48 << 20  # approximate bytes of a task's tensors
 TASK_ITEMS = 16
 CLIPS_OF_A_TASK = 8  # a task's clips are from one video, so that the process need not seek
