@@ -1,6 +1,6 @@
 """linear_act compared with torch, torch.compile and the bare product, in TFLOP/s of the product.
 
-    python benchmarks/kernels/matmuls.py [--out benchmarks/results/h200/matmuls.json] [--seed 7]
+    python benchmarks/kernels/matmuls.py [--out benchmarks/results/h200/matmuls.json] [--seed 7] [--only 512x4096x4096]
 
 The operator is y = activation(x @ weight.T + bias) + residual in bfloat16, at the listed shapes and three random ones
 (`--seed` repeats them). "linear" is the product with only its bias, the best that a library can do. Variants are
@@ -27,6 +27,7 @@ from rooftop.hardware import Ceilings, compare, measure_ceilings
 from rooftop.hardware.graphs import captured
 from rooftop.hardware.timing import rotated
 from rooftop.kernels import linear_act, linear_act_plan
+from rooftop.launch import repeated_calls
 
 TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda t: t,
@@ -62,13 +63,17 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="seed of the drawn shapes"
     )
+    parser.add_argument("--only", nargs="+", metavar="MxNxK", help="measure only cases of these shapes")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
+    repeated_calls.build()
     ceilings = measure_ceilings("cuda")
     environment = {"device": ceilings.device, "versions": dict(ceilings.versions)}
     rows: list[dict[str, Any]] = []
     for case in (*CASES, *drawn(options.seed)):
+        if options.only and "x".join(map(str, case[:3])) not in options.only:
+            continue
         for backward in (False, True) if case in BOTH_WAYS else (False,):
             rows.append(measure_case(case, backward, ceilings))
             if options.out:
