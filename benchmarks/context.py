@@ -13,7 +13,7 @@ Each GPU has a process. The processes use NCCL and bfloat16. There are three par
                 several
 
 Each figure is the slowest rank's, the median over rounds in which all variants take turns. Before the rounds, one GPU
-does the same work. `efficiency` is the time of one GPU over N times the time of N ranks. The results of all variants
+does the same work. `efficiency` is t1 / (N tN), where t1 is the time of one GPU and tN the time of N ranks. The results of all variants
 are compared with the results of one GPU.
 """
 
@@ -114,7 +114,7 @@ def main() -> int:
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> None:
-    """Add `efficiency` to each row of N ranks: its speed over N times the speed of one rank."""
+    """Add `efficiency` to each row of N ranks: its speed, divided by N times the speed of one rank."""
     alone = {row["case"]: row["ms"] for row in rows if row["ranks"] == 1 and row["variant"].startswith("rooftop")}
     for row in rows:
         if row["ranks"] > 1 and "ms" in row and row["case"] in alone:

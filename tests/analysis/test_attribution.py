@@ -403,7 +403,7 @@ class Interrupted(nn.Module):
 
 
 class Patient(nn.Module):
-    """A module that continues after a module inside it was interrupted."""
+    """A module that continues when a module inside it has been interrupted."""
 
     def __init__(self) -> None:
         super().__init__()

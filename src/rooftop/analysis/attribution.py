@@ -6,7 +6,7 @@ gives its parameter, whose owner is the module.
 Optimizer: hooks around `Optimizer.step`. Work in a closure that is passed to `step` (LBFGS, Lightning) counts as
 forward and backward, not as optimizer.
 
-The same hooks add up each module's inputs and outputs, which its fused roof counts.
+The same hooks add up each module's inputs and outputs, because its fused roof includes them.
 
 A program may drop a model or an optimizer to free its memory. So nothing here keeps a model or an optimizer alive.
 """

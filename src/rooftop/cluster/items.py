@@ -291,7 +291,7 @@ def decoder(decoding: Decoding) -> Callable[[Item], Any]:
     """
     for module in LOADED.get(decoding.kind, ()):
         importlib.import_module(module)
-    readers = threading.local()  # each thread keeps the video that it read last open
+    readers = threading.local()  # each thread keeps open the video that it read last
     decodes: dict[str, Callable[[Item], Any]] = {
         "image": lambda item: _image(item.source),
         "cloud": lambda item: _cloud(item.source, decoding.point_columns),

@@ -1,6 +1,6 @@
 """Copy elements as bits: the elements that a mask selects, or one element to all positions.
 
-Tensors here have a depth's carrier dtype, (..., channels). Copies do not interpret values, so NaNs keep their bits, and
+Tensors here have the shape (..., channels) and the carrier dtype of a depth. Copies do not interpret values, so NaNs keep their bits, and
 unsigned types need no special operators.
 """
 

@@ -240,7 +240,7 @@ def indice_subm_conv(
     """Compute `indice_conv` whose output sites are the input sites.
 
     Raises:
-        ValueError: num_activate_out is not N, or as in `indice_conv`.
+        ValueError: num_activate_out is not N; also the errors of `indice_conv`.
     """
     if num_activate_out != len(features):
         raise ValueError(

@@ -838,7 +838,7 @@ def test_rows_that_there_are_not_are_read_as_none_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.large
 def test_more_than_two_billion_elements_on_a_gpu() -> None:
-    """Each of the last rows is a neighbour of itself, of the first and of the last row."""
+    """Each of the 64 results has two neighbours: the first row of features, and one of the last 64 rows."""
     count = (1 << 24) + 40
     features = torch.zeros(count, 128, device="cuda", dtype=torch.float16)  # 2^31 + 5120 elements
     features[0], features[-64:] = 1, torch.randn(64, 128, device="cuda").half()

@@ -17,7 +17,7 @@ from rooftop.cost.accounting import Call, distinct_bytes, is_sparse, parts, stor
 
 
 def addressed_bytes(dense: Tensor, count: int) -> int:
-    """Bytes of `count` elements of a tensor, and at most the bytes of all its elements."""
+    """Bytes of `count` elements of a tensor, but never more than the bytes of all its elements."""
     return min(count * dense.element_size(), tensor_bytes(dense))
 
 

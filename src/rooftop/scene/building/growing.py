@@ -40,7 +40,7 @@ def _priorities() -> npt.NDArray[np.float64]:
         if new == 0:
             found[state] = 0
         elif one:
-            found[state] = 1  # left for another cluster, an isolated triangle would cost much
+            found[state] = 1  # an isolated triangle would cost much if it were left for another cluster
         elif two >= 2:
             found[state] = 1 + new  # adding it would isolate another triangle
         else:

@@ -41,13 +41,13 @@ Floats = npt.NDArray[np.float32]
 # times that error for 99 of 100 clusters, below 1.3 times for half of them, and 2.6 times for the worst.
 SAFETY = 2.0
 SHRUNK = 0.85  # a group counts as simplified if at most this share of its triangles remains
-NORMAL_EDGES = 0.5  # weight: a normal that is off by 1 counts as much as a vertex that is off by this many mean edges
+NORMAL_EDGES = 0.5  # weight, in mean edges: a normal that is off by 1 counts as much as a vertex that is off by so much
 CELL_SEARCH = 10  # steps of the binary search for the cell size
 # planned share of the 255 vertices of a full cluster: less than 1, because simplified triangles share fewer vertices
 VERTICES_USED = 0.9
-# weight: a colour that is black instead of white counts as much as a vertex that is off by this many mean edges
+# weight, in mean edges: a colour that is black instead of white counts as much as a vertex that is off by so much
 COLOR_EDGES = 0.5
-# weight: a texture that moved by one edge counts as much as a vertex that is off by this many mean edges
+# weight, in mean edges: moving a texture by one edge counts as much as moving a vertex by so much
 UV_EDGES = 0.25
 
 
