@@ -13,8 +13,8 @@ Each GPU has a process. The processes use NCCL and bfloat16. There are three par
                 several
 
 Each figure is the slowest rank's, the median over rounds in which all variants take turns. Before the rounds, one GPU
-does the same work. `efficiency` is t1 / (N tN), where t1 is the time of one GPU and tN the time of N ranks. The results of all variants
-are compared with the results of one GPU.
+does the same work. `efficiency` is t1 / (N tN), where t1 is the time of one GPU and tN the time of N ranks. The results
+of all variants are compared with the results of one GPU.
 """
 
 from __future__ import annotations

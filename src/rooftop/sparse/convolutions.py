@@ -156,8 +156,8 @@ class SparseConvolution(SparseModule):
         out_channels.
 
         Raises:
-            TypeError, ValueError: x is not a tensor of `ndim` dimensions, or the rulebook under `indice_key` has another
-                geometry or other sites; also the errors of `build_rulebook`.
+            TypeError, ValueError: x is not a tensor of `ndim` dimensions, or the rulebook under `indice_key` has
+                another geometry or other sites; also the errors of `build_rulebook`.
             MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
         self._check_input(x)

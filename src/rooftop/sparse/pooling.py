@@ -90,8 +90,8 @@ class SparsePool(SparseModule):
         """Pool x on a grid of `ndim` dimensions. Returns the same batch and channels on the grid of the outputs.
 
         Raises:
-            TypeError, ValueError: x is not a tensor of `ndim` dimensions, or the rulebook under `indice_key` has another
-                geometry or other sites; also the errors of `build_rulebook`.
+            TypeError, ValueError: x is not a tensor of `ndim` dimensions, or the rulebook under `indice_key` has
+                another geometry or other sites; also the errors of `build_rulebook`.
             MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
         _check_input(self, x)
