@@ -302,8 +302,8 @@ def _keywords(found: Target, function: Callable[..., Report]) -> Mapping[str, An
     if own:
         raise TargetError(
             f"{found.name!r} returned the keyword {min(own)!r}, which is also an argument of "
-            f"rooftop.{function.__name__}: return it as a positional argument: in `arguments` of (nn.Module, arguments, "
-            "keywords)"
+            f"rooftop.{function.__name__}: return it as a positional argument: in `arguments` of "
+            "(nn.Module, arguments, keywords)"
         )
     return found.kwargs
 
