@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 from rooftop.cluster import decoders as decoders_module
 from rooftop.cluster import map_items
@@ -69,6 +70,21 @@ def test_what_was_taken_stays_when_the_shared_memory_is_used_again() -> None:
     with decoding(lambda item: torch.full((1000,), int(item.input)), 300) as made:
         found = made.take(300)
     assert [each.value[999].item() for each in found] == list(range(300))
+
+
+def test_a_tensor_that_is_kept_keeps_no_other() -> None:
+    with decoding(lambda item: {"image": torch.zeros(5000), "label": torch.tensor(int(item.input))}, 40) as made:
+        labels = [each.value["label"] for each in made.take(40)]
+    assert [label.item() for label in labels] == list(range(40))
+    assert {label.untyped_storage().nbytes() for label in labels} == {8}
+
+
+@pytest.mark.parametrize("change", [torch.conj, lambda z: z.conj().imag, lambda z: z[::2].mT])
+def test_views_arrive_with_their_values(change: Callable[[Tensor], Tensor]) -> None:
+    with decoding(lambda item: change(int(item.input) + (1 + 2j) * torch.arange(12).view(3, 4)), 20) as made:
+        found = made.take(20)
+    for number, each in enumerate(found):
+        assert torch.equal(each.value, change(number + (1 + 2j) * torch.arange(12).view(3, 4)))
 
 
 def test_a_tensor_larger_than_the_shared_memory_comes_by_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

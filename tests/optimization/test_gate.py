@@ -83,3 +83,33 @@ def test_a_change_may_differ_from_call_to_call_as_the_original_does(swaps: bool)
     assert gate.judge(candidate) <= 1
     assert not gate.repeats
     assert not gate.exact_only
+
+
+class Unsure(nn.Module):
+    """A linear layer that adds 0.5 in the calls that `adds` names, also in float64."""
+
+    def __init__(self, adds: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.weight, self.adds = nn.Parameter(torch.linspace(-1, 100, 33 * 5).sin().view(5, 33)), adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.weight)
+        CALLS.append(len(CALLS))
+        return y + 0.5 if self.adds(len(CALLS)) else y
+
+
+CALLS: list[int] = []
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_a_model_that_differs_by_more_than_the_order_of_sums_allows_only_equal_bits(every: int) -> None:
+    CALLS.clear()
+    original = Unsure(lambda call: call > 20 and call % every == 0)
+    given: Any = ((torch.linspace(-2, 300, 33 * 9).cos().view(9, 33),), {})
+    gate = Gate.of(original, Step(False), [Draw("the given inputs", given)], 60.0)
+    assert gate.repeats
+    CALLS.extend([0] * 20)
+    candidate = Candidate.of(OrderOfSums(lambda call: call % 2 == 0), None, training=False)
+    with pytest.raises(RefusedError, match="differ from call to call, so only bit-identical results count"):
+        gate.judge(candidate)
+    assert gate.exact_only

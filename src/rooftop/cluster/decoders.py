@@ -7,7 +7,7 @@
 
 The worker forks the processes before it uses its GPU, so they start at once. Each process has at most two tasks of a
 few items each. It writes decoded tensors into memory that it shares with the worker, and sends the rest through a pipe.
-A thread of the worker copies a task's tensors out, all at once, and hands out new tasks.
+A thread of the worker copies the tensors out and hands out new tasks.
 
 If a process dies, a new process takes its place, and its items are retried one by one. An item that kills three
 processes is a failure. If the worker ends, its decoding processes end within a second.
@@ -372,7 +372,7 @@ class _Writer(pickle.Pickler):
             return None
         if value.is_quantized or value.requires_grad or not value.numel():
             return None
-        content = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+        content = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
         first = self.end
         if first + len(content) > len(self._arena):
             return None
@@ -382,10 +382,11 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler whose tensors are parts of one copy of a task's part of the arena.
+    """An unpickler that copies tensors out of the arena.
 
-    A copy for each tensor would be slower: each one releases the GIL, and waits for it again while the worker's main
-    thread computes.
+    In pinned memory, the tensors of a task are parts of one copy. A copy for each would be slower: each one releases
+    the GIL, and waits for it again while the worker's main thread computes. Tensors that are not pinned may go to
+    functions of users, which may keep or save one of them. So each of these has its own memory.
 
     Attributes:
         copied: bytes that were copied.
@@ -394,9 +395,17 @@ class _Reader(pickle.Unpickler):
     def __init__(self, content: bytes, arena: Any, pinned: bool) -> None:
         super().__init__(io.BytesIO(content))
         (self.copied,) = END.unpack_from(content, len(content) - END.size)
-        self._tensors = torch.empty(self.copied, dtype=torch.uint8, pin_memory=pinned and self.copied > 0)
-        np.copyto(self._tensors.numpy(), arena[: self.copied])
+        self._arena = arena[: self.copied]
+        self._pinned = _copied(self._arena, pinned=True) if pinned and self.copied else None
 
     def persistent_load(self, place: Any) -> Tensor:
         first, size, dtype, shape = place
-        return self._tensors[first : first + size].view(dtype).reshape(shape)
+        part = slice(first, first + size)
+        own = _copied(self._arena[part]) if self._pinned is None else self._pinned[part]
+        return own.view(dtype).reshape(shape)
+
+
+def _copied(content: Any, pinned: bool = False) -> Tensor:
+    own = torch.empty(len(content), dtype=torch.uint8, pin_memory=pinned)
+    np.copyto(own.numpy(), content)
+    return own

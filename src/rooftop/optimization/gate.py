@@ -185,7 +185,7 @@ class Gate:
         self.random = self.repeats and not _same_bits(first.eager, other)
         if self.random and not self.exact_only and not all(map(_same_draws, self.known)):
             self.exact_only = "the model draws other random numbers in float64, so only bit-identical results count"
-        self._check_sums()
+        self._check_sums(1)
 
     def _repeats_again(self) -> bool:
         """Call the original more often. The order of its atomic additions differs in some calls only, so two calls may
@@ -193,12 +193,12 @@ class Gate:
         given = self.known[0].draw.given
         first, *others = (outcome_of(self.step, self.original, self.original, given) for _ in range(MORE_CALLS))
         self.repeats = all(_same_bits(first, other) for other in others)
-        self._check_sums()
+        self._check_sums(MORE_CALLS)
         return self.repeats
 
-    def _check_sums(self) -> None:
-        """If the original does not repeat its results, check that only the order of sums differs."""
-        if not self.repeats and not self.exact_only and not self._repeats_in_float64():
+    def _check_sums(self, calls: int) -> None:
+        """If the original does not repeat its results, check in float64 that only the order of sums differs."""
+        if not self.repeats and not self.exact_only and not all(self._repeats_in_float64() for _ in range(calls)):
             self.exact_only = "the model's results differ from call to call, so only bit-identical results count"
 
     def _repeats_in_float64(self) -> bool:
@@ -248,8 +248,11 @@ class Gate:
         first = self.known[0]
         again = outcome_of(self.step, candidate.call, model, first.draw.given)
         other = outcome_of(self.step, candidate.call, model, first.draw.given)
-        if self.repeats and not _same_bits(again, other) and self._repeats_again():
-            raise RefusedError("two calls with the same inputs give different results")
+        if self.repeats and not _same_bits(again, other):
+            if self._repeats_again():
+                raise RefusedError("two calls with the same inputs give different results")
+            if self.exact_only:  # known only now, after the comparisons above
+                raise RefusedError(f"two calls with the same inputs give different results, and {self.exact_only}")
         self._compare(again, first, "the given inputs again")
         self._in_the_same_memory(candidate, model)
         return worst

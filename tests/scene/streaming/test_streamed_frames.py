@@ -27,7 +27,7 @@ from rooftop.scene.rendering.stages import Stages
 from rooftop.scene.streaming import answers, loading
 from rooftop.scene.streaming import pool as pool_module
 from rooftop.scene.streaming.loading import Arrivals, Loader
-from rooftop.scene.streaming.slots import RESIDENT, Slots
+from rooftop.scene.streaming.slots import LOADING, RESIDENT, Slots
 
 SIZE = {"width": 120, "height": 90}
 SLOT = layouts.PAGE_BYTES
@@ -590,6 +590,38 @@ def test_pages_that_arrive_for_a_frame_that_fails_are_there_in_the_next(
         assert same(plain.render(camera, names, wait=False), disturbed.render(camera, names, wait=False))
         told = pool.page_at.cpu().numpy() >= 0
         assert ((pool.slots.state == RESIDENT) == told).all()
+
+
+@pytest.mark.parametrize("reader", ["compiled", "in Python"], indirect=True)
+def test_an_interrupt_while_pages_are_planned_loses_none(
+    paged_ball: Geometry, device: str, reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that the plan has taken so far are read; none stays in the state LOADING."""
+    renderer, fresh = (
+        Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=slots_for(paged_ball, 0.3)) for _ in range(2)
+    )
+    cameras, interrupted = turns(8), 0
+    renderer.render(cameras[0])
+    pool = renderer.pool
+    assert pool is not None
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for camera in cameras[1:]:
+        with monkeypatch.context() as failing:
+            failing.setattr(pool.requests, "use", interrupt)
+            try:
+                renderer.render(camera, wait=False)
+            except KeyboardInterrupt:
+                interrupted += 1
+        settle(renderer)
+        renderer.render(camera, wait=False)
+        settle(renderer)
+    assert interrupted > 2
+    names = [name for name in SHOWN if name != "velocity"]
+    assert same(renderer.render(cameras[3], names), fresh.render(cameras[3], names), names)
+    assert not (pool.slots.state == LOADING).any()
 
 
 def test_a_mesh_that_is_added_joins_the_pool(paged_ball: Geometry, paged_knot: Geometry, device: str) -> None:

@@ -130,9 +130,9 @@ class Renderer:
             outputs: which fields of `GBuffer` to fill.
             timings: whether to time each stage and fill `stats.stage_ms`.
             wait: with a pool, whether missing pages are loaded before the frame ends. If True, the picture is as with
-                all pages, or the finest that fits into the pool; it does not depend on what was drawn or loaded before.
-                If False, the frame is drawn from the resident pages, complete but coarser, and missing pages are loaded
-                for later frames.
+                all pages, or the finest that fits into the pool; it does not depend on what was drawn or loaded before,
+                except that shadow maps kept from earlier frames may be finer than what fits. If False, the frame is
+                drawn from the resident pages, complete but coarser, and missing pages are loaded for later frames.
 
         Draw all frames of one renderer on one stream, because each frame reads data of the previous one. On a GPU the
         pictures may still be in progress when this returns, as with any work that torch queues.

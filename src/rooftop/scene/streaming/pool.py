@@ -15,7 +15,7 @@ from rooftop.scene.streaming.answers import Answer, RequestBuffers
 from rooftop.scene.streaming.loading import SLOT_WORDS, Arrivals, Loader
 from rooftop.scene.streaming.page_graph import Ints, PageGraph
 from rooftop.scene.streaming.page_table import ROWS_OF_A_FRAME, PageTable
-from rooftop.scene.streaming.plans import NO_USE, Plan, Planner, best_that_fit, give_up_beside, plan_all
+from rooftop.scene.streaming.plans import NO_USE, Plan, Planner, Use, best_that_fit, give_up_beside, plan_all
 from rooftop.scene.streaming.slots import ABSENT, NO_PAGES, RESIDENT, Slots
 
 MOST_WORDS = 2**31 - 1  # length limit of a Warp array
@@ -109,8 +109,20 @@ class Pool:
         # enough pages: no more are requested at once, even if half of these are in flight
         first = slice(2 * MOST_IN_FLIGHT)
         pages, pixels = answer.missing[first], answer.pixels[first]
-        plan = self.planner.plan_some(pages, pixels, most, self.requests.use, urgent)
+        failures: list[BaseException] = []
+
+        def use() -> Use:
+            """How pages were used. After an error, no page may be evicted, so that the plan made so far is valid."""
+            try:
+                return self.requests.use()
+            except BaseException as error:
+                failures.append(error)
+                return Use(np.full(self.graph.count, np.inf, np.float32), np.zeros(self.graph.count, np.int32))
+
+        plan = self.planner.plan_some(pages, pixels, most, use, urgent)
         self._carry_out(plan, AT_ONCE if urgent else AHEAD)
+        if failures:
+            raise failures[0]
 
     def target(self, first: bool = False) -> Mask | None:
         """A mask (pages,) of the pages that the last frame, or its first pass, wanted, and of the pages that these
