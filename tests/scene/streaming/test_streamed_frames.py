@@ -543,10 +543,8 @@ def test_no_kernel_runs_while_it_could_see_an_evicted_page(
         def checks(stages: Stages, *arguments: Any) -> None:
             pool = renderer.pool
             assert pool is not None
-            told = pool.page_at.cpu().numpy() >= 0
-            if name == "draw_captured":  # its first launch sends these
-                told[pool._staged] = False
-            assert (pool.slots.state[told] == RESIDENT).all()
+            visible = pool.page_at.cpu().numpy() >= 0
+            assert (pool.slots.state[visible] == RESIDENT).all()
             checked[name] += 1
             run(stages, *arguments)
 
@@ -567,11 +565,9 @@ def test_no_kernel_runs_while_it_could_see_an_evicted_page(
 
 
 @pytest.mark.parametrize("fails", ["_surfaces_now", "_stages"])
-@pytest.mark.parametrize("rows", [2, 64])
 def test_pages_that_arrive_for_a_frame_that_fails_are_there_in_the_next(
-    paged_ball: Geometry, device: str, monkeypatch: pytest.MonkeyPatch, rows: int, fails: str
+    paged_ball: Geometry, device: str, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    monkeypatch.setattr("rooftop.scene.streaming.pool.ROWS_OF_A_FRAME", rows)
     camera, names = turns(1)[0], (*SHOWN, "color")
     plain, disturbed = (
         Renderer(alone(paged_ball), device, pixel_error=0.5, pool_bytes=slots_for(paged_ball, 1.0)) for _ in range(2)
@@ -585,7 +581,6 @@ def test_pages_that_arrive_for_a_frame_that_fails_are_there_in_the_next(
         failing.setattr(Renderer, fails, None)
         with pytest.raises(TypeError):
             disturbed.render(camera, names, wait=False)
-        assert rows == 2 or len(pool._staged) > 2
     for _ in range(2):
         assert same(plain.render(camera, names, wait=False), disturbed.render(camera, names, wait=False))
         told = pool.page_at.cpu().numpy() >= 0

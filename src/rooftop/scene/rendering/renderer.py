@@ -196,6 +196,9 @@ class Renderer:
         if not len(self.scene):
             return FrameStats(0, 0, (), 0, 0, 0), self._background(outputs, canvas)
         meshes, lights = self._meshes_now(), self.scene.lights
+        pool, best = self.pool, False
+        if pool is not None and not pool.is_new:
+            pool.begin()  # first, because the device can register the pages while the host prepares the frame
         placed = self._place(meshes)
         same_views = sizes == tuple((camera.width, camera.height) for camera in self._cameras)
         history = self.occlusion and same_views and self._has_depths
@@ -210,11 +213,10 @@ class Renderer:
         chain = self._chains.of(canvas, placed.places, "overdraw" in outputs)
         chain.inputs.look(placed.frame, cameras, self._cameras if same_views else cameras, maps)
         chain.memory.frame.pixel_error = pixel_error
-        pool, best = self.pool, False
-        if pool is not None:
-            if pool.is_new and wait:
+        if pool is not None and pool.is_new:
+            if wait:
                 self._load_first(pool, chain, meshes, pixel_error)
-            pool.begin(drawn=True)
+            pool.begin()
         surfaces = self._surfaces_now() if {"color", "base_color"} & set(outputs) else self._plain
         while True:
             clock = Clock(self.device, timings)
@@ -241,8 +243,8 @@ class Renderer:
             resident = None
             if pool is not None and not wait:
                 resident = pool.resident()
-                pool.prepare()  # now, because the host has time while the device draws
-            answer = pool.read(resident) if pool is not None else None
+                pool.begin()  # prepare the next frame now, because the host has time while the device draws
+            answer = pool.requests.read(resident) if pool is not None else None
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
                 pool.refuse(answer.refused)
@@ -315,8 +317,8 @@ class Renderer:
             pool.requests.send()
             resident = pool.resident()
             if not pool.is_new:
-                pool.prepare()  # now, because the host has time while the device culls
-            answer = pool.read(resident)
+                pool.begin()  # now, because the host has time while the device culls
+            answer = pool.requests.read(resident)
             room = chain.memory.wanted_room(answer.counters)
             if room == chain.memory.room:
                 return answer
@@ -380,7 +382,6 @@ class Renderer:
             *(self._placed.resident, chain.inputs.now, chain.inputs.then, chain.memory, meshes.depth, self._threads),
             *(clock, self.occlusion and chain.memory.canvas.cameras > 0, self.one_sided, self.kernels == "cuda"),
             requests=None if self.pool is None else self.pool.requests,
-            page_table=None if self.pool is None else self.pool.table,
         )
 
     def _draw_maps(self, numbers: tuple[int, ...], meshes: Meshes, pixel_error: float) -> None:

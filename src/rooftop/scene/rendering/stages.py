@@ -32,7 +32,6 @@ from rooftop.scene.rendering.memory import Captured, FrameMemory
 from rooftop.scene.rendering.uploads import Uploaded
 from rooftop.scene.streaming import streamed_cull
 from rooftop.scene.streaming.answers import RequestBuffers
-from rooftop.scene.streaming.page_table import PageTable
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
 MOST_GRAPHS = 4  # most graphs for one memory: of a first frame and of later frames, each with and without timings
@@ -86,7 +85,7 @@ class Stages:
         cuda_cpp: whether the steps with a faster CUDA C++ kernel use it: the traversal of the trees from one queue
             (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`),
             hierarchical z (`reduce_tiles`) and the base pass of plain scenes (`base_pixels`).
-        requests: the culls' requests, if pages may be absent; page_table: the pages that arrived for this frame.
+        requests: the culls' requests, if pages may be absent.
     """
 
     resident: Uploaded
@@ -100,15 +99,12 @@ class Stages:
     one_sided: bool
     cuda_cpp: bool
     requests: RequestBuffers | None = None
-    page_table: PageTable | None = None
 
     def draw(self, history: bool) -> None:
         """Draw the visibility buffer, and collect the culls' requests. `history` says whether depths of the previous
         frame may hide parts."""
         if self.requests is not None:
             self.requests.clear()  # all culls from here to `collect` add their requests, for any views
-        if self.page_table is not None:
-            self.page_table.admit()
         self._draw(history)
         if self.requests is not None:
             with self.clock.of("requests"):

@@ -14,7 +14,7 @@ from rooftop.scene.gbuffers import StreamingStats
 from rooftop.scene.streaming.answers import Answer, RequestBuffers
 from rooftop.scene.streaming.loading import SLOT_WORDS, Arrivals, Loader
 from rooftop.scene.streaming.page_graph import Ints, PageGraph
-from rooftop.scene.streaming.page_table import ROWS_OF_A_FRAME, PageTable
+from rooftop.scene.streaming.page_table import PageTable
 from rooftop.scene.streaming.plans import NO_USE, Plan, Planner, Use, best_that_fit, give_up_beside, plan_all
 from rooftop.scene.streaming.slots import ABSENT, NO_PAGES, RESIDENT, Slots
 
@@ -34,7 +34,7 @@ class Pool:
     Attributes:
         graph: the pages; slots: which page is in which slot; loader: the threads that read pages.
         words: (slots * SLOT_WORDS + 2,) int32, the array of `buffers.Resident`.
-        table: where the pages are; page_at: (pages,) int64, the start of each, or -1.
+        page_at: (pages,) int64, the start of each, or -1.
         requests: the culls' requests.
         is_new: whether some root pages may still be absent.
     """
@@ -46,13 +46,12 @@ class Pool:
         # Two more words, because a read of two words may begin at the last word.
         self.words = torch.empty(count * SLOT_WORDS + 2, dtype=torch.int32, device=device)
         # A Warp array has at most MOST_WORDS words; kernels also read the words beyond these.
-        self.table = PageTable(self.graph.count, self.words[:MOST_WORDS])
-        self.page_at = self.table.page_at
-        self.requests = RequestBuffers(self.graph, self.page_at, self.table.refused)
+        self._table = PageTable(self.graph.count, self.words[:MOST_WORDS])
+        self.page_at = self._table.page_at
+        self.requests = RequestBuffers(self.graph, self.page_at, self._table.refused)
         self.loader = Loader(self.graph, self.words)
         self.planner = Planner(self.slots)
         self._changed: list[Ints] = []  # pages whose position the device does not know yet
-        self._staged: Ints = NO_PAGES  # pages whose position the next frame sends, or a frame in progress
         # pages and bytes loaded, and pages evicted, since the last statistics
         self._loaded = self._loaded_bytes = self._evicted = 0
         self.is_new = True
@@ -62,45 +61,19 @@ class Pool:
     def is_behind(self) -> bool:
         """Whether `begin` must come before any culls: root pages may be absent, or the device does not know yet that
         pages were evicted, whose slots are being overwritten."""
-        return self.is_new or bool(self._changed) or len(self._staged) > 0
+        return self.is_new or bool(self._changed)
 
-    def begin(self, drawn: bool = False) -> None:
+    def begin(self) -> None:
         """Begin a frame: arrived pages become resident. This waits only for root pages.
-
-        Args:
-            drawn: whether `Stages.draw` comes next, so that its first launch sends the positions of the pages.
 
         Raises:
             GeometryFileError: a page could not be read, or is wrong.
         """
-        if len(self._staged):  # the last frame failed before its answer was read
-            if self.words.device.type == "cuda":
-                torch.cuda.current_stream(self.words.device).synchronize()
-            self._unstage(sent=False)
         if self.is_new:
             self.load(self.graph.roots)
             return
         self._take(self.loader.arrived())
-        if drawn and sum(map(len, self._changed)) <= ROWS_OF_A_FRAME:
-            self._stage()
-        else:
-            self._tell()
-
-    def prepare(self) -> None:
-        """Pages that have arrived become resident for the next frame. The host calls this while the device draws.
-
-        Raises:
-            GeometryFileError: a page could not be read, or is wrong.
-        """
-        self._take(self.loader.arrived())
         self._tell()
-
-    def read(self, resident: Mask | None = None) -> Answer:
-        """Wait for the answer of a frame, as `RequestBuffers.read`. The frame's launches have then read the host's
-        memory."""
-        answer = self.requests.read(resident)
-        self._unstage(sent=True)
-        return answer
 
     def ask(self, answer: Answer, urgent: bool = True) -> None:
         """Start to load the missing pages, as many as there is room for. `urgent` says whether a displayed frame lacked
@@ -216,25 +189,8 @@ class Pool:
         """Send the positions of pages to the device. Earlier frames must have ended."""
         if not self._changed:
             return
-        self.table.tell(np.concatenate(self._changed), self.planner.write_rows)
+        self._table.tell(np.concatenate(self._changed), self.planner.write_rows)
         self._changed.clear()
-
-    def _stage(self) -> None:
-        """Let the next frame send the positions of pages."""
-        if not self._changed:
-            return
-        self._staged = np.concatenate(self._changed)
-        self.table.stage(self._staged, self.planner.write_rows)
-        self._changed.clear()
-
-    def _unstage(self, sent: bool) -> None:
-        """Empty the staged rows. No launch may read them any more."""
-        if not len(self._staged):
-            return
-        self.table.unstage()
-        if not sent:
-            self._changed.append(self._staged)
-        self._staged = NO_PAGES
 
     def refuse(self, page: int) -> None:
         """Raise the error of a page that the device has refused.
