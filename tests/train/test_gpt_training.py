@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rooftop.cli import train as command
 from rooftop.cli.main import main
 from rooftop.cli.train import advice
 from rooftop.cost.roofs import roof
@@ -637,6 +638,23 @@ def test_a_graph_is_the_default_where_launches_limit_one_gpu() -> None:
     assert replace(small, micro_batch=16, global_batch=16).is_limited_by_launches(Layout(), "cuda")
     assert not replace(small, micro_batch=24, global_batch=24).is_limited_by_launches(Layout(), "cuda")
     assert not replace(small, dtype=torch.float32).is_limited_by_launches(Layout(), "cuda")
+    # 10.7 GiB were measured for 32 sequences, and the graph holds the activations once more
+    assert 10.7 < replace(small, micro_batch=32, global_batch=32).graph_bytes / 2**30 < 2.5 * 10.7
+
+
+def test_a_graph_is_the_default_only_where_memory_suffices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("up and down and " * 40)
+    made: list[GptTraining] = []
+    real = command.training_of
+    monkeypatch.setattr(
+        command, "training_of", lambda *given, **options: made.append(real(*given, **options)) or made[-1]
+    )
+    sizes = ["--num-layers", "1", "--hidden-size", "16", "--seq-length", "16", "--device", "cuda", "--dry-run"]
+    for memory in (1e3, 1e9):
+        monkeypatch.setattr(command, "memory_bytes", lambda memory=memory: memory)
+        for word in ([], ["--enable-cuda-graph"], ["--disable-cuda-graph"]):
+            assert main(["train", "gpt", "--data-path", str(tmp_path), "--train-iters", "3", *sizes, *word]) == 0
+    assert [each.cuda_graph for each in made] == [False, True, False, True, True, False]
 
 
 @pytest.mark.gpu

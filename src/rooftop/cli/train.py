@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -53,6 +54,8 @@ from rooftop.train.stopping import INTERRUPTED_STATUS, STOPPED_STATUS, stop_on_s
 from rooftop.train.tokens.mixtures import paths_of
 from rooftop.train.tokens.tokens import BYTES
 
+GRAPH_SHARE = 0.7
+"""A CUDA graph is the default only if it needs less than this share of the GPU's memory."""
 LAUNCHED_PERCENT = (
     15  # percent of roof. Llamas of 135 M to 7 B reach 4 if Python's launches limit them, and 34 to 73 if not.
 )
@@ -443,8 +446,15 @@ def training_of(
         cuda_graph=bool(enable_cuda_graph),
     )
     if enable_cuda_graph is None and training.is_limited_by_launches(layout, kind):
-        return replace(training, cuda_graph=True)
+        return replace(training, cuda_graph=training.graph_bytes < GRAPH_SHARE * memory_bytes())
     return training
+
+
+def memory_bytes() -> float:
+    """The memory of this process's GPU; infinite if there is no GPU, as in a dry run elsewhere."""
+    if not torch.cuda.is_available():
+        return math.inf
+    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def event_files(folder: Path, after: int | None) -> AbstractContextManager[GptTensorBoard]:

@@ -30,6 +30,11 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 LAUNCHED_FLOPS = 1.5e12
 """Flops of a layer in a micro-batch, in 16 bits, up to which Python limits a step. Python needs 2 to 3 ms to launch a
 layer's forward and backward, in which an H100 or H200 computes 1 to 1.5e12 flops."""
+STATE_BYTES = 18
+"""Bytes per parameter in bfloat16 training: 2 for the weight, 4 each for its float32 copy and gradient, 8 for AdamW."""
+ACTIVATION_BYTES = 40
+"""Bytes that autograd saves in 16 bits for a token, a layer and a feature of its width. GPT-2 on an H200 needs 10.7 GiB
+for 12 layers of 768 features and 32,768 tokens, with all weights."""
 DECAYS: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "linear": lambda done: 1 - done,
@@ -245,6 +250,15 @@ class GptTraining:
         tokens = self.micro_batch * self.length
         of_layer = self.config.flops_per_token(self.length) * tokens / max(1, self.config.layers)
         return of_layer < LAUNCHED_FLOPS * (1 if self.dtype.itemsize == 2 else 0.25)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Approximate GPU memory of a training on one rank whose steps come from a CUDA graph: weights, gradients and
+        optimizer state, and the activations twice. The graph has its own, and the allocator keeps those of the first
+        steps."""
+        config, tokens = self.config, self.micro_batch * self.length
+        activations = config.layers * tokens * config.width * ACTIVATION_BYTES * self.dtype.itemsize // 2
+        return STATE_BYTES * config.parameters + 2 * activations
 
     def batches(self, tokens: Tokens | Mixture) -> Batches:
         """Return the batches of sequences of the steps.
