@@ -206,7 +206,8 @@ def command() -> None:
     "--enable-cuda-graph/--disable-cuda-graph",
     default=None,
     help="Launch forward and backward three times, then replay them from a CUDA graph. Helps if the GPU computes "
-    "layers faster than Python launches them.  [default: on one GPU, if the layers are that small]",
+    "layers faster than Python launches them; --disable-cuda-graph launches every step.  [default: on one GPU, if a "
+    "layer needs less than 1.5 teraflop for a micro-batch, and memory suffices: see docs/training.md]",
 )
 @size("--tensor-parallel-size", default=1, show_default=True, help="Number of ranks that share each layer.")
 @click.option(
