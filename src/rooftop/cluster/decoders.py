@@ -386,7 +386,7 @@ class _Reader(pickle.Unpickler):
 
     In pinned memory, the tensors of a task are parts of one copy. A copy for each would be slower: each one releases
     the GIL, and waits for it again while the worker's main thread computes. Tensors that are not pinned may go to
-    functions of users, which may keep or save one of them. So each of these has its own memory.
+    functions of users, which may keep or save one of them. So each unpinned tensor has its own memory.
 
     Attributes:
         copied: bytes that were copied.

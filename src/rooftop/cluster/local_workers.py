@@ -273,8 +273,9 @@ class _Worker:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        # The thread must not use the pipe's number any more: the next worker's pipe may get the same number. A process
-        # that the target has forked may hold the other end open, so only a shutdown surely ends a send.
+        # The sending thread must not use this file descriptor any more, because the next worker's pipe may get the same
+        # number. A process that the target has forked may hold the other end open, so only a shutdown is sure to end a
+        # send.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe, suppress(OSError):
             pipe.shutdown(socket.SHUT_RDWR)
         self._outbox.put(None)

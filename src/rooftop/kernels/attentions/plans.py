@@ -83,7 +83,7 @@ class AttentionPlan:
 
 
 def plan_of(shape: Shape, device: torch.device, direction: Direction, settings: bool = True) -> AttentionPlan:
-    """The plan for a call on that device.
+    """Choose the back end for a call of this shape on a device.
 
     With `settings`, it excludes back ends that PyTorch's settings disable, such as `torch.nn.attention.sdpa_kernel`.
     """

@@ -3,8 +3,8 @@
 So an element gets the same number bit for bit, on any device and however the tensor is sharded. A dropout mask need not
 be kept, because backward computes it again. `words.py` explains the computation.
 
-The operators are bound by integer arithmetic: ten rounds of two 64-bit products. One such computation gives the numbers
-of four elements if positions and sizes are multiples of four. Otherwise it gives the number of one element.
+The operators are bound by integer arithmetic: ten rounds of two 64-bit products. If positions and sizes are multiples
+of four, one such computation serves four elements; otherwise it serves one.
 """
 
 from __future__ import annotations

@@ -119,8 +119,7 @@ class ConvLSTM2D(nn.Module):
     def reset_parameters(self) -> None:
         """Set Keras's initial values.
 
-        They are Glorot uniform for the kernel, orthogonal for the recurrent kernel, and 0 for the bias (1 for the
-        forget gate).
+        The kernel is Glorot uniform, the recurrent kernel is orthogonal, and the bias is 0 (1 for the forget gate).
         """
         nn.init.xavier_uniform_(self.kernel)
         nn.init.orthogonal_(self.recurrent_kernel)
@@ -153,8 +152,8 @@ class ConvLSTM2D(nn.Module):
 
         Returns:
             (N, T, H', W', F), or (N, H', W', F) without return_sequences; the channels are where data_format puts them.
-            With return_state also the hidden and the cell state after the last step. The result is not always
-            contiguous: its memory may have the layout of (T, N, ...), for example.
+            With return_state, a tuple: this tensor, the hidden state and the cell state after the last step. The result
+            is not always contiguous: its memory may have the layout of (T, N, ...), for example.
 
         Raises:
             TypeError: the dtypes do not match.
@@ -371,7 +370,7 @@ def _masks(like: Tensor, rate: float) -> Tensor:
 def _four_times(frames: Tensor, rate: float) -> Tensor:
     """Apply dropout to frames (T, N, C, H, W), with a mask per gate: (T, N, 4 C, H, W).
 
-    All time steps have the same masks.
+    All time steps use the same masks.
     """
     return (frames[:, :, None] * _masks(frames[0], rate)).flatten(2, 3)
 

@@ -196,9 +196,6 @@ class Renderer:
         if not len(self.scene):
             return FrameStats(0, 0, (), 0, 0, 0), self._background(outputs, canvas)
         meshes, lights = self._meshes_now(), self.scene.lights
-        pool, best = self.pool, False
-        if pool is not None and not pool.is_new:
-            pool.begin()  # first, because the device can register the pages while the host prepares the frame
         placed = self._place(meshes)
         same_views = sizes == tuple((camera.width, camera.height) for camera in self._cameras)
         history = self.occlusion and same_views and self._has_depths
@@ -213,8 +210,9 @@ class Renderer:
         chain = self._chains.of(canvas, placed.places, "overdraw" in outputs)
         chain.inputs.look(placed.frame, cameras, self._cameras if same_views else cameras, maps)
         chain.memory.frame.pixel_error = pixel_error
-        if pool is not None and pool.is_new:
-            if wait:
+        pool, best = self.pool, False
+        if pool is not None:
+            if pool.is_new and wait:
                 self._load_first(pool, chain, meshes, pixel_error)
             pool.begin()
         surfaces = self._surfaces_now() if {"color", "base_color"} & set(outputs) else self._plain
