@@ -42,7 +42,6 @@ from rooftop.parallel.data_parallel import (
 from rooftop.testing import no_waiting_for_gpu
 
 # A warning of PyTorch's own, once in a process: gradients come from other devices.
-pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 CPU = torch.device("cpu")
 PATIENCE_S = 120  # seconds; a test that waits longer than this for another thread fails

@@ -51,7 +51,7 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
     computed = [n for n in learning if tensors[n].grad_fn is not None]
     leaves = [n for n in learning if tensors[n].grad_fn is None]
     fixed = [n for n in range(len(tensors)) if n not in set(learning)]
-    broadcast = _Copies.apply(devices, *(tensors[n] for n in leaves)) if leaves else ()
+    broadcast = _Copies.apply(devices, *(tensors[n] for n in leaves))[1:] if leaves else ()
     found = []
     for number, device in enumerate(devices):
         made = dict(zip(leaves, broadcast[number * len(leaves) :], strict=False))
@@ -62,8 +62,12 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
 
 
 class _Copies(torch.autograd.Function):
-    """Copies the tensors of one device. The results are all copies on the first device, then all on the second device,
-    ..."""
+    """Copies the tensors of one device. The results are an empty tensor on that device, all copies on the first of the
+    other devices, then all on the second, and so on.
+
+    The empty tensor tells autograd that the gradients of backward are on the tensors' own device. Otherwise PyTorch
+    warns that they come from another stream than the one on which it adds them to `.grad`.
+    """
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -71,12 +75,13 @@ class _Copies(torch.autograd.Function):
         # The replicas and their gradients run on these streams.
         ctx.streams = _current_streams([ctx.home, *devices])
         ctx.set_materialize_grads(False)
-        return tuple(chain.from_iterable(_copied(tensors, device) for device in devices))
+        first = torch.empty(0, dtype=tensors[0].dtype, device=ctx.home)
+        return first, *chain.from_iterable(_copied(tensors, device) for device in devices)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         with _entered(ctx.streams, ctx.home):
-            return None, *_Sums.apply(ctx.home, ctx.count, *gradients)
+            return None, *_Sums.apply(ctx.home, ctx.count, *gradients[1:])
 
 
 class _Sums(torch.autograd.Function):
