@@ -2,7 +2,7 @@
 
     python benchmarks/mapping.py [--out benchmarks/results/h100/mapping.json] [--only resnet50 detr clips]
     python benchmarks/mapping.py --photographs FOLDER      your own photographs, instead of generated ones
-    python benchmarks/mapping.py --repeat 8                each photograph under eight names, for a longer steady state
+    python benchmarks/mapping.py --repeat 8                each photograph and video under eight names, for a longer steady state
 
 ResNet-50 classifies photographs and clips of a video, and DETR finds objects in photographs, with random weights.
 Photographs are JPEG, 500 x 375, quality 90: crops of real ones if scikit-image or scikit-learn is installed, else noise
@@ -128,7 +128,7 @@ def main() -> int:
         "--count", type=int, default=6000, help="number of photographs to generate (default %(default)s)"
     )
     parser.add_argument(
-        "--repeat", type=int, default=4, help="number of names for each photograph (default %(default)s)"
+        "--repeat", type=int, default=4, help="number of names for each photograph and video (default %(default)s)"
     )
     parser.add_argument("--quick", action="store_true", help="a few items on the CPU, to test the script")
     options = parser.parse_args()
@@ -219,6 +219,9 @@ def video(folder: Path, options: argparse.Namespace) -> tuple[Path, ...]:
         for number in range(2 if options.quick else 2 * CORES):
             with VideoWriter(made / f"{number:03}.mp4", fps=30) as writer:
                 writer.write(pixels.roll(number, 0))
+        for path in list(made.iterdir()):
+            for number in range(1, 1 if options.quick else options.repeat):
+                path.with_stem(f"{path.stem}-{number}").hardlink_to(path)
     return tuple(sorted(made.iterdir()))
 
 
@@ -232,7 +235,7 @@ def searched(folder: Path, options: argparse.Namespace) -> Work:
     batch = 2 if options.quick else 8
     target = model_target("detr_resnet50", seed=0, threshold=0.02, batch=batch)
     files = photographs(folder, options)
-    return Work("detr", target, files[: 4 if options.quick else 1500], Decoding("image"), batch)
+    return Work("detr", target, files[: 4 if options.quick else 8000], Decoding("image"), batch)
 
 
 def clips(folder: Path, options: argparse.Namespace) -> Work:

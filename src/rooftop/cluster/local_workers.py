@@ -1,10 +1,11 @@
 """Worker processes on this machine: one per GPU, or several that share the CPU's cores.
 
-A worker has at most two chunks: it computes one while it decodes items of the other. On a GPU, a worker has its own
-decoding processes. A decoding thread would hold the GIL for 0.2 of the 1.7 ms that a photograph of 500 x 375 pixels
-takes, so threads would reach only about 4,000 photographs a second. A worker writes to shared memory which items it
-works on and since when. So the parent knows these items when a worker process dies, or when it kills the process
-because an item takes too long. A new process then takes its place.
+A worker has two chunks: it computes one while it decodes items of the other. While chunks are small, a worker with
+decoding processes gets more of them, so that each process has work. On a GPU, a worker has its own decoding processes.
+A decoding thread would hold the GIL for 0.2 of the 1.7 ms that a photograph of 500 x 375 pixels takes, so threads would
+reach only about 4,000 photographs a second. A worker writes to shared memory which items it works on and since when. So
+the parent knows these items when a worker process dies, or when it kills the process because an item takes too long. A
+new process then takes its place.
 
 A thread of the parent sends the job to a worker through its pipe. The job is not passed as a process argument: an
 argument larger than a pipe (64 KiB) would make the parent wait until the process has imported torch, before it starts
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from rooftop.cluster.decoders import Decoders
 
 CHUNKS_OF_A_WORKER = 2
+ITEMS_OF_A_DECODER = 16  # a worker gets further chunks until each of its decoding processes has this many items
 CORES_OF_A_WORKER = 4  # on the CPU
 MOST_STARTS = 3  # the run fails after this many failed starts
 MOST_THREADS = 16  # maximum decoding threads of a worker, each of which may hold a whole photograph
@@ -129,15 +131,18 @@ class LocalWorkers:
             raise
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether a worker has room for a chunk."""
+        """Whether a worker has room for a chunk: it has less than two chunks, or too few items for its processes."""
         return self._freest(careful) is not None
 
     def _freest(self, careful: bool) -> _Worker | None:
         most = 0 if careful else CHUNKS_OF_A_WORKER - 1
+        least = 0 if careful else ITEMS_OF_A_DECODER * self.division.decoders
         free = [
             each
             for each in self._workers
-            if each.ready and len(each.chunks) <= most and not any(chunk.careful for chunk in each.chunks)
+            if each.ready
+            and (len(each.chunks) <= most or sum(len(chunk.items) for chunk in each.chunks) < least)
+            and not any(chunk.careful for chunk in each.chunks)
         ]
         return min(free, key=lambda each: len(each.chunks), default=None)
 

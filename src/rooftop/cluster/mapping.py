@@ -295,7 +295,7 @@ class _Run:
         batch, self._timeout_s = job.batch, job.timeout_s or 0.0
         self._decodes = job.decoding.kind in DECODED
         exhausted = False
-        self._size = batch if self._final else 1
+        self._size = batch  # also the first time: a target may compile or capture for each size
         try:
             while True:
                 while (self._final or flying == 0) and not (exhausted and not self._again):
@@ -369,7 +369,7 @@ class _Run:
         took = max(outcome.call_s, outcome.decode_s / max(1, outcome.threads)) / len(chunk.items)
         wanted = MOST_ITEMS if took * MOST_ITEMS <= CHUNK_S else int(CHUNK_S / took)
         wanted = min(wanted, int(MOST_BYTES / size))
-        wanted = min(wanted, 2 * max(self._size, batch), MOST_ITEMS)  # a single quick chunk is a poor estimate
+        wanted = min(wanted, 2 * max(len(chunk.items), batch), MOST_ITEMS)  # a small chunk is a poor estimate
         return max(batch, wanted // batch * batch)
 
     def _size_now(self, batch: int) -> int:
