@@ -2,7 +2,7 @@
 
     python benchmarks/mapping.py [--out benchmarks/results/h100/mapping.json] [--only resnet50 detr clips]
     python benchmarks/mapping.py --photographs FOLDER      your own photographs, instead of generated ones
-    python benchmarks/mapping.py --repeat 8                each photograph and video under eight names, for a longer steady state
+    python benchmarks/mapping.py --repeat 8                each photograph and video under eight names: a longer run
 
 ResNet-50 classifies photographs and clips of a video, and DETR finds objects in photographs, with random weights.
 Photographs are JPEG, 500 x 375, quality 90: crops of real ones if scikit-image or scikit-learn is installed, else noise

@@ -113,3 +113,39 @@ def test_a_model_that_differs_by_more_than_the_order_of_sums_allows_only_equal_b
     with pytest.raises(RefusedError, match="differ from call to call, so only bit-identical results count"):
         gate.judge(candidate)
     assert gate.exact_only
+
+
+class Normalized(nn.Module):
+    """A layer norm of rows of 768 values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalized(x, x.sum(1))
+
+
+def normalized(x: Tensor, sums: Tensor) -> Tensor:
+    apart = x - sums[:, None] / 768
+    return apart * torch.rsqrt(apart.square().mean(1, keepdim=True) + 1e-5)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.01])
+def test_constant_inputs_show_rounding_errors_magnified(wrong: float) -> None:
+    """The variance is 0 but for rounding. Another order of sums is correct, and a wrong result is still refused."""
+    x = torch.linspace(-2, 900, 768 * 4).cos().view(4, 768) + 1.7
+    constant = Draw("constant inputs", ((torch.full_like(x, 2.3333),), {}), special=True)
+    original = Normalized()
+    gate = Gate.of(original, Step(False), [Draw("the given inputs", ((x,), {})), constant], 60.0)
+
+    def changed(x: Tensor) -> Tensor:
+        if float(x.std()) > 0:
+            return original(x)  # type: ignore[no-any-return]
+        return normalized(x, reduce(torch.add, x.view(-1, 96, 8).sum(2).unbind(1))) + wrong
+
+    candidate = replace(Candidate.of(original, None, training=False), call=changed)
+    (values,) = constant.given[0]
+    assert float((changed(values) - original(values)).abs().max()) > 1e-4  # a thousand times a result's rounding
+    if wrong:
+        with pytest.raises(RefusedError, match="constant inputs: result 0 is off by"):
+            gate.judge(candidate)
+    else:
+        assert gate.judge(candidate) <= 1
+    assert list(gate.shifts) == ["constant inputs"]

@@ -174,6 +174,23 @@ def test_out_of_memory_in_a_candidate_leaves_the_model() -> None:
         assert torch.equal(found.module(x), model(x))
 
 
+def test_a_model_that_waits_only_outside_of_captures_is_a_graph() -> None:
+    """So do the models of transformers: they leave out a mask if the GPU says that it hides nothing."""
+
+    class Masks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.cuda.is_current_stream_capturing() and bool((x < 0.5).all()):
+                return x.sin() * 2
+            return torch.where(x < 0.5, x.sin() * 2, x.cos())
+
+    x = torch.rand(64, 64, device="cuda") / 2
+    found = rooftop.optimize(Masks().eval(), x, rules=["cuda-graphs"])
+    (change,) = found.changes
+    assert change.verdict == "kept", change
+    with torch.no_grad():
+        assert torch.equal(found.module(2 * x), Masks()(2 * x))
+
+
 def test_what_the_host_waits_for_is_no_graph() -> None:
     class Waits(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

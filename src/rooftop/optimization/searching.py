@@ -165,7 +165,8 @@ class Search:
         for rule in (rule for rule in order if rule.name in again and len(self.kept) > 1):
             if time.perf_counter() < self.ends and self._could_pay(rule):
                 change = self._tried(rule, predicted[id(rule)])
-                self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
+                if change.verdict != "not tried":  # else the first trial says more
+                    self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
 
     def _could_pay(self, rule: Rule) -> bool:
         """Whether another rule was kept after this rule was tried without a gain."""

@@ -159,7 +159,8 @@ def capture(
     """Run a call twice, then capture it in inference mode, all on `stream`. The current stream waits for `stream`.
 
     The first run does lazy initialization, which must not happen in a capture, and raises errors of the call itself.
-    The second run detects GPU synchronization, because a failed capture leaves traces in the allocator.
+    The second run detects GPU synchronization, because a failed capture leaves traces in the allocator. If it finds
+    any, a third run tells whether the call also synchronizes while a graph is captured.
 
     Args:
         inputs: the tensors that the call reads, with their values.
@@ -184,7 +185,7 @@ def capture(
                 outputs = call()
                 if state() != before:
                     raise UncapturedError("the model changes its buffers in each call", outputs)
-                if found := waits(call):
+                if found := waits_in_a_capture(call):
                     raise UncapturedError(f"the host waits for the GPU at {found[0]}", outputs)
             graph = torch.cuda.CUDAGraph()
             try:
@@ -201,6 +202,25 @@ def capture(
         current.wait_stream(stream)
     held = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
     return Graph(inputs, captured, graph.replay, graph.pool(), held + grown)
+
+
+def waits_in_a_capture(call: Callable[[], Any]) -> list[str]:
+    """The lines at which the host would wait during a capture of the call, and which would end the capture.
+
+    Models of transformers ask the GPU whether a mask can be left out, but not while a graph is captured. So if the call
+    waits, it runs once more with `torch.cuda.is_current_stream_capturing` returning True in this thread.
+    """
+    found = waits(call)
+    if not found:
+        return []
+    here, asked = threading.get_ident(), torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: threading.get_ident() == here or asked()
+    try:
+        return waits(call)
+    except Exception:  # the call refuses captures
+        return found
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
 
 
 def waits(call: Callable[[], Any]) -> list[str]:

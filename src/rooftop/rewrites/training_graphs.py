@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.hardware.graphs import captured_into, in_a_line
-from rooftop.rewrites.graphs import UncapturedError, capturing, free_generator, waits
+from rooftop.rewrites.graphs import UncapturedError, capturing, free_generator, waits_in_a_capture
 from rooftop.rewrites.structures import mapped, signature
 
 MOST_PAIRS = 4
@@ -244,7 +244,7 @@ class _Capture:
             with capturing, torch.cuda.device(device), torch.cuda.stream(stream), _quiet_about_streams():
                 outputs = forward()
                 backward(outputs)
-                if found := waits(lambda: backward(forward())):
+                if found := waits_in_a_capture(lambda: backward(forward())):
                     raise UncapturedError(f"the host waits for the GPU at {found[0]}", outputs)
                 first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
                 reserved = torch.cuda.memory_reserved(device)
