@@ -43,6 +43,7 @@ from rooftop.hardware.page_faults import keep_memory
 ALIGNMENT = 64  # alignment of tensors in a slot, in bytes
 MOST_IN_FLIGHT = 256  # this many tasks fit into a pipe, so sending a task never blocks
 PARENT_S = 1.0  # seconds between checks that the parent still runs
+NICE = 5  # lower priority than the training loop, which shares the cores and must launch its kernels in time
 
 
 @dataclass
@@ -231,6 +232,8 @@ def _work(connection: Connection, job: Job, parent: int) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.set_wakeup_fd(-1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    if hasattr(os, "nice"):
+        os.nice(NICE)
     torch.set_num_threads(1)
     keep_memory()
     slots: dict[int, Tensor] = {}
