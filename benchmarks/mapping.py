@@ -216,9 +216,14 @@ def video(folder: Path, options: argparse.Namespace) -> tuple[Path, ...]:
         picture = np.asarray(sources()[0].resize((640, 360)))
         moved = [np.roll(picture, 3 * number, axis=1) for number in range(frames)]
         pixels = torch.from_numpy(np.stack(moved)).permute(0, 3, 1, 2)
-        for number in range(2 if options.quick else 2 * CORES):
+
+        def make(number: int) -> None:
             with VideoWriter(made / f"{number:03}.mp4", fps=30) as writer:
                 writer.write(pixels.roll(number, 0))
+
+        with ThreadPoolExecutor(4) as pool:
+            for _ in pool.map(make, range(2 if options.quick else CORES)):
+                pass
         for path in list(made.iterdir()):
             for number in range(1, 1 if options.quick else options.repeat):
                 path.with_stem(f"{path.stem}-{number}").hardlink_to(path)

@@ -2,9 +2,9 @@
 
     python benchmarks/replacing.py [--out benchmarks/results/h200/replacing.json] [--only gpt2 swin_t] [--seconds 0.4]
 
-The models are those of `optimize.py`: bfloat16, random weights, no dropout, texts of 512 tokens. Three cases are
-timed: inference at batch 1, inference at a large batch, and training (forward and backward). Nothing is compiled or
-captured. The variants take turns:
+The models are those of `optimize.py`: bfloat16, random weights, no dropout, texts of 512 tokens. Four cases are timed:
+inference and training (forward and backward), at batch 1 and at a large batch. Nothing is compiled or captured. The
+variants take turns:
 
     before     the model as its library creates it
     after      after `replace(model)`, which swaps only modules whose replacement is never slower
@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=0.4, help="seconds for each variant of a row (default %(default)s)"
     )
+    parser.add_argument("--small-training", action="store_true", help="measure only training at batch 1")
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, to test the script")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available():
@@ -53,7 +54,10 @@ def main() -> int:
     results = Results(options.out, ceilings_of("h200") if options.quick else measure_ceilings("cuda"))
     for name in options.only or (("tiny_gpt2",) if options.quick else MODELS):
         case = CASES[name]
-        for batch, train in ((case.batches[0], False), (case.batches[1], False), (case.training, True)):
+        small, large = case.batches
+        for batch, train in ((small, False), (large, False), (small, True), (case.training, True)):
+            if options.small_training and (batch, train) != (small, True):
+                continue
             results.add(row_of(name, batch, train, device, options.seconds))
     return 0
 

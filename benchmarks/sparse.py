@@ -172,6 +172,7 @@ def main() -> int:
     names = sorted(set().union(*(case.names for case in CASES)))
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--works", nargs="+", metavar="WORK", help='only these works of the cases, as "training step"')
     parser.add_argument("--seconds", type=float, default=0.1, help="seconds to measure each variant")
     parser.add_argument("--quick", action="store_true", help="a small run on the CPU, to test the script")
     options = parser.parse_args()
@@ -188,7 +189,7 @@ def main() -> int:
             continue
         try:
             with torch.cuda.stream(STREAM):
-                for row in measure_case(case, scale, ceilings, options.seconds):
+                for row in measure_case(case, scale, ceilings, options.seconds, options.works):
                     found["rows"].append(row)
                     write(found, options.out)
         except Exception as error:  # continue, because the other cases are still useful
@@ -229,8 +230,13 @@ def thousands(sites: int) -> str:
 # ---- one case ----------------------------------------------------------------------------------------------------
 
 
-def measure_case(case: Case, scale: Scale, ceilings: Ceilings, seconds: float) -> Iterator[dict[str, Any]]:
+def measure_case(
+    case: Case, scale: Scale, ceilings: Ceilings, seconds: float, wanted: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
     """Measure and print a row for each `Work` of a case.
+
+    Args:
+        wanted: names of works; None: all.
 
     Raises:
         RuntimeError: a variant's results differ from ours, so the variant does different work.
@@ -243,6 +249,8 @@ def measure_case(case: Case, scale: Scale, ceilings: Ceilings, seconds: float) -
     print(*(f"{key} {value}" for key, value in known.items()))
     far = {}
     for work in works:
+        if wanted is not None and work.what not in wanted:
+            continue
         yield measure_work(work, known, scale, ceilings, seconds)
         far |= {f"{work.what}, {name}": value for name, value in work.apart.items() if not value <= work.farthest}
     if far:

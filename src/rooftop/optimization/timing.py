@@ -93,14 +93,17 @@ def times_of(
         for _ in range(1 if wall_ms > SLOW_MS else 2):  # the first run does lazy initialization
             with OperatorTimes(candidate.device) as watched:
                 run()
+        calls = watched.calls()
         device_ms, host_ms = ahead(run, candidate.device, wall_ms)
+        if device_ms is not None:  # a step that waits for the device cannot be far ahead
+            device_ms = min(device_ms, sum(call.ms for call in calls))
         optimizer = candidate.optimizer
         if optimizer is not None:
             now = _optimizer_step(optimizer, candidate.device)
             faster = None if not_fusable(optimizer) else _optimizer_step(fused(optimizer), candidate.device)
     with untouched(original, candidate):
         fusable = fusable_of(step_of(replace(candidate, optimizer=None), step, given), candidate.device, ceilings)
-    return Times(wall_ms, watched.calls(), now, faster, device_ms, host_ms, fusable, ceilings.launch_eager_ms)
+    return Times(wall_ms, calls, now, faster, device_ms, host_ms, fusable, ceilings.launch_eager_ms)
 
 
 def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:

@@ -160,7 +160,7 @@ def capture(
 
     The first run does lazy initialization, which must not happen in a capture, and raises errors of the call itself.
     The second run detects GPU synchronization, because a failed capture leaves traces in the allocator. If it finds
-    any, a third run tells whether the call also synchronizes while a graph is captured.
+    any, two more runs tell whether the call also synchronizes while a graph is captured.
 
     Args:
         inputs: the tensors that the call reads, with their values.
@@ -208,7 +208,8 @@ def waits_in_a_capture(call: Callable[[], Any]) -> list[str]:
     """The lines at which the host would wait during a capture of the call, and which would end the capture.
 
     Models of transformers ask the GPU whether a mask can be left out, but not while a graph is captured. So if the call
-    waits, it runs once more with `torch.cuda.is_current_stream_capturing` returning True in this thread.
+    waits, it runs twice more with `torch.cuda.is_current_stream_capturing` returning True in this thread: the first of
+    these runs may compile code that no other run needs.
     """
     found = waits(call)
     if not found:
@@ -216,6 +217,7 @@ def waits_in_a_capture(call: Callable[[], Any]) -> list[str]:
     here, asked = threading.get_ident(), torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: threading.get_ident() == here or asked()
     try:
+        call()
         return waits(call)
     except Exception:  # the call refuses captures
         return found
