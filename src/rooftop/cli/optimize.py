@@ -109,9 +109,18 @@ def _show(found: Optimized, target: str) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("rule", "verdict", "predicted", "measured", "error", "what, and why"):
         table.add_column(name, justify="right" if name in ("predicted", "measured", "error") else "left")
+    elsewhere = [change.rule for change in found.changes if change.verdict == "refused" and _not_here(change)]
     for change in found.changes:
-        table.add_row(*_row(change), style=SHOWN.get(change.verdict, "dim"))
+        if change.rule not in elsewhere:
+            table.add_row(*_row(change), style=SHOWN.get(change.verdict, "dim"))
     console.print(table)
+    if elsewhere:
+        console.print(f"Only on a GPU: {', '.join(elsewhere)}.", highlight=False)
+    if any(change.error is not None for change in found.changes):
+        console.print(
+            "Predicted, measured: time saved per step. Error: of the changed results, as a share of what is allowed.",
+            highlight=False,
+        )
     if found.checked:
         console.print(f"Checked on {', '.join(found.checked)}.", highlight=False)
     for what, why in found.unchecked.items():
@@ -127,6 +136,11 @@ def _why_nothing(found: Optimized) -> str:
         return "the plan has no changes"
     waiting = sum(change.verdict == "not tried" for change in found.changes)
     return f"nothing was kept, and {counted(waiting, 'rule')} not tried" if waiting else "nothing pays here"
+
+
+def _not_here(change: Change) -> bool:
+    """Whether a rule needs a GPU, which this run does not use."""
+    return change.reason.startswith("needs a GPU")
 
 
 def _row(change: Change) -> list[str]:
