@@ -457,10 +457,16 @@ def test_a_state_is_noticed() -> None:
         assert engine._state() != before
 
 
-def test_waits_are_told_by_their_lines_and_only_those_of_this_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def noted_sync_modes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Note the sync debug modes that are set, as a machine without a GPU cannot set them."""
     modes: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    return modes
+
+
+def test_waits_are_told_by_their_lines_and_only_those_of_this_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = noted_sync_modes(monkeypatch)
     shown: list[str] = []
     monkeypatch.setattr(warnings, "showwarning", lambda message, *rest: shown.append(str(message)))
 
@@ -485,8 +491,7 @@ def test_waits_are_told_by_their_lines_and_only_those_of_this_thread(monkeypatch
 
 def test_a_call_that_asks_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the waits of a capture count; other threads still learn that they are not captured."""
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    noted_sync_modes(monkeypatch)
     asked = lambda: False  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
     elsewhere: list[bool] = []

@@ -24,6 +24,7 @@ from rooftop.optimization import Change, Optimized, optimize
 from rooftop.optimization.optimized import LEAST_BYTES
 from rooftop.optimization.page import render_page
 from rooftop.rewrites import RULES
+from rooftop.rewrites.candidates import NEEDS_A_GPU
 
 SHOWN = {"kept": "green", "refused": "yellow", "failed": "red"}
 
@@ -109,7 +110,7 @@ def _show(found: Optimized, target: str) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("rule", "verdict", "predicted", "measured", "error", "what, and why"):
         table.add_column(name, justify="right" if name in ("predicted", "measured", "error") else "left")
-    elsewhere = [change.rule for change in found.changes if change.verdict == "refused" and _not_here(change)]
+    elsewhere = [change.rule for change in found.changes if _not_here(change)]
     for change in found.changes:
         if change.rule not in elsewhere:
             table.add_row(*_row(change), style=SHOWN.get(change.verdict, "dim"))
@@ -139,8 +140,8 @@ def _why_nothing(found: Optimized) -> str:
 
 
 def _not_here(change: Change) -> bool:
-    """Whether a rule needs a GPU, which this run does not use."""
-    return change.reason.startswith("needs a GPU")
+    """Whether a rule was refused because the model is not on a GPU."""
+    return change.verdict == "refused" and change.reason.startswith(NEEDS_A_GPU)
 
 
 def _row(change: Change) -> list[str]:

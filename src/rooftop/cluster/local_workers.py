@@ -1,11 +1,12 @@
 """Worker processes on this machine: one per GPU, or several that share the CPU's cores.
 
-A worker has two chunks: it computes one while it decodes items of the other. While chunks are small, a worker with
-decoding processes gets more of them, so that each process has work. On a GPU, a worker has its own decoding processes.
-A decoding thread would hold the GIL for 0.2 of the 1.7 ms that a photograph of 500 x 375 pixels takes, so threads would
-reach only about 4,000 photographs a second. A worker writes to shared memory which items it works on and since when. So
-the parent knows these items when a worker process dies, or when it kills the process because an item takes too long. A
-new process then takes its place.
+A worker has two chunks: it computes one while it decodes items of the other. If a worker has decoding processes and its
+chunks are small, it gets more than two, so that every process has work.
+
+On a GPU, a worker has its own decoding processes. A decoding thread would hold the GIL for 0.2 of the 1.7 ms that a
+photograph of 500 x 375 pixels takes, so threads would reach only about 4,000 photographs a second. A worker writes to
+shared memory which items it works on and since when. So the parent knows these items when a worker process dies, or
+when it kills the process because an item takes too long. A new process then takes its place.
 
 A thread of the parent sends the job to a worker through its pipe. The job is not passed as a process argument: an
 argument larger than a pipe (64 KiB) would make the parent wait until the process has imported torch, before it starts
@@ -131,7 +132,10 @@ class LocalWorkers:
             raise
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether a worker has room for a chunk: it has less than two chunks, or too few items for its processes."""
+        """Whether a worker can take another chunk.
+
+        It can if it has fewer than two chunks, or too few items to keep its decoding processes busy.
+        """
         return self._freest(careful) is not None
 
     def _freest(self, careful: bool) -> _Worker | None:

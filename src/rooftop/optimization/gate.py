@@ -329,8 +329,10 @@ class Gate:
             return as_accurate(name, got, eager, truth, what, max(sensitivity, self._usual_error(name)))
 
     def _sensitivity(self, known: Known, name: str) -> float:
-        """How much a true result changes if the values of a special draw change by `SHIFT`; 0 for other draws, and in
-        half precision, where sums have more digits than inputs."""
+        """How much a true result changes if the values of a special draw change by `SHIFT`.
+
+        It is 0 for other draws and for half precision: there, sums are more precise than inputs.
+        """
         if not known.draw.special or known.truth is None or known.eager.values[name].dtype != torch.float32:
             return 0.0
         what = known.draw.what

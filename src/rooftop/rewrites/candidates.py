@@ -272,9 +272,13 @@ class Rule(ABC):
         """Change the candidate. Return the changes in words, or "" if there was nothing to change."""
 
 
+NEEDS_A_GPU = "needs a GPU"
+"""How the reason begins if a rule is refused because the model is not on a GPU."""
+
+
 def only_on_gpu(candidate: Candidate) -> str | None:
     """The refusal of a rule that needs a GPU."""
-    return None if candidate.device.type == "cuda" else f"needs a GPU, but the model is on {candidate.device}"
+    return None if candidate.device.type == "cuda" else f"{NEEDS_A_GPU}, but the model is on {candidate.device}"
 
 
 def counted(count: int, what: str) -> str:

@@ -62,7 +62,7 @@ class Replays:
 
     def __init__(self, run: Callable[..., Any], device: torch.device, state: Callable[[], Hashable]) -> None:
         self.run = run
-        self.graphs = Graphs(device, MOST_GRAPHS, state)
+        self.graphs = Graphs(device, MOST_GRAPHS, state, compared=True)
         self._lock = Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

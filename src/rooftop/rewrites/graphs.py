@@ -83,10 +83,11 @@ class Graphs:
         device: device of the model.
         most: largest number of graphs.
         state: returns a value that must not change from call to call (see `capture`).
+        compared: see `capture`.
     """
 
-    def __init__(self, device: torch.device, most: int, state: Callable[[], Hashable]) -> None:
-        self.device, self.most, self.state = device, most, state
+    def __init__(self, device: torch.device, most: int, state: Callable[[], Hashable], compared: bool = False) -> None:
+        self.device, self.most, self.state, self.compared = device, most, state, compared
         self.entries: OrderedDict[Hashable, Graph | Refusal] = OrderedDict()
         self._stream: torch.cuda.Stream | None = None
         self._previous: torch.cuda.Stream | None = None
@@ -126,7 +127,7 @@ class Graphs:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         pools = (entry.pool for entry in self.entries.values() if isinstance(entry, Graph))
-        return capture(inputs, call, self._stream, next(pools, None), self.state)
+        return capture(inputs, call, self._stream, next(pools, None), self.state, self.compared)
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -155,12 +156,12 @@ def capture(
     stream: torch.cuda.Stream,
     pool: Any,
     state: Callable[[], Hashable],
+    compared: bool = False,
 ) -> Graph:
     """Run a call twice, then capture it in inference mode, all on `stream`. The current stream waits for `stream`.
 
     The first run does lazy initialization, which must not happen in a capture, and raises errors of the call itself.
-    The second run detects GPU synchronization, because a failed capture leaves traces in the allocator. If it finds
-    any, two more runs tell whether the call also synchronizes while a graph is captured.
+    The second run detects GPU synchronization, because a failed capture leaves traces in the allocator.
 
     Args:
         inputs: the tensors that the call reads, with their values.
@@ -168,6 +169,9 @@ def capture(
         pool: memory pool of another graph, to share; None: a new pool.
         state: must return the same value before and after the first run. If it does not, a graph would replay stale
             state that the model keeps from call to call.
+        compared: whether the results and the time of the graph are compared with the call's. Then a call that
+            synchronizes only outside of captures is captured (see `waits_in_a_capture`); its graph may take another
+            path through the model.
 
     Raises:
         UncapturedError: the first run succeeded, but the state changed, the host synchronizes with the GPU, or the
@@ -185,7 +189,7 @@ def capture(
                 outputs = call()
                 if state() != before:
                     raise UncapturedError("the model changes its buffers in each call", outputs)
-                if found := waits_in_a_capture(call):
+                if found := (waits_in_a_capture if compared else waits)(call):
                     raise UncapturedError(f"the host waits for the GPU at {found[0]}", outputs)
             graph = torch.cuda.CUDAGraph()
             try:
@@ -207,9 +211,9 @@ def capture(
 def waits_in_a_capture(call: Callable[[], Any]) -> list[str]:
     """The lines at which the host would wait during a capture of the call, and which would end the capture.
 
-    Models of transformers ask the GPU whether a mask can be left out, but not while a graph is captured. So if the call
-    waits, it runs twice more with `torch.cuda.is_current_stream_capturing` returning True in this thread: the first of
-    these runs may compile code that no other run needs.
+    Models of transformers ask the GPU whether a mask can be left out, but not while a graph is captured. So a call that
+    waits runs twice more, while `torch.cuda.is_current_stream_capturing` returns True in this thread. The first of
+    these two runs does what is done only once, such as compiling. The waits of the second one are returned.
     """
     found = waits(call)
     if not found:
