@@ -10,7 +10,7 @@ first start compiles. Then the eager model, `torch.compile` (default; reduce-ove
 max-autotune for three rows with `--autotune`) and the module of `rooftop.optimize` take turns, called as users call
 them. `without` is the module's time with only those kept rules that neither compile nor capture graphs.
 
-Compiling needs CPU cores and no GPU. So `AT_ONCE` rows run for each GPU, each in its own process, with its own cores
+Compiling needs CPU cores and no GPU. So two rows (`--at-once`) run for each GPU, each in its own process, with its own cores
 and an empty cache of compiled code. A row locks the GPU while it times variants, checks their results and captures
 graphs. It releases the GPU while it compiles. The search's clock stops while the row waits for the GPU again.
 
@@ -67,8 +67,8 @@ LEAST_S = 40.0
 CLOSE = 0.3
 """A prediction is close if its error is at most this share of the measured gain, or at most `SMALL` of the step."""
 SMALL = 0.02
-AT_ONCE = 3
-"""Number of rows that run at a time for each GPU. A search compiles for about half of its time. Each row gets five of
+AT_ONCE = 2
+"""Number of rows that run at a time for each GPU. A search compiles for about half of its time. Each row gets eight of
 16 cores."""
 LEARNING_RATE = 1e-6
 POLL_S = 0.2
@@ -495,9 +495,9 @@ class Place:
     turns: Path
 
 
-def places(gpus: Sequence[int | None], folder: Path) -> list[Place]:
-    """`AT_ONCE` places for each GPU. All places together have the machine's CPU cores."""
-    cores, count = sorted(os.sched_getaffinity(0)), len(gpus) * (AT_ONCE if gpus[0] is not None else 1)
+def places(gpus: Sequence[int | None], at_once: int, folder: Path) -> list[Place]:
+    """`at_once` places for each GPU. All places together have the machine's CPU cores."""
+    cores, count = sorted(os.sched_getaffinity(0)), len(gpus) * (at_once if gpus[0] is not None else 1)
     share = max(1, len(cores) // count)
     shares = [tuple(cores[i * share : (i + 1) * share]) or tuple(cores) for i in range(count)]
     return [Place(gpus[i % len(gpus)], own, folder / f"turns{i % len(gpus)}") for i, own in enumerate(shares)]
@@ -633,6 +633,9 @@ def main() -> int:
         "--total", type=float, default=math.inf, metavar="SECONDS", help="stop all rows after this time"
     )
     parser.add_argument(
+        "--at-once", type=int, default=AT_ONCE, metavar="N", help="rows that run at a time for each GPU"
+    )
+    parser.add_argument(
         "--autotune", action="store_true", help=f"also measure max-autotune, for {', '.join(AUTOTUNED)}"
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, to test the script")
@@ -690,7 +693,7 @@ def main() -> int:
                     partial_file.replace(options.out)
 
     with tempfile.TemporaryDirectory() as folder:
-        workers = [threading.Thread(target=work, args=[place]) for place in places(gpus, Path(folder))]
+        workers = [threading.Thread(target=work, args=[place]) for place in places(gpus, options.at_once, Path(folder))]
         for worker in workers:
             worker.start()
         for worker in workers:

@@ -111,11 +111,12 @@ def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int
     count = size.numel()
     if flat.numel() == 0 or count == 0:
         return tensor.new_empty(size)
+    generator = _on(flat.device, generator)
     if tensor.is_floating_point() or count != flat.numel():
-        places = torch.randint(flat.numel(), (count,), generator=generator)
+        places = torch.randint(flat.numel(), (count,), generator=generator, device=flat.device)
     else:
-        places = torch.randperm(count, generator=generator)
-    drawn = _varied(flat[places.to(flat.device)], generator).reshape(size)
+        places = torch.randperm(count, generator=generator, device=flat.device)
+    drawn = _varied(flat[places], generator).reshape(size)
     if shape is None:
         drawn = torch.empty_like(tensor, requires_grad=False).copy_(drawn)  # with its strides
     return drawn.requires_grad_(tensor.requires_grad)
@@ -127,12 +128,19 @@ def _varied(flat: Tensor, generator: torch.Generator) -> Tensor:
     if flat.is_complex() or not bool((flat == first).all()):
         return flat
     if flat.is_floating_point():
-        shares = torch.rand(flat.shape, generator=generator).to(flat.device, flat.dtype)
+        shares = torch.rand(flat.shape, generator=generator, device=flat.device).to(flat.dtype)
         return shares * (first if first else 1)
-    if flat.dtype == torch.bool:
-        return torch.randint(2, flat.shape, generator=generator).to(flat.device, flat.dtype)
-    high = int(first)
-    return torch.randint(high + 1, flat.shape, generator=generator).to(flat.device, flat.dtype) if high > 0 else flat
+    high = 1 if flat.dtype == torch.bool else int(first)
+    if high <= 0:
+        return flat
+    return torch.randint(high + 1, flat.shape, generator=generator, device=flat.device).to(flat.dtype)
+
+
+def _on(device: torch.device, generator: torch.Generator) -> torch.Generator:
+    """A generator on a device, seeded by the given one. Drawing millions of values on a CPU would take seconds."""
+    if generator.device.type == device.type:
+        return generator
+    return torch.Generator(device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
 
 
 def non_contiguous(tensor: Tensor) -> Tensor:

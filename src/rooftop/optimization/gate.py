@@ -416,8 +416,8 @@ def _shifted(tensor: Tensor) -> Tensor:
     """A float32 tensor in float64, with each value changed by a random share of `SHIFT`."""
     if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
         return tensor
-    generator = torch.Generator().manual_seed(SEED)
-    share = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device) * 2 - 1
+    generator = torch.Generator(tensor.device).manual_seed(SEED)
+    share = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device=tensor.device) * 2 - 1
     changed = tensor.detach().double() * (1 + SHIFT * torch.finfo(torch.float32).eps * share)
     return changed.requires_grad_(tensor.requires_grad)
 

@@ -31,7 +31,9 @@ class Outcome:
         strides: strides of each result. None for empty results and for dimensions of size 1, whose strides do not
             matter.
         shared: pairs of values that share memory: ("result 0", "argument 0").
-        results: the results themselves, to check them again after another call.
+        results: the results themselves, to check them again after another call. They are detached: a graph of autograd
+            that stays alive ties its parameters to the stream of its forward pass, and later captures on other streams
+            would fail.
     """
 
     values: Mapping[str, Tensor]
@@ -71,7 +73,8 @@ class Step:
         if not lost or not wanted:
             return output, {}
         found = torch.autograd.grad(lost, list(wanted.values()), slopes, allow_unused=True)
-        return output, {name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None}
+        pairs = zip(wanted.items(), found, strict=True)
+        return output, {name: _as_accumulated(grad, leaf) for (name, leaf), grad in pairs if grad is not None}
 
     def _lost(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
         """(the tensors from which backward starts, the gradients of these tensors)."""
@@ -90,10 +93,19 @@ class Step:
         key = place, output.shape, output.dtype, output.device
         known = self._slopes.get(key)
         if known is None or known._version != 0:  # a backward wrote to it
-            generator = torch.Generator().manual_seed(SEED + place)
-            values = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
-            known = self._slopes[key] = values.detach().clone()
+            generator = torch.Generator(output.device).manual_seed(SEED + place)
+            values = torch.randn(output.shape, generator=generator, device=output.device)
+            known = self._slopes[key] = values.to(output.dtype, copy=True)
         return known
+
+
+def _as_accumulated(gradient: Tensor, leaf: Tensor) -> Tensor:
+    """A gradient in the strides in which `backward` would store it: those of its tensor. Optimizers rely on them."""
+    if gradient.layout != torch.strided or leaf.layout != torch.strided:
+        return gradient
+    if all(one == other or size == 1 for size, one, other in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)):
+        return gradient
+    return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient.detach())
 
 
 def _kind(loss: Any) -> str:
@@ -135,7 +147,7 @@ def outcome_of(step: Step, call: Callable[..., Any], model: nn.Module, given: Ar
     strides = {f"result {i}": t.stride() for i, t in enumerate(results) if _has_strides(t)}
     named = {f"result {i}": t for i, t in enumerate(results)}
     others = {**arguments, **buffers, **dict(model.named_parameters())}
-    return Outcome(values, structure, strides, _shared(named, others), tuple(results))
+    return Outcome(values, structure, strides, _shared(named, others), tuple(t.detach() for t in results))
 
 
 def _dense(tensor: Tensor) -> Tensor:

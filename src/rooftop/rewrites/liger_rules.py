@@ -81,8 +81,8 @@ def _by_liger(module: nn.Module, functions: Any) -> tuple[str, Function] | None:
     """(kind of the module, function of Liger that computes it); None for other modules."""
     weight: Any = getattr(module, "weight", None)
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.bias is not None:
-        bias, layer_eps = module.bias, module.eps
-        return "LayerNorm", lambda x: functions.liger_layer_norm(x, weight, bias, layer_eps)
+        layer: Any = module  # weights are read in each call: a rule for CUDA graphs replaces them for a while
+        return "LayerNorm", lambda x: functions.liger_layer_norm(x, layer.weight, layer.bias, layer.eps)
     norm = recognized(module)
     if type(module) is nn.RMSNorm and len(module.normalized_shape) == 1 and weight is not None and module.eps:
         eps, offset = module.eps, 0
@@ -91,7 +91,8 @@ def _by_liger(module: nn.Module, functions: Any) -> tuple[str, Function] | None:
     else:
         return _swiglu(module, functions) if is_swiglu(module) else None
     casting = "gemma" if offset else "llama"  # "llama" rounds before the product with the weight, "gemma" after it
-    return "RMSNorm", lambda x: functions.liger_rms_norm(x, weight, eps, float(offset), casting, False)
+    layer = module
+    return "RMSNorm", lambda x: functions.liger_rms_norm(x, layer.weight, eps, float(offset), casting, False)
 
 
 def _swiglu(module: Any, functions: Any) -> tuple[str, Function]:

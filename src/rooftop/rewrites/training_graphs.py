@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -138,7 +138,7 @@ class TrainingReplays:
         places = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given]
         place_of = {id(tensor): place for tensor, place in zip(given, places, strict=True)}
         own_args, own_kwargs = mapped((args, kwargs), lambda tensor: place_of[id(tensor)])
-        wanted = [each for each in (*places, *self._parameters()) if each.requires_grad]
+        parameters = self._parameters()
         found: list[Any] = []
         slopes: Gradients = []
 
@@ -156,16 +156,21 @@ class TrainingReplays:
 
         def backward(outputs: list[Tensor]) -> Gradients:
             pairs = [(t, slope) for t, slope in zip(outputs, slopes, strict=True) if slope is not None]
-            if not pairs or not wanted:
+            inputs = [place for place in places if place.requires_grad]
+            if not pairs or not (inputs or parameters):
                 raise UncapturedError("no result has a gradient", found[0])
             lost, starts = zip(*pairs, strict=True)
-            return list(torch.autograd.grad(lost, wanted, starts, allow_unused=True))
+            wanted = {id(each): each for each in (*inputs, *aliases, *parameters)}
+            gradients = torch.autograd.grad(lost, list(wanted.values()), starts, allow_unused=True)
+            of = dict(zip(wanted, gradients, strict=True))
+            pairs_of_parameters = zip(aliases, parameters, strict=True)
+            return [of[id(each)] for each in inputs] + [_gradient_of({id(a), id(p)}, of) for a, p in pairs_of_parameters]
 
-        with torch.enable_grad(), _unchanged(self.model, self.device):
+        with torch.enable_grad(), _unchanged(self.model, self.device), _aliased(self.model, parameters) as aliases:
             recorded = self._record(forward, backward)
         # in the order of the inputs of `_Replay`
         gradients = iter(recorded.gradients)
-        every = [next(gradients) if each.requires_grad else None for each in (*places, *self._parameters())]
+        every = [next(gradients) if each.requires_grad else None for each in (*places, *parameters)]
         outputs = [output.detach() for output in recorded.outputs]
         detached = dict(zip(map(id, recorded.outputs), outputs, strict=True))
         result = mapped(found[0], lambda output: detached[id(output)])
@@ -209,6 +214,36 @@ class _Replay(torch.autograd.Function):
         following = iter(copies)
         gradients = (None if gradient is None else next(following) for gradient in pair.recorded.gradients)
         return None, None, None, *gradients
+
+
+def _gradient_of(keys: set[int], gradients: Mapping[int, Tensor | None]) -> Tensor | None:
+    """The sum of the gradients that exist; None if there is none."""
+    found = [gradient for key in keys if (gradient := gradients[key]) is not None]
+    return sum(found[1:], found[0]) if found else None
+
+
+@contextmanager
+def _aliased(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """In the block, a model's modules have other parameters with the same memory. The block gets these, in order.
+
+    Autograd sums a parameter's gradient on the stream on which the parameter was first used, as long as any graph of
+    autograd with it is alive, such as that of the user's last loss. A capture on another stream then fails. An alias is
+    new, so it is first used in the capture. A module that reads a parameter from elsewhere still reads the original.
+    """
+    alias_of = {id(p): nn.Parameter(p.detach()) if type(p) is nn.Parameter else p for p in parameters}
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and alias_of.get(id(parameter), parameter) is not parameter
+    ]
+    try:
+        for module, name, parameter in places:
+            setattr(module, name, alias_of[id(parameter)])
+        yield [alias_of[id(parameter)] for parameter in parameters]
+    finally:
+        for module, name, parameter in places:
+            setattr(module, name, parameter)
 
 
 @contextmanager
