@@ -10,9 +10,9 @@ first start compiles. Then the eager model, `torch.compile` (default; reduce-ove
 max-autotune for three rows with `--autotune`) and the module of `rooftop.optimize` take turns, called as users call
 them. `without` is the module's time with only those kept rules that neither compile nor capture graphs.
 
-Compiling needs CPU cores and no GPU. So two rows (`--at-once`) run for each GPU, each in its own process, with its own cores
-and an empty cache of compiled code. A row locks the GPU while it times variants, checks their results and captures
-graphs. It releases the GPU while it compiles. The search's clock stops while the row waits for the GPU again.
+Compiling needs CPU cores and no GPU. So two rows (`--at-once`) run for each GPU, each in its own process, with its own
+cores and an empty cache of compiled code. A row locks the GPU while it times variants, checks their results and
+captures graphs. It releases the GPU while it compiles. The search's clock stops while the row waits for the GPU again.
 
 Each row is written to the file after each of its stages. If a variant raises, the error becomes an entry of the row's
 `errors`. A row that fails as a whole or runs out of time keeps what it has measured. A second run with the same `--out`

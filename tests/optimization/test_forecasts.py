@@ -183,10 +183,17 @@ def test_events_take_the_times_of_operators_on_a_gpu(gpu: torch.device) -> None:
     assert clock.times_ms() == [0.0, 1.0, 2.0], "a second query adds no events"
 
 
-def test_the_device_works_alone_when_the_host_is_ahead(gpu: torch.device) -> None:
+def test_the_device_works_alone_when_the_host_is_ahead(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone_ms(work, gpu) == 1.0
     assert ahead(work, torch.device("cpu"), 5.0) == (None, None)
     device_ms, host_ms = ahead(work, gpu, 5.0)
-    assert device_ms == 1.0
+    assert device_ms == 5.0, "the step takes the same time if the host is ahead"
     assert host_ms is not None
     assert 0 < host_ms < 5.0
+    paused: list[bool] = []
+
+    def quick_after_a_pause() -> None:
+        FakeEvent.now_ms += 1.0 if paused and paused.pop() else 4.0
+
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: paused.append(True))
+    assert ahead(quick_after_a_pause, gpu, 5.0)[0] == 1.25, "a quarter of the time of a run without a pause"

@@ -20,6 +20,7 @@ from rooftop.errors import InputError
 from rooftop.hardware.timing import Timing
 from rooftop.models import resnet18
 from rooftop.optimization import OptimizedModule
+from rooftop.optimization.outcomes import Step, outcome_of
 from rooftop.optimization.searching import Search
 from rooftop.rewrites import RULES, Candidate, Rule, Times
 from rooftop.rewrites.compiler_rules import repeated_blocks
@@ -630,3 +631,91 @@ def test_rules_are_tried_if_half_of_their_time_is_left() -> None:
     (change,) = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Slow(60.0)], budget_s=20).changes
     assert change.verdict == "not tried"
     assert "of the budget were left, but about 60 s are needed" in change.reason
+
+
+def test_the_whole_model_is_compiled_before_its_blocks_if_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Part(Faster):
+        """One of the two rules that compile.
+
+        Args:
+            predicted_ms: per second of its trial, blocks promise more.
+        """
+
+        kind = "compile"
+
+        def __init__(self, name: str, predicted_ms: float, seconds: float) -> None:
+            super().__init__(name)
+            self.gain_ms, self.needed_s = predicted_ms, seconds
+
+        def predicted_ms(self, times: Times) -> float:
+            return self.gain_ms
+
+        def seconds(self, times: Times) -> float:
+            return self.needed_s
+
+        def apply(self, candidate: Candidate) -> str:
+            tried.append(self.name)
+            return super().apply(candidate)
+
+    own = [rule for rule in RULES if "compile" not in rule.name]
+    monkeypatch.setattr("rooftop.optimization.optimizing.RULES", own)
+    for budget_s, first in ((60.0, "compile"), (20.0, "compile-blocks")):
+        tried: list[str] = []
+        rules = [Part("compile-blocks", 8.0, 2.0), Part("compile", 9.0, 20.0)]
+        rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules, budget_s=budget_s)
+        assert tried[0] == first
+
+
+def test_a_predicted_loss_is_tried_last() -> None:
+    class Predicts(Faster):
+        def __init__(self, name: str, predicted_ms: float, seconds: float = 0.0) -> None:
+            super().__init__(name)
+            self.gain_ms, self.needed_s = predicted_ms, seconds
+
+        def predicted_ms(self, times: Times) -> float:
+            return self.gain_ms
+
+        def seconds(self, times: Times) -> float:
+            return self.needed_s
+
+    rules = [Predicts("loses", -1.0), Predicts("compiles", 0.5, 1.0), Predicts("even", -0.05), Predicts("gains", 2.0)]
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules)
+    assert [change.rule for change in found.changes] == ["gains", "even", "compiles", "loses"]
+
+
+def test_a_kept_rule_whose_times_cannot_be_measured_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times are only for predictions. A failed measurement ended the search."""
+    profiled = Search._times_of
+
+    def fails(self: Search, candidate: Candidate, wall_ms: float) -> Times:
+        if self.kept:
+            raise RuntimeError("an operator refuses to be watched")
+        return profiled(self, candidate, wall_ms)
+
+    monkeypatch.setattr(Search, "_times_of", fails)
+    with pytest.warns(RuntimeWarning, match="predicted from earlier times: RuntimeError: an operator refuses"):
+        found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[shorter("one", 0.005), shorter("two", 0.002)])
+    assert found.kept == ["one", "two"]
+    assert [change.measured_ms for change in found.changes] == pytest.approx([5.0, 3.0])
+
+
+def test_gradients_have_the_strides_of_their_parameters() -> None:
+    """Fused optimizers refuse others. `backward` would store them in the parameters' strides, too."""
+    model: Any = nn.Conv2d(3, 4, 2)
+
+    def call(x: Tensor) -> Tensor:
+        weight = model.weight.contiguous(memory_format=torch.channels_last)
+        return nn.functional.conv2d(x, weight, model.bias)
+
+    x = torch.randn(2, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+    _, found = Step(True, lambda y: y.square().sum()).run(call, model, ((x,), {}))
+    call(x).square().sum().backward()
+    assert found["gradient of weight"].stride() == model.weight.stride()
+    torch.testing.assert_close(found["gradient of weight"], model.weight.grad)
+
+
+def test_reference_results_keep_no_graph_of_autograd() -> None:
+    """A living graph ties parameters to its stream, so that captures on other streams fail."""
+    model = sleepy(True)
+    outcome = outcome_of(Step(True), model, model, ((torch.randn(5, 6),), {}))
+    assert all(not result.requires_grad for result in outcome.results)

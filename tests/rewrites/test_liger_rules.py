@@ -151,17 +151,29 @@ def test_it_needs_a_gpu_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None
     assert Liger().refusal(candidate) is None
 
 
-def test_gains_are_predicted_from_the_norms_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gains_are_predicted_from_the_norms_of_the_step(monkeypatch: pytest.MonkeyPatch, liger: list[str]) -> None:
     aten = torch.ops.aten
     assert Liger().predicted_ms(Times(9.0, (Call(aten.relu.default, (), CPU, 3, 1.0),))) == 0.0
     parts = ((aten.pow.Tensor_Scalar, 1.0), (aten.mean.dim, 0.5), (aten.rsqrt.default, 0.1))
     by_hand = Times(9.0, tuple(Call(operator, (), CPU, 4, ms) for operator, ms in parts))
     assert Liger().predicted_ms(by_hand) == pytest.approx(2.5 * 1.6 - 0.5)
     x = torch.empty(64, 32, device="meta")
-    norm = Call(aten.native_layer_norm.default, (x, [32], None, None, 1e-5), CPU, 4, 2.0)
+    scale = torch.empty(32, device="meta")
+    norm = Call(aten.native_layer_norm.default, (x, [32], scale, scale, 1e-5), CPU, 4, 2.0)
     times = iter((1.0, 0.25))
     monkeypatch.setattr(module_rules, "alone_ms", lambda run, device: (run(), next(times))[1])
     assert Liger().predicted_ms(Times(9.0, (norm,))) == pytest.approx(0.75 * 2.0)
+    assert liger == ["layer 1e-05"], "Liger's own kernel was timed"
+
+
+def test_the_host_also_takes_time_to_launch_a_kernel(monkeypatch: pytest.MonkeyPatch, liger: list[str]) -> None:
+    x, scale = torch.empty(64, 32, device="meta"), torch.empty(32, device="meta")
+    norm = Call(torch.ops.aten.native_layer_norm.default, (x, [32], scale, scale, 1e-5), CPU, 4, 2.0)
+    monkeypatch.setattr(module_rules, "alone_ms", lambda run, device: 1.0)
+    launches = iter((0.25, 0.5))
+    monkeypatch.setattr(module_rules, "launch_ms", lambda run, device: next(launches))
+    bound_by_host = Times(9.0, (norm,), device_ms=2.0, host_ms=9.0)
+    assert Liger().predicted_ms(bound_by_host) == pytest.approx(-4 * 0.25)
 
 
 @pytest.mark.gpu

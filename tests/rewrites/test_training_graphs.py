@@ -3,6 +3,7 @@ CPU."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -136,6 +137,58 @@ def test_another_backward_raises() -> None:
     replayed(torch.randn(5, 6))
     with pytest.raises(RuntimeError, match="leave the rule cuda-graphs out"):
         loss.backward()
+
+
+class Seen(nn.Module):
+    """A model that notes its weights, and reads one of them from a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cell = nn.Linear(6, 4), nn.LSTM(4, 3, batch_first=True)
+        self.tied = nn.Linear(6, 4)
+        self.tied.weight = self.layer.weight
+        self.aside = [self.layer.bias]
+        self.read: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.read.append(self.layer.weight)
+        y = self.layer(x) + self.tied(x) + self.aside[0]
+        return self.cell(y.unsqueeze(1))[0].square()
+
+
+def test_parameters_are_aliases_in_a_capture() -> None:
+    """Autograd still knows the originals from the caller's last loss, on another stream."""
+    torch.manual_seed(0)
+    model = Seen()
+    plain, x = copy.deepcopy(model), torch.randn(5, 6)
+    alive = model(x).sum()
+    alive.backward(retain_graph=True)
+    model.zero_grad()
+    model.read.clear()
+    weight = model.layer.weight
+    replayed = TrainingReplays(model, model, CPU, run_again)
+    replayed(x).sum().backward()
+    aliases = model.read[:2]
+    assert all(each is not weight and each.data_ptr() == weight.data_ptr() for each in aliases)
+    assert model.layer.weight is weight
+    assert model.tied.weight is weight
+    assert model.cell._flat_weights[0] is model.cell.weight_ih_l0
+    plain(x).sum().backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+def test_a_failed_capture_gives_the_parameters_back() -> None:
+    model = nn.Linear(6, 4)
+    weight = model.weight
+
+    def fails(forward: Forward, backward: Backward) -> Recorded:
+        assert model.weight is not weight
+        raise UncapturedError("no", [])
+
+    with pytest.raises(UncapturedError):
+        TrainingReplays(model, model, CPU, fails)(torch.randn(2, 6))
+    assert model.weight is weight
 
 
 def test_a_capture_leaves_no_traces() -> None:

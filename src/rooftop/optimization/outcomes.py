@@ -103,7 +103,9 @@ def _as_accumulated(gradient: Tensor, leaf: Tensor) -> Tensor:
     """A gradient in the strides in which `backward` would store it: those of its tensor. Optimizers rely on them."""
     if gradient.layout != torch.strided or leaf.layout != torch.strided:
         return gradient
-    if all(one == other or size == 1 for size, one, other in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)):
+    if all(
+        one == other or size == 1 for size, one, other in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)
+    ):
         return gradient
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient.detach())
 

@@ -1,5 +1,5 @@
 """The search tries rules: first those that apply at once, then those that compile, in the order of their predicted
-gains.
+gains. Rules with a predicted loss come last.
 
 Each rule is tried together with the kept rules, and timed against these alone. A rule that saves time is then proven,
 and kept if it is correct.
@@ -52,6 +52,10 @@ LEAST_PACE, MOST_PACE = 0.25, 4.0
 WORTH_A_TRY = 0.5
 """A rule is tried if this share of the time that it needs is left: the estimate may be wrong, and a deadline stops
 it."""
+WHOLE_FIRST = 0.75
+"""The whole model is compiled before repeated blocks if this share of the time that is left suffices. It gains more,
+and no optimized model is then slower than a compiled one because time ran out. Compiling blocks is quicker if there are
+many equal ones."""
 LEAST_SAVED = 0.1
 """Share of a step's memory that a rule must save to be kept for it."""
 HOW_IT_RUNS = ("compile", "graphs")
@@ -127,6 +131,7 @@ class Search:
         self._profiles: dict[frozenset[str], Times] = {}  # times of a step, by the names of the kept rules
         self._peak = self._peak_bytes(self.plain)
         self._pace = 1.0  # measured compile time / its estimate
+        self._compile_s = 0.0  # the time in which the best candidate was compiled
         self._compiled: dict[frozenset[str], Compiled] = {}  # by the rules other than the compiler's
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
@@ -155,10 +160,15 @@ class Search:
         possible = [rule for rule in possible if self._has_work(rule, times)]
         forecasts = {id(rule): of for rule in possible if (of := self._forecast(rule, times)) is not None}
         predicted = {key: ms for key, (_, ms) in forecasts.items()}
-        order = [rule for rule in possible if id(rule) in forecasts]
-        order.sort(key=lambda rule: (not rule.saves_memory, _urgency(*forecasts[id(rule)])))
-        for number, rule in enumerate(order):
-            self.progress(rule.name, 0.1 + 0.8 * number / len(order))
+        waiting = [rule for rule in possible if id(rule) in forecasts]
+        loss = -self.min_gain * wall
+        waiting.sort(key=lambda rule: (not rule.saves_memory, _urgency(*forecasts[id(rule)], loss)))
+        order: list[Rule] = []
+        while waiting:
+            rule = self._next(waiting)
+            waiting.remove(rule)
+            self.progress(rule.name, 0.1 + 0.8 * len(order) / (len(order) + 1 + len(waiting)))
+            order.append(rule)
             change = self._tried(rule, predicted[id(rule)])
             self.changes.append(change)  # looked up again, because `_tried` may replace the list
         again = [c.rule for c in self.changes if c.verdict == "no gain" and c.measured_ms is not None]
@@ -168,10 +178,27 @@ class Search:
                 if change.verdict != "not tried":  # else the first trial says more
                     self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
 
+    def _next(self, waiting: Sequence[Rule]) -> Rule:
+        """The rule to try next: the first one, or the one that compiles the whole model before the one for blocks."""
+        first = waiting[0]
+        whole = next((rule for rule in waiting if rule.name == WHOLE), None)
+        if first.name != BLOCKS or whole is None:
+            return first
+        left = self.ends - time.perf_counter()
+        return whole if self._pace * whole.seconds(self._times) <= WHOLE_FIRST * left else first
+
     def _could_pay(self, rule: Rule) -> bool:
-        """Whether another rule was kept after this rule was tried without a gain."""
+        """Whether a rule that was tried without a gain could have one now, after another rule was kept.
+
+        A trial on top of compiled code compiles it again. So it must promise a gain, and a rule whose kernels the
+        compiler cannot look into does not: the compiler fuses the same operators.
+        """
         names = [change.rule for change in self.changes]
-        return any(names.index(kept.name) > names.index(rule.name) for kept in self.kept)
+        if not any(names.index(kept.name) > names.index(rule.name) for kept in self.kept):
+            return False
+        if not any(kept.kind == "compile" for kept in self.kept):
+            return True
+        return not rule.opaque and self._predicted(rule, self.kept) > self.min_gain * self._times.wall_ms
 
     def _apply_all(self, rules: Sequence[Rule]) -> None:
         possible = [rule for rule in rules if self._fits(rule)]
@@ -266,7 +293,9 @@ class Search:
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
         steps = STEPS + (0 if self._gates else PROOF_STEPS)
-        left, needed = self.ends - time.perf_counter(), self._pace * rule.seconds(self._times) + steps * self._step_s
+        compiled = any(kept.kind == "compile" for kept in self.kept if kept not in replaced)
+        needed = self._pace * rule.seconds(self._times) + steps * self._step_s + (self._compile_s if compiled else 0.0)
+        left = self.ends - time.perf_counter()
         if left <= 0:
             return replace(change, reason=BUDGET_OVER)
         if left < WORTH_A_TRY * needed:
@@ -314,6 +343,7 @@ class Search:
         finally:
             self.originals.restore()
         self.kept, self.best = _ordered(rules), candidate
+        self._compile_s = first_s if any(kept.kind == "compile" for kept in self.kept) else 0.0
         self._profile(gain)
         names = [each.name for each in replaced]
         self.changes = [
@@ -349,15 +379,22 @@ class Search:
         self._compiled[names] = Compiled(wall_ms, device_ms, host_ms, whole=rule.name != BLOCKS)
 
     def _profile(self, gain_ms: float) -> None:
-        """Measure the times of the new best candidate, to predict further gains."""
+        """Measure the times of the new best candidate, to predict further gains. If that fails, the candidate is still
+        faster and proven, so predictions continue from the times before.
+        """
         wall_ms = max(1e-6, self._times.wall_ms - gain_ms)
-        if not any(kept.kind in HOW_IT_RUNS for kept in self.kept):
-            self._times = self._times_of(self.best, wall_ms)
-        else:
-            with untouched(self.original, self.best):  # its operators have not changed
-                run = step_of(self.best, self.step, copied(self.given))
-                device_ms, host_ms = ahead(run, self.best.device, wall_ms)
-            self._times = replace(self._times, wall_ms=wall_ms, device_ms=device_ms, host_ms=host_ms)
+        self._times = replace(self._times, wall_ms=wall_ms)
+        try:
+            if not any(kept.kind in HOW_IT_RUNS for kept in self.kept):
+                self._times = self._times_of(self.best, wall_ms)
+            else:
+                with untouched(self.original, self.best):  # its operators have not changed
+                    run = step_of(self.best, self.step, copied(self.given))
+                    device_ms, host_ms = ahead(run, self.best.device, wall_ms)
+                self._times = replace(self._times, device_ms=device_ms, host_ms=host_ms)
+        except Exception as error:
+            told = f"rooftop.optimize: further gains are predicted from earlier times: {_first_line(error)}"
+            warnings.warn(told, RuntimeWarning, stacklevel=6)
         self._profiles[frozenset(kept.name for kept in self.kept)] = self._times
 
     def _peak_bytes(self, candidate: Candidate) -> int:
@@ -451,20 +488,18 @@ class Search:
 
     def _gain(self, candidate: Candidate, least: float) -> tuple[float, float, bool]:
         """(gain in ms over the best candidate, the gain as a share of a step, whether the share surely exceeds
-        `least`).
+        `least`). The ms are this share of the step for which gains are predicted, so both can be compared.
         """
-        befores: list[float] = []
         shares: list[float] = []
         while True:
             before, after = self._pair(self.best, candidate)
-            befores.append(before.median_ms)
             shares.append(1 - after.median_ms / before.median_ms)
             share = statistics.median(shares)
             pays = share > least and is_sure(shares)
             late = time.perf_counter() > self.ends or len(shares) >= MOST_ROUNDS
             unlikely = len(shares) >= (SURE_ROUNDS if least == self.min_gain else 2 * SURE_ROUNDS)
             if len(shares) >= SURE_ROUNDS and (pays or late or (unlikely and _falls_short(shares, least))):
-                return share * statistics.median(befores), share, pays
+                return share * self._times.wall_ms, share, pays
 
     def _pair(self, one: Candidate, other: Candidate) -> tuple[Timing, Timing]:
         times = self._timed({"one": one, "other": other})
@@ -530,11 +565,11 @@ class Search:
         self.kept, self.best = [], self.plain
 
 
-def _urgency(seconds: float, predicted_ms: float) -> tuple[bool, float]:
+def _urgency(seconds: float, predicted_ms: float, loss_ms: float) -> tuple[bool, bool, float]:
     """The sort key of a rule. Rules that apply at once come first, by their gain. The others follow, by their gain per
-    second of trial.
+    second of trial. Rules that apply at once and lose more than `loss_ms` come last.
     """
-    return seconds > 0, -predicted_ms / (seconds if seconds > 0 else 1.0)
+    return seconds <= 0 and predicted_ms < loss_ms, seconds > 0, -predicted_ms / (seconds if seconds > 0 else 1.0)
 
 
 def _ordered(rules: Sequence[Rule]) -> list[Rule]:

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from rooftop.nn.hooks import has_hooks
 from rooftop.nn.recognizing import recognized
 from rooftop.rewrites.candidates import Candidate, Rule, Times, names_of, only_on_gpu
-from rooftop.rewrites.module_rules import gain_norms
+from rooftop.rewrites.module_rules import Norms, gain_norms
 
 PACKAGE, FUNCTIONS = "liger_kernel", "liger_kernel.transformers.functional"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Names of the linear layers of a SwiGLU in transformers' models."""
+EPS = 1e-6
 Function = Callable[[Tensor], Tensor]
 
 
@@ -41,7 +42,17 @@ class Liger(Rule):
         return None if importlib.util.find_spec(PACKAGE) else "not installed: pip install liger-kernel"
 
     def predicted_ms(self, times: Times) -> float:
-        return gain_norms(times)
+        functions = importlib.import_module(FUNCTIONS)
+
+        def layer_norm(x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> object:
+            if weight is None or bias is None:  # it stays as it is
+                return nn.functional.layer_norm(x, shape, weight, bias, eps)
+            return functions.liger_layer_norm(x, weight, bias, eps)
+
+        def rms_norm(x: Tensor) -> object:
+            return functions.liger_rms_norm(x, x.new_ones(x.shape[-1]), EPS, 0.0, "llama", False)
+
+        return gain_norms(times, Norms(layer_norm, rms_norm))
 
     def apply(self, candidate: Candidate) -> str:
         functions = importlib.import_module(FUNCTIONS)

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from rooftop.kernels import layer_norm, softmax
+from torch import Tensor
+
+from rooftop.kernels import layer_norm, rms_norm, softmax
 from rooftop.nn import KINDS, replace
 from rooftop.nn.constants import keep_constants
 from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, counted, names_of, only_on_gpu
-from rooftop.rewrites.timed_alone import alone_ms, filled, repeated
+from rooftop.rewrites.timed_alone import alone_ms, filled, launch_ms, repeated
 
 OPERATORS_OF_A_NORM = ("aten::pow", "aten::mean", "aten::rsqrt")
 """Operators of an RMS norm that is written by hand. Two products and two conversions of dtypes take about 1.5 times as
 long, and there are seven operators in all."""
-BY_HAND, SAVED_CALLS = 2.5, 6
+BY_HAND, CALLS = 2.5, 7
 LAYER_NORM, SOFTMAX = "aten::native_layer_norm", "aten::_softmax"
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Kernels of norms, to time them alone.
+
+    Attributes:
+        layer_norm: takes the arguments of `aten::native_layer_norm`.
+        rms_norm: takes the input.
+    """
+
+    layer_norm: Callable[..., object]
+    rms_norm: Callable[[Tensor], object]
 
 
 class Kernels(Rule):
@@ -30,26 +46,33 @@ class Kernels(Rule):
         return only_on_gpu(candidate)
 
     def predicted_ms(self, times: Times) -> float:
-        return gain_norms(times, share_of(times, SOFTMAX, _softmax) * times.of(SOFTMAX))
+        return gain_norms(times, OURS, share_of(times, SOFTMAX, _softmax) * times.of(SOFTMAX))
 
     def apply(self, candidate: Candidate) -> str:
         return names_of(replace(candidate.model, only=KINDS).swapped)
 
 
-def gain_norms(times: Times, more_ms: float = 0.0) -> float:
+def gain_norms(times: Times, by: Norms, more_ms: float = 0.0) -> float:
     """The gain of a step if each norm takes one kernel.
 
-    Layer norms are timed alone both ways; the backward is assumed to gain the same share. An RMS norm of several
-    operators is assumed to take half as long as its first operator, which reads and writes float32.
+    Norms are timed alone both ways: on the device, and the host while it launches them. The backward is assumed to gain
+    the same share of the device's time. An RMS norm of several operators is assumed to take half as long as its first
+    operator, which reads and writes float32.
 
     Args:
+        by: the kernels.
         more_ms: additional device time that is saved.
     """
-    saved_ms = more_ms + share_of(times, LAYER_NORM, _layer_norm) * times.of(LAYER_NORM)
+    saved_ms = more_ms + share_of(times, LAYER_NORM, by.layer_norm) * times.of(LAYER_NORM)
+    host_ms = launches_ms(times, LAYER_NORM, by.layer_norm)
     by_hand = times.count("aten::rsqrt")
     if by_hand:
         saved_ms += BY_HAND * times.of(*OPERATORS_OF_A_NORM) - times.of("aten::pow") / 2
-    return times.gain_ms(saved_ms, SAVED_CALLS * by_hand)
+        every = sum(call.count for call in times.calls)
+        squares = [call for call in times.calls if "aten::pow" in call.operator.name() and call.arguments[1:] == (2,)]
+        launch = launch_ms(_by(lambda x, _: by.rms_norm(x), squares[0]), squares[0].device) if squares else 0.0
+        host_ms += by_hand * ((times.host_ms or 0.0) * CALLS / every - launch)
+    return times.gain_of(saved_ms, host_ms)
 
 
 def share_of(times: Times, name: str, make: Callable[..., object]) -> float:
@@ -65,6 +88,15 @@ def share_of(times: Times, name: str, make: Callable[..., object]) -> float:
     return 1 - after_ms / now_ms if now_ms > 0 else 0.0
 
 
+def launches_ms(times: Times, name: str, make: Callable[..., object]) -> float:
+    """The time in ms that the host saves if a kernel is launched for an operator's forward calls."""
+    calls = [call for call in times.calls if name in call.operator.name() and "backward" not in call.operator.name()]
+    return sum(
+        call.count * (launch_ms(repeated(call), call.device) - launch_ms(_by(make, call), call.device))
+        for call in calls
+    )
+
+
 def _by(make: Callable[..., object], call: Call) -> Callable[[], object]:
     given = filled(call)
     return lambda: make(*given)
@@ -72,6 +104,13 @@ def _by(make: Callable[..., object], call: Call) -> Callable[[], object]:
 
 def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> object:
     return layer_norm(x, shape, weight, bias, eps)
+
+
+def _rms_norm(x: Tensor) -> object:
+    return rms_norm(x, x.shape[-1])
+
+
+OURS = Norms(_layer_norm, _rms_norm)
 
 
 def _softmax(x: Any, dim: int, to_float: bool) -> object:

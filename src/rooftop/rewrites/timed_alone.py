@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from rooftop.rewrites.candidates import Call
 from rooftop.rewrites.structures import mapped
 
-REPEATS = 3
+REPEATS, LAUNCHES = 3, 10
 CYCLES_A_MS = 2_000_000
 """Upper bound of the cycles in one ms of a GPU's clock."""
 AHEAD_MS = 0.2
@@ -38,6 +39,23 @@ def _once(run: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
+
+
+def launch_ms(run: Callable[[], object], device: torch.device) -> float:
+    """The time in ms in which the host launches a call on a GPU: the best of three times several calls, after a warm-up
+    run. On a CPU it is 0, because the call itself computes there."""
+    if device.type != "cuda":
+        return 0.0
+    run()
+    found = math.inf
+    for _ in range(REPEATS):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(LAUNCHES):
+            run()
+        found = min(found, (time.perf_counter() - began) * 1e3 / LAUNCHES)
+    torch.cuda.synchronize(device)
+    return found
 
 
 def filled(call: Call) -> tuple[Any, ...]:

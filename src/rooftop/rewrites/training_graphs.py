@@ -163,8 +163,8 @@ class TrainingReplays:
             wanted = {id(each): each for each in (*inputs, *aliases, *parameters)}
             gradients = torch.autograd.grad(lost, list(wanted.values()), starts, allow_unused=True)
             of = dict(zip(wanted, gradients, strict=True))
-            pairs_of_parameters = zip(aliases, parameters, strict=True)
-            return [of[id(each)] for each in inputs] + [_gradient_of({id(a), id(p)}, of) for a, p in pairs_of_parameters]
+            of_parameters = (_sum_of({id(a), id(p)}, of) for a, p in zip(aliases, parameters, strict=True))
+            return [*(of[id(each)] for each in inputs), *of_parameters]
 
         with torch.enable_grad(), _unchanged(self.model, self.device), _aliased(self.model, parameters) as aliases:
             recorded = self._record(forward, backward)
@@ -216,7 +216,7 @@ class _Replay(torch.autograd.Function):
         return None, None, None, *gradients
 
 
-def _gradient_of(keys: set[int], gradients: Mapping[int, Tensor | None]) -> Tensor | None:
+def _sum_of(keys: set[int], gradients: Mapping[int, Tensor | None]) -> Tensor | None:
     """The sum of the gradients that exist; None if there is none."""
     found = [gradient for key in keys if (gradient := gradients[key]) is not None]
     return sum(found[1:], found[0]) if found else None

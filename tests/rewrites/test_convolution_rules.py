@@ -1,0 +1,55 @@
+"""Gains of rules for convolutions, predicted from the operators of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rooftop.rewrites import FoldNorms, FuseConvolutions, Times, convolution_rules, module_rules
+from rooftop.rewrites.candidates import Call
+from rooftop.rewrites.convolution_rules import shape_of_result
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+def call(operator: Any, *arguments: Any, ms: float = 1.0, count: int = 1) -> Call:
+    return Call(operator, arguments, CPU, count, ms)
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+def convolution(bias: bool = False, **timed: float) -> Call:
+    weights = empty(8, 3, 3, 3), empty(8) if bias else None
+    return call(
+        aten.convolution.default, empty(2, 3, 10, 10), *weights, [2, 2], [1, 1], [1, 1], False, [0, 0], 1, **timed
+    )
+
+
+def test_only_what_takes_a_result_of_a_convolution_is_fused_with_it() -> None:
+    assert shape_of_result(convolution()) == (2, 8, 5, 5)
+    after = call(aten.relu.default, empty(2, 8, 5, 5), ms=2.0), call(aten.add.Tensor, empty(2, 8, 5, 5), ms=3.0)
+    elsewhere = call(aten.gelu.default, empty(2, 25, 8), ms=50.0), call(aten.add.Tensor, empty(2, 5, 5, 8), ms=50.0)
+    rule = FuseConvolutions()
+    assert rule.predicted_ms(Times(120.0, (convolution(), *after, *elsewhere))) == pytest.approx(5.0)
+    assert rule.predicted_ms(Times(120.0, elsewhere)) == 0.0
+
+
+def test_the_bias_of_a_convolution_is_also_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((4.0, 3.0))  # with the bias, and without it
+    monkeypatch.setattr(convolution_rules, "alone_ms", lambda run, device: (run(), next(times))[1])
+    assert FuseConvolutions().predicted_ms(Times(9.0, (convolution(bias=True, ms=8.0),))) == pytest.approx(2.0)
+
+
+def test_a_folded_norm_leaves_a_bias_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales = [empty(8)] * 4
+    norm = call(aten._native_batch_norm_legit_no_training.default, empty(2, 8, 5, 5), *scales, 0.1, 1e-5, ms=2.0)
+    assert FoldNorms().predicted_ms(Times(9.0, (norm,))) == 2.0, "on a CPU the convolution adds the bias itself"
+    times = iter((4.0, 3.0))  # the norm, and the bias
+    monkeypatch.setattr(module_rules, "alone_ms", lambda run, device: (run(), next(times))[1])
+    on_gpu = Times(9.0, (norm,), device_ms=9.0, host_ms=1.0)
+    assert FoldNorms().predicted_ms(on_gpu) == pytest.approx(0.5)
