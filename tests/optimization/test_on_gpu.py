@@ -124,6 +124,42 @@ def test_a_training_step_is_replayed() -> None:
         found.module(x)
 
 
+def test_training_is_captured_beside_living_graphs_of_autograd() -> None:
+    """The caller's last loss, and the search's own reference, tie parameters to the stream of their forward pass."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(16) for layer in (nn.Linear(256, 256), nn.LayerNorm(256), nn.ReLU())]
+    model, x = nn.Sequential(*layers).cuda().train(), torch.randn(4, 256, device="cuda")
+    alive = model(x).square().mean()
+    alive.backward(retain_graph=True)
+    model.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rules = ["cuda-graphs", "kernels", "fused-optimizer"]
+    found = rooftop.optimize(
+        model, x, train=True, loss=lambda y: y.square().mean(), optimizer=optimizer, rules=rules, shapes=[(8, 256)]
+    )
+    assert {change.verdict for change in found.changes} <= {"kept", "no gain"}, found.changes
+    assert "cuda-graphs" in found.kept
+    losses = []
+    for rows in (4, 8, 4):  # the last loss stays alive while the graph for another size is captured
+        losses.append(found.module(torch.randn(rows, 256, device="cuda")).square().mean())
+        losses[-1].backward(retain_graph=True)
+    assert all(loss.isfinite() for loss in losses)
+
+
+def test_a_network_of_convolutions_is_trained() -> None:
+    """Gradients of channels-last weights are channels last; a fused optimizer refuses such gradients."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU())]
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()).cuda().bfloat16().train()
+    x = torch.randn(64, 3, 64, 64, device="cuda", dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rules = ["channels-last", "fused-optimizer", "cuda-graphs"]
+    found = rooftop.optimize(
+        model, x, train=True, loss=lambda y: y.float().square().mean(), optimizer=optimizer, rules=rules
+    )
+    assert {change.verdict for change in found.changes} <= {"kept", "no gain"}, found.changes
+
+
 def on_a_stream_that_waits_for_nothing(call: Callable[..., Any]) -> Callable[..., Any]:
     stream = torch.cuda.Stream()
 
