@@ -14,6 +14,7 @@ from rooftop.optimization.outcomes import Step
 from rooftop.optimization.timing import ahead, times_of
 from rooftop.rewrites import Candidate, Compile, CompileBlocks, CudaGraphs, FusedOptimizer, Times
 from rooftop.rewrites.candidates import Call, Compiled, Fusable, OptimizerStep
+from rooftop.rewrites.graph_rules import GAP_MS
 from rooftop.rewrites.timed_alone import alone_ms
 
 CPU = torch.device("cpu")
@@ -63,6 +64,8 @@ def test_graphs_gain_what_the_device_waits() -> None:
     assert rule.predicted_ms(times(2.0, 8.0)) == 6.0
     assert rule.predicted_ms(times(8.0, 2.0)) == 0.0
     assert rule.predicted_ms(times(None, None)) == 0.0
+    fusable = Fusable(operators=0, kernels=0, now_ms=0.0, after_ms=0.0, launches=200, channels_last=False)
+    assert rule.predicted_ms(times(8.0, 2.0, fusable)) == pytest.approx(200 * GAP_MS), "and what is between kernels"
 
 
 def test_the_compiler_gains_what_it_fuses_and_launches_less() -> None:

@@ -22,8 +22,9 @@ from rooftop.models import resnet18
 from rooftop.optimization import OptimizedModule
 from rooftop.optimization.outcomes import Step, outcome_of
 from rooftop.optimization.searching import Search
-from rooftop.rewrites import RULES, Candidate, Rule, Times
-from rooftop.rewrites.compiler_rules import repeated_blocks
+from rooftop.rewrites import RULES, Candidate, Compile, CompileBlocks, Rule, Times
+from rooftop.rewrites.candidates import Call
+from rooftop.rewrites.compiler_rules import counted_blocks, repeated_blocks
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -154,8 +155,8 @@ def test_what_is_no_plan_is_refused(text: str, words: str, tmp_path: Path) -> No
 
 def test_without_time_nothing_is_tried_and_that_is_said() -> None:
     found = rooftop.optimize(sleepy(), torch.randn(2, 6), budget_s=1e-6)
-    said = {change.verdict for change in found.changes}
-    assert said <= {"refused", "not tried"}
+    assert {change.verdict for change in found.changes} <= {"refused", "not tried", "no gain"}
+    assert all(change.measured_ms is None for change in found.changes)
     assert "not tried" in said
     assert not found.kept
     assert not found.checked, "no change was left to check"
@@ -372,6 +373,23 @@ def test_blocks_that_repeat() -> None:
     layers = nn.ModuleList([block() for _ in range(4)])
     model = nn.ModuleDict({"layers": layers, "head": nn.Sequential(block(), nn.Linear(2, 2))})
     assert repeated_blocks(model) == list(layers)
+
+
+def test_kinds_of_blocks() -> None:
+    class Block(nn.Module):
+        def __init__(self, place: int, shift: int, features: int = 4) -> None:
+            super().__init__()
+            self.layer_idx, self.shift, self.layer = place, shift, nn.Linear(features, features)
+
+    equal = nn.Sequential(*(Block(i, 0) for i in range(6)))
+    assert counted_blocks(equal) == (6, 1)
+    assert counted_blocks(nn.Sequential(*(Block(i, i % 2) for i in range(6)))) == (6, 2)
+    assert counted_blocks(nn.Sequential(*(Block(i, i % 2, 4 + i // 3) for i in range(6)))) == (6, 4)
+    assert counted_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == (0, 0)
+    calls = (Call(torch.ops.aten.relu.default, (), torch.device("cuda"), 600, 1.0),)
+    few, many = Times(9.0, calls, blocks=(6, 1)), Times(9.0, calls, blocks=(6, 6))
+    assert CompileBlocks().seconds(few) < Compile().seconds(few) < CompileBlocks().seconds(many)
+    assert CompileBlocks().absent(Times(9.0, calls, blocks=(0, 0))) == "no block occurs repeatedly"
 
 
 def test_a_module_with_a_list_of_tensors_and_integers() -> None:
@@ -659,9 +677,10 @@ def test_the_whole_model_is_compiled_before_its_blocks_if_there_is_time(monkeypa
 
     own = [rule for rule in RULES if "compile" not in rule.name]
     monkeypatch.setattr("rooftop.optimization.optimizing.RULES", own)
-    for budget_s, first in ((60.0, "compile"), (20.0, "compile-blocks")):
+    expected = ((60.0, 15.0, "compile"), (60.0, 5.0, "compile-blocks"), (20.0, 15.0, "compile-blocks"))
+    for budget_s, blocks_s, first in expected:
         tried: list[str] = []
-        rules = [Part("compile-blocks", 8.0, 2.0), Part("compile", 9.0, 20.0)]
+        rules = [Part("compile-blocks", 8.9, blocks_s), Part("compile", 9.0, 25.0)]
         rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules, budget_s=budget_s)
         assert tried[0] == first
 

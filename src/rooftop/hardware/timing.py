@@ -31,6 +31,7 @@ LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
 SLOW_SAMPLES = 2
 SURE_ROUNDS = 3
+AHEAD_S, MOST_AHEAD = 5e-3, 64  # how far the host may run ahead of the device while it warms up
 LEAST_SAMPLE_S = 1e-3  # a CUDA event has a resolution of about 0.5 us: 0.05% of a sample
 
 
@@ -179,14 +180,15 @@ def _warm_up(fn: Callable[[], object], seconds: float, synchronize: Callable[[],
     """Call `fn` for at least `seconds`; return the number of calls in a sample."""
     fn()
     synchronize()
-    began, calls = time.perf_counter(), 0
+    began, calls, ahead = time.perf_counter(), 0, 1
     while calls == 0 or time.perf_counter() - began < seconds:
-        fn()
-        calls += 1
-        if calls % 64 == 0:  # limit how far the host runs ahead of the device
-            synchronize()
-    synchronize()
-    return max(1, math.ceil(LEAST_SAMPLE_S * calls / (time.perf_counter() - began)))
+        for _ in range(ahead):
+            fn()
+        calls += ahead
+        synchronize()
+        spent = time.perf_counter() - began
+        ahead = max(1, min(MOST_AHEAD, int(AHEAD_S * calls / spent)))  # a graph of 30 ms is launched in microseconds
+    return max(1, math.ceil(LEAST_SAMPLE_S * calls / spent))
 
 
 def timing_of(samples: Sequence[float]) -> Timing:

@@ -28,6 +28,7 @@ from rooftop.optimization.outcomes import Step, copied
 from rooftop.optimization.timing import ahead, compare_steps, same_state, step_of, times_of, untouched
 from rooftop.rewrites import RULES, Candidate, Rule, Times
 from rooftop.rewrites.candidates import Compiled, Memory
+from rooftop.rewrites.compiler_rules import counted_blocks
 from rooftop.rewrites.graph_rules import Replays
 from rooftop.rewrites.training_graphs import TrainingReplays
 
@@ -42,6 +43,7 @@ STEPS, PROOF_STEPS, LAST_STEPS = 10, 30, 16
 NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s are needed"
 BUDGET_OVER = "the budget was used up: give a larger one"
 STOPPED = "its first call was stopped after {seconds:.0f} s, because the budget was used up: give a larger one"
+LEFT_FOR_WHOLE = "its first call was stopped after {seconds:.0f} s, to leave time for compile"
 HOPELESS = 0.2
 """If the compiler with some of the kept rules costs this share of a step, it is not tried with others: that takes
 long."""
@@ -52,10 +54,11 @@ LEAST_PACE, MOST_PACE = 0.25, 4.0
 WORTH_A_TRY = 0.5
 """A rule is tried if this share of the time that it needs is left: the estimate may be wrong, and a deadline stops
 it."""
-WHOLE_FIRST = 0.75
-"""The whole model is compiled before repeated blocks if this share of the time that is left suffices. It gains more,
-and no optimized model is then slower than a compiled one because time ran out. Compiling blocks is quicker if there are
-many equal ones."""
+WHOLE_FIRST = 2.0
+"""The whole model is compiled before repeated blocks if that takes at most this many times as long, and if there is
+time: it gains more, and no optimized model is then slower than a compiled one because time ran out. Otherwise the
+blocks have at most `LIMIT_OF_BLOCKS` times their estimate, if the whole model could not be compiled afterwards."""
+LIMIT_OF_BLOCKS = 3.0
 LEAST_SAVED = 0.1
 """Share of a step's memory that a rule must save to be kept for it."""
 HOW_IT_RUNS = ("compile", "graphs")
@@ -130,6 +133,8 @@ class Search:
         self._gates: dict[tuple[str, ...], Gate] = {}
         self._profiles: dict[frozenset[str], Times] = {}  # times of a step, by the names of the kept rules
         self._peak = self._peak_bytes(self.plain)
+        self._blocks = counted_blocks(self.plain.model)
+        self._waiting: list[Rule] = []
         self._pace = 1.0  # measured compile time / its estimate
         self._compile_s = 0.0  # the time in which the best candidate was compiled
         self._compiled: dict[frozenset[str], Compiled] = {}  # by the rules other than the compiler's
@@ -160,7 +165,7 @@ class Search:
         possible = [rule for rule in possible if self._has_work(rule, times)]
         forecasts = {id(rule): of for rule in possible if (of := self._forecast(rule, times)) is not None}
         predicted = {key: ms for key, (_, ms) in forecasts.items()}
-        waiting = [rule for rule in possible if id(rule) in forecasts]
+        waiting = self._waiting = [rule for rule in possible if id(rule) in forecasts]
         loss = -self.min_gain * wall
         waiting.sort(key=lambda rule: (not rule.saves_memory, _urgency(*forecasts[id(rule)], loss)))
         order: list[Rule] = []
@@ -180,12 +185,22 @@ class Search:
 
     def _next(self, waiting: Sequence[Rule]) -> Rule:
         """The rule to try next: the first one, or the one that compiles the whole model before the one for blocks."""
-        first = waiting[0]
-        whole = next((rule for rule in waiting if rule.name == WHOLE), None)
-        if first.name != BLOCKS or whole is None:
-            return first
+        by_name = {rule.name: rule for rule in waiting}
+        if waiting[0].name not in (WHOLE, BLOCKS) or not {WHOLE, BLOCKS} <= by_name.keys():
+            return waiting[0]
+        seconds = {name: self._pace * by_name[name].seconds(self._times) for name in (WHOLE, BLOCKS)}
         left = self.ends - time.perf_counter()
-        return whole if self._pace * whole.seconds(self._times) <= WHOLE_FIRST * left else first
+        return by_name[WHOLE if seconds[WHOLE] <= min(left, WHOLE_FIRST * seconds[BLOCKS]) else BLOCKS]
+
+    def _limit_of(self, rule: Rule, left_s: float) -> tuple[float, str]:
+        """(seconds for the first call of a rule, the reason if they do not suffice)."""
+        whole = next((each for each in self._waiting if each.name == WHOLE), None)
+        if rule.name == BLOCKS and whole is not None:
+            other_s = self._pace * whole.seconds(self._times)
+            limit_s = max(LIMIT_OF_BLOCKS * self._pace * rule.seconds(self._times), left_s - other_s)
+            if limit_s < left_s and other_s < left_s:
+                return limit_s, LEFT_FOR_WHOLE
+        return left_s, STOPPED
 
     def _could_pay(self, rule: Rule) -> bool:
         """Whether a rule that was tried without a gain could have one now, after another rule was kept.
@@ -302,7 +317,8 @@ class Search:
             return replace(change, reason=NOT_TRIED.format(seconds=left, needed=needed))
         others = [kept for kept in self.kept if kept not in replaced]
         rules = [*others, rule]
-        deadline = Deadline(left - steps * self._step_s)
+        limit_s, stopped = self._limit_of(rule, left - steps * self._step_s)
+        deadline = Deadline(limit_s)
         try:
             change = replace(change, predicted_ms=self._predicted(rule, others))
             began, held = time.perf_counter(), _allocated(self.plain.device)
@@ -334,7 +350,7 @@ class Search:
             self._nothing_changed()
         except StoppedError:
             deadline.end()
-            return replace(change, reason=STOPPED.format(seconds=time.perf_counter() - began))
+            return replace(change, reason=stopped.format(seconds=time.perf_counter() - began))
         except RefusedError as why:
             return replace(change, verdict="refused", reason=str(why))
         except Exception as error:  # the compiler, a kernel or an allocation failed: continue without the rule
@@ -344,7 +360,7 @@ class Search:
             self.originals.restore()
         self.kept, self.best = _ordered(rules), candidate
         self._compile_s = first_s if any(kept.kind == "compile" for kept in self.kept) else 0.0
-        self._profile(gain)
+        self._profile(gain, rule)
         names = [each.name for each in replaced]
         self.changes = [
             replace(each, verdict="no gain", reason=f"{rule.name} is faster") if each.rule in names else each
@@ -354,6 +370,7 @@ class Search:
 
     def _times_of(self, candidate: Candidate, wall_ms: float) -> Times:
         times = times_of(candidate, self.step, self.given, self.original, wall_ms, self._ceilings)
+        times = replace(times, blocks=self._blocks)
         device = candidate.device
         if device.type != "cuda":
             return times
@@ -365,8 +382,9 @@ class Search:
         names = frozenset(each.name for each in others)
         known = max((each for each in self._profiles if each <= names), key=len)
         times = self._profiles[known]
-        if any(each.kind == "graphs" and each.name not in known for each in others) and times.device_ms is not None:
-            times = replace(times, wall_ms=times.device_ms, host_ms=0.0)
+        if any(each.kind == "graphs" for each in others) and times.device_ms is not None:
+            replayed = any(each.kind == "graphs" and each.name in known for each in others)
+            times = replace(times, wall_ms=times.wall_ms if replayed else times.device_ms, host_ms=0.0)
         times = replace(times, compiled=self._compiled.get(names))
         return self._times.wall_ms - times.wall_ms + float(rule.predicted_ms(times))
 
@@ -378,17 +396,27 @@ class Search:
         names = frozenset(each.name for each in others)
         self._compiled[names] = Compiled(wall_ms, device_ms, host_ms, whole=rule.name != BLOCKS)
 
-    def _profile(self, gain_ms: float) -> None:
+    def _profile(self, gain_ms: float, rule: Rule) -> None:
         """Measure the times of the new best candidate, to predict further gains. If that fails, the candidate is still
         faster and proven, so predictions continue from the times before.
+
+        Operators in compiled code and in graphs cannot be watched. So they are watched without these.
+
+        Args:
+            rule: the rule that was kept last.
         """
         wall_ms = max(1e-6, self._times.wall_ms - gain_ms)
         self._times = replace(self._times, wall_ms=wall_ms)
         try:
-            if not any(kept.kind in HOW_IT_RUNS for kept in self.kept):
-                self._times = self._times_of(self.best, wall_ms)
-            else:
-                with untouched(self.original, self.best):  # its operators have not changed
+            plain = [kept for kept in self.kept if kept.kind not in HOW_IT_RUNS]
+            if rule in plain:
+                watched = self.best
+                if len(plain) < len(self.kept):
+                    watched = self._built(plain)
+                    self._first_call(watched)
+                self._times = replace(self._times_of(watched, wall_ms), wall_ms=wall_ms)
+            if len(plain) < len(self.kept):
+                with untouched(self.original, self.best):
                     run = step_of(self.best, self.step, copied(self.given))
                     device_ms, host_ms = ahead(run, self.best.device, wall_ms)
                 self._times = replace(self._times, device_ms=device_ms, host_ms=host_ms)

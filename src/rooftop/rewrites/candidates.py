@@ -105,11 +105,13 @@ class Times:
         optimizer: times of the optimizer's step, if there is one.
         fused: times of the same optimizer with `fused=True`, if it supports that.
         device_ms: device time of a step on a GPU, if the host is far ahead; None on a CPU.
-        host_ms: time in which the host launches a step; None on a CPU.
+        host_ms: time in which the host launches a step; 0 if graphs are replayed, None on a CPU.
         fusable: what a compiler could fuse; None if that is not known.
         launch_ms: the time in which the host launches a small operator on a GPU; 0 on a CPU.
         compiled: times of the same step with compiled code, if it was measured before.
         memory: GPU memory; None on a CPU.
+        blocks: number of repeated blocks of the model, and of kinds of these that are compiled apart; None if they were
+            not counted.
     """
 
     wall_ms: float
@@ -122,6 +124,7 @@ class Times:
     launch_ms: float = 0.0
     compiled: Compiled | None = None
     memory: Memory | None = None
+    blocks: tuple[int, int] | None = None
 
     def of(self, *names: str) -> float:
         """Time in ms of the operators whose names contain one of these parts."""
@@ -145,7 +148,7 @@ class Times:
         """The gain in ms if a step saves `device_ms` of device time and `host_ms` of launches."""
         if self.device_ms is None or self.host_ms is None:
             return device_ms
-        left_ms = max(self.device_ms - device_ms, self.host_ms - host_ms)
+        left_ms = max(self.device_ms - device_ms, self.host_ms - host_ms if self.host_ms > 0 else 0.0)
         return self.wall_ms * (1 - left_ms / max(self.device_ms, self.host_ms))
 
 

@@ -23,11 +23,16 @@ START_MS, LAUNCHES_A_KERNEL = 0.1, 4.0
 """Time in which the host checks a compiled call on a GPU, and its time for a kernel of compiled code, relative to a
 launch of a small operator in eager PyTorch. Four models on an H200 (`benchmarks/results/h200/compiled.json`): 26 to 36
 us for a kernel, 7 us for a launch."""
+PLACES = ("layer_idx", "layer_id")
+"""Attributes with the place of a block in its model, which its computation usually does not read."""
 MOST_VERSIONS = 64
 """Versions of a block for its shapes and settings; PyTorch gives up after 8."""
 START_S, SECONDS_A_CALL = 5.0, {"cpu": 0.12, "cuda": 0.04}
 """Compile time: a constant, and a time for each call of an operator. Measured for the CPU on two cores of a server,
 with 60 to 600 calls; for GPUs on the hosts of an H100 and an H200, where models took 11 to 44 s."""
+SECONDS_A_CALL_OF_BLOCKS = {"cpu": 0.12, "cuda": 0.08}
+"""The same for a call in one of several kinds of blocks: the kernels of one kind are few, so fewer processes compile at
+a time. Two to twelve kinds on eight cores of an H200's host took 11 to more than 40 s."""
 
 
 class Compile(Rule):
@@ -78,9 +83,16 @@ class CompileBlocks(Rule):
     def predicted_ms(self, times: Times) -> float:
         return gain_compiled(times, whole=False)
 
+    def absent(self, times: Times) -> str | None:
+        return "no block occurs repeatedly" if times.blocks is not None and not times.blocks[0] else None
+
     def seconds(self, times: Times) -> float:
-        # equal blocks are compiled once
-        return START_S + sum(SECONDS_A_CALL[call.device.type] for call in times.calls)
+        every = sum(call.count for call in times.calls)
+        if times.blocks is not None and times.blocks[0]:
+            share = times.blocks[1] / times.blocks[0]  # equal blocks are compiled once
+        else:
+            share = len(times.calls) / max(1, every)
+        return START_S + share * sum(call.count * SECONDS_A_CALL_OF_BLOCKS[call.device.type] for call in times.calls)
 
     def apply(self, candidate: Candidate) -> str:
         blocks = repeated_blocks(candidate.model)
@@ -163,6 +175,33 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     for part in parts:
         found += [part] if kinds[type(part)] >= LEAST_BLOCKS else repeated_blocks(part)
     return found
+
+
+def counted_blocks(model: nn.Module) -> tuple[int, int]:
+    """(number of repeated blocks of a model, number of kinds). The compiler makes a version for each kind: blocks of a
+    kind have the same submodules, sizes and settings.
+    """
+    blocks = repeated_blocks(model)
+    return len(blocks), len({_kind(block) for block in blocks})
+
+
+def _kind(block: nn.Module) -> str:
+    parts = []
+    for name, module in block.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if not key.startswith("_") and key not in PLACES and _is_setting(value)
+        }
+        shapes = [(key, tuple(p.shape)) for key, p in module._parameters.items() if p is not None]
+        parts.append((name, type(module).__qualname__, sorted(settings.items()), shapes))
+    return repr(parts)
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_setting, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def gain_compiled(times: Times, replayed: bool = False, whole: bool = True) -> float:

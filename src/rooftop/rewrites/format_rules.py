@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rooftop.nn.hooks import has_hooks
 from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, counted, only_on_gpu
 from rooftop.rewrites.structures import mapped
-from rooftop.rewrites.timed_alone import alone_ms
+from rooftop.rewrites.timed_alone import alone_ms, repeated
 
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
 OF_IMAGES = ("convolution", "pool", "batch_norm", "relu", "silu", "hardswish", "sigmoid", "aten::add", "aten::mean")
@@ -95,22 +95,22 @@ def _is_of_images(call: Call) -> bool:
 def gain_channels_last(calls: Sequence[Call]) -> float:
     """The gain in ms of convolutions and other image operators from channels last.
 
-    Each operator is timed alone in both layouts. Only the ratio is used: in the model operators take longer, since
-    caches hold other data.
+    Each operator is timed alone in its own layout and in this one. Only the ratio is used: in the model operators take
+    longer, since caches hold other data.
     """
-    first_ms = sum(call.count * _alone(call, torch.contiguous_format) for call in calls)
-    last_ms = sum(call.count * _alone(call, torch.channels_last) for call in calls)
-    return (1 - last_ms / first_ms) * sum(call.ms for call in calls) if first_ms > 0 else 0.0
-
-
-def _alone(call: Call, layout: torch.memory_format) -> float:
     with torch.no_grad():
-        given = mapped(call.arguments, lambda t: torch.ones_like(t, device=call.device, memory_format=_of(t, layout)))
-        return alone_ms(lambda: call.operator(*given), call.device)
+        now_ms = sum(call.count * alone_ms(repeated(call), call.device) for call in calls)
+        last_ms = sum(call.count * _last_ms(call) for call in calls)
+    return (1 - last_ms / now_ms) * sum(call.ms for call in calls) if now_ms > 0 else 0.0
 
 
-def _of(tensor: Tensor, layout: torch.memory_format) -> torch.memory_format:
-    return layout if tensor.dim() == 4 else torch.contiguous_format
+def _last_ms(call: Call) -> float:
+    given = mapped(call.arguments, lambda t: torch.ones_like(t, device=call.device, memory_format=_of(t)))
+    return alone_ms(lambda: call.operator(*given), call.device)
+
+
+def _of(tensor: Tensor) -> torch.memory_format:
+    return torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
 
 
 class Autocast(Rule):
