@@ -33,13 +33,15 @@ def item(number: int) -> Item:
 
 
 @contextmanager
-def decoding(decode: Callable[[Item], Any], count: int, least_ahead: int = 8) -> Iterator[Decoders]:
+def decoding(
+    decode: Callable[[Item], Any], count: int, least_ahead: int = 8, pinned: bool = False
+) -> Iterator[Decoders]:
     """Two processes, which decode `count` items. The items come in pieces of five."""
     pieces: queue.SimpleQueue[list[Item]] = queue.SimpleQueue()
     for first in range(0, count, 5):
         pieces.put([item(number) for number in range(first, min(count, first + 5))])
     made = Decoders(2, decode, least_ahead)
-    made.begin(lambda: None if pieces.empty() else pieces.get())
+    made.begin(lambda: None if pieces.empty() else pieces.get(), pinned)
     try:
         yield made
     finally:
@@ -88,10 +90,64 @@ def test_views_arrive_with_their_values(change: Callable[[Tensor], Tensor]) -> N
 
 
 def test_a_tensor_larger_than_the_shared_memory_comes_by_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders_module, "HALF_BYTES", 4096)
+    for name in ("COPIED_BYTES", "LENT_BYTES"):
+        monkeypatch.setattr(decoders_module, name, 4096)
     with decoding(lambda item: torch.full((int(item.input) * 200,), 3.0), 20) as made:
         found = made.take(20)
     assert [each.value.sum().item() for each in found] == [600.0 * number for number in range(20)]
+
+
+def test_tensors_are_the_shared_memory_until_they_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots whose tensors are kept are never written again; without a free slot, tensors are copied."""
+    lent: list[int] = []
+    lend = decoders_module._Arena.lend
+    monkeypatch.setattr(
+        decoders_module._Arena, "lend", lambda arena, slot, size: (lent.append(slot), lend(arena, slot, size))[1]
+    )
+    with decoding(lambda item: torch.full((1000,), int(item.input)), 2000) as made:
+        kept = [made.take(1)[0].value for _ in range(300)]
+        slots = 2 * decoders_module.LENT_SLOTS
+        assert 0 < len(lent) <= slots, "all tensors are kept, so each slot is lent once"
+        assert [tensor[999].item() for tensor in kept] == list(range(300))
+        assert {tensor.untyped_storage().nbytes() for tensor in kept} == {8000}
+        kept.clear()
+        for number in range(300, 2000):
+            assert torch.equal(made.take(1)[0].value, torch.full((1000,), number))
+        assert len(lent) > slots, "freed slots are lent again"
+    assert all(len(each.arena.free) == decoders_module.LENT_SLOTS for each in made._processes)
+
+
+def test_slots_are_pinned_once_and_unpinned_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: dict[int, int] = {}
+
+    def register(address: int, size: int) -> bool:
+        assert address % 4096 == 0
+        assert not any(one < address + size and address < one + other for one, other in pinned.items())
+        pinned[address] = size
+        return True
+
+    monkeypatch.setattr(decoders_module, "register", register)
+    monkeypatch.setattr(decoders_module, "unregister", lambda address: pinned.pop(address))
+    monkeypatch.setattr(decoders_module, "_copied", lambda content, pinned=False: torch.from_numpy(content.copy()))
+    with decoding(lambda item: torch.full((100 * (1 + int(item.input)),), 2), 200, pinned=True) as made:
+        for number in range(200):
+            value = made.take(1)[0].value
+            assert value.shape == (100 * (1 + number),)
+            assert bool((value == 2).all())
+        assert 0 < len(pinned) <= 2 * decoders_module.LENT_SLOTS
+    assert not pinned
+
+
+def test_without_the_right_to_pin_tensors_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders_module, "register", lambda address, size: False)
+    monkeypatch.setattr(decoders_module, "_copied", lambda content, pinned=False: torch.from_numpy(content.copy()))
+    told: list[str] = []
+    monkeypatch.setattr(decoders_module.warnings, "warn", lambda message, *_, **__: told.append(message))
+    with decoding(lambda item: torch.full((1000,), int(item.input)), 300, pinned=True) as made:
+        found = made.take(300)
+    assert [each.value[999].item() for each in found] == list(range(300))
+    assert len(told) == 1
+    assert "raise the limit (ulimit -l" in told[0]
 
 
 def test_no_more_is_decoded_ahead_than_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,12 @@
     decoders.take(64)             # the next items, in order
 
 The worker forks the processes before it uses its GPU, so they start at once. Each process has at most two tasks of a
-few items each. It writes decoded tensors into memory that it shares with the worker, and sends the rest through a pipe.
-A thread of the worker copies the tensors out and hands out new tasks.
+few items each. It writes decoded tensors into a slot of memory that it shares with the worker, and sends the rest
+through a pipe. A thread of the worker reads the results and hands out new tasks.
+
+The worker's tensors are this memory: nothing copies them, and a GPU reads pinned slots directly. A slot is used again
+once all of its tensors are freed. If no slot is free, a task uses one of two other slots of the process, from which the
+thread copies tensors at once.
 
 If a process dies, a new process takes its place, and its items are retried one by one. An item that kills three
 processes is a failure. If the worker ends, its decoding processes end within a second.
@@ -15,6 +19,7 @@ processes is a failure. If the worker ends, its decoding processes end within a 
 
 from __future__ import annotations
 
+import ctypes
 import io
 import mmap
 import multiprocessing
@@ -26,6 +31,7 @@ import struct
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -43,7 +49,10 @@ from rooftop.cluster.working import Decoded, decoded
 from rooftop.errors import MissingExtraError, ModelRunError
 from rooftop.hardware.page_faults import keep_memory
 
-HALF_BYTES = 256 << 20  # bytes that a process shares with the worker for one task; only written pages take memory
+COPIED_SLOTS, LENT_SLOTS = 2, 4  # of a process; a task in work needs one of them
+COPIED_BYTES, LENT_BYTES = 256 << 20, 96 << 20  # bytes of such a slot; only written pages take memory
+SPARE = 1.25  # share of a slot that is pinned, relative to its first contents
+PAGE = 4096
 TASK_S = 0.04  # seconds of work in a task; the worker's thread waits for the GIL several times for each task
 TASK_BYTES = 48 << 20  # approximate bytes of a task's tensors
 TASK_ITEMS = 16
@@ -54,7 +63,7 @@ MOST_BYTES = 2 << 30  # approximate limit on the bytes that a worker's processes
 DEATHS = 3  # number of processes that an item may kill
 PARENT_S = 0.5  # seconds between two checks that the worker still runs
 ALIGNMENT = 64
-END = struct.Struct("q")  # ends each result: bytes of the arena that its tensors occupy
+END = struct.Struct("q")  # ends each result: bytes of the slot that its tensors occupy
 NICE = 5  # lower priority than the worker, which shares the cores and must react at once to results and the GPU
 MOST_FILES = 65536  # limit on the files that a worker may have open when it forks
 
@@ -70,14 +79,89 @@ class _Waiting:
 
 @dataclass
 class _Process:
-    """The worker's view of a decoding process. Each of its tasks (oldest first) uses one half of the arena."""
+    """The worker's view of a decoding process. Each of its tasks (oldest first) uses one slot of the arena."""
 
     number: int
-    arena: mmap.mmap
+    arena: _Arena
     process: Any = None
     connection: Any = None
-    tasks: deque[tuple[int, list[_Waiting]]] = field(default_factory=deque)  # half of the arena, items
+    tasks: deque[tuple[int, list[_Waiting]]] = field(default_factory=deque)  # slot of the arena, items
     source: str = ""  # the file of the last item
+
+
+class _Arena:
+    """The memory that a decoding process shares with the worker.
+
+    Attributes:
+        free: slots to lend whose earlier tensors are all freed.
+    """
+
+    def __init__(self) -> None:
+        size = COPIED_SLOTS * COPIED_BYTES + LENT_SLOTS * LENT_BYTES
+        self._file = os.memfd_create("rooftop decoder")
+        os.ftruncate(self._file, size)
+        self._memory = mmap.mmap(self._file, size)
+        self.free = deque(range(COPIED_SLOTS, COPIED_SLOTS + LENT_SLOTS))
+        self._pinned: dict[int, tuple[int, int]] = {}  # slot -> its address, and the bytes that are pinned
+
+    def slots(self) -> list[Any]:
+        """The bytes of each slot, for the decoding process. It maps the file again, since memory that CUDA has pinned
+        is not always inherited."""
+        memory = mmap.mmap(self._file, len(self._memory))
+        return [np.frombuffer(memory, np.uint8, size, first) for first, size in map(_place, range(len(_all_slots())))]
+
+    def read(self, slot: int, size: int) -> Any:
+        """The first bytes of a slot, from which tensors are copied."""
+        return np.frombuffer(self._memory, np.uint8, size, _place(slot)[0])
+
+    def lend(self, slot: int, size: int) -> Any:
+        """The first bytes of a slot, as an object that tensors hold. The slot is free once this object is."""
+        bytes_ = (ctypes.c_char * size).from_buffer(self._memory, _place(slot)[0])
+        weakref.finalize(bytes_, self.free.append, slot).atexit = False
+        return bytes_
+
+    def pin(self, slot: int, size: int) -> bool:
+        """Let a GPU read the first bytes of a slot directly. Return whether the system allows that."""
+        address, pinned = self._pinned.get(slot, (0, 0))
+        if size <= pinned:
+            return True
+        if pinned:
+            unregister(address)
+            del self._pinned[slot]
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory, _place(slot)[0]))
+        pinned = min(LENT_BYTES, -(-int(SPARE * size) // PAGE) * PAGE)
+        if not register(address, pinned):
+            return False
+        self._pinned[slot] = address, pinned
+        return True
+
+    def close(self) -> None:
+        """Unpin the memory. It is unmapped with the last tensor in it."""
+        for address, _ in self._pinned.values():
+            unregister(address)
+        self._pinned.clear()
+        os.close(self._file)
+
+
+def _all_slots() -> list[int]:
+    """The bytes of each slot: first those from which tensors are copied."""
+    return [COPIED_BYTES] * COPIED_SLOTS + [LENT_BYTES] * LENT_SLOTS
+
+
+def _place(slot: int) -> tuple[int, int]:
+    """(first byte of a slot, its bytes)."""
+    sizes = _all_slots()
+    return sum(sizes[:slot]), sizes[slot]
+
+
+def register(address: int, size: int) -> bool:
+    """Pin memory for CUDA. Return False if the system does not allow that."""
+    return not int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+
+
+def unregister(address: int) -> None:
+    """Unpin memory that was pinned by `register`."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class Decoders:
@@ -101,7 +185,7 @@ class Decoders:
     ) -> None:
         self.count, self._decode, self._in_runs = count, decode, in_runs
         self._most_of_a_task = 1 if alone else CLIPS_OF_A_TASK if in_runs else TASK_ITEMS
-        self._least_ahead, self._pinned = least_ahead, False
+        self._least_ahead, self._pinned, self._lends = least_ahead, False, True
         self._more: Callable[[], Sequence[Item] | None] = lambda: None
         self._waiting: deque[_Waiting] = deque()
         self._found: dict[int, tuple[Decoded, int]] = {}  # number of an item -> its value, and the value's bytes
@@ -119,7 +203,7 @@ class Decoders:
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._processes = [_Process(number, mmap.mmap(-1, 2 * HALF_BYTES)) for number in range(count)]
+        self._processes = [_Process(number, _Arena()) for number in range(count)]
         for each in self._processes:
             self._start(each)
 
@@ -132,7 +216,8 @@ class Decoders:
         """Start to decode the items that `more` returns.
 
         Args:
-            pinned: whether to copy tensors to pinned memory, which needs a GPU in this process.
+            pinned: whether tensors must be in pinned memory, which needs a GPU in this process. The caller then keeps
+                tensors until the GPU has read them.
         """
         self._more, self._pinned = more, pinned
         self._thread = threading.Thread(target=self._run, daemon=True, name="rooftop-decoded")
@@ -176,6 +261,7 @@ class Decoders:
             each.process.kill()
             each.process.join()
             each.connection.close()
+            each.arena.close()
 
     # ---- in a thread of the worker -----------------------------------------------------------------------------------
 
@@ -247,12 +333,19 @@ class Decoders:
         return task
 
     def _give_to(self, process: _Process, task: list[_Waiting]) -> None:
-        half = 1 - process.tasks[0][0] if process.tasks else 0
-        process.tasks.append((half, task))
+        slot = self._slot(process, len(task))
+        process.tasks.append((slot, task))
         process.source = task[-1].item.source
         self._flying += len(task)
         with suppress(OSError):  # `_read` notices a process that has ended
-            process.connection.send((half, [each.item for each in task]))
+            process.connection.send((slot, [each.item for each in task]))
+
+    def _slot(self, process: _Process, items: int) -> int:
+        """A slot for a task: one to lend, if its tensors surely fit there."""
+        if self._lends and 0 < 2 * self._size * items <= LENT_BYTES and process.arena.free:
+            return process.arena.free.popleft()
+        used = [slot for slot, _ in process.tasks]
+        return next(slot for slot in range(COPIED_SLOTS) if slot not in used)
 
     def _read(self, process: _Process) -> None:
         """Read the result of a task. If the process has ended, start another one."""
@@ -261,12 +354,13 @@ class Decoders:
         except (EOFError, OSError):
             self._replace(process)
             return
-        half, task = process.tasks.popleft()
-        arena = np.frombuffer(process.arena, np.uint8, HALF_BYTES, half * HALF_BYTES)
-        reader = _Reader(content, arena, self._pinned)
+        slot, task = process.tasks.popleft()
+        (size,) = END.unpack_from(content, len(content) - END.size)
+        reader = self._reader(process.arena, slot, content, size)
         found: list[Decoded] = reader.load()
+        del reader  # which holds the slot
         self._idle_deaths = 0
-        seconds, size = sum(each.seconds for each in found) / len(task), reader.copied // len(task)
+        seconds, size = sum(each.seconds for each in found) / len(task), size // len(task)
         self._seconds = max(1e-6, 0.8 * self._seconds + 0.2 * seconds if self._seconds else seconds)
         self._size = max(size, 0.8 * self._size + 0.2 * size)
         missing = next((each.value for each in found if isinstance(each.value, MissingExtraError)), None)
@@ -278,6 +372,25 @@ class Decoders:
             self._flying -= len(task)
             self._changed.notify_all()
 
+    def _reader(self, arena: _Arena, slot: int, content: bytes, size: int) -> _Reader:
+        """Reads the result of a task, whose tensors occupy `size` bytes of a slot."""
+        if slot < COPIED_SLOTS:
+            return _Copying(content, arena.read(slot, size), self._pinned)
+        if self._pinned and size and not arena.pin(slot, size):
+            if self._lends:
+                warnings.warn(
+                    f"the system does not let CUDA pin {size >> 20} MB of decoded tensors, so they are copied: raise "
+                    "the limit (ulimit -l, the container's memory)",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self._lends = False
+            return _Copying(content, arena.read(slot, size), self._pinned)
+        if not size:
+            arena.free.append(slot)
+            return _Reader(content)
+        return _Lending(content, arena.lend(slot, size))
+
     def _replace(self, process: _Process) -> None:
         self._selector.unregister(process.connection)
         process.connection.close()
@@ -285,6 +398,7 @@ class Decoders:
         code = process.process.exitcode
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
         tasks = [task for _, task in process.tasks]
+        process.arena.free.extend(slot for slot, _ in process.tasks if slot >= COPIED_SLOTS)
         process.tasks.clear()
         self._flying -= sum(map(len, tasks))
         again: list[_Waiting] = []
@@ -321,22 +435,22 @@ class Decoders:
 # ---- in a decoding process -------------------------------------------------------------------------------------------
 
 
-def _work(connection: Connection, arena: mmap.mmap, decode: Callable[[Item], Any], worker: int) -> None:
+def _work(connection: Connection, arena: _Arena, decode: Callable[[Item], Any], worker: int) -> None:
     """Decode tasks until the worker ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICE)
     keep_memory()
+    slots = arena.slots()
     # Close the worker's pipes: its parent notices its end only if no other process has them open.
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, MOST_FILES)
     threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
     torch.set_num_threads(1)
-    halves = [np.frombuffer(arena, np.uint8, HALF_BYTES, half * HALF_BYTES) for half in range(2)]
     with suppress(EOFError, OSError):
         while True:
-            half, items = connection.recv()
+            slot, items = connection.recv()
             file = io.BytesIO()
-            writer = _Writer(file, halves[half])
+            writer = _Writer(file, slots[slot])
             writer.dump([_whole(decode, item) for item in items])
             file.write(END.pack(writer.end))
             connection.send_bytes(file.getbuffer())
@@ -357,15 +471,15 @@ def _end_with(worker: int) -> None:
 
 
 class _Writer(pickle.Pickler):
-    """A pickler that writes tensors to the arena if they fit there.
+    """A pickler that writes tensors to a slot if they fit there.
 
     Attributes:
-        end: bytes of the arena that tensors occupy.
+        end: bytes of the slot that tensors occupy.
     """
 
-    def __init__(self, file: io.BytesIO, arena: Any) -> None:
+    def __init__(self, file: io.BytesIO, slot: Any) -> None:
         super().__init__(file, protocol=5)
-        self._arena, self.end = arena, 0
+        self._slot, self.end = slot, 0
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) is not Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
@@ -374,34 +488,55 @@ class _Writer(pickle.Pickler):
             return None
         content = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
         first = self.end
-        if first + len(content) > len(self._arena):
+        if first + len(content) > len(self._slot):
             return None
-        np.copyto(self._arena[first : first + len(content)], content)
+        np.copyto(self._slot[first : first + len(content)], content)
         self.end += -(-len(content) // ALIGNMENT) * ALIGNMENT
         return first, len(content), value.dtype, tuple(value.shape)
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler that copies tensors out of the arena.
+    """An unpickler of results without tensors in a slot."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+
+
+class _Lending(_Reader):
+    """An unpickler whose tensors are the memory of a slot.
+
+    Each tensor has its own storage, so saving one saves no other.
+
+    Args:
+        slot: the object from `_Arena.lend`.
+    """
+
+    def __init__(self, content: bytes, slot: Any) -> None:
+        super().__init__(content)
+        self._slot = slot
+
+    def persistent_load(self, place: Any) -> Tensor:
+        first, size, dtype, shape = place
+        return torch.frombuffer(self._slot, dtype=dtype, count=size // dtype.itemsize, offset=first).reshape(shape)
+
+
+class _Copying(_Reader):
+    """An unpickler that copies tensors out of a slot.
 
     In pinned memory, the tensors of a task are parts of one copy. A copy for each would be slower: each one releases
     the GIL, and waits for it again while the worker's main thread computes. Tensors that are not pinned may go to
     functions of users, which may keep or save one of them. So each unpinned tensor has its own memory.
-
-    Attributes:
-        copied: bytes that were copied.
     """
 
-    def __init__(self, content: bytes, arena: Any, pinned: bool) -> None:
-        super().__init__(io.BytesIO(content))
-        (self.copied,) = END.unpack_from(content, len(content) - END.size)
-        self._arena = arena[: self.copied]
-        self._pinned = _copied(self._arena, pinned=True) if pinned and self.copied else None
+    def __init__(self, content: bytes, slot: Any, pinned: bool) -> None:
+        super().__init__(content)
+        self._slot = slot
+        self._pinned = _copied(slot, pinned=True) if pinned and len(slot) else None
 
     def persistent_load(self, place: Any) -> Tensor:
         first, size, dtype, shape = place
         part = slice(first, first + size)
-        own = _copied(self._arena[part]) if self._pinned is None else self._pinned[part]
+        own = _copied(self._slot[part]) if self._pinned is None else self._pinned[part]
         return own.view(dtype).reshape(shape)
 
 
