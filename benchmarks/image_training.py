@@ -137,6 +137,7 @@ def main() -> int:
     parser.add_argument(
         "--decode", choices=("cpu", "gpu", "auto"), default="auto", help="what decodes Rooftop's photographs"
     )
+    parser.add_argument("--replay", action="store_true", help="replay Rooftop's steps from CUDA graphs (run.replay)")
     parser.add_argument("--steps", type=int, default=80, help="number of timed steps with the loader")
     parser.add_argument("--warm-up", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/image_training.json"))
@@ -178,7 +179,7 @@ def compared(name: str, photographs: Path, options: argparse.Namespace, results:
     """Measure each side and add its row."""
     device = torch.device("cpu" if options.quick else "cuda")
     torchvision = imported("torchvision")
-    same = {"model": name, "batch": options.batch, "cores": CORES}
+    same = {"model": name, "batch": options.batch, "cores": CORES, "replay": options.replay}
     if "rooftop" in options.sides:
         results.add({**same, "side": "rooftop", **busy(ours(name, photographs, options, device), options)})
         forget(device)
@@ -186,7 +187,7 @@ def compared(name: str, photographs: Path, options: argparse.Namespace, results:
         results.add({**same, "side": "torchvision", "absent": torchvision})
     elif "torchvision" in options.sides:
         row = theirs(torchvision, name, photographs, options, device)
-        results.add({**same, "side": "torchvision", **busy(row, options)})
+        results.add({**same, "replay": False, "side": "torchvision", **busy(row, options)})
         forget(device)
     if options.ways:
         for row in by_ways(name, photographs, options, device):
@@ -223,6 +224,7 @@ def recipe_of(
             "batch": options.batch,
             "steps": options.warm_up + options.steps,
             "compile": device.type == "cuda",
+            "replay": options.replay and device.type == "cuda",
             "precision": "bf16" if device.type == "cuda" else "fp32",
             "channels_last": True,
         },

@@ -28,6 +28,7 @@ MOST_PAIRS = 4
 Gradients = list[Tensor | None]
 Forward = Callable[[], list[Tensor]]
 Backward = Callable[[list[Tensor]], Gradients]
+Recorder = Callable[[Forward, Backward], "Recorded"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class TrainingReplays:
         run: Callable[..., Any],
         model: nn.Module,
         device: torch.device,
-        record: Callable[[Forward, Backward], Recorded] | None = None,
+        record: Recorder | None = None,
     ) -> None:
         self.run, self.model, self.device = run, model, device
         self.turns = 0
@@ -102,7 +103,7 @@ class TrainingReplays:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             key, given = signature((args, kwargs), lambda t: (tuple(t.shape), t.stride(), t.dtype, t.requires_grad))
-            key = key, tuple(parameter.requires_grad for parameter in self.model.parameters())
+            key = key, tuple(parameter.requires_grad for parameter in self.model.parameters()), _autocast(self.device)
             last = self._last() if self._last is not None else None
             if (last is not None and not last.done) or key in self._uncaptured:
                 return self.run(*args, **kwargs)
@@ -149,6 +150,7 @@ class TrainingReplays:
                 outputs.append(output)
                 return output
 
+            torch.clear_autocast_cache()  # a graph must contain the casts of weights, not read those of another run
             found[:] = [mapped(self.run(*own_args, **own_kwargs), note, strict=True)]
             if not slopes:  # the first run
                 slopes.extend(torch.zeros_like(t) if t.requires_grad else None for t in outputs)
@@ -214,6 +216,12 @@ class _Replay(torch.autograd.Function):
         following = iter(copies)
         gradients = (None if gradient is None else next(following) for gradient in pair.recorded.gradients)
         return None, None, None, *gradients
+
+
+def _autocast(device: torch.device) -> Hashable:
+    """The state of autocast, which changes what a call computes."""
+    enabled = torch.is_autocast_enabled(device.type)
+    return enabled, torch.get_autocast_dtype(device.type) if enabled else None
 
 
 def _sum_of(keys: set[int], gradients: Mapping[int, Tensor | None]) -> Tensor | None:

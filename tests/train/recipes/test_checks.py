@@ -40,13 +40,21 @@ def task(model: nn.Module | None = None, **fields: Any) -> Task:
         ({"ema": {"decay": 1.0}}, r"ema\.decay is 1.*0\.999"),
         ({"augment": {"decode": "gpu"}}, r"decodes no images on a GPU: set augment\.decode=cpu"),
         ({"evaluation": {"patience": 3}}, r"evaluation\.patience=0"),
+        ({"run": {"replay": True}}, r"run\.replay is true.*need a GPU.*runs on the cpu: set run\.replay=false"),
         ({"optimizer": {"nesterov": True, "momentum": 0.0}}, r"nesterov needs momentum"),
         ({"optimizer": {"name": "muon"}, "model": {"frozen": ["conv1", "layer*"]}}, r"optimizer\.name=adamw"),
     ],
 )
 def test_what_does_not_fit(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_recipe(Recipe.of(values), task())
+        check_recipe(Recipe.of(values), task(), device="cpu")
+
+
+def test_a_replay_has_one_rank() -> None:
+    recipe = Recipe.of({"run": {"replay": True}})
+    check_recipe(recipe, task())
+    with pytest.raises(InputError, match=r"there are 2 ranks.*set run\.replay=false, or train on one GPU"):
+        check_recipe(recipe, task(), ranks=2)
 
 
 def test_layer_decay_needs_layers() -> None:

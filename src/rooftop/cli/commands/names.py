@@ -60,7 +60,7 @@ TASKS = {
 RECIPES = ("resnet50-v2", "swin-t")
 """Published recipes."""
 SWITCHES = {
-    "run": "epochs steps batch accumulate seed precision channels_last compile sync_norms sum_in_backward "
+    "run": "epochs steps batch accumulate seed precision channels_last compile replay sync_norms sum_in_backward "
     "deterministic",
     "model": "name weights num_classes frozen dropout stochastic_depth options",
     "optimizer": "name lr momentum nesterov betas eps weight_decay norm_weight_decay bias_weight_decay layer_decay "

@@ -224,7 +224,8 @@ class _Fitting:
             Descriptions of the model's changes.
         """
         begins = not resume or self.folder is None or self.folder.last() is None
-        notes = prepare_model(self.task, self.recipe, ranks=self.world.size, begins=begins)
+        device = self.world.device.type
+        notes = prepare_model(self.task, self.recipe, ranks=self.world.size, begins=begins, device=device)
         model.to(self.world.device)
         if self.recipe.run.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

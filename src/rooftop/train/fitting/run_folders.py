@@ -117,6 +117,13 @@ def _content(samples: Samples, index: int) -> int | str:
     return found
 
 
+def _with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity in which switches that did not exist when it was saved have their defaults."""
+    usual = json.loads(json.dumps(Recipe().plain()))
+    recipe = {name: {**usual.get(name, {}), **values} for name, values in identity.get("recipe", {}).items()}
+    return {**identity, "recipe": recipe}
+
+
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "") -> list[str]:
     """List the differences between two identities, such as "recipe.optimizer.lr is 0.2 here and 0.1 there"."""
     found = []
@@ -205,7 +212,7 @@ class RunFolder:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{folder / TRAINING} cannot be read: {error}") from error
-        if different := differences(identity, described["identity"]):
+        if different := differences(identity, _with_defaults(described["identity"])):
             raise InputError(
                 f"{self.out} holds another training: {'; '.join(different)}. Resume with the same recipe, task and "
                 "data, or give another folder"

@@ -28,6 +28,7 @@ from rooftop.parallel import ModelGradients
 from rooftop.parallel.exchanges import Group, start_sum
 from rooftop.train.fitting.feeding import Part, in_memory_format
 from rooftop.train.fitting.put_back import PutBack
+from rooftop.train.fitting.replaying import ReplayedModel
 from rooftop.train.recipes import MeanWeights, optimizer_of, rate_factor, set_rates
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.tasks.task import Task
@@ -65,6 +66,7 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.run.precision == "fp16")
         self._stuck = torch.zeros((), dtype=torch.bool, device=device)  # set after a fault that ends the training
         self._buffers, self._weights = PutBack(), PutBack()
+        self._replayed = ReplayedModel(task.model, device) if recipe.run.replay else None
 
     def step(self, number: int, parts: Iterable[Part]) -> Tensor:
         """Run a step.
@@ -78,7 +80,7 @@ class Stepper:
         """
         set_rates(self.optimizer, rate_factor(self.recipe.schedule, number, self.steps))
         self._buffers.take(self.task.model.buffers())
-        total = self.gradients(number, parts, summing=self.recipe.run.sum_in_backward)
+        total = self.gradients(number, parts, summing=self.recipe.run.sum_in_backward, replayed=True)
         gradients, (loss, weight) = self._summed(total)
         if self.recipe.faults.damaged == "skip":  # the batch may be smaller; only the sum over ranks is its real size
             loss = loss / weight
@@ -97,18 +99,22 @@ class Stepper:
             self.mean.update(number)
         return torch.stack([loss, norm.double(), skip.double(), fault.double()])
 
-    def gradients(self, number: int, parts: Iterable[Part], scaled: bool = True, summing: bool = False) -> Tensor:
+    def gradients(
+        self, number: int, parts: Iterable[Part], scaled: bool = True, summing: bool = False, replayed: bool = False
+    ) -> Tensor:
         """Accumulate the gradients of this rank's parts in `.grad`.
 
         Args:
             summing: whether the last backward pass starts to sum gradients over the ranks; `_summed` completes the
                 sums.
+            replayed: whether to replay the model, if the recipe asks for that. Hooks of modules then do not run.
 
         Returns:
             (2,) float64: this rank's share of the loss, and of the whole batch.
 
         Raises:
-            InputError: with `summing`, a loss computes the gradient of a parameter in several backward passes.
+            InputError: with `summing`, a loss computes the gradient of a parameter in several backward passes; or the
+                model cannot be replayed.
         """
         self.task.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -118,7 +124,8 @@ class Stepper:
             if part.weight == 0:  # all samples of the part are damaged
                 continue
             batch = self.altered(number, part)
-            with self.autocast():
+            replays = self._replayed.active() if replayed and self._replayed is not None else nullcontext()
+            with self.autocast(), replays:
                 share = self.task.loss(self.task.model, batch) * part.weight
             with self._summing() if summing and part.last else nullcontext():
                 (self.scaler.scale(share) if scaled else share).backward()

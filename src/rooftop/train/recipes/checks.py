@@ -14,8 +14,11 @@ from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.tasks.task import Task
 
 
-def check_recipe(recipe: Recipe, task: Task, *, ranks: int = 1) -> None:
+def check_recipe(recipe: Recipe, task: Task, *, ranks: int = 1, device: str = "cuda") -> None:
     """Check that a task supports the values of a recipe; changes nothing.
+
+    Args:
+        device: the kind of device of the training.
 
     Raises:
         InputError: a switch does not fit; the message names it and a value that fits.
@@ -23,6 +26,7 @@ def check_recipe(recipe: Recipe, task: Task, *, ranks: int = 1) -> None:
     _check_batch(recipe, ranks)
     _check_mix(recipe, task, ranks)
     _check_model(recipe, task.model)
+    _check_replay(recipe, ranks, device)
     check_parts(recipe.schedule)
     if recipe.augment.decode == "gpu" and task.arrive is None:
         raise InputError("augment.decode is gpu, but this task decodes no images on a GPU: set augment.decode=cpu")
@@ -39,6 +43,21 @@ def _check_batch(recipe: Recipe, ranks: int) -> None:
         raise InputError(
             f"run.batch is {recipe.run.batch}, with {ranks} ranks and run.accumulate={recipe.run.accumulate}: expected "
             f"a multiple of {parts}, e.g. {nearest}"
+        )
+
+
+def _check_replay(recipe: Recipe, ranks: int, device: str) -> None:
+    if not recipe.run.replay:
+        return
+    if device != "cuda":
+        raise InputError(
+            f"run.replay is true, but CUDA graphs need a GPU, and this training runs on the {device}: set "
+            "run.replay=false"
+        )
+    if ranks > 1:
+        raise InputError(
+            f"run.replay is true, but there are {ranks} ranks, whose sums begin during the backward pass: set "
+            "run.replay=false, or train on one GPU"
         )
 
 

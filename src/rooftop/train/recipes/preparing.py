@@ -10,12 +10,15 @@ from rooftop.train.recipes.starting import start_from
 from rooftop.train.tasks.task import Task
 
 
-def prepare_model(task: Task, recipe: Recipe, *, ranks: int = 1, begins: bool = True) -> list[str]:
+def prepare_model(
+    task: Task, recipe: Recipe, *, ranks: int = 1, begins: bool = True, device: str = "cuda"
+) -> list[str]:
     """Check the recipe, then load initial weights, switch on dropout and stochastic depth, and freeze modules.
 
     Args:
         task: the task; its model is changed. Its metadata contain the model's name and number of classes.
         begins: whether the training starts now; a resumed training loads its weights from a checkpoint.
+        device: the kind of device of the training.
 
     Returns:
         A description of the changes, for the user.
@@ -25,7 +28,7 @@ def prepare_model(task: Task, recipe: Recipe, *, ranks: int = 1, begins: bool = 
         WeightsError: the weights do not fit the model.
         MissingExtraError: the weights file needs a package that is not installed.
     """
-    check_recipe(recipe, task, ranks=ranks)
+    check_recipe(recipe, task, ranks=ranks, device=device)
     section, model = recipe.model, task.model
     said = []
     if section.weights and begins:

@@ -36,6 +36,9 @@ class Run:
             Source: Micikevicius et al. 2018, arXiv:1710.03740.
         channels_last: whether the model and image batches are channels last in memory.
         compile: whether to compile the model with torch.compile.
+        replay: whether to replay the model's forward and backward pass from CUDA graphs, on one GPU. This pays if the
+            host launches kernels too late: small models, small batches, or cores that decode images.
+            Source: Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs".
         sync_norms: whether batch norms use statistics of the whole batch over all ranks. Source: Peng et al. 2018,
             "MegDet", arXiv:1711.07240.
         sum_in_backward: whether to sum gradients over ranks during the backward pass. False: after it. Source: Li et
@@ -51,6 +54,7 @@ class Run:
     precision: str = "fp32"
     channels_last: bool = False
     compile: bool = False
+    replay: bool = False
     sync_norms: bool = True
     sum_in_backward: bool = True
     deterministic: bool = False
