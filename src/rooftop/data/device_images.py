@@ -38,6 +38,7 @@ from rooftop.media.nvjpeg import missing
 GROUP_PIXELS = 64 << 20  # pixels of the photographs on the GPU at once: 192 MiB, 350 photographs of 500 x 375
 GAIN = 1.1  # the GPU must decode this many times as fast as the CPU, because it also computes the model
 MEASURED_S = 3.0  # seconds to measure each device
+NO_VALUES = torch.empty(0, dtype=torch.uint8)
 GOLDEN = 2654435769  # 2^32 divided by the golden ratio: its multiples modulo 2^32 are spread evenly
 
 
@@ -161,7 +162,8 @@ class EncodedImages:
 def only_on_cpu(transform: ImageTransform) -> str:
     """Name the changes of a transform that only the CPU can make; "" if there are none."""
     augment = transform.augment
-    switches = {"rand_augment": augment.rand_augment, "jitter": augment.jitter, "hue": augment.hue}
+    operations = 0 if transform.later else augment.rand_augment
+    switches = {"rand_augment": operations, "jitter": augment.jitter, "hue": augment.hue}
     return ", ".join(f"{name}={value:g}" for name, value in switches.items() if value and transform.train)
 
 
@@ -195,7 +197,7 @@ class DeviceImages:
             return made
         batch, labels = made.value
         decoder, files = self._decoder(device), batch.whole_files()
-        results, erased, kept, damaged = [], [], [], list(made.damaged)
+        results, left, kept, damaged = [], [], [], list(made.damaged)
         for group in batch.groups():
             images, whole = decoder.decode_each([files[number] for number in group]), []
             for number, pixels in zip(group, images, strict=True):
@@ -203,7 +205,7 @@ class DeviceImages:
                 index, name = int(made.indices[place]), files[number].name
                 if isinstance(pixels, Tensor):
                     whole.append((pixels, drawn))
-                    erased.append(drawn.erased or (0, 0, 0, 0))
+                    left.append(self.transform.pixels(NO_VALUES, drawn))
                     kept.append(place)
                 elif skip:
                     damaged.append(Damaged(index, name, str(pixels)))
@@ -211,10 +213,11 @@ class DeviceImages:
                     raise InputError(damage_in_words(index, name, pixels)) from pixels
             if whole:
                 results.append(changed([each for each, _ in whole], [drawn for _, drawn in whole], self.transform))
-        borders = torch.tensor(erased, dtype=torch.int16).view(-1, 4)
+        changes = [[each.erased for each in left], [each.operations for each in left]]
         if batch.decoded is not None:
             results.append(moved(batch.decoded.values, decoder.device))
-            borders = torch.cat([borders, batch.decoded.erased])
+            changes[0] += batch.decoded.erased
+            changes[1] += batch.decoded.operations
             kept += batch.decoded_places()
         if not kept:
             return Made(None, made.places[kept], made.indices[kept], tuple(damaged), made.finished)
@@ -222,7 +225,8 @@ class DeviceImages:
         if batch.decoded is not None and batch.files:
             values = values.index_select(0, moved(torch.from_numpy(order), values.device))
         kept = sorted(kept)
-        value = [Pixels(values, moved(borders[order], values.device)), moved(labels[kept], values.device)]
+        erased, operations = (moved(torch.stack(each)[order], values.device) for each in changes)
+        value = [Pixels(values, erased, operations), moved(labels[kept], values.device)]
         return Made(value, made.places[kept], made.indices[kept], tuple(damaged), made.finished)
 
     def _decoder(self, device: torch.device | None) -> ImageDecoder:

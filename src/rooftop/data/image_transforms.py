@@ -23,7 +23,8 @@ from PIL import Image
 from torch import Tensor
 
 from rooftop.data.colour_jitter import Colour, draw_jitter, jittered
-from rooftop.data.pixels import Pixels
+from rooftop.data.device_augment import encoded
+from rooftop.data.pixels import NO_OPERATIONS, Pixels
 from rooftop.data.rand_augment import Operation, apply_operations, draw_operations
 from rooftop.errors import InputError, did_you_mean
 from rooftop.media.images import MEAN, STD, normalized, pillow_image
@@ -51,6 +52,7 @@ class _Augment:
     hue: float = 0.0
     rand_augment: int = 0
     magnitude: float = 9.0
+    rand_augment_on: str = "cpu"
     erase: float = 0.0
     detail: float = 1.0
 
@@ -85,7 +87,8 @@ class ImageTransform:
             area of a random crop, as a fraction of the image (1: off). `flip` and `erase` are probabilities. `shift` is
             the maximum shift, as a fraction of the side. `jitter` is the strength of colour jitter, and `hue` the
             maximum change of the hue, as a fraction of the colour circle. `rand_augment` is a number of operations, and
-            `magnitude` their strength, 0 to 10. `detail` is the minimum number of decoded pixels per pixel of a random
+            `magnitude` their strength, 0 to 10. With `rand_augment_on` "gpu", the `Normalizer` applies them, with the
+            same pixels. `detail` is the minimum number of decoded pixels per pixel of a random
             crop, along a side. None: no augmentation.
         train: whether images are augmented. Validation uses the central square. If training uses crops, the shorter
             side is first resized to 256/224 of `size`, as for ImageNet.
@@ -111,6 +114,11 @@ class ImageTransform:
             raise InputError(f"size is {size!r}: expected an integer of 1 or more")
         self.size, self.train, self.mean, self.std = size, train, tuple(mean), tuple(std)
         self.augment, self.normalize = _augment_of(augment), normalize
+        if self.later and normalize:
+            raise InputError(
+                "augment.rand_augment_on is 'gpu', but this transform normalizes images: pass normalize=False, and "
+                "normalize batches by a Normalizer"
+            )
 
     def __call__(self, image: Image.Image | Tensor, generator: np.random.Generator | None = None) -> Tensor | Pixels:
         """Return the image as (3, size, size) float32, or as `Pixels`.
@@ -167,20 +175,33 @@ class ImageTransform:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         if drawn.crop is not None:
             pixels = resized(image, self.size)
-            if not (self.normalize or drawn.jitter or drawn.operations) and drawn.shift == (0, 0):
-                return _as_pixels(pixels, drawn)
+            now = drawn.jitter or (drawn.operations and not self.later)
+            if not (self.normalize or now) and drawn.shift == (0, 0):
+                return self.pixels(torch.from_numpy(pixels), drawn)
             image = Image.fromarray(pixels)
         if drawn.shift != (0, 0):
             right, down = drawn.shift
             image = image.crop((-right, -down, self.size - right, self.size - down))  # black comes in
-        image = apply_operations(jittered(image, drawn.jitter), drawn.operations)
+        image = jittered(image, drawn.jitter)
+        if not self.later:
+            image = apply_operations(image, drawn.operations)
         if not self.normalize:
-            return _as_pixels(np.array(image), drawn)  # a writable copy
+            return self.pixels(torch.from_numpy(np.array(image)), drawn)  # a writable copy
         values = normalized(image, self.mean, self.std)
         if drawn.erased is not None:
             top, left, bottom, right = drawn.erased
             values.numpy()[:, top:bottom, left:right] = 0.0
         return values
+
+    @property
+    def later(self) -> bool:
+        """Whether operations of RandAugment are left to the `Normalizer`."""
+        return self.train and self.augment.rand_augment > 0 and self.augment.rand_augment_on == "gpu"
+
+    def pixels(self, values: Tensor, drawn: Drawn) -> Pixels:
+        """An image (size, size, 3) uint8 with the changes that are left to the `Normalizer`."""
+        operations = encoded(drawn.operations, self.size) if self.later else NO_OPERATIONS
+        return Pixels(values, torch.tensor(drawn.erased or (0, 0, 0, 0), dtype=torch.int16), operations)
 
     def _centre(self, image: Image.Image, resized: tuple[int, int]) -> Image.Image:
         """Cut out the central square of a very long image, so that only the square is resized."""
@@ -233,10 +254,6 @@ def resized(image: Image.Image, size: int) -> Any:
     return values[0].permute(1, 2, 0).numpy()  # no copy
 
 
-def _as_pixels(values: Any, drawn: Drawn) -> Pixels:
-    return Pixels(torch.from_numpy(values), torch.tensor(drawn.erased or (0, 0, 0, 0), dtype=torch.int16))
-
-
 def _augment_of(given: Any) -> _Augment:
     if given is None:
         return _Augment()
@@ -251,6 +268,8 @@ def _augment_of(given: Any) -> _Augment:
     else:
         found = _Augment(**{name: getattr(given, name) for name in known if hasattr(given, name)})
     for name in known:
+        if name == "rand_augment_on":
+            continue
         value, kind = getattr(found, name), Integral if name == "rand_augment" else Real
         if not _is_a(kind, value):
             raise InputError(
@@ -262,6 +281,8 @@ def _augment_of(given: Any) -> _Augment:
         raise InputError(f"{found}: expected detail above 0, up to 1")
     if not (0 <= found.jitter <= 1 and 0 <= found.hue <= 0.5):
         raise InputError(f"{found}: expected jitter from 0 to 1, and hue from 0 to 0.5")
+    if found.rand_augment_on not in ("cpu", "gpu"):
+        raise InputError(f"augment.rand_augment_on is {found.rand_augment_on!r}: expected 'cpu' or 'gpu'")
     if found.rand_augment < 0 or not 0 <= found.magnitude <= 10:
         raise InputError(f"{found}: expected rand_augment of 0 or more, and magnitude from 0 to 10")
     return found

@@ -15,7 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rooftop.data.device_augment import ENTRIES, augmented
 from rooftop.media.images import MEAN, STD
+
+NO_OPERATIONS = torch.zeros(0, ENTRIES, dtype=torch.float64)
 
 
 class Pixels(NamedTuple):
@@ -25,14 +28,17 @@ class Pixels(NamedTuple):
         values: (H, W, 3) or (N, H, W, 3) uint8.
         erased: (4,) or (N, 4) int16: top, left, bottom and right of the erased part, which is 0 after the
             normalization. All four are 0 if no part is erased.
+        operations: (count, 8) or (N, count, 8) float64: operations of RandAugment that are not applied yet, from
+            `device_augment.encoded`.
     """
 
     values: Tensor
     erased: Tensor
+    operations: Tensor = NO_OPERATIONS
 
 
 class Normalizer:
-    """Normalizes batches on their device, without waiting for it.
+    """Augments and normalizes batches on their device, without waiting for it.
 
     Args:
         mean, std: mean and standard deviation of the red, green and blue values in 0..1.
@@ -47,8 +53,11 @@ class Normalizer:
         self._constants: dict[torch.device, Tensor] = {}  # made once per device, because their copy waits for the GPU
 
     def __call__(self, pixels: Pixels) -> Tensor:
-        """Return (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the image is erased."""
-        values, erased = pixels
+        """Apply operations that are left; return (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the
+        image is erased."""
+        values, erased, operations = pixels
+        if operations.dim() == 3:  # a batch without operations may have the default
+            values = augmented(values, operations)
         normal = self._normal(values)
         top, left, bottom, right = erased.unbind(1)  # (N,) each
         height, width = values.shape[1:3]

@@ -7,6 +7,7 @@ those of AutoAugment (Cubuk et al. 2019), in which 10 is the greatest magnitude.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 GREATEST = 10.0  # greatest magnitude
 FILL = (124, 116, 104)  # fill colour beyond the image's edge: ImageNet's mean
+IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 MOST_SHEAR, MOST_DEGREES, MOST_SHIFT, MOST_COLOUR = 0.3, 30.0, 0.45, 0.9
 
 
@@ -41,28 +43,32 @@ def apply_operations(image: Image.Image, operations: Sequence[Operation]) -> Ima
     return image
 
 
-def _sheared_x(image: Image.Image, strength: float) -> Image.Image:
-    return _mapped(image, (1, MOST_SHEAR * strength, 0, 0, 1, 0))
+def matrix_of(operation: Operation, width: int, height: int) -> tuple[float, ...]:
+    """The matrix (a, b, c, d, e, f) of an operation: pixel (x, y) of the result comes from (a x + b y + c, d x + e y +
+    f). Operations that move no pixels have the identity."""
+    name, strength = operation
+    if name == "shear_x":
+        return 1.0, MOST_SHEAR * strength, 0.0, 0.0, 1.0, 0.0
+    if name == "shear_y":
+        return 1.0, 0.0, 0.0, MOST_SHEAR * strength, 1.0, 0.0
+    if name == "shift_x":
+        return 1.0, 0.0, float(math.floor(MOST_SHIFT * strength * width + 0.5)), 0.0, 1.0, 0.0
+    if name == "shift_y":
+        return 1.0, 0.0, 0.0, 0.0, 1.0, float(math.floor(MOST_SHIFT * strength * height + 0.5))
+    if name != "rotate":
+        return IDENTITY
+    angle = -math.radians(MOST_DEGREES * strength)
+    a, b = math.cos(angle), math.sin(angle)
+    x, y = width / 2, height / 2
+    return a, b, x - a * x - b * y, -b, a, y + b * x - a * y
 
 
-def _sheared_y(image: Image.Image, strength: float) -> Image.Image:
-    return _mapped(image, (1, 0, 0, MOST_SHEAR * strength, 1, 0))
+def _moved(name: str) -> Callable[[Image.Image, float], Image.Image]:
+    def moved(image: Image.Image, strength: float) -> Image.Image:
+        matrix = matrix_of(Operation(name, strength), image.width, image.height)
+        return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=FILL)
 
-
-def _shifted_x(image: Image.Image, strength: float) -> Image.Image:
-    return _mapped(image, (1, 0, MOST_SHIFT * strength * image.width, 0, 1, 0))
-
-
-def _shifted_y(image: Image.Image, strength: float) -> Image.Image:
-    return _mapped(image, (1, 0, 0, 0, 1, MOST_SHIFT * strength * image.height))
-
-
-def _mapped(image: Image.Image, matrix: tuple[float, ...]) -> Image.Image:
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=FILL)
-
-
-def _turned(image: Image.Image, strength: float) -> Image.Image:
-    return image.rotate(MOST_DEGREES * strength, fillcolor=FILL)
+    return moved
 
 
 def _posterized(image: Image.Image, strength: float) -> Image.Image:
@@ -79,11 +85,7 @@ def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Callable[
 
 OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "identity": lambda image, strength: image,
-    "shear_x": _sheared_x,
-    "shear_y": _sheared_y,
-    "shift_x": _shifted_x,
-    "shift_y": _shifted_y,
-    "rotate": _turned,
+    **{name: _moved(name) for name in ("shear_x", "shear_y", "shift_x", "shift_y", "rotate")},
     "brightness": _enhanced(ImageEnhance.Brightness),
     "color": _enhanced(ImageEnhance.Color),
     "contrast": _enhanced(ImageEnhance.Contrast),

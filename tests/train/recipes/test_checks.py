@@ -41,6 +41,10 @@ def task(model: nn.Module | None = None, **fields: Any) -> Task:
         ({"augment": {"decode": "gpu"}}, r"decodes no images on a GPU: set augment\.decode=cpu"),
         ({"evaluation": {"patience": 3}}, r"evaluation\.patience=0"),
         ({"run": {"replay": True}}, r"run\.replay is true.*need a GPU.*runs on the cpu: set run\.replay=false"),
+        (
+            {"augment": {"rand_augment": 2, "rand_augment_on": "gpu"}},
+            r"rand_augment_on is gpu.*runs on the cpu: set augment\.rand_augment_on=cpu",
+        ),
         ({"optimizer": {"nesterov": True, "momentum": 0.0}}, r"nesterov needs momentum"),
         ({"optimizer": {"name": "muon"}, "model": {"frozen": ["conv1", "layer*"]}}, r"optimizer\.name=adamw"),
     ],

@@ -67,7 +67,8 @@ SWITCHES = {
     "clip",
     "schedule": "name warmup decay least",
     "mix": "label_smoothing mixup cutmix",
-    "augment": "crop flip shift jitter hue rand_augment magnitude erase repeats decode gpu_share detail size test_size",
+    "augment": "crop flip shift jitter hue rand_augment magnitude rand_augment_on erase repeats decode gpu_share "
+    "detail size test_size",
     "ema": "decay every",
     "evaluation": "every patience batch",
     "faults": "not_finite most_skipped damaged",

@@ -30,6 +30,10 @@ def check_recipe(recipe: Recipe, task: Task, *, ranks: int = 1, device: str = "c
     check_parts(recipe.schedule)
     if recipe.augment.decode == "gpu" and task.arrive is None:
         raise InputError("augment.decode is gpu, but this task decodes no images on a GPU: set augment.decode=cpu")
+    if recipe.augment.rand_augment and recipe.augment.rand_augment_on == "gpu" and device != "cuda":
+        raise InputError(
+            f"augment.rand_augment_on is gpu, but this training runs on the {device}: set augment.rand_augment_on=cpu"
+        )
     if recipe.ema.decay == 1:
         raise InputError("ema.decay is 1: the mean would never follow the weights; set it below 1, e.g. 0.999")
     if recipe.evaluation.patience and task.valid is None:

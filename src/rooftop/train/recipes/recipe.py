@@ -145,6 +145,7 @@ class Augment:
         hue: maximum change of the hue in colour jitter, as a fraction of the colour circle, up to 0.5; 0: off.
         rand_augment: number of operations of RandAugment; 0: off. Source: Cubuk et al. 2020, arXiv:1909.13719.
         magnitude: strength of RandAugment's operations, from 0 to 10.
+        rand_augment_on: "cpu" or "gpu": what applies RandAugment's operations; the pixels are the same.
         erase: probability of random erasing. Source: Zhong et al. 2020, arXiv:1708.04896.
         repeats: copies of each sample in a batch, each with its own augmentation. An epoch has the same number of
             steps, so it has fewer different samples. Source: Hoffer et al. 2020, arXiv:1901.09335.
@@ -166,6 +167,7 @@ class Augment:
     hue: float = 0.0
     rand_augment: int = 0
     magnitude: float = 9.0
+    rand_augment_on: str = "cpu"
     erase: float = 0.0
     repeats: int = 1
     decode: str = "cpu"
@@ -412,6 +414,7 @@ _RULES: list[tuple[str, Any, str]] = [
     ("augment.hue", *_between(0, 0.5)),
     ("augment.rand_augment", *_from(0)),
     ("augment.magnitude", *_between(0, 10)),
+    ("augment.rand_augment_on", *_among("cpu", "gpu")),
     ("augment.erase", *_between(0, 1)),
     ("augment.repeats", *_from(1)),
     ("augment.decode", *_among("cpu", "gpu", "auto")),

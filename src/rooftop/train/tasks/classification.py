@@ -57,7 +57,7 @@ SHOWN = 12  # number of examples on the page
 SHOWN_SIDE = 192  # smallest side of an example in pixels
 TOP = 5
 
-GPU = {"run": {"precision": "bf16", "channels_last": True}}
+GPU: Values = {"run": {"precision": "bf16", "channels_last": True}, "augment": {"rand_augment_on": "gpu"}}
 """Recipe values for any image network on a GPU."""
 
 
