@@ -86,7 +86,7 @@ def test_small_images_and_none(size: int) -> None:
     [
         (lambda x, o: (x.float(), o), r"images must be \(N, H, W, 3\) uint8, got .*float32"),
         (lambda x, o: (x[0], o), "images must be"),
-        (lambda x, o: (x, o[:2]), r"operations must be \(7, count, 8\), got \(2, 1, 8\)"),
+        (lambda x, o: (x, o[:2]), r"operations must be \(7, count, 9\), got \(2, 1, 9\)"),
         (lambda x, o: (x, o[0]), "operations must be"),
         (lambda x, o: (x, o.float()), "operations must be float64 on cpu, got torch.float32"),
     ],
@@ -120,12 +120,12 @@ def test_a_transform_that_leaves_operations_gives_the_same_images(augment: dict[
         one, other = (each(image, np.random.default_rng(seed)) for each in (now, later))
         assert isinstance(one, Pixels)
         assert isinstance(other, Pixels)
-        assert other.operations.shape == (augment["rand_augment"], 8)
+        assert other.operations.shape == (augment["rand_augment"], 9)
         found = [normalize(Pixels(*(part[None] for part in each))) for each in (one, other)]
         assert torch.equal(*found)
     judged = ImageTransform(20, {**augment, "rand_augment_on": "gpu"}, normalize=False)(image)
     assert isinstance(judged, Pixels)
-    assert judged.operations.shape == (0, 8), "images for validation have no operations"
+    assert judged.operations.shape == (0, 9), "images for validation have no operations"
 
 
 def test_a_transform_that_normalizes_leaves_nothing() -> None:

@@ -158,7 +158,8 @@ def test_a_network_of_convolutions_is_trained() -> None:
         model, x, train=True, loss=lambda y: y.float().square().mean(), optimizer=optimizer, rules=rules
     )
     verdicts = {change.rule: f"{change.verdict}: {change.reason}" for change in found.changes}
-    assert all(verdict.startswith(("kept", "no gain")) for verdict in verdicts.values()), verdicts
+    assert not any(verdict.startswith("failed") for verdict in verdicts.values()), verdicts
+    assert verdicts["channels-last"].startswith(("kept", "no gain")), verdicts
 
 
 def on_a_stream_that_waits_for_nothing(call: Callable[..., Any]) -> Callable[..., Any]:

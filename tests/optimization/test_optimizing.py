@@ -675,14 +675,20 @@ def test_the_whole_model_is_compiled_before_its_blocks_if_there_is_time(monkeypa
             tried.append(self.name)
             return super().apply(candidate)
 
+    tried: list[str]
+
     own = [rule for rule in RULES if "compile" not in rule.name]
     monkeypatch.setattr("rooftop.optimization.optimizing.RULES", own)
     expected = ((60.0, 15.0, "compile"), (60.0, 5.0, "compile-blocks"), (20.0, 15.0, "compile-blocks"))
     for budget_s, blocks_s, first in expected:
-        tried: list[str] = []
+        tried = []
         rules = [Part("compile-blocks", 8.9, blocks_s), Part("compile", 9.0, 25.0)]
         rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules, budget_s=budget_s)
         assert tried[0] == first
+    for needed_s, first in ((15.0, "compile"), (5.0, "other"), (50.0, "other")):
+        rules = [Part("compile", 9.0, needed_s), shorter("other", 0.009)]
+        found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules, budget_s=20.0)
+        assert found.changes[0].rule == first, "if it is tried last, there may be no time"
 
 
 def test_a_predicted_loss_is_tried_last() -> None:

@@ -15,7 +15,7 @@ from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 BRIGHTNESS, COLOR, CONTRAST, SHARPNESS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8), tl.constexpr(9)
 POSTERIZE, SOLARIZE = tl.constexpr(10), tl.constexpr(11)
 AUTO_CONTRAST, EQUALIZE = tl.constexpr(12), tl.constexpr(13)
-ENTRIES = tl.constexpr(8)  # of an operation: its code, its strength, and a matrix of two rows
+FACTOR, MATRIX = tl.constexpr(2), tl.constexpr(3)  # places in an operation, after its code and its strength
 
 
 @triton.jit
@@ -34,9 +34,9 @@ def blended(low, value, factor):
 @triton.jit
 def write_tables(
     images,  # (N, pixels, 3) uint8
-    operations,  # (N, ENTRIES) float64, `stride` apart
+    operations,  # (N, ENTRIES of device_augment) float64, `stride` apart
     tables,  # (N, 3, 256) uint8
-    pixels, stride, most_colour,
+    pixels, stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write an image's table of values for one channel."""
@@ -45,7 +45,7 @@ def write_tables(
     operation = operations + number * stride
     code = tl.load(operation).to(tl.int32)
     strength = tl.load(operation + 1)
-    factor = (1.0 + most_colour * strength).to(tl.float32)
+    factor = tl.load(operation + FACTOR).to(tl.float32)
     level = tl.arange(0, 256)
     table = level
     if code == BRIGHTNESS:
@@ -108,10 +108,10 @@ def near(image, x, y, width, there):
 @triton.jit
 def apply_operation(
     images,  # (N, height, width, 3) uint8
-    operations,  # (N, ENTRIES) float64, `stride` apart
+    operations,  # (N, ENTRIES of device_augment) float64, `stride` apart
     tables,  # (N, 3, 256) uint8
     out,  # (N, height, width, 3) uint8
-    height, width, stride, most_colour, fill_red, fill_green, fill_blue,
+    height, width, stride, fill_red, fill_green, fill_blue,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apply an image's operation to BLOCK of its pixels."""
@@ -119,9 +119,10 @@ def apply_operation(
     image = images + number.to(tl.int64) * pixels * 3
     operation = operations + number * stride
     code = tl.load(operation).to(tl.int32)
-    factor = (1.0 + most_colour * tl.load(operation + 1)).to(tl.float32)
-    a, b, c = tl.load(operation + 2), tl.load(operation + 3), tl.load(operation + 4)
-    d, e, f = tl.load(operation + 5), tl.load(operation + 6), tl.load(operation + 7)
+    factor = tl.load(operation + FACTOR).to(tl.float32)
+    matrix = operation + MATRIX
+    a, b, c = tl.load(matrix), tl.load(matrix + 1), tl.load(matrix + 2)
+    d, e, f = tl.load(matrix + 3), tl.load(matrix + 4), tl.load(matrix + 5)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = place < pixels
     x, y = place % width, place // width

@@ -15,18 +15,22 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rooftop.data.rand_augment import FILL, MOST_COLOUR, NAMES, Operation, apply_operations, matrix_of
+from rooftop.data.rand_augment import FILL, NAMES, Operation, apply_operations, factor_of, matrix_of
 from rooftop.launch.triton_launch import INTERPRETED, has_triton, launch
 
-ENTRIES = 8
-"""Numbers of an encoded operation: its place in `NAMES`, its strength, and the six entries of its matrix."""
+ENTRIES = 9
+"""Numbers of an encoded operation: its place in `NAMES`, its strength, its factor for colours, and the six entries of
+its matrix. A kernel would round an argument to float32, so the factor is not computed there."""
 BLOCK, TABLE_BLOCK = 1024, 2048
 WARPS = 4
 
 
 def encoded(operations: Sequence[Operation], size: int) -> Tensor:
     """Operations on images of size x size pixels as numbers: (len(operations), ENTRIES) float64."""
-    rows = [[NAMES.index(each.name), each.strength, *matrix_of(each, size, size)] for each in operations]
+    rows = [
+        [NAMES.index(each.name), each.strength, factor_of(each.strength), *matrix_of(each, size, size)]
+        for each in operations
+    ]
     return torch.tensor(rows, dtype=torch.float64).view(-1, ENTRIES)
 
 
@@ -80,11 +84,11 @@ def _by_kernels(images: Tensor, operations: Tensor) -> Tensor:
     stride = operations.stride(0)
     launch(
         augment_kernels.write_tables, (count, 3), device, images, operations, tables, height * width, stride,
-        MOST_COLOUR, BLOCK=TABLE_BLOCK, **exact,
+        BLOCK=TABLE_BLOCK, **exact,
     )  # fmt: skip
     launch(
         augment_kernels.apply_operation, (-(-height * width // BLOCK), count), device, images, operations, tables, out,
-        height, width, stride, MOST_COLOUR, *FILL, BLOCK=BLOCK, **exact,
+        height, width, stride, *FILL, BLOCK=BLOCK, **exact,
     )  # fmt: skip
     return out
 

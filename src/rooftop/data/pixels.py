@@ -28,7 +28,7 @@ class Pixels(NamedTuple):
         values: (H, W, 3) or (N, H, W, 3) uint8.
         erased: (4,) or (N, 4) int16: top, left, bottom and right of the erased part, which is 0 after the
             normalization. All four are 0 if no part is erased.
-        operations: (count, 8) or (N, count, 8) float64: operations of RandAugment that are not applied yet, from
+        operations: (count, 9) or (N, count, 9) float64: operations of RandAugment that are not applied yet, from
             `device_augment.encoded`.
     """
 

@@ -79,8 +79,13 @@ def _solarized(image: Image.Image, strength: float) -> Image.Image:
     return ImageOps.solarize(image, round(256 * (1 - abs(strength))))
 
 
+def factor_of(strength: float) -> float:
+    """How far an operation on colours goes from the changed image (0) to the image itself (1) and beyond."""
+    return 1 + MOST_COLOUR * strength
+
+
 def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Callable[[Image.Image, float], Image.Image]:
-    return lambda image, strength: kind(image).enhance(1 + MOST_COLOUR * strength)
+    return lambda image, strength: kind(image).enhance(factor_of(strength))
 
 
 OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {

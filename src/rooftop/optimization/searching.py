@@ -59,6 +59,11 @@ WHOLE_FIRST = 2.0
 time: it gains more, and no optimized model is then slower than a compiled one because time ran out. Otherwise the
 blocks have at most `LIMIT_OF_BLOCKS` times their estimate, if the whole model could not be compiled afterwards."""
 LIMIT_OF_BLOCKS = 3.0
+LATE = 0.6
+"""The whole model is compiled first of all if that takes more than this share of the time that is left."""
+AGAIN = 0.4
+"""The time of compiling a model again with another rule, relative to the first time. The compiler finds much of its
+code in its cache."""
 LEAST_SAVED = 0.1
 """Share of a step's memory that a rule must save to be kept for it."""
 HOW_IT_RUNS = ("compile", "graphs")
@@ -168,9 +173,10 @@ class Search:
         waiting = self._waiting = [rule for rule in possible if id(rule) in forecasts]
         loss = -self.min_gain * wall
         waiting.sort(key=lambda rule: (not rule.saves_memory, _urgency(*forecasts[id(rule)], loss)))
+        first = self._too_late(waiting, predicted)
         order: list[Rule] = []
         while waiting:
-            rule = self._next(waiting)
+            rule = first if first is not None and not order else self._next(waiting)
             waiting.remove(rule)
             self.progress(rule.name, 0.1 + 0.8 * len(order) / (len(order) + 1 + len(waiting)))
             order.append(rule)
@@ -182,6 +188,17 @@ class Search:
                 change = self._tried(rule, predicted[id(rule)])
                 if change.verdict != "not tried":  # else the first trial says more
                     self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
+
+    def _too_late(self, waiting: Sequence[Rule], predicted: dict[int, float]) -> Rule | None:
+        """The rule that compiles the whole model, if it promises the largest gain, and if there would be no time for it
+        after the others."""
+        whole = next((rule for rule in waiting if rule.name == WHOLE), None)
+        if whole is None:
+            return None
+        others = [predicted[id(rule)] for rule in waiting if rule.kind != whole.kind]
+        left, needed = self.ends - time.perf_counter(), whole.seconds(self._times)
+        late = LATE * left < needed <= left
+        return whole if late and predicted[id(whole)] >= max(others, default=0.0) else None
 
     def _next(self, waiting: Sequence[Rule]) -> Rule:
         """The rule to try next: the first one, or the one that compiles the whole model before the one for blocks."""
@@ -309,7 +326,11 @@ class Search:
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
         steps = STEPS + (0 if self._gates else PROOF_STEPS)
         compiled = any(kept.kind == "compile" for kept in self.kept if kept not in replaced)
-        needed = self._pace * rule.seconds(self._times) + steps * self._step_s + (self._compile_s if compiled else 0.0)
+        needed = (
+            self._pace * rule.seconds(self._times)
+            + steps * self._step_s
+            + (AGAIN * self._compile_s if compiled else 0.0)
+        )
         left = self.ends - time.perf_counter()
         if left <= 0:
             return replace(change, reason=BUDGET_OVER)
