@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -574,3 +575,18 @@ def test_lengths_of_the_training_are_those_of_the_loader() -> None:
     fitted(task(count=21, alter=alter, valid=None, best="loss"), recipe(run={"accumulate": 2, "epochs": 2}))
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2 * Lengths.of(recipe(), 21, 1).per_epoch
     assert generator_of(1, 2)(3).random() == np.random.default_rng((1, 2, 3)).random()
+
+
+def test_a_checkpoint_from_before_a_switch_existed_is_resumed(tmp_path: Path) -> None:
+    """The switch then has its default."""
+    fit(task(), recipe(run={"epochs": 1}), device="cpu", out=tmp_path)
+    (described,) = (tmp_path / "checkpoints").glob("*/training.json")
+    content = json.loads(described.read_text())
+    del content["identity"]["recipe"]["run"]["replay"]
+    del content["identity"]["recipe"]["augment"]["rand_augment_on"]
+    described.write_text(json.dumps(content))
+    assert fit(task(), recipe(run={"epochs": 1}), device="cpu", out=tmp_path, resume=True).steps == 6
+    content["identity"]["recipe"]["run"]["seed"] = 7
+    described.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"recipe\.run\.seed is 0 now and 7 in the checkpoint"):
+        fit(task(), recipe(run={"epochs": 1}), device="cpu", out=tmp_path, resume=True)
