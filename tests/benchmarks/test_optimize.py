@@ -96,7 +96,7 @@ def test_a_row_that_fails_or_takes_too_long_is_a_row(
     options = argparse.Namespace(
         budget=3.0, quick=True, limit=limit, logs=tmp_path / "logs", plans=None, autotune=False
     )
-    (place,) = optimize.places([None], tmp_path)
+    (place,) = optimize.places([None], 1, tmp_path)
     row = optimize.row_of(optimize.Job(name, 1, "inference"), place, 300.0, options)
     assert said in row["errors"]["row"]
     assert (row["model"], row["ms"]) == (name, {})
@@ -127,7 +127,7 @@ def test_a_row_that_does_not_exist_is_an_error(
 
 def test_places_share_the_processors(optimize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(32)))
-    found = optimize.places([0, 1], tmp_path)
+    found = optimize.places([0, 1], optimize.AT_ONCE, tmp_path)
     assert len(found) == 2 * optimize.AT_ONCE
     cores = [core for place in found for core in place.cores]
     assert len(set(cores)) == len(cores) <= 32
