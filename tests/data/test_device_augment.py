@@ -133,3 +133,19 @@ def test_a_transform_that_normalizes_leaves_nothing() -> None:
         ImageTransform(20, {"rand_augment": 2, "rand_augment_on": "gpu"}, train=True)
     with pytest.raises(InputError, match="rand_augment_on is 'tpu': expected 'cpu' or 'gpu'"):
         ImageTransform(20, {"rand_augment_on": "tpu"}, train=True, normalize=False)
+
+
+def test_operations_need_a_batch_of_squares() -> None:
+    operations = encoded([Operation("shift_x", 0.9)], 4)
+    with pytest.raises(ValueError, match="operations must be"):
+        Normalizer()(Pixels(images(4)[:1], torch.zeros(1, 4, dtype=torch.int16), operations))
+    with pytest.raises(ValueError, match="operations are for squares"):
+        augmented(images(4)[:1, :3], operations[None])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="by the interpreter")
+def test_strides_of_operations() -> None:
+    given = images(9)
+    operations = torch.stack([encoded([Operation("rotate", 0.9), Operation("color", -0.5)], 9)] * len(given))
+    apart = operations.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    assert torch.equal(augmented(given, apart), augmented(given, operations))

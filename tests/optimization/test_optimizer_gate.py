@@ -116,3 +116,10 @@ def test_the_float64_reference_has_the_gradients_of_the_others() -> None:
     assert torch.equal(exact.to(torch.bfloat16), plain) or (exact - plain).abs().max() < 0.03
     assert exact.dtype == torch.float64
     assert not optimizer.param_groups[0]["params"][0].any(), "the parameters must stay unchanged"
+
+
+def test_gradients_have_the_strides_of_their_parameters() -> None:
+    """A fused step pairs both by their places in memory."""
+    model = torch.nn.Conv2d(16, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    check_steps(fused(optimizer), optimizer)

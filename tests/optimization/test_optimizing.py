@@ -386,6 +386,11 @@ def test_kinds_of_blocks() -> None:
     assert counted_blocks(nn.Sequential(*(Block(i, i % 2) for i in range(6)))) == (6, 2)
     assert counted_blocks(nn.Sequential(*(Block(i, i % 2, 4 + i // 3) for i in range(6)))) == (6, 4)
     assert counted_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == (0, 0)
+    endless: list[Any] = []
+    endless.append(endless)
+    for block in equal:
+        block.endless = endless
+    assert counted_blocks(equal) == (6, 1)
     calls = (Call(torch.ops.aten.relu.default, (), torch.device("cuda"), 600, 1.0),)
     few, many = Times(9.0, calls, blocks=(6, 1)), Times(9.0, calls, blocks=(6, 6))
     assert CompileBlocks().seconds(few) < Compile().seconds(few) < CompileBlocks().seconds(many)

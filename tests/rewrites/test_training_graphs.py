@@ -178,6 +178,28 @@ def test_parameters_are_aliases_in_a_capture() -> None:
         torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
+def test_aliases_keep_attributes_and_need_no_setattr() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 2))
+            self.weight.gain = 2.0
+            self.done = True
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if "done" in vars(self):
+                raise AttributeError("fixed")
+            super().__setattr__(name, value)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight * self.weight.gain
+
+    model = Fixed()
+    replayed = TrainingReplays(model, model, CPU, run_again)
+    replayed(torch.ones(3, 4)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((4, 2), 6.0))
+
+
 def test_a_failed_capture_gives_the_parameters_back() -> None:
     model = nn.Linear(6, 4)
     weight = model.weight

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from rooftop.data.rand_augment import FILL, NAMES, Operation, apply_operations, factor_of, matrix_of
+from rooftop.errors import InputError
 from rooftop.launch.triton_launch import INTERPRETED, has_triton, launch
 
 ENTRIES = 9
@@ -38,7 +39,7 @@ def augmented(images: Tensor, operations: Tensor) -> Tensor:
     """Apply the operations of each image, one after another.
 
     Args:
-        images: (N, H, W, 3) uint8, contiguous.
+        images: (N, size, size, 3) uint8; operations are encoded for this size.
         operations: (N, count, ENTRIES) float64 on the same device, from `encoded`.
 
     Returns:
@@ -46,13 +47,16 @@ def augmented(images: Tensor, operations: Tensor) -> Tensor:
 
     Raises:
         ValueError: shapes, dtypes or devices differ from these.
+        InputError: the images are on a GPU, but Triton is not installed.
     """
     _check(images, operations)
     count = operations.shape[1]
     if not images.numel() or not count:
         return images
+    if images.is_cuda and not has_triton():
+        raise InputError("RandAugment on a GPU needs Triton, which is not installed: set augment.rand_augment_on=cpu")
     if (images.is_cuda or INTERPRETED) and has_triton():
-        images = images.contiguous()
+        images, operations = images.contiguous(), operations.contiguous()
         for number in range(count):
             images = _by_kernels(images, operations[:, number])
         return images
@@ -62,6 +66,8 @@ def augmented(images: Tensor, operations: Tensor) -> Tensor:
 def _check(images: Tensor, operations: Tensor) -> None:
     if images.dim() != 4 or images.shape[3] != 3 or images.dtype != torch.uint8:
         raise ValueError(f"augmented: images must be (N, H, W, 3) uint8, got {tuple(images.shape)} {images.dtype}")
+    if images.shape[1] != images.shape[2] and operations.numel():
+        raise ValueError(f"augmented: operations are for squares, but images are {tuple(images.shape)}")
     if operations.shape != (len(images), operations.shape[1] if operations.dim() > 1 else 0, ENTRIES):
         raise ValueError(
             f"augmented: operations must be ({len(images)}, count, {ENTRIES}), got {tuple(operations.shape)}"

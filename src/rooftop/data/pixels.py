@@ -55,8 +55,8 @@ class Normalizer:
     def __call__(self, pixels: Pixels) -> Tensor:
         """Apply operations that are left; return (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the
         image is erased."""
-        values, erased, operations = pixels
-        if operations.dim() == 3:  # a batch without operations may have the default
+        values, erased, operations = Pixels(*pixels)
+        if operations.numel():  # a batch without operations may have the default
             values = augmented(values, operations)
         normal = self._normal(values)
         top, left, bottom, right = erased.unbind(1)  # (N,) each

@@ -75,7 +75,7 @@ def parameters_after(
     for step in range(STEPS):
         for parameter, given in zip(own.values(), dtypes, strict=True):
             drawn = torch.randn(parameter.shape, generator=generators[parameter.device], device=parameter.device)
-            parameter.grad = drawn.to(given).to(parameter.dtype)
+            parameter.grad = torch.empty_like(parameter).copy_(drawn.to(given))  # in its strides, as `backward` does
         before = [dict(group) for group in same.param_groups]
         if rounded is not None and rounded.step == step:
             for group in same.param_groups:

@@ -23,6 +23,7 @@ START_MS, LAUNCHES_A_KERNEL = 0.1, 4.0
 """Time in which the host checks a compiled call on a GPU, and its time for a kernel of compiled code, relative to a
 launch of a small operator in eager PyTorch. Four models on an H200 (`benchmarks/results/h200/compiled.json`): 26 to 36
 us for a kernel, 7 us for a launch."""
+PLAIN = (type(None), bool, int, float, str)
 PLACES = ("layer_idx", "layer_id")
 """Attributes with the place of a block in its model, which its computation usually does not read."""
 MOST_VERSIONS = 64
@@ -191,7 +192,7 @@ def _kind(block: nn.Module) -> str:
         settings = {
             key: value
             for key, value in vars(module).items()
-            if not key.startswith("_") and key not in PLACES and _is_setting(value)
+            if type(key) is str and not key.startswith("_") and key not in PLACES and _is_setting(value)
         }
         shapes = [(key, tuple(p.shape)) for key, p in module._parameters.items() if p is not None]
         parts.append((name, type(module).__qualname__, sorted(settings.items()), shapes))
@@ -199,9 +200,10 @@ def _kind(block: nn.Module) -> str:
 
 
 def _is_setting(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_setting, value))
-    return value is None or isinstance(value, bool | int | float | str)
+    """Whether an attribute is a plain value, or a list or tuple of these."""
+    if type(value) in (list, tuple):
+        return all(type(each) in PLAIN for each in value)
+    return type(value) in PLAIN
 
 
 def gain_compiled(times: Times, replayed: bool = False, whole: bool = True) -> float:

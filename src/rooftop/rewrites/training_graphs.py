@@ -238,7 +238,7 @@ def _aliased(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[l
     autograd with it is alive, such as that of the user's last loss. A capture on another stream then fails. An alias is
     new, so it is first used in the capture. A module that reads a parameter from elsewhere still reads the original.
     """
-    alias_of = {id(p): nn.Parameter(p.detach()) if type(p) is nn.Parameter else p for p in parameters}
+    alias_of = {id(p): _alias(p) for p in parameters}
     places = [
         (module, name, parameter)
         for module in model.modules()
@@ -247,11 +247,26 @@ def _aliased(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[l
     ]
     try:
         for module, name, parameter in places:
-            setattr(module, name, alias_of[id(parameter)])
+            _set(module, name, alias_of[id(parameter)])
         yield [alias_of[id(parameter)] for parameter in parameters]
     finally:
         for module, name, parameter in places:
-            setattr(module, name, parameter)
+            _set(module, name, parameter)
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    if type(parameter) is not nn.Parameter:
+        return parameter
+    alias = nn.Parameter(parameter.detach())
+    vars(alias).update(vars(parameter))  # what a model has attached to it
+    return alias
+
+
+def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    if isinstance(module, nn.RNNBase):  # it has a list of its weights, too
+        setattr(module, name, parameter)
+    else:  # a module may refuse new attributes
+        module._parameters[name] = parameter
 
 
 @contextmanager
