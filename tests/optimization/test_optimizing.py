@@ -656,25 +656,23 @@ def test_rules_are_tried_if_half_of_their_time_is_left() -> None:
     assert "of the budget were left, but about 60 s are needed" in change.reason
 
 
+class Forecast(Faster):
+    """A rule with a predicted gain in ms, and the seconds of its first call."""
+
+    def __init__(self, name: str, gain_ms: float, needed_s: float = 0.0) -> None:
+        super().__init__(name)
+        self.gain_ms, self.needed_s = gain_ms, needed_s
+
+    def predicted_ms(self, times: Times) -> float:
+        return self.gain_ms
+
+    def seconds(self, times: Times) -> float:
+        return self.needed_s
+
+
 def test_the_whole_model_is_compiled_before_its_blocks_if_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Part(Faster):
-        """One of the two rules that compile.
-
-        Args:
-            predicted_ms: per second of its trial, blocks promise more.
-        """
-
+    class Part(Forecast):
         kind = "compile"
-
-        def __init__(self, name: str, predicted_ms: float, seconds: float) -> None:
-            super().__init__(name)
-            self.gain_ms, self.needed_s = predicted_ms, seconds
-
-        def predicted_ms(self, times: Times) -> float:
-            return self.gain_ms
-
-        def seconds(self, times: Times) -> float:
-            return self.needed_s
 
         def apply(self, candidate: Candidate) -> str:
             tried.append(self.name)
@@ -697,18 +695,7 @@ def test_the_whole_model_is_compiled_before_its_blocks_if_there_is_time(monkeypa
 
 
 def test_a_predicted_loss_is_tried_last() -> None:
-    class Predicts(Faster):
-        def __init__(self, name: str, predicted_ms: float, seconds: float = 0.0) -> None:
-            super().__init__(name)
-            self.gain_ms, self.needed_s = predicted_ms, seconds
-
-        def predicted_ms(self, times: Times) -> float:
-            return self.gain_ms
-
-        def seconds(self, times: Times) -> float:
-            return self.needed_s
-
-    rules = [Predicts("loses", -1.0), Predicts("compiles", 0.5, 1.0), Predicts("even", -0.05), Predicts("gains", 2.0)]
+    rules = [Forecast("loses", -1.0), Forecast("compiles", 0.5, 1.0), Forecast("even", -0.05), Forecast("gains", 2.0)]
     found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules)
     assert [change.rule for change in found.changes] == ["gains", "even", "compiles", "loses"]
 

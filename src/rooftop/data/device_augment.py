@@ -3,8 +3,8 @@
     pixels = Pixels(values, erased, operations)      # from an ImageTransform with rand_augment_on="gpu"
     values = augmented(pixels.values, pixels.operations)
 
-For an image of 224 x 224 pixels, two operations take Pillow about a third of the time of decoding and resizing. On a
-GPU, two kernels apply one operation of each image of a batch. The pixels are the same, bit for bit.
+Pillow applies the operations on the CPU, which then has less time to decode. On a GPU, two kernels apply one operation
+to each image of a batch. The pixels are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def encoded(operations: Sequence[Operation], size: int) -> Tensor:
 
 
 def augmented(images: Tensor, operations: Tensor) -> Tensor:
-    """Apply the operations of each image, one after another.
+    """Apply its own operations to each image, in their order.
 
     Args:
         images: (N, size, size, 3) uint8; operations are encoded for this size.

@@ -20,12 +20,12 @@ from rooftop.cost import CountingMode
 from rooftop.hardware.ceilings import Ceilings, MemoryPoint
 from rooftop.hardware.figures import PRECISIONS
 from rooftop.rewrites.candidates import Fusable
-from rooftop.rewrites.timed_alone import AHEAD_MS, CYCLES_A_MS, alone_ms
+from rooftop.rewrites.timed_alone import AHEAD_MS, CYCLES_A_MS, alone_ms, launch_ms
 
 SIZES = (1 << 18, 1 << 22, 1 << 26)
 """Bytes of the copies by which the memory rate is measured: in caches, and beyond those of most CPUs."""
 EVENT_PAIRS = 20
-LAUNCH_ROUNDS, LAUNCHES = 5, 200
+LAUNCHES = 200
 """A device queues about 1000 launches before the host has to wait."""
 
 
@@ -52,26 +52,13 @@ def quick_ceilings(device: torch.device) -> Ceilings:
         levels=(),
         flops=dict.fromkeys(PRECISIONS, math.inf),
         kernel_floor_ms=kernel_ms,
-        launch_eager_ms=_host_ms(lambda: small.add_(1), device) if device.type == "cuda" else 0.0,
+        launch_eager_ms=launch_ms(lambda: small.add_(1), device, LAUNCHES),
         launch_graph_ms=0.0,
         transfers={},
         links={},
         spread={},
         disturbed=(),
     )
-
-
-def _host_ms(run: Callable[[], object], device: torch.device) -> float:
-    """The time in which the host launches a call, the best of several rounds, without waiting for the device."""
-    found = math.inf
-    for _ in range(LAUNCH_ROUNDS):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        for _ in range(LAUNCHES):
-            run()
-        found = min(found, (time.perf_counter() - began) * 1e3 / LAUNCHES)
-    torch.cuda.synchronize(device)
-    return found
 
 
 def fusable_of(run: Callable[[], object], device: torch.device, ceilings: Ceilings) -> Fusable:

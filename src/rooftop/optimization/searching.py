@@ -1,5 +1,4 @@
-"""The search tries rules: first those that apply at once, then those that compile, in the order of their predicted
-gains. Rules with a predicted loss come last.
+"""The search tries rules, in the order of `trial_order.py`.
 
 Each rule is tried together with the kept rules, and timed against these alone. A rule that saves time is then proven,
 and kept if it is correct.
@@ -26,6 +25,7 @@ from rooftop.optimization.optimized import Change
 from rooftop.optimization.optimizer_gate import check_steps
 from rooftop.optimization.outcomes import Step, copied
 from rooftop.optimization.timing import ahead, compare_steps, same_state, step_of, times_of, untouched
+from rooftop.optimization.trial_order import AGAIN, BLOCKS, WHOLE, TrialOrder
 from rooftop.rewrites import RULES, Candidate, Rule, Times
 from rooftop.rewrites.candidates import Compiled, Memory
 from rooftop.rewrites.compiler_rules import counted_blocks
@@ -47,23 +47,9 @@ LEFT_FOR_WHOLE = "its first call was stopped after {seconds:.0f} s, to leave tim
 HOPELESS = 0.2
 """If the compiler with some of the kept rules costs this share of a step, it is not tried with others: that takes
 long."""
-WHOLE, BLOCKS = "compile", "compile-blocks"
-"""The rules that compile the whole model, as users would, and repeated blocks."""
-LEAST_PACE, MOST_PACE = 0.25, 4.0
-"""Bounds of measured compile times relative to the estimates."""
 WORTH_A_TRY = 0.5
 """A rule is tried if this share of the time that it needs is left: the estimate may be wrong, and a deadline stops
 it."""
-WHOLE_FIRST = 2.0
-"""The whole model is compiled before repeated blocks if that takes at most this many times as long, and if there is
-time: it gains more, and no optimized model is then slower than a compiled one because time ran out. Otherwise the
-blocks have at most `LIMIT_OF_BLOCKS` times their estimate, if the whole model could not be compiled afterwards."""
-LIMIT_OF_BLOCKS = 3.0
-LATE = 0.6
-"""The whole model is compiled first of all if that takes more than this share of the time that is left."""
-AGAIN = 0.4
-"""The time of compiling a model again with another rule, relative to the first time. The compiler finds much of its
-code in its cache."""
 LEAST_SAVED = 0.1
 """Share of a step's memory that a rule must save to be kept for it."""
 HOW_IT_RUNS = ("compile", "graphs")
@@ -139,8 +125,7 @@ class Search:
         self._profiles: dict[frozenset[str], Times] = {}  # times of a step, by the names of the kept rules
         self._peak = self._peak_bytes(self.plain)
         self._blocks = counted_blocks(self.plain.model)
-        self._waiting: list[Rule] = []
-        self._pace = 1.0  # measured compile time / its estimate
+        self._order = TrialOrder([], {}, Times(0.0, ()), 0.0, 0.0)
         self._compile_s = 0.0  # the time in which the best candidate was compiled
         self._compiled: dict[frozenset[str], Compiled] = {}  # by the rules other than the compiler's
 
@@ -168,56 +153,22 @@ class Search:
         self._ceilings = quick_ceilings(self.plain.device)
         times = self._times = self._profiles[frozenset()] = self._times_of(self.plain, wall)
         possible = [rule for rule in possible if self._has_work(rule, times)]
-        forecasts = {id(rule): of for rule in possible if (of := self._forecast(rule, times)) is not None}
-        predicted = {key: ms for key, (_, ms) in forecasts.items()}
-        waiting = self._waiting = [rule for rule in possible if id(rule) in forecasts]
-        loss = -self.min_gain * wall
-        waiting.sort(key=lambda rule: (not rule.saves_memory, _urgency(*forecasts[id(rule)], loss)))
-        first = self._too_late(waiting, predicted)
+        forecasts = {rule.name: of for rule in possible if (of := self._forecast(rule, times)) is not None}
+        known = [rule for rule in possible if rule.name in forecasts]
+        self._order = TrialOrder(known, forecasts, times, self.min_gain * wall, self.ends - time.perf_counter())
         order: list[Rule] = []
-        while waiting:
-            rule = first if first is not None and not order else self._next(waiting)
-            waiting.remove(rule)
-            self.progress(rule.name, 0.1 + 0.8 * len(order) / (len(order) + 1 + len(waiting)))
+        while self._order.waiting:
+            rule = self._order.take(self._times, self.ends - time.perf_counter())
+            self.progress(rule.name, 0.1 + 0.8 * len(order) / len(known))
             order.append(rule)
-            change = self._tried(rule, predicted[id(rule)])
+            change = self._tried(rule, forecasts[rule.name][1])
             self.changes.append(change)  # looked up again, because `_tried` may replace the list
         again = [c.rule for c in self.changes if c.verdict == "no gain" and c.measured_ms is not None]
         for rule in (rule for rule in order if rule.name in again and len(self.kept) > 1):
             if time.perf_counter() < self.ends and self._could_pay(rule):
-                change = self._tried(rule, predicted[id(rule)])
+                change = self._tried(rule, forecasts[rule.name][1])
                 if change.verdict != "not tried":  # else the first trial says more
                     self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
-
-    def _too_late(self, waiting: Sequence[Rule], predicted: dict[int, float]) -> Rule | None:
-        """The rule that compiles the whole model, if it promises the largest gain, and if there would be no time for it
-        after the others."""
-        whole = next((rule for rule in waiting if rule.name == WHOLE), None)
-        if whole is None:
-            return None
-        others = [predicted[id(rule)] for rule in waiting if rule.kind != whole.kind]
-        left, needed = self.ends - time.perf_counter(), whole.seconds(self._times)
-        late = LATE * left < needed <= left
-        return whole if late and predicted[id(whole)] >= max(others, default=0.0) else None
-
-    def _next(self, waiting: Sequence[Rule]) -> Rule:
-        """The rule to try next: the first one, or the one that compiles the whole model before the one for blocks."""
-        by_name = {rule.name: rule for rule in waiting}
-        if waiting[0].name not in (WHOLE, BLOCKS) or not {WHOLE, BLOCKS} <= by_name.keys():
-            return waiting[0]
-        seconds = {name: self._pace * by_name[name].seconds(self._times) for name in (WHOLE, BLOCKS)}
-        left = self.ends - time.perf_counter()
-        return by_name[WHOLE if seconds[WHOLE] <= min(left, WHOLE_FIRST * seconds[BLOCKS]) else BLOCKS]
-
-    def _limit_of(self, rule: Rule, left_s: float) -> tuple[float, str]:
-        """(seconds for the first call of a rule, the reason if they do not suffice)."""
-        whole = next((each for each in self._waiting if each.name == WHOLE), None)
-        if rule.name == BLOCKS and whole is not None:
-            other_s = self._pace * whole.seconds(self._times)
-            limit_s = max(LIMIT_OF_BLOCKS * self._pace * rule.seconds(self._times), left_s - other_s)
-            if limit_s < left_s and other_s < left_s:
-                return limit_s, LEFT_FOR_WHOLE
-        return left_s, STOPPED
 
     def _could_pay(self, rule: Rule) -> bool:
         """Whether a rule that was tried without a gain could have one now, after another rule was kept.
@@ -230,7 +181,12 @@ class Search:
             return False
         if not any(kept.kind == "compile" for kept in self.kept):
             return True
-        return not rule.opaque and self._predicted(rule, self.kept) > self.min_gain * self._times.wall_ms
+        if rule.opaque:
+            return False
+        try:
+            return self._predicted(rule, self.kept) > self.min_gain * self._times.wall_ms
+        except Exception:  # the trial fails in the same way, and reports it
+            return True
 
     def _apply_all(self, rules: Sequence[Rule]) -> None:
         possible = [rule for rule in rules if self._fits(rule)]
@@ -327,7 +283,7 @@ class Search:
         steps = STEPS + (0 if self._gates else PROOF_STEPS)
         compiled = any(kept.kind == "compile" for kept in self.kept if kept not in replaced)
         needed = (
-            self._pace * rule.seconds(self._times)
+            self._order.seconds(rule, self._times)
             + steps * self._step_s
             + (AGAIN * self._compile_s if compiled else 0.0)
         )
@@ -338,7 +294,7 @@ class Search:
             return replace(change, reason=NOT_TRIED.format(seconds=left, needed=needed))
         others = [kept for kept in self.kept if kept not in replaced]
         rules = [*others, rule]
-        limit_s, stopped = self._limit_of(rule, left - steps * self._step_s)
+        limit_s = self._order.limit_s(rule, self._times, left - steps * self._step_s)
         deadline = Deadline(limit_s)
         try:
             change = replace(change, predicted_ms=self._predicted(rule, others))
@@ -350,8 +306,7 @@ class Search:
             with deadline:
                 self._first_call(candidate)
             first_s = time.perf_counter() - began
-            if (estimate := rule.seconds(self._times)) > 0:
-                self._pace = min(MOST_PACE, max(LEAST_PACE, first_s / estimate))
+            self._order.note(rule, self._times, first_s)
             change = replace(change, where=where, first_call_s=first_s)
             change = replace(change, bytes=self._more_memory(candidate, held))
             least = self._least_share(change.predicted_ms)
@@ -371,6 +326,7 @@ class Search:
             self._nothing_changed()
         except StoppedError:
             deadline.end()
+            stopped = STOPPED if limit_s >= left - steps * self._step_s else LEFT_FOR_WHOLE
             return replace(change, reason=stopped.format(seconds=time.perf_counter() - began))
         except RefusedError as why:
             return replace(change, verdict="refused", reason=str(why))
@@ -612,13 +568,6 @@ class Search:
             for change in self.changes
         ]
         self.kept, self.best = [], self.plain
-
-
-def _urgency(seconds: float, predicted_ms: float, loss_ms: float) -> tuple[bool, bool, float]:
-    """The sort key of a rule. Rules that apply at once come first, by their gain. The others follow, by their gain per
-    second of trial. Rules that apply at once and lose more than `loss_ms` come last.
-    """
-    return seconds <= 0 and predicted_ms < loss_ms, seconds > 0, -predicted_ms / (seconds if seconds > 0 else 1.0)
 
 
 def _ordered(rules: Sequence[Rule]) -> list[Rule]:

@@ -123,9 +123,9 @@ def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> O
 def ahead(run: Callable[[], object], device: torch.device, wall_ms: float) -> tuple[float | None, float | None]:
     """(device time of a step if the host is far ahead, host time of launching the step); None on a CPU.
 
-    Before a run the GPU waits for longer than the host needs. A CUDA graph of the step would take about the device
-    time. After such a pause the GPU is faster than in a long series of steps, because it is cooler. So runs without a
-    pause are timed alike, and the device time is the same share of `wall_ms` as of these.
+    Before a run the GPU pauses for longer than the host needs to launch the step. A CUDA graph of the step would take
+    about the device time. After a pause the GPU is cooler, so it runs faster than in a long series of steps. To correct
+    for that, a run after a pause is compared with a run after another run, and `wall_ms` is scaled by their ratio.
     """
     if device.type != "cuda":
         return None, None

@@ -110,8 +110,8 @@ class Times:
         launch_ms: the time in which the host launches a small operator on a GPU; 0 on a CPU.
         compiled: times of the same step with compiled code, if it was measured before.
         memory: GPU memory; None on a CPU.
-        blocks: number of repeated blocks of the model, and of kinds of these that are compiled apart; None if they were
-            not counted.
+        blocks: (number of repeated blocks, number of kinds of them); the compiler compiles each kind once. None: not
+            counted.
     """
 
     wall_ms: float

@@ -200,7 +200,7 @@ def _kind(block: nn.Module) -> str:
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether an attribute is a plain value, or a list or tuple of these."""
+    """Whether an attribute is a plain value, or a list or tuple of plain values."""
     if type(value) in (list, tuple):
         return all(type(each) in PLAIN for each in value)
     return type(value) in PLAIN

@@ -24,7 +24,7 @@ JOINED = ("relu", "gelu", "silu", "sigmoid", "aten::add")
 class FoldNorms(Rule):
     """Fold batch norms into the convolution or linear layer before them.
 
-    The bias that remains takes a pass over the images, too, on a GPU: cuDNN computes a convolution without it.
+    On a GPU the folded bias still takes a pass over the images, because cuDNN computes convolutions without a bias.
     """
 
     name = "fold-norms"

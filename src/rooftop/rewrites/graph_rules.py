@@ -15,9 +15,9 @@ from rooftop.rewrites.structures import mapped, signature
 from rooftop.rewrites.training_graphs import TrainingReplays
 
 MOST_GRAPHS = 8
-GAP_MS = 1.1e-3
-"""The time between two kernels that a graph saves even if the host is far ahead. Four models at batch 128 on an H200,
-with 150 to 500 kernels, gained 1.0 to 1.2 us for each (`benchmarks/results/h200/optimize.json`)."""
+GAP_MS = 0.5e-3
+"""A rough estimate of the time between two kernels that a graph saves even if the host is far ahead. At batch 128 on an
+H200, graphs gained 0.2 to 0.6 ms for four such networks, whose kernels were not counted. Training gains more."""
 
 
 class CudaGraphs(Rule):

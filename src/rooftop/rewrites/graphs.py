@@ -211,9 +211,10 @@ def capture(
 def waits_in_a_capture(call: Callable[[], Any]) -> list[str]:
     """The lines at which the host would wait during a capture of the call, and which would end the capture.
 
-    Models of transformers ask the GPU whether a mask can be left out, but not while a graph is captured. So a call that
-    waits runs twice more, while `torch.cuda.is_current_stream_capturing` returns True in this thread. The first of
-    these two runs does what is done only once, such as compiling. The waits of the second one are returned.
+    Some models wait for the GPU only outside of captures. Those of transformers ask it whether they need a mask, but in
+    a capture they always use one. So a call that waits runs twice more, while
+    `torch.cuda.is_current_stream_capturing` returns True in this thread. The first of these two runs does what is done
+    only once, such as compiling. The waits of the second one are returned.
     """
     found = waits(call)
     if not found:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rooftop.rewrites.candidates import Call
 from rooftop.rewrites.structures import mapped
 
-REPEATS, LAUNCHES = 3, 10
+REPEATS, CALLS = 3, 10
 CYCLES_A_MS = 2_000_000
 """Upper bound of the cycles in one ms of a GPU's clock."""
 AHEAD_MS = 0.2
@@ -41,9 +41,12 @@ def _once(run: Callable[[], object], device: torch.device) -> float:
         return start.elapsed_time(end)
 
 
-def launch_ms(run: Callable[[], object], device: torch.device) -> float:
-    """The time in ms in which the host launches a call on a GPU: the best of three times several calls, after a warm-up
-    run. On a CPU it is 0, because the call itself computes there."""
+def launch_ms(run: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
+    """The time in ms in which the host launches a call on a GPU; 0 on a CPU, where the call itself computes.
+
+    Args:
+        calls: number of calls in a row. The best of a few such rows counts, after a warm-up call.
+    """
     if device.type != "cuda":
         return 0.0
     run()
@@ -51,9 +54,9 @@ def launch_ms(run: Callable[[], object], device: torch.device) -> float:
     for _ in range(REPEATS):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
-        for _ in range(LAUNCHES):
+        for _ in range(calls):
             run()
-        found = min(found, (time.perf_counter() - began) * 1e3 / LAUNCHES)
+        found = min(found, (time.perf_counter() - began) * 1e3 / calls)
     torch.cuda.synchronize(device)
     return found
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.rewrites.graphs_again import run_again
 from torch import Tensor, nn
 
 from rooftop.errors import InputError
@@ -40,26 +41,6 @@ def loss_of(model: Any, batch: Any) -> Tensor:
     return model.scale * F.cross_entropy(model(batch[0]), batch[1])
 
 
-def again(forward: Forward, backward: Backward) -> Recorded:
-    """A stand-in for a capture."""
-    outputs = forward()
-    gradients = backward(outputs)
-    current = [outputs]
-
-    def replay_forward() -> None:
-        with torch.enable_grad():
-            current[:] = [forward()]
-        for place, value in zip(outputs, current[0], strict=True):
-            place.data.copy_(value.detach())
-
-    def replay_backward() -> None:
-        for place, value in zip(gradients, backward(current[0]), strict=True):
-            if place is not None and value is not None:
-                place.copy_(value)
-
-    return Recorded(outputs, gradients, replay_forward, replay_backward)
-
-
 def stepper_of(model: nn.Module, device: torch.device, **run: Any) -> Stepper:
     what = Task(model=model.to(device), train=[], loss=loss_of)
     optimizer = {"name": "adamw", "lr": 0.01, "clip": 1.0}
@@ -77,7 +58,7 @@ def test_steps_are_those_of_the_model() -> None:
     torch.manual_seed(0)
     model = Network()
     plain, replayed = stepper_of(copy.deepcopy(model), CPU), stepper_of(model, CPU)
-    replayed._replayed = ReplayedModel(model, CPU, again)
+    replayed._replayed = ReplayedModel(model, CPU, run_again)
     for number in range(1, 7):
         rows = 8 if number % 3 else 5  # the last batch of a pass is smaller
         expected = plain.step(number, parts(number, CPU, rows))
@@ -92,7 +73,7 @@ def test_steps_are_those_of_the_model() -> None:
 
 def test_graphs_are_captured_again_if_weights_move() -> None:
     model = Network()
-    replays = ReplayedModel(model, CPU, again)
+    replays = ReplayedModel(model, CPU, run_again)
     with replays.active():
         before = model(torch.ones(2, 4))
     before.sum().backward()
@@ -104,7 +85,7 @@ def test_graphs_are_captured_again_if_weights_move() -> None:
 
 def test_the_precision_belongs_to_a_graph() -> None:
     model = Network()
-    replays = ReplayedModel(model, CPU, again)
+    replays = ReplayedModel(model, CPU, run_again)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         with replays.active(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             result = model(torch.ones(2, 4))

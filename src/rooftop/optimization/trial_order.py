@@ -1,0 +1,98 @@
+"""The order in which a search tries rules, and the time that it gives each one.
+
+Rules that apply at once come first, by their predicted gain. Then come rules that compile, by their gain per second.
+Rules with a predicted loss come last. The whole model is compiled early enough: an optimized model must not be slower
+than a compiled one only because time ran out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rooftop.rewrites import Rule, Times
+
+WHOLE, BLOCKS = "compile", "compile-blocks"
+"""The rules that compile the whole model, as users would, and repeated blocks."""
+LEAST_PACE, MOST_PACE = 0.25, 4.0
+"""Bounds of measured compile times relative to the estimates."""
+WHOLE_FIRST = 2.0
+"""The whole model is compiled before its blocks if that is estimated to take at most this many times as long."""
+LIMIT_OF_BLOCKS = 3.0
+"""If blocks are compiled first, they may take this multiple of their estimate, and whatever the whole model leaves."""
+LATE = 0.6
+"""The whole model is compiled first of all if that takes more than this share of the time that is left."""
+AGAIN = 0.4
+"""Estimated time of compiling a model again with another rule, relative to the first time: the compiler has a cache."""
+
+
+class TrialOrder:
+    """The rules that wait for a trial.
+
+    Args:
+        rules: all rules to try.
+        forecasts: (seconds until the first call is done, gain in ms) of each rule, by its name.
+        times: times of the original's step.
+        loss_ms: a larger predicted loss makes a rule that applies at once the last one.
+        left_s: seconds of the whole search.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        forecasts: Mapping[str, tuple[float, float]],
+        times: Times,
+        loss_ms: float,
+        left_s: float,
+    ) -> None:
+        self._forecasts, self._loss_ms, self._pace = forecasts, loss_ms, 1.0
+        self.waiting = sorted(rules, key=self._urgency)
+        self._first = self._too_late(times, left_s)
+
+    def take(self, times: Times, left_s: float) -> Rule:
+        """Remove and return the next rule."""
+        rule, self._first = self._first or self._next(times, left_s), None
+        self.waiting.remove(rule)
+        return rule
+
+    def seconds(self, rule: Rule, times: Times) -> float:
+        """The estimated seconds until a rule's first call is done, at the pace of the last compilation."""
+        return self._pace * rule.seconds(times)
+
+    def note(self, rule: Rule, times: Times, seconds: float) -> None:
+        """Learn the pace of the compiler from a rule's first call."""
+        if (estimate := rule.seconds(times)) > 0:
+            self._pace = min(MOST_PACE, max(LEAST_PACE, seconds / estimate))
+
+    def limit_s(self, rule: Rule, times: Times, left_s: float) -> float:
+        """The seconds that the first call of a rule may take: all that are left, but blocks leave time for the whole
+        model, if there is enough for it."""
+        whole = self._waiting_for(WHOLE)
+        if rule.name != BLOCKS or whole is None or (needed := self.seconds(whole, times)) >= left_s:
+            return left_s
+        return min(left_s, max(LIMIT_OF_BLOCKS * self.seconds(rule, times), left_s - needed))
+
+    def _urgency(self, rule: Rule) -> tuple[bool, bool, bool, float]:
+        seconds, gain_ms = self._forecasts[rule.name]
+        at_once = seconds <= 0
+        loses = at_once and gain_ms < -self._loss_ms
+        return not rule.saves_memory, loses, not at_once, -gain_ms / (1.0 if at_once else seconds)
+
+    def _waiting_for(self, name: str) -> Rule | None:
+        return next((rule for rule in self.waiting if rule.name == name), None)
+
+    def _too_late(self, times: Times, left_s: float) -> Rule | None:
+        """The rule that compiles the whole model, if it promises the largest gain, and if there would be no time for it
+        after the others."""
+        whole = self._waiting_for(WHOLE)
+        if whole is None or not LATE * left_s < self.seconds(whole, times) <= left_s:
+            return None
+        others = [self._forecasts[rule.name][1] for rule in self.waiting if rule.kind != whole.kind]
+        return whole if self._forecasts[WHOLE][1] >= max(others, default=0.0) else None
+
+    def _next(self, times: Times, left_s: float) -> Rule:
+        """The first rule. Of the whole model and its blocks, the one that fits into the time."""
+        first, whole, blocks = self.waiting[0], self._waiting_for(WHOLE), self._waiting_for(BLOCKS)
+        if whole is None or blocks is None or first not in (whole, blocks):
+            return first
+        fits = self.seconds(whole, times) <= min(left_s, WHOLE_FIRST * self.seconds(blocks, times))
+        return whole if fits else blocks
