@@ -39,3 +39,26 @@ def test_what_went_wrong_in_a_capture_is_raised_and_keeps_nothing(monkeypatch: p
         assert fails()() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_the_workspaces_that_it_uses() -> None:
+    """PyTorch frees its own workspaces of cuBLAS, and empties its cache. A product with few results of long sums is
+    split, so its parts are in a workspace.
+    """
+    stream = torch.cuda.Stream()
+    a, b = (torch.randn(16, 1 << 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    with torch.cuda.stream(stream):
+        expected = a @ b.T  # a workspace outside of the graph
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with captured_into(graph, stream):
+        result = a @ b.T
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    other = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")  # what would take the place of the workspace
+    result.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, expected)
+    assert not other.any()

@@ -640,6 +640,47 @@ def test_the_whole_model_is_also_compiled_alone(monkeypatch: pytest.MonkeyPatch)
     assert frozenset() not in rule.tried, "much slower with the others, so it is not compiled again without them"
 
 
+class HostAndDevice(Sleepy):
+    """Sleeps as long as its host or its device takes, whichever takes longer."""
+
+    fused = replayed = False
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        host_s = 0.0 if self.replayed else 0.015 if self.fused else 0.010
+        time.sleep(max(host_s, 0.003 if self.fused else 0.008))
+        return self.layers(x) * scale  # type: ignore[no-any-return]
+
+
+class Sets(Faster):
+    """Sets an attribute of the model; predicts this gain in ms."""
+
+    def __init__(self, name: str, gain_ms: float) -> None:
+        super().__init__(name)
+        self.gain_ms = gain_ms
+
+    def predicted_ms(self, times: Times) -> float:
+        return self.gain_ms
+
+    def apply(self, candidate: Candidate) -> str:
+        setattr(candidate.model, self.name, True)
+        return "the model"
+
+
+def test_rules_that_the_host_held_up_are_tried_again_before_the_compiler() -> None:
+    torch.manual_seed(1)
+    before: list[set[str]] = []
+
+    class Last(Compiler):
+        def apply(self, candidate: Candidate) -> str:
+            before.append(set(candidate.changes))
+            return ""
+
+    rules = [Sets("fused", 5.0), Sets("replayed", 1.0), Last(0.0, 0.0)]
+    found = rooftop.optimize(HostAndDevice().eval(), torch.randn(2, 6), rules=rules)
+    assert set(found.kept) == {"fused", "replayed"}, found.changes
+    assert {"fused", "replayed"} in before, "the compiler starts from both"
+
+
 def test_rules_are_tried_if_half_of_their_time_is_left() -> None:
     class Slow(Faster):
         def __init__(self, needed_s: float) -> None:

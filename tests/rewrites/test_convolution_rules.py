@@ -23,11 +23,11 @@ def empty(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta")
 
 
-def convolution(bias: bool = False, **timed: float) -> Call:
-    weights = empty(8, 3, 3, 3), empty(8) if bias else None
-    return call(
-        aten.convolution.default, empty(2, 3, 10, 10), *weights, [2, 2], [1, 1], [1, 1], False, [0, 0], 1, **timed
-    )
+def convolution(bias: bool = False, channels_last: bool = True, groups: int = 1, **timed: float) -> Call:
+    kind = torch.channels_last if channels_last else torch.contiguous_format
+    images = torch.empty(2, 4, 10, 10, device="meta", memory_format=kind)
+    weights = empty(8, 4 // groups, 3, 3), empty(8) if bias else None
+    return call(aten.convolution.default, images, *weights, [2, 2], [1, 1], [1, 1], False, [0, 0], groups, **timed)
 
 
 def test_only_what_takes_a_result_of_a_convolution_is_fused_with_it() -> None:
@@ -43,6 +43,18 @@ def test_the_bias_of_a_convolution_is_also_fused(monkeypatch: pytest.MonkeyPatch
     times = iter((4.0, 3.0))  # with the bias, and without it
     monkeypatch.setattr(convolution_rules, "alone_ms", lambda run, device: (run(), next(times))[1])
     assert FuseConvolutions().predicted_ms(Times(9.0, (convolution(bias=True, ms=8.0),))) == pytest.approx(2.0)
+
+
+def test_norms_are_fused_where_the_kernel_takes_them() -> None:
+    norm = call(aten._native_batch_norm_legit_no_training.default, empty(2, 8, 5, 5), ms=2.0)
+    relu = call(aten.relu.default, empty(2, 8, 5, 5), ms=1.0)
+    predicted = FuseConvolutions().predicted_ms
+    assert predicted(Times(9.0, (convolution(), norm, relu))) == pytest.approx(3.0)
+    for other in (convolution(channels_last=False), convolution(groups=2)):
+        assert predicted(Times(9.0, (other, norm, relu))) == pytest.approx(1.0), "one pass is left"
+        assert predicted(Times(9.0, (other, relu))) == 0.0
+    half = convolution(), convolution(groups=2)
+    assert predicted(Times(9.0, (*half, norm, relu))) == pytest.approx(2.0)
 
 
 def test_a_folded_norm_leaves_a_bias_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
     within: BaseException | None = None
     try:
         try:
-            with collection_paused(), torch.cuda.graph(graph, pool, stream, "thread_local"):
+            with collection_paused(), own_workspaces(), torch.cuda.graph(graph, pool, stream, "thread_local"):
                 try:
                     yield
                 except BaseException as error:
@@ -57,6 +57,26 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
             raise within
     finally:
         within = None  # break the cycle of error and frame, which would keep the capture's memory
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Let a capture in the `with` block take the workspaces of cuBLAS from the graph's own memory pool.
+
+    PyTorch keeps a workspace for each stream. It frees them when it captures graphs itself (torch.compile with
+    reduce-overhead), and newer versions also free them when another graph of the stream is deleted. A graph that uses
+    such a workspace would then read and write memory that belongs to others
+    (https://github.com/pytorch/pytorch/issues/193402). So PyTorch's workspaces are freed before the capture, as
+    torch.compile does. They are freed after it, too, since other work must not use the memory of the graph.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -160,17 +160,32 @@ class Search:
         while self._order.waiting:
             rule = self._order.take(self._times, self.ends - time.perf_counter())
             self.progress(rule.name, 0.1 + 0.8 * len(order) / len(known))
+            if rule.kind == "compile" and not any(each.kind == "compile" for each in order):
+                self._try_again(order, forecasts, promising=True)
             order.append(rule)
             change = self._tried(rule, forecasts[rule.name][1])
             self.changes.append(change)  # looked up again, because `_tried` may replace the list
-        again = [c.rule for c in self.changes if c.verdict == "no gain" and c.measured_ms is not None]
-        for rule in (rule for rule in order if rule.name in again and len(self.kept) > 1):
-            if time.perf_counter() < self.ends and self._could_pay(rule):
+        if len(self.kept) > 1:
+            self._try_again(order, forecasts)
+
+    def _try_again(
+        self, tried: Sequence[Rule], forecasts: Mapping[str, tuple[float, float]], promising: bool = False
+    ) -> None:
+        """Try the rules again that had no gain, together with the rules that were kept after them. For example, fused
+        kernels do not help while the host is slower than the GPU, but they do after graphs were kept.
+
+        Args:
+            promising: only the rules that are now predicted to gain. That is the choice before the compiler runs,
+                because it would compile again with each rule that is kept later.
+        """
+        again = [each.rule for each in self.changes if each.verdict == "no gain" and each.measured_ms is not None]
+        for rule in (rule for rule in tried if rule.name in again):
+            if time.perf_counter() < self.ends and self._could_pay(rule, promising):
                 change = self._tried(rule, forecasts[rule.name][1])
                 if change.verdict != "not tried":  # else the first trial says more
                     self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
 
-    def _could_pay(self, rule: Rule) -> bool:
+    def _could_pay(self, rule: Rule, promising: bool) -> bool:
         """Whether a rule that was tried without a gain could have one now, after another rule was kept.
 
         A trial on top of compiled code compiles it again. So it must promise a gain, and a rule whose kernels the
@@ -179,9 +194,10 @@ class Search:
         names = [change.rule for change in self.changes]
         if not any(names.index(kept.name) > names.index(rule.name) for kept in self.kept):
             return False
-        if not any(kept.kind == "compile" for kept in self.kept):
+        compiled = any(kept.kind == "compile" for kept in self.kept)
+        if not compiled and not promising:
             return True
-        if rule.opaque:
+        if compiled and rule.opaque:
             return False
         try:
             return self._predicted(rule, self.kept) > self.min_gain * self._times.wall_ms
