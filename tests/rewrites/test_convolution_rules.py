@@ -23,11 +23,11 @@ def empty(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta")
 
 
-def convolution(bias: bool = False, channels_last: bool = True, groups: int = 1, **timed: float) -> Call:
+def convolution(bias: bool = False, channels_last: bool = True, groups: int = 1, ms: float = 1.0) -> Call:
     kind = torch.channels_last if channels_last else torch.contiguous_format
     images = torch.empty(2, 4, 10, 10, device="meta", memory_format=kind)
     weights = empty(8, 4 // groups, 3, 3), empty(8) if bias else None
-    return call(aten.convolution.default, images, *weights, [2, 2], [1, 1], [1, 1], False, [0, 0], groups, **timed)
+    return call(aten.convolution.default, images, *weights, [2, 2], [1, 1], [1, 1], False, [0, 0], groups, ms=ms)
 
 
 def test_only_what_takes_a_result_of_a_convolution_is_fused_with_it() -> None:
@@ -55,6 +55,23 @@ def test_norms_are_fused_where_the_kernel_takes_them() -> None:
         assert predicted(Times(9.0, (other, relu))) == 0.0
     half = convolution(), convolution(groups=2)
     assert predicted(Times(9.0, (*half, norm, relu))) == pytest.approx(2.0)
+
+
+def test_convolutions_of_sequences_and_volumes_are_not_fused() -> None:
+    for sizes in ((9,), (9, 9, 9)):
+        dims = len(sizes)
+        other = call(
+            aten.convolution.default, empty(2, 4, *sizes), empty(8, 4, *[3] * dims), None, [1] * dims, [1] * dims,
+            [1] * dims, False, [0] * dims, 1,
+        )  # fmt: skip
+        relu = call(aten.relu.default, empty(2, 8, *sizes))
+        assert shape_of_result(other) == (2, 8, *sizes)
+        assert FuseConvolutions().predicted_ms(Times(9.0, (other, relu))) == 0.0
+    transposed = call(
+        aten.convolution.default, empty(2, 4, 5, 5), empty(4, 8, 3, 3), None, [1, 1], [1, 1], [1, 1], True, [0, 0], 1
+    )
+    assert convolution_rules.share_inside([transposed, convolution()]) == 0.5
+    assert convolution_rules.share_inside([]) == 0.0
 
 
 def test_a_folded_norm_leaves_a_bias_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

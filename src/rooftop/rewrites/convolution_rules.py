@@ -105,8 +105,8 @@ def shape_of_result(call: Call) -> torch.Size:
 
 
 def share_inside(convolutions: Sequence[Call]) -> float:
-    """The share of the convolutions' results whose kernels also compute the operations after them: those of one group,
-    with images channels last.
+    """The share of the convolutions' results whose kernels also compute the operations after them: those of images that
+    are channels last, in one group.
     """
     results = {id(call): call.count * shape_of_result(call).numel() for call in convolutions}
     inside = sum(results[id(call)] for call in convolutions if _is_inside(call))
@@ -114,8 +114,11 @@ def share_inside(convolutions: Sequence[Call]) -> float:
 
 
 def _is_inside(call: Call) -> bool:
-    images, groups = call.arguments[0], call.arguments[8]
-    return groups == 1 and bool(images.is_contiguous(memory_format=torch.channels_last))
+    images = call.arguments[0]
+    if call.operator is not torch.ops.aten.convolution.default or images.dim() != 4:
+        return False
+    transposed, groups = call.arguments[6], call.arguments[8]
+    return not transposed and groups == 1 and bool(images.is_contiguous(memory_format=torch.channels_last))
 
 
 def _takes_one(call: Call, shapes: Iterable[torch.Size], names: Sequence[str]) -> bool:
