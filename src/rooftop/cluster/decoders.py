@@ -115,7 +115,7 @@ class _Arena:
         return np.frombuffer(self._memory, np.uint8, size, _place(slot)[0])
 
     def lend(self, slot: int, size: int) -> Any:
-        """The first bytes of a slot, as a buffer for tensors. Once the last tensor on it is freed, the slot is free."""
+        """Lend the first bytes of a slot to tensors. The slot becomes free when the last of them is freed."""
         bytes_ = (ctypes.c_char * size).from_buffer(self._memory, _place(slot)[0])
         weakref.finalize(bytes_, self.free.append, slot).atexit = False
         return bytes_

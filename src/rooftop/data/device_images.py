@@ -37,10 +37,11 @@ from rooftop.media.nvjpeg import missing
 
 GROUP_PIXELS = 64 << 20  # pixels of the photographs on the GPU at once: 192 MiB, 350 photographs of 500 x 375
 GAIN = 2.5
-"""The GPU must decode this many times as fast as the CPU, because it also computes the training step, one after the
-other. If the CPU decodes C images/s, the GPU G, and the step alone trains S, a GPU that decodes trains 1 / (1/G + 1/S).
-That exceeds C if G > C S / (S - C). A step is assumed to be 1.67 times as fast as the CPU's decoding. On H200s with 16
-cores, ResNet-50 and G = 2.9 C gained 9%, Swin-T and G = 2.1 C would have lost 35%.
+"""The GPU decodes if it is this many times as fast as the CPU.
+
+Suppose that the CPU decodes C images/s, the GPU G, and that the step alone trains S. A GPU that does both, one after
+the other, trains 1 / (1/G + 1/S). This exceeds C if G > C S / (S - C). S is not known yet, and assumed to be 1.67 C.
+On H200s with 16 cores, decoding on the GPU gained 9% for ResNet-50 (G = 2.9 C), and lost 35% for Swin-T (G = 2.1 C).
 """
 MEASURED_S = 3.0  # seconds to measure each device
 NO_VALUES = torch.empty(0, dtype=torch.uint8)

@@ -61,13 +61,13 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
 
 @contextmanager
 def own_workspaces() -> Iterator[None]:
-    """Let a capture in the `with` block take the workspaces of cuBLAS from the graph's own memory pool.
+    """Give a graph that is captured in the `with` block its own cuBLAS workspaces, in its own memory pool.
 
-    PyTorch keeps a workspace for each stream. It frees them when it captures graphs itself (torch.compile with
-    reduce-overhead), and newer versions also free them when another graph of the stream is deleted. A graph that uses
-    such a workspace would then read and write memory that belongs to others
-    (https://github.com/pytorch/pytorch/issues/193402). So PyTorch's workspaces are freed before the capture, as
-    torch.compile does. They are freed after it, too, since other work must not use the memory of the graph.
+    PyTorch keeps one workspace per stream, and a captured product contains its address. But torch.compile with
+    reduce-overhead frees all workspaces, and newer versions of PyTorch free a stream's workspace when any of its graphs
+    is deleted. The captured product would then overwrite other tensors
+    (https://github.com/pytorch/pytorch/issues/193402). Freeing the workspaces before the capture makes PyTorch allocate
+    new ones in the graph's pool. Freeing them afterwards keeps other work out of that pool.
     """
     if not torch.cuda.is_available():
         yield

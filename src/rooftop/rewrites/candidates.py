@@ -107,11 +107,10 @@ class Times:
         device_ms: device time of a step on a GPU, if the host is far ahead; None on a CPU.
         host_ms: time in which the host launches a step; 0 if graphs are replayed, None on a CPU.
         fusable: what a compiler could fuse; None if that is not known.
-        launch_ms: the time in which the host launches a small operator on a GPU; 0 on a CPU.
+        launch_ms: the host's time to launch a small operator on a GPU; 0 on a CPU.
         compiled: times of the same step with compiled code, if it was measured before.
         memory: GPU memory; None on a CPU.
-        blocks: (number of repeated blocks, number of kinds of them); the compiler compiles each kind once. None: not
-            counted.
+        blocks: (number of repeated blocks, number of their kinds). Each kind is compiled once. None: not counted.
     """
 
     wall_ms: float

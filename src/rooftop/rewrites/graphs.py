@@ -213,8 +213,8 @@ def waits_in_a_capture(call: Callable[[], Any]) -> list[str]:
 
     Some models wait for the GPU only outside of captures. Those of transformers ask it whether they need a mask, but in
     a capture they always use one. So a call that waits runs twice more, while
-    `torch.cuda.is_current_stream_capturing` returns True in this thread. The first of these two runs does what is done
-    only once, such as compiling. The waits of the second one are returned.
+    `torch.cuda.is_current_stream_capturing` returns True in this thread. The first of these two runs does one-time
+    work, such as compiling. The function returns the waits of the second one.
     """
     found = waits(call)
     if not found:
