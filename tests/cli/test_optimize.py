@@ -53,7 +53,7 @@ def net(tmp_path: Path) -> str:
 
 
 def test_it_says_what_was_tried_and_writes_a_plan(run: Run, net: str, tmp_path: Path) -> None:
-    words = ["--rule", "fold-norms", "--rule", "cuda-graphs", "--budget", "20"]
+    words = ["--rule", "fold-norms", "--rule", "cuda-graphs", "--budget", "60"]
     status, out, err = run(f"{net}:build", *words, "--save", "plan.json", "--json", "found.json")
     assert (status, err) == (0, "")
     assert "cuda-graphs" in out

@@ -61,9 +61,9 @@ LATER_S = 30.0
 """Communication times out by itself this many seconds after `timeout_s`. By then, an error has already named the rank
 that keeps the others waiting.
 """
-BROKEN = re.compile(r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|recvValue")
+BROKEN = re.compile(r"Connection (was likely )?(closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|recvValue")
 """Parts of error messages that the end of another rank may cause."""
-CUT = re.compile(r"Connection (closed|reset)|Broken pipe")
+CUT = re.compile(r"Connection (was likely )?(closed|reset)|Broken pipe")
 """Parts of error messages about a broken connection."""
 
 

@@ -155,20 +155,20 @@ class Watch:
         if not self.noticed.is_set():
             try:
                 return self._tell(self.store, failure)
-            except RuntimeError:  # the rank that ran the store has ended, which the thread will report
-                self.noticed.wait(2 * WATCH_S)
-        return self.failure or failure.words
+            except RuntimeError as error:
+                return self.failure or self._store_gone(error).words
+        return self.failure
 
     def gone(self, error: BaseException) -> Failure | None:
         """The ranks that have ended silently, if their end may have caused this rank's error. This call takes
-        `SILENCE_S`."""
+        `SILENCE_S`, unless the store has ended."""
         try:
             before = beats(self.store, self.size)
             if self.noticed.wait(SILENCE_S):
                 return None
             silent = self._silent_since(self.store, before)
-        except RuntimeError:
-            return None
+        except RuntimeError as closed:
+            return self._store_gone(closed)
         return self._gone(silent, str(error)) if silent else None
 
     # ---- the thread ----
@@ -186,11 +186,9 @@ class Watch:
                     store.set(f"seen/{self.rank}", "1")
                     break
                 self._tell_place(store, asked=store.check(["asked"]))
-        except RuntimeError as error:  # the store has closed
+        except RuntimeError as error:
             if not self._stop.is_set():
-                self.failure = (
-                    f"rank 0 of {self.size}, or the launcher that held the store, is gone ({first_line(error)})"
-                )
+                self.failure = self._store_gone(error).words
         if not self.failure:
             return
         self.at = all_places()  # read before the abort, after which GPUs continue
@@ -295,6 +293,11 @@ class Watch:
         memory = "; in the meantime this machine's kernel killed a process for lack of memory" if killed > 0 else ""
         words = f"{ranks_in_words(ranks)} of {self.size} {what} gone without an error ({first_line(why)}{memory})"
         return Failure(words, tuple(ranks))
+
+    def _store_gone(self, error: RuntimeError) -> Failure:
+        """The failure that an error of the store shows. It does not wait for the thread, which may notice later."""
+        words = f"rank 0 of {self.size}, or the launcher that held the store, is gone ({first_line(error)})"
+        return Failure(words, ())
 
     def _let_wait(self, store: Any) -> Failure | None:
         """Check which ranks wait for which rank. Rank 0 does this, or rank 1 if rank 0 sends no heartbeats."""
