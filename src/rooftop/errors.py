@@ -6,6 +6,7 @@ The command line prints it as one line: exit status 2 for a wrong call, 1 for a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
@@ -81,6 +82,26 @@ class GeometryFileError(RooftopError, ValueError):
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def first_line(error: object) -> str:
+    """The first line of an error's message, without PyTorch's location in C++ source, which tells a user nothing.
+
+    If it ends with a colon, the next line is appended. (dynamo puts the compiler's error there.)
+    """
+    try:
+        message = str(error)
+    except Exception:  # of a user's class
+        return "<it cannot be printed>"
+    first, *rest = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    first = re.sub(r"^\[[^]]*\.(cc|cpp|h|hpp):\d+\] ", "", first)
+    return f"{first} {rest[0]}" if first.endswith(":") and rest else first
+
+
+def in_a_line(error: object) -> str:
+    """An error's type, and the first line of its message: "ValueError: expected 3 channels, got 4"."""
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+
 
 MOST_MEANT = 3
 """Largest number of names that are suggested because they begin with the given word."""

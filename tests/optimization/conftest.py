@@ -15,7 +15,7 @@ from torch import nn
 
 import rooftop
 from rooftop.hardware.timing import Timing
-from rooftop.optimization import Optimized, searching
+from rooftop.optimization import Optimized, rounds
 from rooftop.optimization.draws import Arguments
 from rooftop.optimization.outcomes import Step
 from rooftop.optimization.timing import step_of, untouched
@@ -75,4 +75,4 @@ def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         return found
 
     monkeypatch.setattr(request.module, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(searching, "compare_steps", compared)
+    monkeypatch.setattr(rounds, "compare_steps", compared)

@@ -15,7 +15,8 @@ import rooftop
 from rooftop.optimization.deadlines import Deadline, StoppedError
 from rooftop.rewrites import Candidate, Rule, Times
 
-LONG_S = 30.0
+LONG_S = 150.0
+"""Much longer than any of these tests takes, even on a busy machine."""
 
 
 def compiles_for(seconds: float) -> None:
@@ -95,8 +96,10 @@ def test_a_search_goes_on_without_a_rule_that_compiles_for_too_long() -> None:
             candidate.call = call
             return "the whole model"
 
-    model, began = nn.Linear(4, 4).eval(), time.perf_counter()
-    found = rooftop.optimize(model, torch.randn(2, 4), rules=[Compiles(), "cuda-graphs"], budget_s=5)
+    model, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    rooftop.optimize(model, x, rules=["cuda-graphs"])  # imports, which also take time
+    began = time.perf_counter()
+    found = rooftop.optimize(model, x, rules=[Compiles(), "cuda-graphs"], budget_s=5)
     assert time.perf_counter() - began < LONG_S
     verdicts = {change.rule: (change.verdict, change.reason) for change in found.changes}
     assert verdicts["compiles"][0] == "not tried"

@@ -21,7 +21,8 @@ from rooftop.hardware.timing import Timing
 from rooftop.models import resnet18
 from rooftop.optimization import OptimizedModule
 from rooftop.optimization.outcomes import Step, outcome_of
-from rooftop.optimization.searching import Search
+from rooftop.optimization.profiles import Profiles
+from rooftop.optimization.rounds import Rounds
 from rooftop.rewrites import RULES, Candidate, Compile, CompileBlocks, Rule, Times
 from rooftop.rewrites.candidates import Call
 from rooftop.rewrites.compiler_rules import counted_blocks, repeated_blocks
@@ -451,8 +452,8 @@ def test_what_saves_memory_is_kept_although_it_is_slower(
             candidate.model.asleep_s = 0.013
             return "all blocks"
 
-    monkeypatch.setattr(Search, "_peak_bytes", lambda self, candidate: 100_000_000)
-    monkeypatch.setattr(Search, "_more_memory", lambda self, candidate, held: -saved * 1_000_000)
+    monkeypatch.setattr(Profiles, "_peak_bytes", lambda self, candidate: 100_000_000)
+    monkeypatch.setattr(Profiles, "more_memory", lambda self, candidate, held: -saved * 1_000_000)
     found = rooftop.optimize(sleepy(True), torch.randn(5, 6), train=True, rules=[Saves()])
     (change,) = found.changes
     assert change.verdict == verdict
@@ -539,9 +540,9 @@ def test_the_gain_without_compiler_and_graphs_is_reported() -> None:
 
 def test_a_disturbed_last_round_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[int] = []
-    timed = Search._timed
+    timed = Rounds.timed
 
-    def disturbed(self: Search, candidates: dict[str, Candidate]) -> dict[str, Timing]:
+    def disturbed(self: Rounds, candidates: dict[str, Candidate]) -> dict[str, Timing]:
         found = timed(self, candidates)
         if "after" in found:
             rounds.append(1)
@@ -549,7 +550,7 @@ def test_a_disturbed_last_round_is_repeated(monkeypatch: pytest.MonkeyPatch) -> 
                 found["after"] = replace(found["after"], median_ms=9 * found["before"].median_ms)
         return found
 
-    monkeypatch.setattr(Search, "_timed", disturbed)
+    monkeypatch.setattr(Rounds, "timed", disturbed)
     found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Faster()])
     assert found.kept == ["faster"]
     assert len(rounds) > 3
@@ -743,14 +744,14 @@ def test_a_predicted_loss_is_tried_last() -> None:
 
 def test_a_kept_rule_whose_times_cannot_be_measured_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The times are only for predictions. A failed measurement ended the search."""
-    profiled = Search._times_of
+    profiled = Profiles._times_of
 
-    def fails(self: Search, candidate: Candidate, wall_ms: float) -> Times:
-        if self.kept:
+    def fails(self: Profiles, candidate: Candidate, wall_ms: float) -> Times:
+        if candidate.changes:
             raise RuntimeError("an operator refuses to be watched")
         return profiled(self, candidate, wall_ms)
 
-    monkeypatch.setattr(Search, "_times_of", fails)
+    monkeypatch.setattr(Profiles, "_times_of", fails)
     with pytest.warns(RuntimeWarning, match="predicted from earlier times: RuntimeError: an operator refuses"):
         found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[shorter("one", 0.005), shorter("two", 0.002)])
     assert found.kept == ["one", "two"]

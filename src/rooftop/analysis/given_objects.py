@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftop.analysis import held_objects
 from rooftop.analysis.held_objects import Container, Held
+from rooftop.errors import first_line
 
 SMALL_BYTES = 4096  # maximum size of a tensor that is restored before each run
 LOOKS = 2  # runs whose changes are checked; the first run may also create objects for later runs
@@ -72,7 +73,7 @@ class GivenObjects:
         try:
             value.lay_out()
         except RuntimeError as error:  # the tensor is a view that has become part of a graph
-            self._lost.append(_first_line(error))
+            self._lost.append(first_line(error))
             return False
         return True
 
@@ -106,7 +107,7 @@ class GivenObjects:
             try:
                 value.put_back()
             except RuntimeError as error:  # the tensor's storage is freed or read-only
-                self._lost.append(_first_line(error))
+                self._lost.append(first_line(error))
         for tensor, version in self._not_kept:
             if _version_of(tensor) != version:
                 self._lost.append(f"a {type(tensor).__name__} ({_layout_of(tensor)}) could not be copied beforehand")
@@ -130,10 +131,6 @@ class GivenObjects:
         if self._lost:
             notes.append(f"Inputs that the step changed could not be restored: {'; '.join(dict.fromkeys(self._lost))}.")
         return notes
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 _PLAIN = {"dict", "list", "set", "deque", "cell", "type"}

@@ -15,6 +15,7 @@ import torch
 
 from rooftop.analysis.profiling import Profile, Progress
 from rooftop.analysis.raising import raised_and_kept
+from rooftop.errors import first_line
 from rooftop.hardware import measure_ceilings
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.defaults import usual_defaults
@@ -51,8 +52,7 @@ def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, li
         with _torch_as_before(likely):
             return machine_ceilings(profile)
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        reason = str(error).partition("\n")[0]
-        return likely, [f"The extra ceilings that this program needs could not be measured: {reason}"]
+        return likely, [f"The extra ceilings that this program needs could not be measured: {first_line(error)}"]
 
 
 @contextmanager

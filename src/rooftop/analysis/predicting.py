@@ -43,7 +43,7 @@ from rooftop.analysis.report_contents import Gaps, Summary
 from rooftop.analysis.without_values import RESULTS, answered_without_values
 from rooftop.cost import CountingMode, Record, counted_for, roof
 from rooftop.cost.accounting import tensors_in
-from rooftop.errors import InputError
+from rooftop.errors import InputError, in_a_line
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
 from rooftop.hardware.observing import LightMode
 
@@ -276,10 +276,9 @@ def _faked(
                 {name: copies.of(arg) for name, arg in kwargs.items()},
             )
     except Exception as error:  # copying an object runs its own code
-        what = str(error).splitlines()[0] if str(error) else ""
         raise InputError(
             "cannot be predicted: copying the model and its inputs with fake tensors failed "
-            f"({type(error).__name__}: {what}); analyze it on a real machine instead"
+            f"({in_a_line(error)}); analyze it on a real machine instead"
         ) from error
 
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rooftop.analysis.compiled.finding import has_compiled_parts
 from rooftop.analysis.given_objects import GivenObjects
 from rooftop.cost.accounting import tensors_in
-from rooftop.errors import InputError, ModelRunError, RooftopError, did_you_mean
+from rooftop.errors import InputError, ModelRunError, RooftopError, did_you_mean, first_line
 from rooftop.hardware.source_lines import LIBRARIES
 
 IMAGE_CHANNELS = (1, 3, 4)
@@ -184,8 +184,8 @@ class Program:
     def _explanation(self, error: BaseException) -> str:
         inputs = ", ".join(describe_tensor(t) for t in tensors_in([self.args, self.kwargs])) or "no tensor"
         if isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error):
-            return f"{self.name} ran out of memory for inputs {inputs}: try a smaller batch. ({_first_line(error)})"
-        return f"{self.name} raised {type(error).__name__} for inputs {inputs}: {_first_line(error)}{_place(error)}"
+            return f"{self.name} ran out of memory for inputs {inputs}: try a smaller batch. ({first_line(error)})"
+        return f"{self.name} raised {type(error).__name__} for inputs {inputs}: {first_line(error)}{_place(error)}"
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -296,12 +296,6 @@ def describe_tensor(tensor: Tensor) -> str:
     strided = not tensor.is_nested or tensor.layout != torch.strided
     shape = ("x".join(str(size) for size in tensor.shape) or "scalar") if strided else "nested"
     return f"{shape}:{str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _first_line(error: BaseException) -> str:
-    """An error's message in one line. (dynamo puts the compiler's exception in the second line.)"""
-    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{first} {rest[0]}" if first.endswith(":") and rest else first
 
 
 def _place(error: BaseException) -> str:

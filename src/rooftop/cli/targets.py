@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from rooftop import models
-from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean
+from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean, first_line
 from rooftop.user_code import named_object
 
 DTYPES = {
@@ -132,11 +132,7 @@ def _made(text: str, make: Callable[[], Tensor]) -> Tensor:
         return make()
     # the tensor is too large for the memory, or a size exceeds 64 bits
     except (RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"--input {text!r}: this tensor cannot be made here ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
+        raise InputError(f"--input {text!r}: this tensor cannot be made here ({first_line(error)})") from error
 
 
 EXAMPLE_BATCH = 8

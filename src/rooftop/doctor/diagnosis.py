@@ -23,11 +23,11 @@ from importlib import import_module
 from pathlib import Path
 
 from rooftop.doctor import mending
-from rooftop.doctor.findings import Finding, NoTorch, Part, build_of, gpu_usable, reason_of, reinstall, torch_here
+from rooftop.doctor.findings import Finding, NoTorch, Part, build_of, gpu_usable, reinstall, torch_here
 from rooftop.doctor.gpu_findings import cuda_part, cudnn_part, driver_part, gpus_part, library_part, nccl_part
 from rooftop.doctor.requirements import asked_by, fits, python_asked_by, version_of
 from rooftop.doctor.torch_extensions import extensions_part
-from rooftop.errors import MissingExtraError
+from rooftop.errors import MissingExtraError, in_a_line
 
 
 def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
@@ -42,7 +42,7 @@ def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
         except NoTorch:
             continue  # this part needs torch, whose own line reports the problem
         except Exception as error:
-            finding = Finding(name, "broken", "", reason_of(error))
+            finding = Finding(name, "broken", "", in_a_line(error))
         if finding is not None:
             findings.append(replace(finding, needed=needed and finding.needed))
     return findings
@@ -93,8 +93,8 @@ def _torch_itself(part: str) -> Finding:
         torch = torch_here()
     except NoTorch as error:
         if not version:
-            return Finding(part, "broken", "not installed", reason_of(error.__cause__), mending.pip(wanted))
-        reason = reason_of(error.__cause__)
+            return Finding(part, "broken", "not installed", in_a_line(error.__cause__), mending.pip(wanted))
+        reason = in_a_line(error.__cause__)
         command = mending.driver() if "libcuda." in reason else reinstall("torch")
         return Finding(part, "broken", version, reason, command)
     found = f"{torch.__version__}, {build_of(torch)}"
@@ -117,7 +117,7 @@ def _package(part: str, module: str, package: str, extra: str = "", gpu_only: bo
     try:
         import_module(module)
     except Exception as error:
-        return Finding(part, "broken", found, reason_of(error), reinstall(package))
+        return Finding(part, "broken", found, in_a_line(error), reinstall(package))
     return Finding(part, "works", found)
 
 
@@ -153,7 +153,7 @@ def _compiler(part: str, language: str, variable: str, compiler: str, use: str, 
             built = _run(compiler, *words)
         except (OSError, subprocess.TimeoutExpired) as error:
             command = f"unset {variable}" if variable in os.environ else mending.system_package(language)
-            return broken(compiler, reason_of(error), command)
+            return broken(compiler, in_a_line(error), command)
     if built.returncode == 0:
         return Finding(part, "works", version or compiler)
     if "Python.h" in built.stderr:
@@ -186,7 +186,7 @@ def _triton(part: str) -> Finding:
     try:
         import_module("triton")
     except Exception as error:
-        return Finding(part, "broken", found, reason_of(error), reinstall(name))
+        return Finding(part, "broken", found, in_a_line(error), reinstall(name))
     found += ", as torch asks" if asked else ""
     if not gpu_usable():
         return Finding(part, "works", f"{found}; TRITON_INTERPRET=1 runs its kernels on the CPU")
@@ -194,7 +194,7 @@ def _triton(part: str) -> Finding:
         total = _triton_kernel()
     except Exception as error:
         command = mending.as_root("ldconfig") if "libcuda" in str(error) else ""
-        return Finding(part, "broken", found, reason_of(error), command)
+        return Finding(part, "broken", found, in_a_line(error), command)
     if total != 192:
         return Finding(part, "broken", found, f"a kernel wrote {total}, not 192", reinstall(name))
     interpreted = " in its interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
@@ -259,7 +259,7 @@ def _jupyter(part: str) -> Finding:
         import_module("ipykernel.kernelspec")
         specs = import_module("jupyter_client.kernelspec")
     except Exception as error:
-        return Finding(part, "broken", f"ipykernel {version}", reason_of(error), reinstall("ipykernel"))
+        return Finding(part, "broken", f"ipykernel {version}", in_a_line(error), reinstall("ipykernel"))
     try:
         spec = specs.KernelSpecManager().get_kernel_spec("rooftop")
     except specs.NoSuchKernel:

@@ -86,12 +86,6 @@ def reinstall(package: str) -> str:
     return mending.pip(f"{package}=={version}", options=options)
 
 
-def reason_of(error: BaseException | None) -> str:
-    """The text of an error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def counted(number: int, what: str) -> str:
     """ "1 GPU", "2 GPUs"."""
     return f"{number} {what}{'' if number == 1 else 's'}"

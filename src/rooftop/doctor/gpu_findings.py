@@ -17,12 +17,12 @@ from rooftop.doctor.findings import (
     build_of,
     counted,
     gpu_usable,
-    reason_of,
     reinstall,
     torch_cuda,
     torch_here,
 )
 from rooftop.doctor.requirements import asked_by
+from rooftop.errors import in_a_line
 
 # this folder exists if the driver's kernel module is loaded, even in containers
 PROC_DRIVER = Path("/proc/driver/nvidia")
@@ -66,7 +66,7 @@ def driver_part(part: str) -> Finding:
     try:
         driver = ask_driver()
     except ImportError as error:
-        return Finding(part, "broken", "", reason_of(error), mending.pip("nvidia-ml-py"))
+        return Finding(part, "broken", "", in_a_line(error), mending.pip("nvidia-ml-py"))
     built = torch_cuda()
     if driver.error:
         return _no_driver(part, driver, built)
@@ -134,7 +134,7 @@ def cuda_part(part: str) -> Finding | None:
         torch.cuda.init()
         problem = "torch.cuda.is_available() is False"
     except Exception as error:
-        problem = reason_of(error)
+        problem = in_a_line(error)
     if visible is not None:
         return Finding(
             part, "broken", f'{found}, CUDA_VISIBLE_DEVICES="{visible}"', problem, "unset CUDA_VISIBLE_DEVICES"
@@ -159,7 +159,7 @@ def gpus_part(part: str) -> Finding | None:
             total = float((2 * x).sum())
             problem = "" if total == 1023 * 1024 else f"a sum is {total}, not {1023 * 1024}"
         except Exception as error:
-            problem = reason_of(error)
+            problem = in_a_line(error)
             built = torch.cuda.get_arch_list()
             if not runs_on((p.major, p.minor), built):
                 problem = f"torch is built for {' '.join(built)}, not for this GPU"
@@ -208,7 +208,7 @@ def cudnn_part(part: str) -> Finding | None:
             return Finding(part, "broken", str(version or "none"), "torch does not use cuDNN here", reinstall("torch"))
         total = float(torch.nn.functional.conv2d(x, x))  # (1, 1, 1, 1), the sum of 36 ones
     except Exception as error:
-        reason = reason_of(error)
+        reason = in_a_line(error)
         shadowed = "LD_LIBRARY_PATH" in str(error) and "LD_LIBRARY_PATH" in os.environ
         return Finding(part, "broken", "", reason, "unset LD_LIBRARY_PATH" if shadowed else reinstall("torch"))
     if total != 36:
@@ -237,7 +237,7 @@ def library_part(part: str, name: str) -> Finding | None:
         command = ""
         if mending.container():
             command = f"{mending.driver().removesuffix(' ...')} -e NVIDIA_DRIVER_CAPABILITIES=compute,utility,video ..."
-        return Finding(part, "absent", reason_of(error), command=command)
+        return Finding(part, "absent", in_a_line(error), command=command)
     return Finding(part, "works", f"{name} loads")
 
 

@@ -108,8 +108,3 @@ def waits_for_gpu(fn: Callable[[], object]) -> bool:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     return any("called a synchronizing CUDA operation" in str(warning.message) for warning in told)
-
-
-def in_a_line(error: BaseException) -> str:
-    """The kind of an error, and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

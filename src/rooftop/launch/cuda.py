@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from rooftop.errors import LaunchError
+from rooftop.errors import LaunchError, first_line
 from rooftop.hardware.occupancies import MULTIPROCESSORS, WARP
 from rooftop.launch import nvrtc
 from rooftop.launch.kernel_arguments import Signature, first_device, signature
@@ -377,7 +377,7 @@ class Kernel:
         try:
             torch.cuda.current_stream(device).synchronize()
         except RuntimeError as error:
-            raise LaunchError(f"{what}: {str(error).splitlines()[0]}") from error
+            raise LaunchError(f"{what}: {first_line(error)}") from error
 
 
 def _is_of_the_driver(error: Exception) -> bool:

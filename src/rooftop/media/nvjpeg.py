@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rooftop.errors import RooftopError
+from rooftop.errors import RooftopError, in_a_line
 
 IS_DATA = np.isin(np.arange(256), [0x00, *range(0xD0, 0xD8), 0xFF])
 """For each byte after 0xff, whether coded data continues: stuffed bytes, restart markers and padding."""
@@ -46,7 +46,7 @@ def missing(device: torch.device) -> str | None:
         return f"NVJPEG needs torchvision, which is not installed ({error})"
     # torchvision's compiled part does not fit torch, or lacks NVJPEG
     except (RuntimeError, OSError, AttributeError) as error:
-        return f"torchvision cannot reach NVJPEG ({_first_line(error)})"
+        return f"torchvision cannot reach NVJPEG ({in_a_line(error)})"
     apart = (found.int() - torch.tensor([0, 128, 255])[:, None, None]).abs().max().item()
     return None if apart <= 4 else f"NVJPEG gives wrong colours, {apart} of 255 levels away"
 
@@ -129,7 +129,3 @@ def turned(pixels: Tensor, orientation: int) -> Tensor:
         pixels = pixels.transpose(1, 2)
     flips = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ())
     return pixels.flip(flips) if flips else pixels
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

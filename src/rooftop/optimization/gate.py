@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftop.errors import in_a_line
 from rooftop.optimization.draws import Arguments, Draw, tensors_of
 from rooftop.optimization.outcomes import (
     SEED,
@@ -86,7 +87,7 @@ def check_taken(original: nn.Module, step: Step, drawn: Sequence[Draw]) -> None:
             try:
                 outcome_of(step, original, original, draw.given)
             except Exception as error:
-                raise ValueError(f"optimize: the model does not take {draw.needed} ({_said(error)})") from error
+                raise ValueError(f"optimize: the model does not take {draw.needed} ({in_a_line(error)})") from error
 
 
 @dataclass
@@ -497,10 +498,6 @@ def _difference(one: Tensor, other: Tensor, finite: bool = False) -> float:
 
 def _rms(values: Tensor) -> Tensor:
     return values.square().mean().sqrt()
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _kind(tensor: Tensor) -> str:

@@ -15,28 +15,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from rooftop.hardware.timing import SURE_ROUNDS, Timing, is_sure
+from rooftop.errors import in_a_line
 from rooftop.optimization.as_before import Originals
 from rooftop.optimization.deadlines import Deadline, StoppedError
 from rooftop.optimization.draws import Arguments, Draw, tensors_of
-from rooftop.optimization.forecasts import quick_ceilings
 from rooftop.optimization.gate import Gate, RefusedError
 from rooftop.optimization.optimized import Change
 from rooftop.optimization.optimizer_gate import check_steps
 from rooftop.optimization.outcomes import Step, copied
-from rooftop.optimization.timing import ahead, compare_steps, same_state, step_of, times_of, untouched
+from rooftop.optimization.profiles import HOW_IT_RUNS, Profiles, allocated
+from rooftop.optimization.rounds import Rounds
+from rooftop.optimization.timing import same_state, step_of, untouched
 from rooftop.optimization.trial_order import AGAIN, BLOCKS, WHOLE, TrialOrder
 from rooftop.rewrites import RULES, Candidate, Rule, Times
-from rooftop.rewrites.candidates import Compiled, Memory
-from rooftop.rewrites.compiler_rules import counted_blocks
-from rooftop.rewrites.graph_rules import Replays
-from rooftop.rewrites.training_graphs import TrainingReplays
 
 Progress = Callable[[str, float], None]
-MOST_ROUNDS = 12
-"""Largest number of comparisons of two candidates, if the first ones do not decide."""
-ROUND_S = 0.15
-"""Time for each of the two in a round; slow models take longer, for a few steps."""
 STEPS, PROOF_STEPS, LAST_STEPS = 10, 30, 16
 """Approximate numbers of steps, if they are slow: to see whether a rule saves time, to prove the first one that does
 (with those in float64), and at the end."""
@@ -52,8 +45,6 @@ WORTH_A_TRY = 0.5
 it."""
 LEAST_SAVED = 0.1
 """Share of a step's memory that a rule must save to be kept for it."""
-HOW_IT_RUNS = ("compile", "graphs")
-"""Kinds of rules that change how operators are run, not which ones."""
 
 
 @dataclass(frozen=True)
@@ -118,16 +109,13 @@ class Search:
         self.copies: list[torch.optim.Optimizer] = []
         self.plain = self._plain()
         self.best = self.plain
-        self._step_s = self._first_call(self.plain)
+        self._rounds = Rounds(step, self.given, original, min_gain, self._first_call(self.plain))
         self._limit = self.ends
-        self.ends -= LAST_STEPS * self._step_s
+        self.ends -= LAST_STEPS * self._rounds.step_s
         self._gates: dict[tuple[str, ...], Gate] = {}
-        self._profiles: dict[frozenset[str], Times] = {}  # times of a step, by the names of the kept rules
-        self._peak = self._peak_bytes(self.plain)
-        self._blocks = counted_blocks(self.plain.model)
+        self._profiles = Profiles(step, self.given, original, self.plain)
         self._order = TrialOrder([], {}, Times(0.0, ()), 0.0, 0.0)
         self._compile_s = 0.0  # the time in which the best candidate was compiled
-        self._compiled: dict[frozenset[str], Compiled] = {}  # by the rules other than the compiler's
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
         """Try rules, beginning with the largest predicted gain.
@@ -148,17 +136,16 @@ class Search:
 
     def _search(self, rules: Sequence[Rule]) -> None:
         possible = [rule for rule in rules if self._fits(rule)]
-        wall = self._timed({"": self.plain})[""].median_ms
-        self._step_s = wall / 1e3
-        self._ceilings = quick_ceilings(self.plain.device)
-        times = self._times = self._profiles[frozenset()] = self._times_of(self.plain, wall)
+        wall = self._rounds.timed({"": self.plain})[""].median_ms
+        self._rounds.step_s = wall / 1e3
+        times = self._profiles.begin(self.plain, wall)
         possible = [rule for rule in possible if self._has_work(rule, times)]
         forecasts = {rule.name: of for rule in possible if (of := self._forecast(rule, times)) is not None}
         known = [rule for rule in possible if rule.name in forecasts]
         self._order = TrialOrder(known, forecasts, times, self.min_gain * wall, self.ends - time.perf_counter())
         order: list[Rule] = []
         while self._order.waiting:
-            rule = self._order.take(self._times, self.ends - time.perf_counter())
+            rule = self._order.take(self._profiles.now, self.ends - time.perf_counter())
             self.progress(rule.name, 0.1 + 0.8 * len(order) / len(known))
             if rule.kind == "compile" and not any(each.kind == "compile" for each in order):
                 self._try_again(order, forecasts, promising=True)
@@ -200,7 +187,7 @@ class Search:
         if compiled and rule.opaque:
             return False
         try:
-            return self._predicted(rule, self.kept) > self.min_gain * self._times.wall_ms
+            return self._profiles.predicted(rule, self.kept) > self.min_gain * self._profiles.now.wall_ms
         except Exception:  # the trial fails in the same way, and reports it
             return True
 
@@ -213,7 +200,7 @@ class Search:
             seconds = time.perf_counter() - began
             error = self._proven(candidate, self._gate_of(possible))
         except Exception as why:
-            reason = f"the plan does not work here: {why if isinstance(why, RefusedError) else _first_line(why)}"
+            reason = f"the plan does not work here: {why if isinstance(why, RefusedError) else in_a_line(why)}"
             self.changes += [Change(rule.name, "refused", reason) for rule in possible]
             warnings.warn(f"rooftop.optimize: the original model runs, {reason}", RuntimeWarning, stacklevel=5)
             return
@@ -233,7 +220,7 @@ class Search:
         try:
             reason = rule.refusal(given) if fits else f"not for {'training' if not rule.trains else 'inference'}"
         except Exception as error:
-            self.changes.append(Change(rule.name, "failed", _first_line(error)))
+            self.changes.append(Change(rule.name, "failed", in_a_line(error)))
             return False
         if reason is not None:
             self.changes.append(Change(rule.name, "refused", reason))
@@ -244,7 +231,7 @@ class Search:
         try:
             reason = rule.absent(times)
         except Exception as error:
-            self.changes.append(Change(rule.name, "failed", _first_line(error)))
+            self.changes.append(Change(rule.name, "failed", in_a_line(error)))
             return False
         if reason is not None:
             self.changes.append(Change(rule.name, "no gain", reason))
@@ -257,7 +244,7 @@ class Search:
         try:
             return float(rule.seconds(times)), float(rule.predicted_ms(times))
         except Exception as error:
-            self.changes.append(Change(rule.name, "failed", f"its prediction: {_first_line(error)}"))
+            self.changes.append(Change(rule.name, "failed", f"its prediction: {in_a_line(error)}"))
             return None
 
     # ---- trying one rule -----------------------------------------------------------------------------------------
@@ -275,7 +262,7 @@ class Search:
                 change = other
             lost_ms = -(change.measured_ms or 0.0)
             idle = other.verdict == "not tried" or (other.verdict == "no gain" and not other.where)
-            if change.verdict == "kept" or idle or lost_ms > HOPELESS * self._times.wall_ms:
+            if change.verdict == "kept" or idle or lost_ms > HOPELESS * self._profiles.now.wall_ms:
                 break
         return change
 
@@ -299,8 +286,8 @@ class Search:
         steps = STEPS + (0 if self._gates else PROOF_STEPS)
         compiled = any(kept.kind == "compile" for kept in self.kept if kept not in replaced)
         needed = (
-            self._order.seconds(rule, self._times)
-            + steps * self._step_s
+            self._order.seconds(rule, self._profiles.now)
+            + steps * self._rounds.step_s
             + (AGAIN * self._compile_s if compiled else 0.0)
         )
         left = self.ends - time.perf_counter()
@@ -310,11 +297,11 @@ class Search:
             return replace(change, reason=NOT_TRIED.format(seconds=left, needed=needed))
         others = [kept for kept in self.kept if kept not in replaced]
         rules = [*others, rule]
-        limit_s = self._order.limit_s(rule, self._times, left - steps * self._step_s)
+        limit_s = self._order.limit_s(rule, self._profiles.now, left - steps * self._rounds.step_s)
         deadline = Deadline(limit_s)
         try:
-            change = replace(change, predicted_ms=self._predicted(rule, others))
-            began, held = time.perf_counter(), _allocated(self.plain.device)
+            change = replace(change, predicted_ms=self._profiles.predicted(rule, others))
+            began, held = time.perf_counter(), allocated(self.plain.device)
             candidate = self._built(rules)
             where = candidate.changes[rule.name]
             if not where:
@@ -322,16 +309,18 @@ class Search:
             with deadline:
                 self._first_call(candidate)
             first_s = time.perf_counter() - began
-            self._order.note(rule, self._times, first_s)
+            self._order.note(rule, self._profiles.now, first_s)
             change = replace(change, where=where, first_call_s=first_s)
-            change = replace(change, bytes=self._more_memory(candidate, held))
-            least = self._least_share(change.predicted_ms)
-            gain, share, sure = self._gain(candidate, least)
+            change = replace(change, bytes=self._profiles.more_memory(candidate, held))
+            wall_ms = self._profiles.now.wall_ms
+            least = self._rounds.least_share(change.predicted_ms / wall_ms)
+            share, sure = self._rounds.gain(self.best, candidate, least, lambda: time.perf_counter() > self.ends)
+            gain = share * wall_ms  # of the step for which gains are predicted, so that both can be compared
             change = replace(change, measured_ms=gain)
             if rule.kind == "compile":
-                self._note_compiled(rule, others, candidate, self._times.wall_ms - gain)
+                self._profiles.note_compiled(candidate, others, wall_ms - gain, whole=rule.name != BLOCKS)
             if rule.saves_memory:
-                saved, all_ = -(change.bytes or 0), self._peak
+                saved, all_ = -(change.bytes or 0), self._profiles.peak
                 if saved < LEAST_SAVED * all_:
                     reason = f"saves {saved / 1e6:.0f} of {all_ / 1e6:.0f} MB, which is less than {LEAST_SAVED:.0%}"
                     return replace(change, verdict="no gain", reason=reason)
@@ -342,104 +331,24 @@ class Search:
             self._nothing_changed()
         except StoppedError:
             deadline.end()
-            stopped = STOPPED if limit_s >= left - steps * self._step_s else LEFT_FOR_WHOLE
+            stopped = STOPPED if limit_s >= left - steps * self._rounds.step_s else LEFT_FOR_WHOLE
             return replace(change, reason=stopped.format(seconds=time.perf_counter() - began))
         except RefusedError as why:
             return replace(change, verdict="refused", reason=str(why))
         except Exception as error:  # the compiler, a kernel or an allocation failed: continue without the rule
             torch.cuda.empty_cache()
-            return replace(change, verdict="failed", reason=_first_line(error))
+            return replace(change, verdict="failed", reason=in_a_line(error))
         finally:
             self.originals.restore()
         self.kept, self.best = _ordered(rules), candidate
         self._compile_s = first_s if any(kept.kind == "compile" for kept in self.kept) else 0.0
-        self._profile(gain, rule)
+        self._profiles.note_kept(rule, self.kept, self.best, gain, self._run)
         names = [each.name for each in replaced]
         self.changes = [
             replace(each, verdict="no gain", reason=f"{rule.name} is faster") if each.rule in names else each
             for each in self.changes
         ]
         return replace(change, verdict="kept", reason=f"instead of {', '.join(names)}" if names else "")
-
-    def _times_of(self, candidate: Candidate, wall_ms: float) -> Times:
-        times = times_of(candidate, self.step, self.given, self.original, wall_ms, self._ceilings)
-        times = replace(times, blocks=self._blocks)
-        device = candidate.device
-        if device.type != "cuda":
-            return times
-        total = torch.cuda.get_device_properties(device).total_memory
-        return replace(times, memory=Memory(_allocated(device) + self._peak, total))
-
-    def _predicted(self, rule: Rule, others: Sequence[Rule]) -> float:
-        """The predicted gain of a rule, together with the other rules, over the best candidate."""
-        names = frozenset(each.name for each in others)
-        known = max((each for each in self._profiles if each <= names), key=len)
-        times = self._profiles[known]
-        if any(each.kind == "graphs" for each in others) and times.device_ms is not None:
-            replayed = any(each.kind == "graphs" and each.name in known for each in others)
-            times = replace(times, wall_ms=times.wall_ms if replayed else times.device_ms, host_ms=0.0)
-        times = replace(times, compiled=self._compiled.get(names))
-        return self._times.wall_ms - times.wall_ms + float(rule.predicted_ms(times))
-
-    def _note_compiled(self, rule: Rule, others: Sequence[Rule], candidate: Candidate, wall_ms: float) -> None:
-        """Measure a compiled step, to predict other rules that compile."""
-        with untouched(self.original, candidate):
-            run = step_of(candidate, self.step, copied(self.given))
-            device_ms, host_ms = ahead(run, candidate.device, max(wall_ms, 1e-6))
-        names = frozenset(each.name for each in others)
-        self._compiled[names] = Compiled(wall_ms, device_ms, host_ms, whole=rule.name != BLOCKS)
-
-    def _profile(self, gain_ms: float, rule: Rule) -> None:
-        """Measure the times of the new best candidate, to predict further gains. If that fails, the candidate is still
-        faster and proven, so predictions continue from the times before.
-
-        Operators in compiled code and in graphs cannot be watched. So they are watched without these.
-
-        Args:
-            rule: the rule that was kept last.
-        """
-        wall_ms = max(1e-6, self._times.wall_ms - gain_ms)
-        self._times = replace(self._times, wall_ms=wall_ms)
-        try:
-            plain = [kept for kept in self.kept if kept.kind not in HOW_IT_RUNS]
-            if rule in plain:
-                watched = self.best
-                if len(plain) < len(self.kept):
-                    watched = self._built(plain)
-                    self._first_call(watched)
-                self._times = replace(self._times_of(watched, wall_ms), wall_ms=wall_ms)
-            if len(plain) < len(self.kept):
-                with untouched(self.original, self.best):
-                    run = step_of(self.best, self.step, copied(self.given))
-                    device_ms, host_ms = ahead(run, self.best.device, wall_ms)
-                self._times = replace(self._times, device_ms=device_ms, host_ms=host_ms)
-        except Exception as error:
-            told = f"rooftop.optimize: further gains are predicted from earlier times: {_first_line(error)}"
-            warnings.warn(told, RuntimeWarning, stacklevel=6)
-        self._profiles[frozenset(kept.name for kept in self.kept)] = self._times
-
-    def _peak_bytes(self, candidate: Candidate) -> int:
-        """The peak GPU memory of a step; 0 on a CPU."""
-        device = candidate.device
-        if device.type != "cuda":
-            return 0
-        with untouched(self.original, candidate):
-            run = step_of(candidate, self.step, copied(self.given))
-            before = _allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            run()
-            return torch.cuda.max_memory_allocated(device) - before
-
-    def _more_memory(self, candidate: Candidate, held: int) -> int | None:
-        """Additional peak memory of a candidate's step, compared with the original; None on a CPU.
-
-        Args:
-            held: allocated bytes before the candidate was built.
-        """
-        if candidate.device.type != "cuda":
-            return None
-        graphs = candidate.call.bytes() if isinstance(candidate.call, Replays | TrainingReplays) else 0
-        return _allocated(candidate.device) - held + graphs + self._peak_bytes(candidate) - self._peak
 
     def _plain(self) -> Candidate:
         optimizer = same_state(self.optimizer) if self.optimizer is not None else None
@@ -462,6 +371,11 @@ class Search:
                 raise TypeError(f"apply of {rule.name} must say in words what it changed, got {where!r}")
             candidate.changes[rule.name] = where
         self._nothing_changed()
+        return candidate
+
+    def _run(self, rules: Sequence[Rule]) -> Candidate:
+        candidate = self._built(rules)
+        self._first_call(candidate)
         return candidate
 
     def _nothing_changed(self) -> None:
@@ -501,71 +415,29 @@ class Search:
             check_steps(candidate.optimizer, self.optimizer)
         return error
 
-    def _least_share(self, predicted_ms: float) -> float:
-        """The smallest gain that keeps a rule. It is half of `min_gain` if the predicted gain exceeds `min_gain`, so
-        that a gain close to `min_gain` has the same verdict in each search.
-        """
-        return self.min_gain / 2 if predicted_ms > self.min_gain * self._times.wall_ms else self.min_gain
-
-    def _gain(self, candidate: Candidate, least: float) -> tuple[float, float, bool]:
-        """(gain in ms over the best candidate, the gain as a share of a step, whether the share surely exceeds
-        `least`). The ms are this share of the step for which gains are predicted, so both can be compared.
-        """
-        shares: list[float] = []
-        while True:
-            before, after = self._pair(self.best, candidate)
-            shares.append(1 - after.median_ms / before.median_ms)
-            share = statistics.median(shares)
-            pays = share > least and is_sure(shares)
-            late = time.perf_counter() > self.ends or len(shares) >= MOST_ROUNDS
-            unlikely = len(shares) >= (SURE_ROUNDS if least == self.min_gain else 2 * SURE_ROUNDS)
-            if len(shares) >= SURE_ROUNDS and (pays or late or (unlikely and _falls_short(shares, least))):
-                return share * self._times.wall_ms, share, pays
-
-    def _pair(self, one: Candidate, other: Candidate) -> tuple[Timing, Timing]:
-        times = self._timed({"one": one, "other": other})
-        return times["one"], times["other"]
-
-    def _timed(self, candidates: dict[str, Candidate]) -> dict[str, Timing]:
-        return compare_steps(candidates, self.step, self.given, self.original, ROUND_S, self._step_s)
-
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def result(self) -> Result:
         """The best candidate, timed as users call it; or the original if it is faster and no plan was applied."""
         if not self.kept:
-            timing = self._pair(self.plain, self.plain)[0]
+            timing = self._rounds.timed({"": self.plain})[""]
             return Result(self.plain, timing.median_ms, timing.median_ms, timing.spread)
         try:
             as_called = replace(self.best, call=self.wrap(self.best))
             rounds = {"before": self.plain, "after": as_called, **self._uncompiled()}
-            times = self._last_rounds(rounds)
+            before_ms, gains = self._rounds.last(rounds, lambda: time.perf_counter() > self._limit)
             self._gate_of(self.kept).judge_on(self.best, replace(self.fresh(), what="other values, after many calls"))
             self._nothing_changed()
         except Exception as error:
-            self._give_up(str(error) if isinstance(error, RefusedError) else _first_line(error))
+            self._give_up(str(error) if isinstance(error, RefusedError) else in_a_line(error))
             return self.result()
-        before_ms = statistics.median(each["before"].median_ms for each in times)
-        shares = {name: [1 - each[name].median_ms / each["before"].median_ms for each in times] for name in rounds}
-        ms = {name: before_ms * (1 - statistics.median(of)) for name, of in shares.items()}
-        noise = max(shares["after"]) - min(shares["after"])
+        ms = {name: before_ms * (1 - statistics.median(shares)) for name, shares in gains.items()}
+        noise = max(gains["after"]) - min(gains["after"])
         for_memory = any(kept.saves_memory for kept in self.kept)
         if ms["after"] >= before_ms and not self.planned and not for_memory:  # checks of a call may undo the gain
             self._give_up(f"together they are slower: {ms['after']:.3g} ms, the original {before_ms:.3g} ms")
             return Result(self.plain, before_ms, before_ms, noise)
         return Result(self.best, before_ms, ms["after"], noise, ms.get("without"))
-
-    def _last_rounds(self, candidates: dict[str, Candidate]) -> list[dict[str, Timing]]:
-        """Time the candidates in turns, in more rounds if the first rounds do not show that "after" is faster than
-        "before".
-        """
-        times: list[dict[str, Timing]] = []
-        while True:
-            times.append(self._timed(candidates))
-            gains = [1 - each["after"].median_ms / each["before"].median_ms for each in times]
-            late = time.perf_counter() > self._limit or len(times) >= MOST_ROUNDS
-            if len(times) >= SURE_ROUNDS and (is_sure(gains) or late):
-                return times
 
     def _uncompiled(self) -> dict[str, Candidate]:
         """{"without": a candidate without the kept rules that compile or capture}; empty if all of the kept rules do,
@@ -574,9 +446,7 @@ class Search:
         rules = [rule for rule in self.kept if rule.kind not in HOW_IT_RUNS]
         if not rules or len(rules) == len(self.kept):
             return {}
-        candidate = self._built(rules)
-        self._first_call(candidate)
-        return {"without": candidate}
+        return {"without": self._run(rules)}
 
     def _give_up(self, reason: str) -> None:
         self.changes = [
@@ -590,16 +460,3 @@ def _ordered(rules: Sequence[Rule]) -> list[Rule]:
     """The rules in order of application: first as in `RULES`, then the user's own."""
     places = {rule.name: place for place, rule in enumerate(RULES)}
     return sorted(rules, key=lambda rule: places.get(rule.name, len(places)))
-
-
-def _falls_short(shares: Sequence[float], least: float) -> bool:
-    """Whether three of four rounds show a gain below `least`. If not, timing continues."""
-    return statistics.quantiles(shares, n=4, method="inclusive")[2] < least
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

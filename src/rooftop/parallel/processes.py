@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rooftop.errors import FAILURE
+from rooftop.errors import FAILURE, first_line, in_a_line
 from rooftop.parallel.captures import graphs_end_here
 from rooftop.parallel.errors import RankError
 from rooftop.parallel.flight_records import ranks_in_words
@@ -53,7 +53,7 @@ from rooftop.parallel.places import begin
 from rooftop.parallel.process_states import Process
 from rooftop.parallel.roll_call import LINGER_S, MeetingOver, RollCall, StoreEnded, say
 from rooftop.parallel.terminations import Termination, heard_by_a_thread
-from rooftop.parallel.watching import Failure, Watch, first_line, note_interrupted, poll
+from rooftop.parallel.watching import Failure, Watch, note_interrupted, poll
 
 PATIENCE_S = 20.0
 TIMEOUT_S = 600.0
@@ -291,7 +291,7 @@ class _Ranks:
 
     def _first_failure(self, error: BaseException) -> tuple[str, str]:
         """The first failure on any rank, and this rank's failure, as texts."""
-        mine = f"rank {self.rank} of {self.size} failed: {_reason(error)}"
+        mine = f"rank {self.rank} of {self.size} failed: {in_a_line(error)}"
         if isinstance(error, RankError):  # the error already names the rank that failed
             mine = str(error)
         failure = Failure(mine, ())
@@ -327,7 +327,3 @@ def _heard(words: str, failure: str) -> RankError:
     error = RankError(words)
     setattr(error, FAILURE, failure)
     return error
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__

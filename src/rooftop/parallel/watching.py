@@ -22,7 +22,6 @@ the process.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import threading
@@ -37,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rooftop.errors import first_line
 from rooftop.parallel.flight_records import (
     Operation,
     newest,
@@ -457,8 +457,3 @@ def poll(done: Callable[[], bool], until: float) -> bool:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
     return True
-
-
-def first_line(error: object) -> str:
-    """The first line of an error message, without the location in C++ source."""
-    return re.sub(r"^\[[^]]*\.(cc|cpp|h|hpp):\d+\] ", "", (str(error).splitlines() or [""])[0])

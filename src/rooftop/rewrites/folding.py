@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from rooftop.errors import in_a_line
+
 # Number of dimensions of each layer's output, with the batch. Types must be exactly these, since subclasses may do
 # anything.
 CONVOLUTIONS: dict[type[nn.Module], int] = {
@@ -217,7 +219,7 @@ def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Gr
         try:
             graphs[name] = _traced(module, opaque)
         except Exception as error:  # a forward may fail in any way on inputs that are not tensors
-            untraced[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            untraced[name] = in_a_line(error)
             opaque.add(module)
     return [(name, graphs[name]) for name in _outermost(model, graphs, opaque, "", False)]
 

@@ -19,7 +19,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from rooftop.hardware.graphs import captured_into, in_a_line
+from rooftop.errors import in_a_line
+from rooftop.hardware.graphs import captured_into
 
 capturing = threading.Lock()  # a process makes one capture at a time
 

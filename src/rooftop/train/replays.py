@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rooftop.hardware.graphs import captured_into, in_a_line
+from rooftop.errors import in_a_line
+from rooftop.hardware.graphs import captured_into
 
 WARM_UP = 3
 """Default number of calls before the capture. The first call compiles kernels, and initializes libraries and NCCL."""

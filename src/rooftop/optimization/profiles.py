@@ -1,0 +1,140 @@
+"""Times and memory of a step with the kept rules, from which further gains are predicted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from rooftop.errors import in_a_line
+from rooftop.optimization.draws import Arguments
+from rooftop.optimization.forecasts import quick_ceilings
+from rooftop.optimization.outcomes import Step, copied
+from rooftop.optimization.timing import ahead, step_of, times_of, untouched
+from rooftop.rewrites import Candidate, Rule, Times
+from rooftop.rewrites.candidates import Compiled, Memory
+from rooftop.rewrites.compiler_rules import counted_blocks
+from rooftop.rewrites.graph_rules import Replays
+from rooftop.rewrites.training_graphs import TrainingReplays
+
+HOW_IT_RUNS = ("compile", "graphs")
+"""Kinds of rules that change how operators are run, not which ones."""
+
+
+class Profiles:
+    """Profiles of a step.
+
+    Args:
+        plain: the original as a candidate, which has run before.
+
+    Attributes:
+        now: times of a step of the best candidate.
+        peak: bytes of GPU memory that a step of the original needs at its peak; 0 on a CPU.
+    """
+
+    def __init__(self, step: Step, given: Arguments, original: nn.Module, plain: Candidate) -> None:
+        self._step, self._given, self._original = step, given, original
+        self.now = Times(0.0, ())
+        self.peak = self._peak_bytes(plain)
+        self._blocks = counted_blocks(plain.model)
+        self._of_kept: dict[frozenset[str], Times] = {}  # by the names of the kept rules
+        self._compiled: dict[frozenset[str], Compiled] = {}  # by the rules other than the compiler's
+
+    def begin(self, plain: Candidate, wall_ms: float) -> Times:
+        """Profile the original."""
+        self._ceilings = quick_ceilings(plain.device)
+        self.now = self._of_kept[frozenset()] = self._times_of(plain, wall_ms)
+        return self.now
+
+    def predicted(self, rule: Rule, others: Sequence[Rule]) -> float:
+        """The predicted gain of a rule in ms, together with the other rules, over the best candidate."""
+        names = frozenset(each.name for each in others)
+        known = max((each for each in self._of_kept if each <= names), key=len)
+        times = self._of_kept[known]
+        if any(each.kind == "graphs" for each in others) and times.device_ms is not None:
+            replayed = any(each.kind == "graphs" and each.name in known for each in others)
+            times = replace(times, wall_ms=times.wall_ms if replayed else times.device_ms, host_ms=0.0)
+        times = replace(times, compiled=self._compiled.get(names))
+        return self.now.wall_ms - times.wall_ms + float(rule.predicted_ms(times))
+
+    def note_compiled(self, candidate: Candidate, others: Sequence[Rule], wall_ms: float, whole: bool) -> None:
+        """Measure a compiled step, to predict other rules that compile.
+
+        Args:
+            others: the candidate's rules, without the compiler's.
+            whole: whether the whole model was compiled, not each block.
+        """
+        device_ms, host_ms = self._ahead(candidate, max(wall_ms, 1e-6))
+        self._compiled[frozenset(each.name for each in others)] = Compiled(wall_ms, device_ms, host_ms, whole)
+
+    def note_kept(
+        self, rule: Rule, kept: Sequence[Rule], best: Candidate, gain_ms: float, run: Callable[..., Candidate]
+    ) -> None:
+        """Profile the new best candidate. If that fails, the candidate is still faster and proven, so predictions
+        continue from the times before.
+
+        Operators in compiled code and in graphs cannot be watched. So they are watched without these.
+
+        Args:
+            rule: the rule that was kept last.
+            kept: all rules of the best candidate.
+            gain_ms: its gain over the candidate before.
+            run: creates a candidate with the given rules, and runs it.
+        """
+        wall_ms = max(1e-6, self.now.wall_ms - gain_ms)
+        self.now = replace(self.now, wall_ms=wall_ms)
+        plain = [each for each in kept if each.kind not in HOW_IT_RUNS]
+        all_plain = len(plain) == len(kept)
+        try:
+            if rule in plain:
+                self.now = replace(self._times_of(best if all_plain else run(plain), wall_ms), wall_ms=wall_ms)
+            if not all_plain:
+                device_ms, host_ms = self._ahead(best, wall_ms)
+                self.now = replace(self.now, device_ms=device_ms, host_ms=host_ms)
+        except Exception as error:
+            told = f"rooftop.optimize: further gains are predicted from earlier times: {in_a_line(error)}"
+            warnings.warn(told, RuntimeWarning, stacklevel=6)
+        self._of_kept[frozenset(each.name for each in kept)] = self.now
+
+    def more_memory(self, candidate: Candidate, held: int) -> int | None:
+        """Additional peak memory of a candidate's step in bytes, compared with the original; None on a CPU.
+
+        Args:
+            held: allocated bytes before the candidate was built.
+        """
+        if candidate.device.type != "cuda":
+            return None
+        graphs = candidate.call.bytes() if isinstance(candidate.call, Replays | TrainingReplays) else 0
+        return allocated(candidate.device) - held + graphs + self._peak_bytes(candidate) - self.peak
+
+    def _times_of(self, candidate: Candidate, wall_ms: float) -> Times:
+        times = times_of(candidate, self._step, self._given, self._original, wall_ms, self._ceilings)
+        times = replace(times, blocks=self._blocks)
+        device = candidate.device
+        if device.type != "cuda":
+            return times
+        total = torch.cuda.get_device_properties(device).total_memory
+        return replace(times, memory=Memory(allocated(device) + self.peak, total))
+
+    def _ahead(self, candidate: Candidate, wall_ms: float) -> tuple[float | None, float | None]:
+        with untouched(self._original, candidate):
+            return ahead(step_of(candidate, self._step, copied(self._given)), candidate.device, wall_ms)
+
+    def _peak_bytes(self, candidate: Candidate) -> int:
+        device = candidate.device
+        if device.type != "cuda":
+            return 0
+        with untouched(self._original, candidate):
+            run = step_of(candidate, self._step, copied(self._given))
+            before = allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            run()
+            return torch.cuda.max_memory_allocated(device) - before
+
+
+def allocated(device: torch.device) -> int:
+    """Allocated bytes of GPU memory; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

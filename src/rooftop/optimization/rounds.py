@@ -1,0 +1,85 @@
+"""Time two candidates in rounds, until it is clear whether one of them is faster."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from rooftop.hardware.timing import SURE_ROUNDS, Timing, is_sure
+from rooftop.optimization.draws import Arguments
+from rooftop.optimization.outcomes import Step
+from rooftop.optimization.timing import compare_steps
+from rooftop.rewrites import Candidate
+
+MOST_ROUNDS = 12
+"""Largest number of comparisons of two candidates, if the first ones do not decide."""
+ROUND_S = 0.15
+"""Time for each of the two in a round; slow models take longer, for a few steps."""
+
+Late = Callable[[], bool]
+"""Whether the time is up: then the rounds so far decide."""
+
+
+class Rounds:
+    """Times steps of candidates in turns.
+
+    Args:
+        step: how the model is run.
+        given: arguments of the timed calls.
+        original: the model, whose tensors stay as they are.
+        min_gain: smallest gain that keeps a rule, as a share of a step.
+
+    Attributes:
+        step_s: approximate seconds of a step.
+    """
+
+    def __init__(self, step: Step, given: Arguments, original: nn.Module, min_gain: float, step_s: float) -> None:
+        self.step, self.given, self.original, self.min_gain, self.step_s = step, given, original, min_gain, step_s
+
+    def timed(self, candidates: dict[str, Candidate]) -> dict[str, Timing]:
+        """One round. Each candidate must have run before."""
+        return compare_steps(candidates, self.step, self.given, self.original, ROUND_S, self.step_s)
+
+    def least_share(self, predicted_share: float) -> float:
+        """The smallest gain that keeps a rule. It is half of `min_gain` if the predicted gain exceeds `min_gain`, so
+        that a gain close to `min_gain` has the same verdict in each search.
+        """
+        return self.min_gain / 2 if predicted_share > self.min_gain else self.min_gain
+
+    def gain(self, best: Candidate, candidate: Candidate, least: float, late: Late) -> tuple[float, bool]:
+        """(gain over the best candidate as a share of a step, whether it surely exceeds `least`)."""
+        shares: list[float] = []
+        while True:
+            times = self.timed({"best": best, "tried": candidate})
+            shares.append(_saved(times["best"], times["tried"]))
+            share = statistics.median(shares)
+            pays = share > least and is_sure(shares)
+            over = late() or len(shares) >= MOST_ROUNDS
+            unlikely = len(shares) >= (SURE_ROUNDS if least == self.min_gain else 2 * SURE_ROUNDS)
+            if len(shares) >= SURE_ROUNDS and (pays or over or (unlikely and _falls_short(shares, least))):
+                return share, pays
+
+    def last(self, candidates: dict[str, Candidate], late: Late) -> tuple[float, dict[str, list[float]]]:
+        """Time the candidates in more rounds if the first rounds do not show that "after" is faster than "before".
+
+        Returns:
+            (ms of a step of "before", each candidate's gain over it in each round, as a share of a step)
+        """
+        times: list[dict[str, Timing]] = []
+        while True:
+            times.append(self.timed(candidates))
+            gains = {name: [_saved(each["before"], each[name]) for each in times] for name in candidates}
+            over = late() or len(times) >= MOST_ROUNDS
+            if len(times) >= SURE_ROUNDS and (is_sure(gains["after"]) or over):
+                return statistics.median(each["before"].median_ms for each in times), gains
+
+
+def _saved(before: Timing, after: Timing) -> float:
+    return 1 - after.median_ms / before.median_ms
+
+
+def _falls_short(shares: Sequence[float], least: float) -> bool:
+    """Whether three of four rounds show a gain below `least`. If not, timing continues."""
+    return statistics.quantiles(shares, n=4, method="inclusive")[2] < least
