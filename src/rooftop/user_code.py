@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rooftop.errors import ModelRunError, TargetError, did_you_mean
+from rooftop.errors import ModelRunError, TargetError
+from rooftop.words import did_you_mean
 
 MOST_SHOWN = 8  # names of a module, in a message
 

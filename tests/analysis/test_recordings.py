@@ -455,7 +455,7 @@ class Slow(Dataset[Tensor]):
         return 4 * (NEEDED + 2)
 
     def __getitem__(self, index: int) -> Tensor:
-        time.sleep(0.002)
+        time.sleep(0.008)  # much longer than other work of the machine may disturb a step
         return torch.ones(8)
 
 
@@ -466,7 +466,7 @@ def test_waiting_for_data_is_noticed(ceilings: Ceilings) -> None:
             net(batch).sum().backward()
             recorded.step()
     (advice,) = [item for item in recorded.report.advice if item.title == "Load data in parallel with the step"]
-    assert advice.gain_ms >= 4 * 2  # four samples of 2 ms
+    assert advice.gain_ms >= 4 * 8  # four samples of 8 ms
     assert advice.gain_ms <= recorded.report.summary.wall_ms
 
 

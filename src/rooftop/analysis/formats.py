@@ -31,11 +31,6 @@ def quantity_text(value: float) -> str:
     return f"{value:.3g} "
 
 
-def counted(count: int, what: str) -> str:
-    """ "1 graph", "2 graphs"."""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
 def shapes_text(shapes: tuple[tuple[int, ...], ...]) -> str:
     """ "8x3x224x224, 64x3x7x7": the shapes of an operator's inputs."""
     return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftop.analysis import held_objects
 from rooftop.analysis.held_objects import Container, Held
-from rooftop.errors import first_line
+from rooftop.words import first_line
 
 SMALL_BYTES = 4096  # maximum size of a tensor that is restored before each run
 LOOKS = 2  # runs whose changes are checked; the first run may also create objects for later runs

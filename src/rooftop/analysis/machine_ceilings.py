@@ -15,10 +15,10 @@ import torch
 
 from rooftop.analysis.profiling import Profile, Progress
 from rooftop.analysis.raising import raised_and_kept
-from rooftop.errors import first_line
 from rooftop.hardware import measure_ceilings
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.defaults import usual_defaults
+from rooftop.words import first_line
 
 LIKELY = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
 """Precisions that a program probably needs. Other precisions take long to measure: float64 is slow, as is float16 on a

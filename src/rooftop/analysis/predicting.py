@@ -43,9 +43,10 @@ from rooftop.analysis.report_contents import Gaps, Summary
 from rooftop.analysis.without_values import RESULTS, answered_without_values
 from rooftop.cost import CountingMode, Record, counted_for, roof
 from rooftop.cost.accounting import tensors_in
-from rooftop.errors import InputError, in_a_line
+from rooftop.errors import InputError
 from rooftop.hardware.ceilings import Ceilings, require_ceilings
 from rooftop.hardware.observing import LightMode
+from rooftop.words import in_a_line
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

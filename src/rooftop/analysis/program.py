@@ -20,8 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rooftop.analysis.compiled.finding import has_compiled_parts
 from rooftop.analysis.given_objects import GivenObjects
 from rooftop.cost.accounting import tensors_in
-from rooftop.errors import InputError, ModelRunError, RooftopError, did_you_mean, first_line
+from rooftop.errors import InputError, ModelRunError, RooftopError
 from rooftop.hardware.source_lines import LIBRARIES
+from rooftop.words import did_you_mean, first_line
 
 IMAGE_CHANNELS = (1, 3, 4)
 

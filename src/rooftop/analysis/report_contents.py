@@ -118,7 +118,7 @@ class Advice:
     """A change that would make the step faster, with its gain and the evidence.
 
     Attributes:
-        gain_ms: time by which a step in sequence becomes shorter.
+        gain_ms: ms that each step of a loop would save.
         low_ms, high_ms: interval of the gain, from the noise of the wall time; None if nothing was measured.
         command: a command to type or code to write; None if it takes more than one line.
     """

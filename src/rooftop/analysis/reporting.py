@@ -16,7 +16,7 @@ import rooftop
 from rooftop.analysis.advice import advise
 from rooftop.analysis.findings import Findings
 from rooftop.analysis.floors import comparable, module_tree, operator_rows
-from rooftop.analysis.formats import counted, time_text
+from rooftop.analysis.formats import time_text
 from rooftop.analysis.profiling import UNEXPLAINED, Profile
 from rooftop.analysis.program import describe_tensor
 from rooftop.analysis.report import Report
@@ -24,6 +24,7 @@ from rooftop.analysis.report_contents import Gaps, ModuleNode, OperatorRow, Summ
 from rooftop.hardware import devices
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.page_faults import KEEP_MEMORY
+from rooftop.words import counted
 
 MEMORY_POINTS = 2000
 """Largest number of points of the memory curve in a report."""
@@ -198,7 +199,8 @@ def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
         seen.append(f"most of {wall.steps} steps took {fastest} to {half}, {time_text(wall.ms)} on average")
     else:
         moments = f"{wall.blocks} moments" if wall.blocks > 1 else "one moment"
-        seen.append(f"half of {wall.steps} steps at {moments} took more than {half}, the fastest took {fastest}")
+        timed = f"{wall.steps} steps were timed at {moments}"
+        seen.append(f"{timed}: half of them took more than {half}, the fastest {fastest}")
     return [
         f"Disturbed: {'; '.join(seen)}. Ignore differences and gains below {time_text(unsure_ms)}; on a quiet "
         "machine the step may be faster."

@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rooftop.analysis.formats import (
-    counted,
     percent_interval_text,
     percent_text,
     quantity_text,
@@ -20,6 +19,7 @@ from rooftop.analysis.formats import (
 )
 from rooftop.analysis.ranks.merging import Ranks
 from rooftop.analysis.report_contents import Advice, Compilation, OperatorRow, ReportContents
+from rooftop.words import counted
 
 WIDTH = 110
 PARTS = (  # parts of the wall time, in the order of the bar, with their colours

@@ -239,6 +239,14 @@ def _check_combination(
         _ceilings_of(machine)
 
 
+WITHOUT = {
+    "--channels-last": "has no roofs for layouts",
+    "--ceilings": "names the machine itself",
+    "--device": "runs nothing",
+}
+"""Why a prediction excludes an option."""
+
+
 def _check_prediction(options: dict[str, Any]) -> None:
     """Refuse options that a prediction would ignore.
 
@@ -248,8 +256,7 @@ def _check_prediction(options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise click.UsageError(
-            f"{', '.join(given)} cannot be combined with --predict: --predict runs nothing, names the machine itself, "
-            "and has no roofs for layouts: leave out one of them"
+            f"{', '.join(given)} cannot be combined with --predict, which {WITHOUT[given[0]]}: leave out one of them"
         )
 
 

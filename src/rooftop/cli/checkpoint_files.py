@@ -83,7 +83,7 @@ def run_export(folder: Path, out: Path, dtype: str) -> None:
 
 def _lines(record: TrainingRecord, saved: Readable, verified: bool) -> list[tuple[str, str]]:
     config, training, data = record.config, record.training, record.data
-    shared = ", weights shared by data ranks" if record.layout.get("fully_shard") else ""
+    shared = ", weights divided among the data parallel ranks" if record.layout.get("fully_shard") else ""
     lines = [
         ("checkpoint", f"{record.folder} (format {record.format})"),
         ("step", f"{record.step:,}"),
@@ -91,14 +91,14 @@ def _lines(record: TrainingRecord, saved: Readable, verified: bool) -> list[tupl
         (
             "model",
             f"{config.parameters:,} parameters: {config.layers} layers, width {config.width}, {config.heads} heads, "
-            f"{config.kv_heads} of keys, vocabulary {config.vocabulary:,}{', tied' if config.tied else ''}",
+            f"{config.kv_heads} of keys and values, vocabulary {config.vocabulary:,}{', tied' if config.tied else ''}",
         ),
         (
             "training",
             f"{training['dtype']}, seed {training['seed']}, {training['global_batch']} sequences of "
             f"{training['length']} tokens a step",
         ),
-        ("data", f"{data['source']}, {data['tokens']:,} tokens" if "source" in data else "not said"),
+        ("data", f"{data['source']}, {data['tokens']:,} tokens" if "source" in data else "not recorded"),
     ]
     size = sum(entry.bytes for entry in saved.entries.values())
     if isinstance(saved, SavedTensors):
@@ -113,7 +113,7 @@ def _table(saved: Readable) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("weight", "dtype", "shape"):
         table.add_column(name, overflow="fold")
-    for name in ("pieces", "bytes", "optimizer's"):
+    for name in ("pieces", "bytes", "optimizer bytes"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, entry in saved.entries.items():
         if name.startswith(f"{OPTIMIZER}."):

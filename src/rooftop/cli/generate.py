@@ -198,9 +198,9 @@ def _rank(tensor: int, where: torch.device) -> int:
         raise InputError(str(error)) from error
     if launch.size != tensor:
         alone = launch.launcher == "alone"
-        got = "this process is by itself" if alone else f"the launcher started {launch.size} processes"
+        got = "there is only this one" if alone else f"the launcher started {launch.size} processes"
         start = f"torchrun --nproc-per-node {tensor} -m rooftop generate ... --tensor-parallel-size {tensor}"
-        remedy = f"start that number with {start}" if tensor > 1 else "start rooftop generate without the launcher"
+        remedy = f"start them by {start}" if tensor > 1 else "start rooftop generate without the launcher"
         other = "leave the option out" if launch.size == 1 else f"give --tensor-parallel-size {launch.size}"
         raise InputError(
             f"--tensor-parallel-size {tensor} needs {tensor} process{'es' if tensor > 1 else ''}, but {got}: {remedy}, "

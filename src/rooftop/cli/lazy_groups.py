@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import click
 
 from rooftop.cli.repeated_options import refuse_repeated_options
-from rooftop.errors import did_you_mean
+from rooftop.words import did_you_mean
 
 
 class Verb(NamedTuple):

@@ -16,7 +16,8 @@ import click
 import rooftop
 from rooftop.cli.lazy_groups import LazyGroup, Verb
 from rooftop.cli.words import Words
-from rooftop.errors import FAILURE, InputError, RooftopError, TargetError, did_you_mean
+from rooftop.errors import FAILURE, InputError, RooftopError, TargetError
+from rooftop.words import did_you_mean
 
 # Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.commands.VERB:command`.
 VERBS = {

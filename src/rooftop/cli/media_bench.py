@@ -17,6 +17,7 @@ from rooftop.cli.outputs import write_json
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import RooftopError
 from rooftop.media import NoVideoDecoderError, VideoReader
+from rooftop.media.nvdec import WORTH_PIXELS
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def measure(file: Path, device: str, streams: int, resize: tuple[int, int] | Non
 
 def _table(rates: list[Rate]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("device", "streams", "frames/s", "of each", "ms a frame"):
+    for name in ("device", "streams", "frames/s", "frames/s a stream", "ms a frame of all"):
         table.add_column(name, no_wrap=True, justify="left" if name == "device" else "right")
     table.add_column("", overflow="fold")
     said: set[str] = set()
@@ -130,7 +131,7 @@ def _table(rates: list[Rate]) -> Table:
 
 
 def _why_auto(chosen: str, why: str | None) -> str:
-    return why or f"NVDEC of {chosen} decodes this video, and the video is large enough to gain from it"
+    return why or f"NVDEC of {chosen} decodes this video, and its frames have at least {WORTH_PIXELS:,} pixels"
 
 
 def _told(file: Path, size: tuple[int, int], rates: list[Rate], chosen: str, why: str | None) -> dict[str, object]:

@@ -57,8 +57,9 @@ def run_decode(
         with progress_bar() as show, frames:
             count = _decode(reader, frames, first, every, end, show)
     if not count:
+        until = "the end" if end is None else f"{end} s"
         raise InputError(
-            f"no frame of {file} begins between {start or 0} s and {end} s: the video runs from "
+            f"no frame of {file} begins between {start or 0} s and {until}: the video runs from "
             f"{float(reader.times[0]):.3f} to {end_of(reader):.3f} s"
         )
     size = f"{reader.width} x {reader.height}"

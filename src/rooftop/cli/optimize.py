@@ -13,18 +13,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from rooftop.analysis.formats import counted, time_text
+from rooftop.analysis.formats import time_text
 from rooftop.analysis.text import WIDTH
 from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, resolve_target
-from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean
+from rooftop.errors import InputError, ModelRunError, TargetError
 from rooftop.optimization import Change, Optimized, optimize
 from rooftop.optimization.optimized import LEAST_BYTES
 from rooftop.optimization.page import render_page
 from rooftop.rewrites import RULES
 from rooftop.rewrites.candidates import NEEDS_A_GPU
+from rooftop.words import counted, did_you_mean
 
 SHOWN = {"kept": "green", "refused": "yellow", "failed": "red"}
 
@@ -126,7 +127,10 @@ def _show(found: Optimized, target: str) -> None:
         console.print(f"Checked on {', '.join(found.checked)}.", highlight=False)
     for what, why in found.unchecked.items():
         console.print(f"Not checked on {what}: {why}.", highlight=False)
-    console.print(f"Proven for {'; '.join(found.proven)}. Other calls run the original.", highlight=False)
+    console.print(
+        f"Proven for {'; '.join(found.proven)}: only these calls run the faster model (--shape adds shapes).",
+        highlight=False,
+    )
     for difference in found.differs:
         console.print(f"Different from the plan: {difference}.", style="yellow", highlight=False)
 

@@ -229,12 +229,11 @@ def _mean_ms(found: Sequence[FrameStats]) -> dict[str, float]:
 def _lines(found: Sequence[FrameStats], world: scene.Scene) -> list[str]:
     whole = world.triangles
     levels = sorted({level for each in found for level in each.levels})
-    drawn, clusters, large, hidden = (
-        _span([getattr(each, name) for each in found])
-        for name in ("triangles", "clusters", "large_triangles", "occluded")
+    drawn, clusters, hidden = (
+        _span([getattr(each, name) for each in found]) for name in ("triangles", "clusters", "occluded")
     )
     lines = [
-        f"drawn: {drawn} of {whole:,} triangles, in {clusters} clusters; {large} large triangles in tiles",
+        f"drawn: {drawn} of {whole:,} triangles, in {clusters} clusters",
         f"levels of detail: {_runs(levels) or 'none'}; hidden by what the previous frame drew: {hidden} instances, "
         "nodes, groups and clusters",
     ]

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from rooftop import models
-from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean, first_line
+from rooftop.errors import InputError, ModelRunError, TargetError
 from rooftop.user_code import named_object
+from rooftop.words import did_you_mean, first_line
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -65,7 +66,7 @@ def resolve_target(
     """Build the model that `text` names and the tensors that `inputs` describe, on the device and in the dtype.
 
     Without a device, model and inputs stay where they were built, which is enough for a prediction. `inputs` replace
-    the inputs that the target returns, but not its keyword arguments.
+    the inputs that the target returns, but not its keyword arguments; if it returned only these, they are replaced.
 
     Raises:
         TargetError: no such target exists.

@@ -16,7 +16,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from rooftop.analysis.formats import counted, percent_text
+from rooftop.analysis.formats import percent_text
 from rooftop.cli.commands.train import HEADS, INTERVAL, ITERS, LAYERS, LENGTH, VALID_DATA, WIDTH
 from rooftop.cli.outputs import check_writable
 from rooftop.cli.progress import progress_bar
@@ -53,6 +53,7 @@ from rooftop.train.reports.tensorboard import summary_writer
 from rooftop.train.stopping import INTERRUPTED_STATUS, STOPPED_STATUS, stop_on_signals
 from rooftop.train.tokens.mixtures import paths_of
 from rooftop.train.tokens.tokens import BYTES
+from rooftop.words import counted
 
 GRAPH_SHARE = 0.7
 """A CUDA graph is the default only if it needs less than this share of the GPU's memory."""

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rooftop.cluster.arrow import load_arrow
-from rooftop.errors import InputError, MissingExtraError, did_you_mean
+from rooftop.errors import InputError, MissingExtraError
+from rooftop.words import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,12 +169,12 @@ def _kind_of(files: Sequence[Path]) -> str:
         return kind
     if None in kinds:
         raise InputError(
-            f"{kinds[None]}: its suffix does not show what kind its items are; give the kind with "
-            f"--as {'|'.join(KINDS)}"
+            f"{kinds[None]}: its suffix does not show what kind its items are; give the kind (kind=, "
+            f"--as): {', '.join(KINDS)}"
         )
     said = " and ".join(f"{kind}: {path}" for kind, path in kinds.items())
     raise InputError(
-        f"the inputs have several kinds ({said}): expected one; choose it with --as, or map each kind separately"
+        f"the inputs have several kinds ({said}): expected one; choose it (kind=, --as), or map each kind separately"
     )
 
 
@@ -341,8 +342,8 @@ def _cloud(source: str, columns: int) -> Tensor:
         points = np.fromfile(source, np.float32)
         if points.size % columns:
             raise InputError(
-                f"{points.size} numbers are not a multiple of {columns} per point: give the right number per point as "
-                f"--point-columns"
+                f"{points.size} numbers are not a multiple of {columns} per point: give the right number per point "
+                f"(point_columns=, --point-columns)"
             )
         points = points.reshape(-1, columns)
     elif suffix == ".ply":

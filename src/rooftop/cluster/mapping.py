@@ -31,6 +31,7 @@ from rooftop.cluster.tables import Failure, is_settled, to_batch
 from rooftop.cluster.targets import Target, callable_target
 from rooftop.cluster.working import Chunk, Job, Outcome
 from rooftop.errors import InputError
+from rooftop.words import counted
 
 CHUNK_S = 0.5  # target seconds of work per chunk: much longer than sending a message, but cheap to repeat
 MOST_ITEMS = 4096  # maximum number of items in a chunk
@@ -87,9 +88,9 @@ class MapReport:
         return {**asdict(self), "out": str(self.out)}
 
     def __str__(self) -> str:
-        there = f"{self.before:,} were there" if self.before else ""
+        there = f"{counted(self.before, 'row')} from before" if self.before else ""
         if not self.items:
-            return f"{self.out}: nothing to do, {there or 'there are no items'}"
+            return f"{self.out}: nothing to do, {there or 'no items'}"
         errors = f", {self.errors:,} of them with an error (column error)" if self.errors else ""
         lines = [f"{self.out}: {self.items:,} rows{errors}{'; ' + there if there else ''}"]
         if self.items_per_s is not None:
@@ -102,13 +103,13 @@ class MapReport:
                 lines.append(f"{sum(self.start.values()):.1f} s until the first results: {parts}")
         if self.percent_of_ceiling is not None and self.decode_ceiling and self.call_ceiling:
             lines.append(
-                f"{self.percent_of_ceiling:.0f}% of min(decoding {self.decode_ceiling:,.1f}, target "
-                f"{self.call_ceiling:,.1f} items/s)"
+                f"{self.percent_of_ceiling:.0f}% of the possible: decoding alone reaches {self.decode_ceiling:,.1f} "
+                f"items/s, the target alone {self.call_ceiling:,.1f}"
             )
         if self.first_error is not None:
             lines.append(f"the first error: {self.first_error}")
         if self.lost:
-            lines.append(f"{self.lost} chunks were repeated")
+            lines.append(f"{counted(self.lost, 'group')} of items computed again, because a process ended or hung")
         return "\n".join(lines)
 
 
@@ -152,8 +153,8 @@ def map_items(
         point_columns: numbers per point in a .bin file.
         workers: number of processes on this machine. None: one per GPU, or one per four cores on the CPU.
         device: "cpu", "cuda" or "auto". Each worker sees one GPU.
-        decoders: processes per worker that decode photographs, clips and clouds. None: one per core on a GPU, none on
-            the CPU. 0: threads of the worker decode.
+        decoders: processes per worker that decode photographs, clips and clouds. None: on a GPU one per core,
+            divided among the workers, at most 32; none on the CPU. 0: threads of the worker decode.
         scheduler: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786". Its workers replace the processes on
             this machine.
         timeout_s: time limit for one call of the target including the decoding of its items. An item that takes longer

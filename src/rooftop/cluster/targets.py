@@ -16,7 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
-from rooftop.errors import InputError, ModelRunError, TargetError, did_you_mean
+from rooftop.errors import InputError, ModelRunError, TargetError
+from rooftop.words import did_you_mean
 
 Call = Callable[[list[Any]], Sequence[Any]]
 """A function from the values of several items to their results, in the same order."""

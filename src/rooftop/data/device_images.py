@@ -266,7 +266,8 @@ def faster_decoding(
     seconds: float = MEASURED_S,
     arrive: DeviceImages | None = None,
 ) -> DecodingChoice:
-    """Measure how many photographs a second each device decodes, and choose.
+    """Measure how many photographs a second each device decodes, and choose. The GPU must be `GAIN` times as fast,
+    because it also has to train.
 
     Args:
         images: a data set with an `ImageTransform`.
@@ -293,4 +294,7 @@ def faster_decoding(
     ):
         cpu, gpu = (loader_rate(each, seconds)[0] for each in (of_cpu, of_gpu))
     chosen = "gpu" if gpu > GAIN * cpu else "cpu"
-    return DecodingChoice(chosen, f"{gpu:,.0f} images/s by the GPU, {cpu:,.0f} by the CPU")
+    why = f"{gpu:,.0f} images/s by the GPU, {cpu:,.0f} by the CPU"
+    if cpu < gpu <= GAIN * cpu:
+        why += f"; the GPU also has to train, so it should decode {GAIN:g} times as many"
+    return DecodingChoice(chosen, why)

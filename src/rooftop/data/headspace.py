@@ -31,7 +31,7 @@ from rooftop.hardware.timing import measure
 STAGES = {
     "disk": "read files",
     "decode": "compressed images to pixels",
-    "augment": "crop, resize, change and normalize",
+    "augment": "crop, resize and change",
     "sample": "all work of the data set",
     "collate": "samples joined to a batch, by one thread",
     "loader": "all of the above together, by the loader",

@@ -26,8 +26,9 @@ from rooftop.data.colour_jitter import Colour, draw_jitter, jittered
 from rooftop.data.device_augment import encoded
 from rooftop.data.pixels import NO_OPERATIONS, Pixels
 from rooftop.data.rand_augment import Operation, apply_operations, draw_operations
-from rooftop.errors import InputError, did_you_mean
+from rooftop.errors import InputError
 from rooftop.media.images import MEAN, STD, normalized, pillow_image
+from rooftop.words import did_you_mean
 
 ASPECTS = (3 / 4, 4 / 3)  # range of width / height of random crops
 ERASED_PARTS, ERASED_ASPECTS = (0.02, 1 / 3), (0.3, 3.3)

@@ -63,7 +63,7 @@ class Loader:
         how: "here" (in the training loop itself), "threads", "processes", or "auto": the fastest way, found by timing
             the first batches of each.
         workers: number of threads or processes, at most 16 per CPU; 0: one per CPU, divided equally among the ranks of
-            a machine.
+            a machine, at most 32.
         ahead: batches that are made in advance.
         collate: makes a batch from a list of samples. With PyTorch's `default_collate`, all workers share the work of
             each batch. With another function, one worker makes a whole batch, and at least one batch per worker is made

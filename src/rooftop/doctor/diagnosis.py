@@ -27,7 +27,8 @@ from rooftop.doctor.findings import Finding, NoTorch, Part, build_of, gpu_usable
 from rooftop.doctor.gpu_findings import cuda_part, cudnn_part, driver_part, gpus_part, library_part, nccl_part
 from rooftop.doctor.requirements import asked_by, fits, python_asked_by, version_of
 from rooftop.doctor.torch_extensions import extensions_part
-from rooftop.errors import MissingExtraError, in_a_line
+from rooftop.errors import MissingExtraError
+from rooftop.words import in_a_line
 
 
 def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
@@ -81,7 +82,10 @@ def _packages(part: str) -> Finding | None:
     wrong = [name for name, spec in asked.items() if not fits(versions[name], spec)]
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if wrong:
-        problem = "; ".join(f"{name} is {versions[name] or 'not installed'}" for name in wrong)
+        problem = "; ".join(
+            f"{name} is {versions[name] or 'not installed'}{f', needed: {asked[name]}' if asked[name] else ''}"
+            for name in wrong
+        )
         return Finding(part, "broken", found, problem, mending.pip(*(f"{name}{asked[name]}" for name in wrong)))
     return Finding(part, "works", found)
 
@@ -323,7 +327,7 @@ PARTS: tuple[Part, ...] = (
     Part("Compiled calls", _compiled_calls, needed=False),
     Part("Compiled reads", _page_reader, needed=False),
     Part("Built on torch", extensions_part, needed=False),
-    Part("Ceilings cache", _cache),
+    Part("Ceilings cache", _cache, needed=False),
     Part("Shared memory", _shared_memory, needed=False),
     Part("cuda.core", partial(_package, module="cuda.core", package="cuda-core", extra="cuda"), needed=False),
     Part("Charts", partial(_package, module="plotly", package="plotly", extra="report"), needed=False),

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from rooftop.doctor import mending
 from rooftop.errors import MissingExtraError
 
 
@@ -69,4 +70,4 @@ def _are(extras: Sequence[Extra]) -> str:
 
 
 def _command(extras: Sequence[Extra]) -> str:
-    return f'pip install "rooftop[{",".join(dict.fromkeys(each.name for each in extras))}]"'
+    return mending.pip(f"rooftop[{','.join(dict.fromkeys(each.name for each in extras))}]")

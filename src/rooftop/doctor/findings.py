@@ -84,8 +84,3 @@ def reinstall(package: str) -> str:
     version = version_of(package)
     options = "--force-reinstall" + (" --index-url <the index it came from>" if "+" in version else "")
     return mending.pip(f"{package}=={version}", options=options)
-
-
-def counted(number: int, what: str) -> str:
-    """ "1 GPU", "2 GPUs"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -15,14 +15,13 @@ from rooftop.doctor import mending
 from rooftop.doctor.findings import (
     Finding,
     build_of,
-    counted,
     gpu_usable,
     reinstall,
     torch_cuda,
     torch_here,
 )
 from rooftop.doctor.requirements import asked_by
-from rooftop.errors import in_a_line
+from rooftop.words import counted, in_a_line
 
 # this folder exists if the driver's kernel module is loaded, even in containers
 PROC_DRIVER = Path("/proc/driver/nvidia")
@@ -89,7 +88,7 @@ def _no_driver(part: str, driver: DriverAnswer, built: str) -> Finding:
         return Finding(part, "broken", "not found", problem, mending.driver())
     if built:
         found = f"neither a driver nor a GPU found: torch is built for CUDA {built} and runs on the CPU"
-        return Finding(part, "absent", found, command=mending.driver())
+        return Finding(part, "absent", found)
     return Finding(part, "absent", "neither a driver nor a GPU found")
 
 

@@ -18,8 +18,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rooftop.errors import CeilingsFileError, did_you_mean
+from rooftop.errors import CeilingsFileError
 from rooftop.hardware.figures import PRECISIONS, Raise, memory_figure, part_in_words
+from rooftop.words import did_you_mean
 
 FORMAT = 2
 FORMATS = (1, 2)  # format 1 had no casts, updates, sustained rates or causes of raised ceilings

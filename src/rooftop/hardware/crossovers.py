@@ -31,11 +31,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from rooftop.errors import MeasurementError, did_you_mean
+from rooftop.errors import MeasurementError
 from rooftop.hardware.ceilings import Progress
 from rooftop.hardware.device import cpu, gpu, versions
 from rooftop.hardware.figures import DISTURBED_SPREAD
 from rooftop.hardware.timing import MEASURE_S, Timing, compare, measure
+from rooftop.words import did_you_mean
 
 FORMAT = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

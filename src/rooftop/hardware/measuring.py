@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-from rooftop.errors import CeilingsFileError, did_you_mean
+from rooftop.errors import CeilingsFileError
 from rooftop.hardware.ceilings import Ceilings, Progress, write_whole
 from rooftop.hardware.figures import PRECISIONS
 from rooftop.hardware.histories import History, history_of
 from rooftop.hardware.probes import identity, machine_of, parts_of, probe
+from rooftop.words import did_you_mean
 
 
 def measure_ceilings(

@@ -27,7 +27,7 @@ def table(climb: MemoryClimb) -> Table:
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("level", no_wrap=True)
     of_unit = f"B/s of a {climb.unit}"
-    for name in ("loaded from", "latency", "B/s of all", of_unit, "in flight", f"of a {climb.unit}"):
+    for name in ("loaded from", "latency", "B/s in all", of_unit, "in flight", f"of a {climb.unit}"):
         shown.add_column(name, justify="right")
     for level in climb.levels:
         shown.add_row(
@@ -45,7 +45,7 @@ def table(climb: MemoryClimb) -> Table:
 def flight_table(climb: MemoryClimb) -> Table:
     """A table with a row for each concurrency and parallelism: the prediction by Little's law, and the measurement."""
     shown = Table(box=None, padding=(0, 2, 0, 0), title=f"Little's law in {climb.flown}", title_justify="left")
-    for name in ("loads of a thread", "threads", "bytes in flight", "B/s expected", "B/s measured", "of it"):
+    for name in ("loads of a thread", "threads", "bytes in flight", "B/s expected", "B/s measured", "of expected"):
         shown.add_column(name, justify="right")
     for flight in climb.flights:
         percent = 100 * flight.rate / flight.expected

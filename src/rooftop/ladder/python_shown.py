@@ -30,10 +30,10 @@ def table(climb: SpeedClimb) -> Table:
     that it copies."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("rung", overflow="fold")
-    shown.add_column("in", no_wrap=True)
+    shown.add_column("written in", no_wrap=True)
     for name in ("time", "times faster", "of roof"):
         shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("of", no_wrap=True)
+    shown.add_column("which roof", no_wrap=True)
     shown.add_column("bytes copied", justify="right", no_wrap=True)
     shown.add_column("", overflow="fold", style="dim")
     for rung in climb.rungs:
@@ -45,7 +45,7 @@ def table(climb: SpeedClimb) -> Table:
 def stops(climb: SpeedClimb) -> Table:
     """Lines that say when each rung is fast enough."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
-    shown.add_column("in", no_wrap=True)
+    shown.add_column("written in", no_wrap=True)
     shown.add_column("rung", no_wrap=True)
     shown.add_column("stop here if", overflow="fold")
     for rung in climb.rungs:

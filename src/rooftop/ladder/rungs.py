@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from rooftop.cost import Cost
-from rooftop.errors import did_you_mean
 from rooftop.hardware import Ceilings
 from rooftop.launch import cuda
 from rooftop.launch.triton_launch import INTERPRETED
+from rooftop.words import did_you_mean
 
 CUDA, TRITON, PYTORCH, CPU = "CUDA C++", "Triton", "PyTorch", "CPU"
 Clock = Literal["graph", "device", "host"]

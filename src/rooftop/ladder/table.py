@@ -21,7 +21,7 @@ def table(climb: Climb) -> Table:
     """A table with a row for each rung: its time, or if it was not timed, whether the result is right."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("rung", overflow="fold")
-    shown.add_column("in")
+    shown.add_column("written in")
     if climb.roof_ms is None:
         shown.add_column("result")
     else:

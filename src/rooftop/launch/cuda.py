@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
-from rooftop.errors import LaunchError, first_line
+from rooftop.errors import LaunchError
 from rooftop.hardware.occupancies import MULTIPROCESSORS, WARP
 from rooftop.launch import nvrtc
 from rooftop.launch.kernel_arguments import Signature, first_device, signature
 from rooftop.launch.triton_launch import record_launch
+from rooftop.words import first_line
 
 SYNCHRONOUS = os.environ.get("ROOFTOP_SYNC") == "1"
 """Whether each launch waits for its kernel."""

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rooftop.doctor.gpu_findings import ask_driver
-from rooftop.errors import InputError, MissingExtraError, did_you_mean
+from rooftop.errors import InputError, MissingExtraError
 from rooftop.media.ffmpeg_packages import install_command
 from rooftop.media.ffmpeg_trials import CODECS, FILTERS, Codec, FFmpegAbility, Trials
+from rooftop.words import did_you_mean
 
 DRIVER_LIBRARIES = ("libcuda.so.1", "libnvcuvid.so.1", "libnvidia-encode.so.1")
 DEVICES = ("cuda", "vaapi", "vdpau", "qsv", "drm", "opencl", "vulkan")

@@ -17,7 +17,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rooftop.errors import RooftopError, in_a_line
+from rooftop.errors import RooftopError
+from rooftop.words import in_a_line
 
 IS_DATA = np.isin(np.arange(256), [0x00, *range(0xD0, 0xD8), 0xFF])
 """For each byte after 0xff, whether coded data continues: stuffed bytes, restart markers and padding."""

@@ -74,7 +74,7 @@ class VideoReader:
     Args:
         path_or_bytes: a file, or the content of one.
         device: "cpu"; "cuda" or "cuda:1", a GPU's NVDEC, whose frames stay in GPU memory; or "auto": NVDEC if it is
-            available and faster than the CPU.
+            available and the frames have an even size of at least 320 x 240 pixels (as many in all).
         output: "rgb"; or "nv12", (3 H / 2, W) uint8, the video's own format.
         dtype: torch.uint8, or float16, bfloat16, float32, float64; floating dtypes keep the precision of 10-bit videos.
         resize: (height, width) of the upright frames; resized bilinearly, without aliasing when they shrink.

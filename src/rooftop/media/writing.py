@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rooftop.errors import InputError, did_you_mean
+from rooftop.errors import InputError
 from rooftop.media.colours import CODES, WEIGHTS, Colours, rgb_to_yuv, usual_matrix
 from rooftop.media.errors import VideoWriteError
 from rooftop.media.nvenc import ENCODER, OTHERWISE, why_no_nvenc
 from rooftop.media.opening import said
 from rooftop.media.pyav import load_av
 from rooftop.media.soundtracks import CopiedSound, EncodedSound, usual_codec
+from rooftop.words import did_you_mean
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rooftop.errors import TargetError, WeightsError, did_you_mean
+from rooftop.errors import TargetError, WeightsError
 from rooftop.models.conv_lstm.keras_weights import keras_converted
 from rooftop.models.conv_lstm.network import NextFrameNetwork, colour_next_frame_network, next_frame_network
 from rooftop.models.detr.network import Detr, detr_resnet50, detr_resnet101
@@ -32,6 +32,7 @@ from rooftop.models.weights.checkpoint_contents import Contents
 from rooftop.models.weights.dialects import DETR, HYBRID, NEXT_FRAME, RESNET, SWIN, Converted, Dialect, converted
 from rooftop.models.weights.files import fitting, options_of, read_checkpoint, weights_file
 from rooftop.models.weights.load_reports import LoadReport, compared
+from rooftop.words import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from rooftop.errors import TargetError, nearest
+from rooftop.errors import TargetError
+from rooftop.words import nearest
 
 Build = TypeVar("Build", bound=Callable[..., nn.Module])
 
@@ -44,10 +45,10 @@ def model_entry(name: str) -> ModelEntry:
     """
     if name not in _entries:
         package, _, attribute = name.rpartition(".")
-        others = [f"{package}:{attribute}"] if package else list(_entries)
-        meant = nearest(name, _entries) or others
+        meant = nearest(name, _entries) or ([f"{package}:{attribute}"] if package else [])
+        hint = f"did you mean {', '.join(meant)}?" if meant else f"there are {', '.join(_entries)}"
         raise TargetError(
-            f"{name!r} is not a built-in model (did you mean {', '.join(meant)}?) and not package.module:callable, "
+            f"{name!r} is not a built-in model with an input of its own ({hint}) and not package.module:callable, "
             "e.g. my_pkg.net:build"
         )
     return _entries[name]

@@ -18,7 +18,7 @@ def copy_sharing_tensors(model: nn.Module, name: str, unregistered: bool = False
         unregistered: also share all unregistered tensors: attributes, and tensors of modules outside of `_modules`.
 
     Raises:
-        TypeError: a part of the model cannot be copied, or its copy has its own tensors.
+        TypeError: a part of the model cannot be copied, or its copy has its own tensors, or shares modules.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     if unregistered:
@@ -35,5 +35,11 @@ def copy_sharing_tensors(model: nn.Module, name: str, unregistered: bool = False
         raise TypeError(
             f"{name}: a copy of {type(model).__name__} does not share its parameters (a ScriptModule, or a module "
             "with its own __deepcopy__): pass the original model"
+        )
+    own = {id(module) for module in model.modules()}
+    if shared := [name for name, module in same.named_modules() if id(module) in own]:
+        raise TypeError(
+            f"{name}: copying {type(model).__name__} does not copy its module {shared[0] or 'itself'}: let the "
+            "__deepcopy__ of that module return a copy"
         )
     return same

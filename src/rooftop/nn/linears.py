@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftop.errors import did_you_mean
 from rooftop.kernels import linear_act
 from rooftop.kernels.operands.activations import ACTIVATIONS
+from rooftop.words import did_you_mean
 
 
 class LinearAct(torch.nn.Linear):

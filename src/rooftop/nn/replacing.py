@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.errors import did_you_mean
 from rooftop.nn import recognizing
 from rooftop.nn.copies import copy_sharing_tensors
 from rooftop.nn.embeddings import Embedding
@@ -17,6 +16,7 @@ from rooftop.nn.losses import CrossEntropyLoss
 from rooftop.nn.measuring import Measured, worthwhile
 from rooftop.nn.norms import LayerNorm, RMSNorm
 from rooftop.nn.softmaxes import LogSoftmax, Softmax
+from rooftop.words import did_you_mean
 
 SUBSTITUTES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.LayerNorm: LayerNorm,

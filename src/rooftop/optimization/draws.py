@@ -185,6 +185,15 @@ def key_of(given: Arguments) -> Any:
     return signature(given, _kind)[0]
 
 
+def without_shapes(key: Any) -> Any:
+    """A key of `key_of` that is equal for calls whose tensors differ only in their shapes."""
+    if not isinstance(key, tuple):
+        return key
+    if len(key) == 3 and key[0] is Tensor:
+        return *key[:2], key[2][1:]
+    return tuple(map(without_shapes, key))
+
+
 def _kind(tensor: Tensor) -> Hashable:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.is_quantized:
         raise TypeError(f"optimize: tensors must be plain tensors, got {_name(tensor)}: pass its parts")

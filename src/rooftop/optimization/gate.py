@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftop.errors import in_a_line
 from rooftop.optimization.draws import Arguments, Draw, tensors_of
 from rooftop.optimization.outcomes import (
     SEED,
@@ -33,6 +32,7 @@ from rooftop.optimization.outcomes import (
 )
 from rooftop.rewrites.candidates import Candidate
 from rooftop.rewrites.structures import mapped
+from rooftop.words import in_a_line
 
 ALLOWED = 2.0
 """The allowed error of a change, as a multiple of the original's error, as in `rooftop.testing`."""

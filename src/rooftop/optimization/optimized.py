@@ -19,8 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from rooftop.nn.contents import OWN, REGISTERS, Contents
 from rooftop.optimization import draws
-from rooftop.optimization.draws import Arguments, in_words, key_of
+from rooftop.optimization.draws import Arguments, in_words, key_of, without_shapes
 from rooftop.rewrites.candidates import Candidate
+from rooftop.rewrites.folding import OtherPathError
+from rooftop.words import first_line
 
 PLAN_VERSION = 1
 LEAST_BYTES = 1_000_000
@@ -110,7 +112,7 @@ class Optimized:
 
     def undo(self) -> nn.Module:
         """Return the original, which the faster module also runs from now on."""
-        self.module.stop("undone")
+        self.module.stop("because undo() was called")
         return self.module.original
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -199,8 +201,10 @@ class OptimizedModule(nn.Module):
         if not why:
             try:
                 result = own.candidate.call(*args, **kwargs)
+            except OtherPathError as error:
+                why = f"because {first_line(error)}"
             finally:
-                why = "" if own.looks_first else own.changed()
+                why = why or ("" if own.looks_first else own.changed())
             if not why:
                 return result
         if not own.unproven[why]:
@@ -333,6 +337,11 @@ class _State:
         except KeyError:  # an entry was removed, and another was added
             return False
 
+    def _remedy(self, given: Arguments) -> str:
+        if without_shapes(key_of(given)) in map(without_shapes, self.proven):
+            return "pass shapes=[...] to optimize"
+        return "a dtype, a device, requires_grad or another argument differs: optimize again with such arguments"
+
     def why_not(self, given: Arguments) -> str:
         """Why the original must run this call; "" if the faster model may run it."""
         if self.stopped:
@@ -353,7 +362,7 @@ class _State:
             except TypeError:
                 return "because an argument is not a plain tensor, number, string or structure of these"
             if not proven:
-                return f"because it was not proven for {in_words(given)}: pass shapes=[...] to optimize"
+                return f"because it was not proven for {in_words(given)}: {self._remedy(given)}"
             if quick is not None:
                 self._quick.add(quick)
         if RemovableHandle.next_id != self.hooks:

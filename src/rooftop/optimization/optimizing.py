@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftop.errors import InputError, did_you_mean
+from rooftop.errors import InputError
 from rooftop.optimization.as_before import as_before
 from rooftop.optimization.carried import check_nothing_is_carried
 from rooftop.optimization.draws import Arguments, Draw, draws, in_words, key_of, of_shape, others, tensors_of
@@ -25,6 +25,7 @@ from rooftop.optimization.requirements import check_arguments, check_drawn, chec
 from rooftop.optimization.searching import Progress, Search
 from rooftop.rewrites import RULES, Candidate, Rule
 from rooftop.rewrites.candidates import set_mode
+from rooftop.words import did_you_mean
 
 GATE_SHARE = 0.25
 """Share of the budget for the original's results on special values."""
@@ -193,7 +194,7 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
     try:
         plan = json.loads(Path(path).read_text(encoding="utf-8"))
         version, names, surroundings = plan["version"], plan["rules"], plan.get("surroundings", {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is not a plan of rooftop.optimize ({type(error).__name__}: {error})") from error
     if version != PLAN_VERSION:
         raise InputError(f"{path} is a plan of version {version}, expected {PLAN_VERSION}: optimize again and save it")
@@ -203,9 +204,15 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
     unknown = [name for name in names if name not in by_name]
     if unknown:
         raise InputError(
-            f"{path} has the rule {unknown[0]!r}, which this version of Rooftop does not have (pass your own in rules=)"
+            f"{path} has the rule {unknown[0]!r}, which this version of Rooftop does not have: if it is your own, call "
+            "rooftop.optimize(..., plan=..., rules=[...])"
         )
-    return [by_name[name] for name in dict.fromkeys(names)], plan
+    rules = [by_name[name] for name in dict.fromkeys(names)]
+    for kind in dict.fromkeys(rule.kind for rule in rules if rule.kind):
+        same = [rule.name for rule in rules if rule.kind == kind]
+        if len(same) > 1:
+            raise InputError(f"{path} has the rules {' and '.join(same)}, of which a search keeps only one: remove one")
+    return rules, plan
 
 
 def _surroundings(module: nn.Module, given: Arguments, train: bool) -> dict[str, str]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from rooftop.errors import in_a_line
 from rooftop.optimization.draws import Arguments
 from rooftop.optimization.forecasts import quick_ceilings
 from rooftop.optimization.outcomes import Step, copied
@@ -19,6 +18,7 @@ from rooftop.rewrites.candidates import Compiled, Memory
 from rooftop.rewrites.compiler_rules import counted_blocks
 from rooftop.rewrites.graph_rules import Replays
 from rooftop.rewrites.training_graphs import TrainingReplays
+from rooftop.words import in_a_line
 
 HOW_IT_RUNS = ("compile", "graphs")
 """Kinds of rules that change how operators are run, not which ones."""

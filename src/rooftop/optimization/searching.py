@@ -6,16 +6,17 @@ and kept if it is correct.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from rooftop.errors import in_a_line
 from rooftop.optimization.as_before import Originals
 from rooftop.optimization.deadlines import Deadline, StoppedError
 from rooftop.optimization.draws import Arguments, Draw, tensors_of
@@ -28,6 +29,7 @@ from rooftop.optimization.rounds import Rounds
 from rooftop.optimization.timing import same_state, step_of, untouched
 from rooftop.optimization.trial_order import AGAIN, BLOCKS, WHOLE, TrialOrder
 from rooftop.rewrites import RULES, Candidate, Rule, Times
+from rooftop.words import in_a_line
 
 Progress = Callable[[str, float], None]
 STEPS, PROOF_STEPS, LAST_STEPS = 10, 30, 16
@@ -115,6 +117,7 @@ class Search:
         self._gates: dict[tuple[str, ...], Gate] = {}
         self._profiles = Profiles(step, self.given, original, self.plain)
         self._order = TrialOrder([], {}, Times(0.0, ()), 0.0, 0.0)
+        self._trial_s: dict[str, float] = {}  # of each rule, the time of its last trial
         self._compile_s = 0.0  # the time in which the best candidate was compiled
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
@@ -123,15 +126,20 @@ class Search:
         Args:
             all_at_once: for a plan: apply all rules, and prove and time them together.
         """
-        try:
-            self.planned = all_at_once
+        self.planned = all_at_once
+        with self._told_if_interrupted():
             if all_at_once:
                 self._apply_all(rules)
             else:
                 self._search(rules)
+
+    @contextmanager
+    def _told_if_interrupted(self) -> Iterator[None]:
+        try:
+            yield
         except KeyboardInterrupt:
-            self.progress("interrupted", 1.0)
             print("rooftop.optimize was interrupted. Results until then:", *map(str, self.changes), sep="\n")
+            self.progress("interrupted", 1.0)
             raise
 
     def _search(self, rules: Sequence[Rule]) -> None:
@@ -145,18 +153,19 @@ class Search:
         self._order = TrialOrder(known, forecasts, times, self.min_gain * wall, self.ends - time.perf_counter())
         order: list[Rule] = []
         while self._order.waiting:
-            rule = self._order.take(self._profiles.now, self.ends - time.perf_counter())
+            following = self._order.peek(self._profiles.now, self._left_s())
+            if following.kind == "compile" and not any(each.kind == "compile" for each in order):
+                needed_s = self._needed_s(following, compiled=False)
+                self._try_again(order, forecasts, promising=True, until=self.ends - needed_s)
+            rule = self._order.take(self._profiles.now, self._left_s())
             self.progress(rule.name, 0.1 + 0.8 * len(order) / len(known))
-            if rule.kind == "compile" and not any(each.kind == "compile" for each in order):
-                self._try_again(order, forecasts, promising=True)
             order.append(rule)
             change = self._tried(rule, forecasts[rule.name][1])
             self.changes.append(change)  # looked up again, because `_tried` may replace the list
-        if len(self.kept) > 1:
-            self._try_again(order, forecasts)
+        self._try_again(order, forecasts, promising=False, until=self.ends)
 
     def _try_again(
-        self, tried: Sequence[Rule], forecasts: Mapping[str, tuple[float, float]], promising: bool = False
+        self, tried: Sequence[Rule], forecasts: Mapping[str, tuple[float, float]], promising: bool, until: float
     ) -> None:
         """Try the rules again that had no gain, together with the rules that were kept after them. For example, fused
         kernels do not help while the host is slower than the GPU, but they do after graphs were kept.
@@ -164,10 +173,13 @@ class Search:
         Args:
             promising: only the rules that are now predicted to gain. That is the choice before the compiler runs,
                 because it would compile again with each rule that is kept later.
+            until: when the last trial must have ended, by `time.perf_counter`. A trial may take as long as the rule's
+                first one.
         """
         again = [each.rule for each in self.changes if each.verdict == "no gain" and each.measured_ms is not None]
         for rule in (rule for rule in tried if rule.name in again):
-            if time.perf_counter() < self.ends and self._could_pay(rule, promising):
+            ends = time.perf_counter() + self._trial_s[rule.name]
+            if ends < until and self._could_pay(rule, promising):
                 change = self._tried(rule, forecasts[rule.name][1])
                 if change.verdict != "not tried":  # else the first trial says more
                     self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
@@ -182,6 +194,8 @@ class Search:
         if not any(names.index(kept.name) > names.index(rule.name) for kept in self.kept):
             return False
         compiled = any(kept.kind == "compile" for kept in self.kept)
+        if not compiled and any(kept.kind == rule.kind != "" for kept in self.kept):
+            return False  # it would replace that rule, which is faster
         if not compiled and not promising:
             return True
         if compiled and rule.opaque:
@@ -219,6 +233,7 @@ class Search:
         given = replace(self.plain, optimizer=self.optimizer)
         try:
             reason = rule.refusal(given) if fits else f"not for {'training' if not rule.trains else 'inference'}"
+            _check_reason(reason, f"refusal of {rule.name}")
         except Exception as error:
             self.changes.append(Change(rule.name, "failed", in_a_line(error)))
             return False
@@ -230,6 +245,7 @@ class Search:
         """Whether a step has work that the rule could make faster; the absence of such work is recorded."""
         try:
             reason = rule.absent(times)
+            _check_reason(reason, f"absent of {rule.name}")
         except Exception as error:
             self.changes.append(Change(rule.name, "failed", in_a_line(error)))
             return False
@@ -242,10 +258,26 @@ class Search:
         estimate fails.
         """
         try:
-            return float(rule.seconds(times)), float(rule.predicted_ms(times))
+            seconds, gain_ms = float(rule.seconds(times)), float(rule.predicted_ms(times))
+            if math.isnan(seconds) or math.isnan(gain_ms):
+                raise ValueError(f"a time must be a number, got {seconds} s and {gain_ms} ms")
+            return seconds, gain_ms
         except Exception as error:
             self.changes.append(Change(rule.name, "failed", f"its prediction: {in_a_line(error)}"))
             return None
+
+    def _left_s(self) -> float:
+        return self.ends - time.perf_counter()
+
+    def _needed_s(self, rule: Rule, compiled: bool) -> float:
+        """The estimated seconds of a trial.
+
+        Args:
+            compiled: whether the compiler is among the other rules.
+        """
+        steps = STEPS + (0 if self._gates else PROOF_STEPS)
+        seconds = self._order.seconds(rule, self._profiles.now) + steps * self._rounds.step_s
+        return seconds + (AGAIN * self._compile_s if compiled else 0.0)
 
     # ---- trying one rule -----------------------------------------------------------------------------------------
 
@@ -255,7 +287,7 @@ class Search:
         Args:
             predicted_ms: the rule's predicted gain without the kept rules.
         """
-        change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
+        change, began = Change(rule.name, "not tried", predicted_ms=predicted_ms), time.perf_counter()
         for replaced in self._replaced(rule):
             other = self._tried_instead(rule, replaced, predicted_ms)
             if other.verdict == "kept" or change.verdict == "not tried":
@@ -264,6 +296,7 @@ class Search:
             idle = other.verdict == "not tried" or (other.verdict == "no gain" and not other.where)
             if change.verdict == "kept" or idle or lost_ms > HOPELESS * self._profiles.now.wall_ms:
                 break
+        self._trial_s[rule.name] = time.perf_counter() - began
         return change
 
     def _replaced(self, rule: Rule) -> list[list[Rule]]:
@@ -285,12 +318,7 @@ class Search:
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
         steps = STEPS + (0 if self._gates else PROOF_STEPS)
         compiled = any(kept.kind == "compile" for kept in self.kept if kept not in replaced)
-        needed = (
-            self._order.seconds(rule, self._profiles.now)
-            + steps * self._rounds.step_s
-            + (AGAIN * self._compile_s if compiled else 0.0)
-        )
-        left = self.ends - time.perf_counter()
+        needed, left = self._needed_s(rule, compiled), self._left_s()
         if left <= 0:
             return replace(change, reason=BUDGET_OVER)
         if left < WORTH_A_TRY * needed:
@@ -302,12 +330,12 @@ class Search:
         try:
             change = replace(change, predicted_ms=self._profiles.predicted(rule, others))
             began, held = time.perf_counter(), allocated(self.plain.device)
-            candidate = self._built(rules)
-            where = candidate.changes[rule.name]
+            with deadline:
+                candidate = self._built(rules)
+                if where := candidate.changes[rule.name]:
+                    self._first_call(candidate)
             if not where:
                 return replace(change, verdict="no gain", reason="there is nothing to change")
-            with deadline:
-                self._first_call(candidate)
             first_s = time.perf_counter() - began
             self._order.note(rule, self._profiles.now, first_s)
             change = replace(change, where=where, first_call_s=first_s)
@@ -419,6 +447,10 @@ class Search:
 
     def result(self) -> Result:
         """The best candidate, timed as users call it; or the original if it is faster and no plan was applied."""
+        with self._told_if_interrupted():
+            return self._result()
+
+    def _result(self) -> Result:
         if not self.kept:
             timing = self._rounds.timed({"": self.plain})[""]
             return Result(self.plain, timing.median_ms, timing.median_ms, timing.spread)
@@ -430,7 +462,7 @@ class Search:
             self._nothing_changed()
         except Exception as error:
             self._give_up(str(error) if isinstance(error, RefusedError) else in_a_line(error))
-            return self.result()
+            return self._result()
         ms = {name: before_ms * (1 - statistics.median(shares)) for name, shares in gains.items()}
         noise = max(gains["after"]) - min(gains["after"])
         for_memory = any(kept.saves_memory for kept in self.kept)
@@ -454,6 +486,11 @@ class Search:
             for change in self.changes
         ]
         self.kept, self.best = [], self.plain
+
+
+def _check_reason(reason: object, what: str) -> None:
+    if reason is not None and (not isinstance(reason, str) or not reason):
+        raise TypeError(f"{what} must return a reason in words, or None, got {reason!r}")
 
 
 def _ordered(rules: Sequence[Rule]) -> list[Rule]:

@@ -48,19 +48,29 @@ class TrialOrder:
         self.waiting = sorted(rules, key=self._urgency)
         self._first = self._too_late(times, left_s)
 
+    def peek(self, times: Times, left_s: float) -> Rule:
+        """The next rule."""
+        return self._first or self._next(times, left_s)
+
     def take(self, times: Times, left_s: float) -> Rule:
         """Remove and return the next rule."""
-        rule, self._first = self._first or self._next(times, left_s), None
+        rule, self._first = self.peek(times, left_s), None
         self.waiting.remove(rule)
         return rule
 
     def seconds(self, rule: Rule, times: Times) -> float:
         """The estimated seconds until a rule's first call is done, at the pace of the last compilation."""
-        return self._pace * rule.seconds(times)
+        return self._pace * self._estimate(rule, times)
+
+    def _estimate(self, rule: Rule, times: Times) -> float:
+        try:
+            return float(rule.seconds(times))
+        except Exception:  # of a user's rule, although its forecast had no error
+            return self._forecasts[rule.name][0]
 
     def note(self, rule: Rule, times: Times, seconds: float) -> None:
         """Learn the pace of the compiler from a rule's first call."""
-        if (estimate := rule.seconds(times)) > 0:
+        if (estimate := self._estimate(rule, times)) > 0:
             self._pace = min(MOST_PACE, max(LEAST_PACE, seconds / estimate))
 
     def limit_s(self, rule: Rule, times: Times, left_s: float) -> float:

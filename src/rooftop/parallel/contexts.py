@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rooftop.errors import did_you_mean
 from rooftop.parallel.block_attentions import Blocks, Given, empty_like_rows, wide_dtype
 from rooftop.parallel.chunks import Chunks
 from rooftop.parallel.documents import Documents, Span
@@ -39,6 +38,7 @@ from rooftop.parallel.exchanges import Group, gather_of_ranks, place_in
 from rooftop.parallel.head_exchanges import heads_here, order_of, positions_here
 from rooftop.parallel.packings import Block, Packing
 from rooftop.parallel.uploads import uploaded
+from rooftop.words import did_you_mean
 
 if TYPE_CHECKING:
     from rooftop.parallel.self_attentions import ParallelSelfAttention

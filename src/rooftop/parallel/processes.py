@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rooftop.errors import FAILURE, first_line, in_a_line
+from rooftop.errors import FAILURE
 from rooftop.parallel.captures import graphs_end_here
 from rooftop.parallel.errors import RankError
 from rooftop.parallel.flight_records import ranks_in_words
@@ -54,6 +54,7 @@ from rooftop.parallel.process_states import Process
 from rooftop.parallel.roll_call import LINGER_S, MeetingOver, RollCall, StoreEnded, say
 from rooftop.parallel.terminations import Termination, heard_by_a_thread
 from rooftop.parallel.watching import Failure, Watch, note_interrupted, poll
+from rooftop.words import first_line, in_a_line
 
 PATIENCE_S = 20.0
 TIMEOUT_S = 600.0

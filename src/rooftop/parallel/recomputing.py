@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from rooftop.errors import did_you_mean
 from rooftop.parallel.dropouts import CounterDropouts, Place
+from rooftop.words import did_you_mean
 
 Recompute = bool | str
 """What backward recomputes. False: nothing. True or "full": whole blocks. "selective": cheap, large tensors."""

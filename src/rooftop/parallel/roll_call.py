@@ -29,11 +29,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from rooftop.errors import first_line
 from rooftop.parallel.errors import RankError
 from rooftop.parallel.flight_records import ranks_in_words
 from rooftop.parallel.process_states import Process
 from rooftop.parallel.watching import poll
+from rooftop.words import first_line
 
 JUDGING = 1.2
 """Rank 0 decides the roll call when its patience ends. Another rank decides after this multiple of rank 0's

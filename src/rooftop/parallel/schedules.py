@@ -38,7 +38,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import NamedTuple
 
-from rooftop.errors import did_you_mean
+from rooftop.words import did_you_mean
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 UNITS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}

@@ -36,7 +36,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rooftop.errors import first_line
 from rooftop.parallel.flight_records import (
     Operation,
     newest,
@@ -52,6 +51,7 @@ from rooftop.parallel.process_states import GONE, STOPPED, Process, oom_kills
 from rooftop.parallel.progress import all_places
 from rooftop.parallel.terminations import Termination
 from rooftop.parallel.waits import Waits, context
+from rooftop.words import first_line
 
 WATCH_S = 0.2
 """Seconds between a rank's heartbeats, and between its checks for failed ranks."""

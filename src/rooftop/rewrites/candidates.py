@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.nn.copies import copy_sharing_tensors
+from rooftop.words import counted
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Times:
         launch_ms: the host's time to launch a small operator on a GPU; 0 on a CPU.
         compiled: times of the same step with compiled code, if it was measured before.
         memory: GPU memory; None on a CPU.
-        blocks: (number of repeated blocks, number of their kinds). Each kind is compiled once. None: not counted.
+        blocks: (number of repeated blocks, number of their kinds). Each kind is compiled once. None: not some.
     """
 
     wall_ms: float
@@ -283,9 +284,9 @@ def only_on_gpu(candidate: Candidate) -> str | None:
     return None if candidate.device.type == "cuda" else f"{NEEDS_A_GPU}, but the model is on {candidate.device}"
 
 
-def counted(count: int, what: str) -> str:
-    """A count in words, such as "3 norms"; "" for 0."""
-    return f"{count} {what}{'s' if count != 1 else ''}" if count else ""
+def some(count: int, what: str) -> str:
+    """What a rule has changed, such as "3 norms"; "" for none."""
+    return counted(count, what) if count else ""
 
 
 def names_of(found: Mapping[str, str]) -> str:

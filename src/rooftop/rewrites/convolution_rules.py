@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, counted, only_on_gpu
+from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, only_on_gpu, some
 from rooftop.rewrites.folding import fold_norms
 from rooftop.rewrites.fusing import fuse_convolutions, settled
 from rooftop.rewrites.module_rules import share_of
@@ -20,6 +20,7 @@ from rooftop.rewrites.timed_alone import alone_ms, filled
 JOINED = ("relu", "gelu", "silu", "sigmoid", "aten::add")
 """Parts of the names of operators that a convolution can compute with its sum."""
 NORMS = ("batch_norm",)
+CONVOLUTIONS = ("aten::convolution", "aten::_convolution")
 
 
 class FoldNorms(Rule):
@@ -37,7 +38,7 @@ class FoldNorms(Rule):
     def apply(self, candidate: Candidate) -> str:
         folded = fold_norms(candidate.model).folded
         candidate.frozen |= bool(folded)
-        return counted(len(folded), "norm") and f"{counted(len(folded), 'norm')} folded"
+        return some(len(folded), "norm") and f"{some(len(folded), 'norm')} folded"
 
 
 class FuseConvolutions(Rule):
@@ -54,7 +55,7 @@ class FuseConvolutions(Rule):
         return only_on_gpu(candidate)
 
     def predicted_ms(self, times: Times) -> float:
-        convolutions = [call for call in times.calls if "convolution" in call.operator.name()]
+        convolutions = [call for call in times.calls if call.operator.name() in CONVOLUTIONS]
         shapes = {shape_of_result(call) for call in convolutions}
         joined = [call for call in times.calls if _takes_one(call, shapes, JOINED)]
         norms = [call for call in times.calls if _takes_one(call, shapes, NORMS)]
@@ -67,19 +68,19 @@ class FuseConvolutions(Rule):
         return times.gain_ms(saved_ms, sum(call.count for call in joined + norms))
 
     def apply(self, candidate: Candidate) -> str:
-        folded = fold_norms(candidate.model).folded
+        folded = fold_norms(candidate.model, into=(nn.Conv2d,)).folded
         fused = fuse_convolutions(candidate.model).fused
-        if not fused:
-            return ""
         candidate.frozen |= bool(folded)
+        if not fused:
+            return some(len(folded), "norm") and f"{some(len(folded), 'norm')} folded"
         run = candidate.call
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return settled(run(*args, **kwargs))
 
         candidate.prepare(call)
-        what = f"{counted(len(fused), 'convolution')} fused with the operators after them"
-        return f"{what}, {counted(len(folded), 'norm')} folded" if folded else what
+        what = f"{some(len(fused), 'convolution')} fused with the operators after them"
+        return f"{what}, {some(len(folded), 'norm')} folded" if folded else what
 
 
 class Pools(Rule):
@@ -95,7 +96,7 @@ class Pools(Rule):
         return times.gain_ms(times.of("max_pool") / 2)
 
     def apply(self, candidate: Candidate) -> str:
-        return counted(len(replace_pools(candidate.model)), "max pool")
+        return some(len(replace_pools(candidate.model)), "max pool")
 
 
 def shape_of_result(call: Call) -> torch.Size:

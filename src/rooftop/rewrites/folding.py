@@ -9,7 +9,7 @@ convolution followed by it is a convolution with other weights:
 When is it allowed? `torch.fx` traces the model, or the largest parts that it can trace. A norm is folded if its only
 call takes the output of the only call of a convolution, and nothing else uses that output. A trace shows a single path
 through the code, so each call checks this again: a folded convolution wraps its result, and only its norm unwraps it.
-Code on another path raises an error instead of computing wrong numbers.
+Code on another path raises `OtherPathError` instead of computing wrong numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import copy
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rooftop.errors import in_a_line
+from rooftop.rewrites.stand_ins import SPECIAL_METHODS, as_tensor
+from rooftop.words import in_a_line
 
 # Number of dimensions of each layer's output, with the batch. Types must be exactly these, since subclasses may do
 # anything.
@@ -72,8 +73,12 @@ class CannotFoldError(Exception):
     """Raised with the reason why a norm stays; caught in this file."""
 
 
+class OtherPathError(RuntimeError):
+    """A call takes another path through the model than the trace. The message says where."""
+
+
 @torch.no_grad()
-def fold_norms(model: nn.Module) -> Folding:
+def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTIONS.keys()) -> Folding:
     """Fold the batch norms of a model in evaluation mode, in place. Afterwards the model is only for inference.
 
     It folds BatchNorm1d, 2d, 3d, SyncBatchNorm, and frozen norms. A frozen norm is a module with only the buffers
@@ -81,6 +86,9 @@ def fold_norms(model: nn.Module) -> Folding:
     confirms this. The new weights are computed in float64 and rounded once. Keys of the state dict change.
 
     While it traces, torch.fx replaces methods of all modules of the process, so other threads must not run models.
+
+    Args:
+        into: types of the layers into which norms are folded, all of them known to this file.
 
     Raises:
         TypeError: model is not a module.
@@ -94,7 +102,7 @@ def fold_norms(model: nn.Module) -> Folding:
     structure = Structure(model)
     for name, norm in norms.items():
         try:
-            convolution = structure.convolution_before(name, norm)
+            convolution = structure.convolution_before(name, norm, into)
             _fold(structure.modules[convolution], norm, convolution, name)
             result.folded[name] = convolution
         except CannotFoldError as why:
@@ -148,8 +156,8 @@ class Structure:
             if owner in self.modules:
                 self.read.add(id(self.modules[owner]))
 
-    def convolution_before(self, name: str, norm: nn.Module) -> str:
-        """Return the name of the convolution whose output only this norm uses.
+    def convolution_before(self, name: str, norm: nn.Module, kinds: Collection[type[nn.Module]]) -> str:
+        """Return the name of the convolution of one of these kinds whose output only this norm uses.
 
         Raises:
             CannotFoldError: there is no such convolution.
@@ -164,7 +172,7 @@ class Structure:
             raise CannotFoldError(f"it follows {what}, not a convolution")
         before = _joined(prefix, str(source.target))
         convolution = self.modules[before]
-        if type(convolution) not in CONVOLUTIONS:
+        if type(convolution) not in kinds:
             raise CannotFoldError(f"it follows {before}, a {type(convolution).__name__}")
         self._check_once(convolution, before)
         if len(source.users) > 1:
@@ -194,6 +202,13 @@ class Structure:
         return ""
 
 
+class _TensorProxy(fx.Proxy):
+    """A proxy that `isinstance` takes for a tensor, so that a forward that asks is traced as it runs."""
+
+    __class__ = as_tensor
+    _is_param = _is_buffer = False  # isinstance(proxy, nn.Parameter) reads the first, nn.Buffer the second
+
+
 class _Tracer(fx.Tracer):
     """Trace into modules that have submodules and can be traced; other modules become single nodes."""
 
@@ -202,6 +217,12 @@ class _Tracer(fx.Tracer):
     def __init__(self, opaque: set[nn.Module]) -> None:
         super().__init__()
         self.opaque = opaque
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _TensorProxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         without_parts = not any(True for _ in m.children())
@@ -294,7 +315,8 @@ def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_n
     # Removed instead of changed, so that code outside the trace that reads the old tensors fails.
     folded = copy.copy(convolution)
     folded._parameters, folded._modules = {}, {}
-    folded._parameters["weight"] = nn.Parameter(weight.contiguous(), requires_grad=False)
+    weight = torch.empty_like(old.detach()).copy_(weight)  # in the layout of the old one, such as channels last
+    folded._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
     folded._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
     for module in (convolution, norm):
         for tensors in (module._parameters, module._buffers):
@@ -360,25 +382,38 @@ def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
 
 
 class _Sealed:
-    """The wrapped output of a folded convolution; only the convolution's norm unwraps it."""
+    """The wrapped output of a folded convolution; only the convolution's norm unwraps it. `isinstance` takes it for the
+    tensor that the convolution would return, so that a forward that asks goes on as in the trace.
+    """
+
+    __class__ = as_tensor
 
     def __init__(self, value: Tensor, convolution: nn.Module, norm: str) -> None:
         self.value, self.convolution, self.norm = value, convolution, norm
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        raise RuntimeError(_OTHER_WAY.format(what="the output of a folded convolution goes to another function"))
+        raise OtherPathError(OTHER_PATH.format(what="the output of a folded convolution goes to another function"))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(_OTHER_WAY.format(what=f"the input of {self.norm} is used elsewhere"))
+        raise self._elsewhere()
+
+    def _elsewhere(self) -> OtherPathError:
+        return OtherPathError(OTHER_PATH.format(what=f"the input of {self.norm} is used elsewhere"))
 
 
-_OTHER_WAY = (
-    "{what}: this call takes another path through the model than the trace used for folding. Build the engine with "
-    "fold=False"
+def _refused(sealed: _Sealed, *arguments: Any) -> Any:
+    raise sealed._elsewhere()
+
+
+OTHER_PATH = (
+    "{what}: this call takes another path through the model than the trace used for folding (an Engine with fold=False "
+    "does not fold)"
 )
+for _name in (*SPECIAL_METHODS, "__add__", "__radd__", "__iadd__"):
+    setattr(_Sealed, _name, _refused)
 
 
 class Sealing:
@@ -403,6 +438,6 @@ class Opening:
     def __call__(self, input: Any) -> Tensor:
         if type(input) is not _Sealed or input.convolution is not self.folded:
             what = f"{self.norm} was folded into {self.convolution}, but is called on something else"
-            raise RuntimeError(_OTHER_WAY.format(what=what))
+            raise OtherPathError(OTHER_PATH.format(what=what))
         value: Tensor = input.value
         return value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.nn.hooks import has_hooks
-from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, counted, only_on_gpu
+from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, only_on_gpu, some
 from rooftop.rewrites.structures import mapped
 from rooftop.rewrites.timed_alone import alone_ms, repeated
 
@@ -39,7 +39,7 @@ class ChannelsLast(Rule):
                 each.__dict__["forward"] = _Copied(each)
             if copied:
                 _run_channels_last(candidate)
-            return counted(len(copied), "convolution")
+            return some(len(copied), "convolution")
         convolutions = [
             module
             for module in candidate.model.modules()
@@ -52,7 +52,7 @@ class ChannelsLast(Rule):
             return ""
         candidate.frozen = True
         _run_channels_last(candidate)
-        return counted(len(convolutions), "convolution")
+        return some(len(convolutions), "convolution")
 
 
 def _run_channels_last(candidate: Candidate) -> None:

@@ -24,7 +24,8 @@ from torch.nn import functional
 
 from rooftop.kernels import conv_act
 from rooftop.kernels.operands.dtypes import FLOATS
-from rooftop.rewrites.folding import CONVOLUTIONS, NORMS, Opening, Sealing, Structure
+from rooftop.rewrites.folding import CONVOLUTIONS, NORMS, Opening, OtherPathError, Sealing, Structure
+from rooftop.rewrites.stand_ins import SPECIAL_METHODS, as_tensor
 from rooftop.rewrites.structures import mapped
 
 Function = Callable[..., Any]
@@ -45,13 +46,6 @@ MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Sigm
 SUMS: tuple[Function, ...] = (operator.add, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 SUMS_IN_PLACE: tuple[Function, ...] = (operator.iadd, Tensor.add_, Tensor.__iadd__)
 METHODS = ("relu", "relu_", "sigmoid", "add", "add_")
-# Methods that Python looks up in the type of a tensor, except sums, which are above.
-SPECIAL_METHODS = (
-    "__neg__", "__pos__", "__abs__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__",
-    "__truediv__", "__rtruediv__", "__itruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__",
-    "__rpow__", "__ipow__", "__matmul__", "__rmatmul__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
-    "__getitem__", "__setitem__", "__len__", "__iter__", "__contains__", "__bool__", "__array__", "__deepcopy__",
-)  # fmt: skip
 # Modules that change no tensor. Only these may run between a convolution and its activation.
 PURE = (*CONVOLUTIONS, *NORMS, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 
@@ -284,8 +278,10 @@ def _computed(module: nn.Conv2d, input: Tensor, residual: Tensor | None, activat
 
 class _Promise:
     """The output of a convolution that will be computed with the following operations. Any access to an attribute of a
-    tensor computes the convolution without the activation.
+    tensor computes the convolution without the activation. `isinstance` takes it for a tensor.
     """
+
+    __class__ = as_tensor
 
     def __init__(self, convolution: nn.Conv2d, input: Tensor, residual: Tensor | None = None) -> None:
         self.convolution, self.input, self.residual = convolution, input, residual
@@ -304,9 +300,9 @@ class _Promise:
 
     def _with(self, activation: str | None) -> Tensor:
         if self.versions != (_version(self.input), _version(self.residual)):
-            raise RuntimeError(
+            raise OtherPathError(
                 "the input of a convolution was changed before its activation: this call takes another path through "
-                "the model than the trace used for fusing. Build the engine with fuse=False"
+                "the model than the trace used for fusing (an Engine with fuse=False does not fuse)"
             )
         kind = self.input.device.type
         if self.autocast is _autocast(kind):

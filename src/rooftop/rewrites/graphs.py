@@ -19,8 +19,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from rooftop.errors import in_a_line
 from rooftop.hardware.graphs import captured_into
+from rooftop.words import in_a_line
 
 capturing = threading.Lock()  # a process makes one capture at a time
 

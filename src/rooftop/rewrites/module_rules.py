@@ -11,7 +11,7 @@ from torch import Tensor
 from rooftop.kernels import layer_norm, rms_norm, softmax
 from rooftop.nn import KINDS, replace
 from rooftop.nn.constants import keep_constants
-from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, counted, names_of, only_on_gpu
+from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, names_of, only_on_gpu, some
 from rooftop.rewrites.timed_alone import alone_ms, filled, launch_ms, repeated
 
 OPERATORS_OF_A_NORM = ("aten::pow", "aten::mean", "aten::rsqrt")
@@ -126,4 +126,4 @@ class Constants(Rule):
     def apply(self, candidate: Candidate) -> str:
         kept = keep_constants(candidate.model)
         candidate.frozen |= bool(kept)
-        return counted(len(kept), "method") and f"{counted(len(kept), 'method')} computed once"
+        return some(len(kept), "method") and f"{some(len(kept), 'method')} computed once"

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftop.errors import in_a_line
 from rooftop.hardware.graphs import captured_into
 from rooftop.rewrites.graphs import UncapturedError, capturing, free_generator, waits_in_a_capture
 from rooftop.rewrites.structures import mapped, signature
+from rooftop.words import in_a_line
 
 MOST_PAIRS = 4
 Gradients = list[Tensor | None]

@@ -205,7 +205,7 @@ class Scene:
             ValueError: there are no instances.
         """
         if not len(self):
-            raise ValueError("the scene has no instances: add a mesh with add_instance")
+            raise ValueError("the scene has no instances: add one by add_instance(add_mesh(file))")
         return self._bounds.of(self.placed, self.meshes)
 
 

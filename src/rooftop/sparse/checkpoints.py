@@ -23,9 +23,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rooftop.errors import did_you_mean
 from rooftop.sparse.convolutions import SparseConvolution
 from rooftop.sparse.weight_layouts import LAYOUTS, OWN_VERSION, as_krsc, fitting
+from rooftop.words import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,10 @@ def convert_state_dict(
     for key, found in fits.items():
         if not found:
             raise ValueError(
-                f"{key} is {tuple(state_dict[key].shape)}: that is {wanted[key]}, (out, *kernel, in), in "
-                f"{'no layout of spconv' if layout is None else f'another layout than {layout}'}; check that the "
-                "network is the one that was saved"
+                f"{key} has shape {tuple(state_dict[key].shape)}. The network needs {wanted[key]}, as (out, *kernel, "
+                f"in), and {'no layout of spconv' if layout is None else f'the layout {layout} does not'} "
+                f"{'turns' if layout is None else 'turn'} one into the other; check that the network is the one that "
+                "was saved"
             )
     certain = {found[0] for found in fits.values() if len(found) == 1}
     layouts = {}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rooftop.errors import did_you_mean
 from rooftop.sparse.geometries import batch_size_of, check_cells, sizes_of
 from rooftop.sparse.rulebook import Faults
 from rooftop.sparse.sites import check_indices, check_range, check_sites, checks_values, in_range, keys_of, sites_of
+from rooftop.words import did_you_mean
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftop.errors import did_you_mean
 from rooftop.sparse.geometries import MAX_DIMS, NO_KEY
+from rooftop.words import did_you_mean
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "max", "sum", "first")

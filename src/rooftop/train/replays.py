@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rooftop.errors import in_a_line
 from rooftop.hardware.graphs import captured_into
+from rooftop.words import in_a_line
 
 WARM_UP = 3
 """Default number of calls before the capture. The first call compiles kernels, and initializes libraries and NCCL."""

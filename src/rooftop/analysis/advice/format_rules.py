@@ -12,11 +12,11 @@ import torch
 from rooftop.analysis.advice.alternatives import repeated_ratios
 from rooftop.analysis.advice.autocast import Recast, cast_host_ms, under_autocast
 from rooftop.analysis.findings import LEAST_GAIN, Findings
-from rooftop.analysis.formats import counted
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.repeating import Form
 from rooftop.analysis.report_contents import Advice
 from rooftop.cost import Cost, roof
+from rooftop.words import counted
 
 
 def half_precision(findings: Findings) -> list[Advice]:

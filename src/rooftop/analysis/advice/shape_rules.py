@@ -8,11 +8,11 @@ Padding the side to 50,304 adds a little arithmetic and allows the fast kernel.
 from __future__ import annotations
 
 from rooftop.analysis.findings import LEAST_GAIN, Findings
-from rooftop.analysis.formats import counted
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.analysis.repeating import Form, times_again
 from rooftop.analysis.report_contents import Advice
 from rooftop.cost import roof
+from rooftop.words import counted
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 VECTOR_BYTES = 16
@@ -32,7 +32,7 @@ def padded_products(findings: Findings) -> list[Advice]:
     named = ", ".join(f"{side:,}" for side in sides[:3]) + (", ..." if len(sides) > 3 else "")
     return [
         Advice(
-            "Pad matrices to whole vectors",
+            f"Pad the sides of matrices to multiples of {PADDED_TO}",
             f"{counted(len(changed), 'matrix product')} with a side of {named} take {now_ms:.2f} ms; timed here, with "
             f"sides padded to multiples of {PADDED_TO}, {after_ms:.2f} ms",
             findings.saved_by_ms([after.get(id(op), op.measured_ms) for op in findings.operators]),

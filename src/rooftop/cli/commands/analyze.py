@@ -9,7 +9,7 @@ import click
 from rooftop.cli.commands.deferred import done_by
 from rooftop.cli.commands.target_options import device_option, dtype_option, input_option
 from rooftop.cli.outputs import json_option
-from rooftop.errors import did_you_mean
+from rooftop.words import did_you_mean
 
 EXAMPLES = """\b
 Examples:
@@ -59,7 +59,8 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
     flag_value="default",
     callback=_known_mode,
     metavar="[MODE]",
-    help="Compile the model with torch.compile first, in MODE (default, reduce-overhead, max-autotune).",
+    help="Compile the model with torch.compile first, in MODE (default, reduce-overhead, max-autotune). Without "
+    "MODE, put this option after TARGET.",
 )
 @click.option(
     "--predict",
@@ -98,6 +99,5 @@ def command() -> None:
 
     Rooftop times every operator and compares it with its roof: the shortest time in which this machine could move the
     operator's bytes and do its arithmetic. The distance from the wall time to the roof of the whole model is split into
-    three
-    gaps: slow kernels, missing fusion, and waiting for the host.
+    three gaps: slow kernels, missing fusion, and waiting for the host.
     """

@@ -17,7 +17,8 @@ Examples:
 
 \b
 How to read the table:
-  Each row shows the samples per second of one stage alone, with its input already in memory.
+  Each row shows the samples per second of one stage alone. The inputs of all stages but disk
+  are already in memory.
   loader  all stages of a sample together, as in training. Its rate must be above the rate of model.
   bounds  the stage to improve first.
 

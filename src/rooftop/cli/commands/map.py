@@ -98,7 +98,7 @@ pandas.read_parquet("classes.parquet").
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of processes on this machine.  [default: one per GPU; on the CPU one per four cores]",
+    help="Number of processes on this machine.  [default: one per GPU; on the CPU one per four cores, at least two]",
 )
 @click.option(
     "--device",
@@ -112,7 +112,7 @@ pandas.read_parquet("classes.parquet").
     type=click.IntRange(min=0),
     metavar="N",
     help="Number of processes per worker that decode photographs, clips and clouds. 0: the worker's own threads "
-    "decode.  [default: on a GPU one per core; on the CPU 0]",
+    "decode.  [default: on a GPU one per core, divided among the workers, at most 32; on the CPU 0]",
 )
 @click.option(
     "--scheduler", metavar="ADDRESS", help="Use the workers of this Dask scheduler instead of local processes."
@@ -135,5 +135,5 @@ def command() -> None:
     the file), error, and the columns of the result. The first good result sets the columns. An item becomes a row with
     an error if it cannot be read, raises, hangs (--timeout) or kills its process.
 
-    The exit status is 0 if at least one item has a result, and 1 if none has.
+    The exit status is 1 if every item has an error, and otherwise 0.
     """

@@ -32,7 +32,7 @@ Examples:
     default=1,
     show_default=True,
     metavar="N",
-    help="Keep every N-th frame, starting with the first frame after --start.",
+    help="Keep every N-th frame, starting with the first frame at or after --start.",
 )
 @start_option
 @end_option

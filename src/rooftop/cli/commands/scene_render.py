@@ -52,7 +52,8 @@ centre of the first pixel at (0, 0).
 )  # fmt: skip
 @click.option(
     "--orbit", callback=numbers(2, 3), metavar="AZIMUTH,ELEVATION[,DISTANCE]",
-    help="Camera position around the scene, in degrees. Without a distance, the whole scene is in view.  "
+    help="Camera position around the scene: two angles in degrees, and the distance in world units. Without a "
+    "distance, the whole scene is in view.  "
     "[default: -50,25]",
 )  # fmt: skip
 @click.option("--eye", callback=numbers(3), metavar="X,Y,Z", help="Camera position, in world units.")

@@ -219,7 +219,8 @@ def command() -> None:
     "--tp-comm-overlap",
     is_flag=True,
     help="Tensor parallel ranks compute a micro-batch in two halves: one half communicates while the other computes. "
-    "This doubles the launches, so combine it with --enable-cuda-graph.",
+    "This doubles the launches, so it needs --enable-cuda-graph on a GPU. It also needs an even --micro-batch-size, "
+    "and excludes --recompute and --use-torch-fsdp2.",
 )
 @click.option(
     "--accumulate-whole-gradients",

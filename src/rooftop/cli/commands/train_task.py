@@ -12,7 +12,7 @@ import click
 from rooftop.cli.commands import names
 from rooftop.cli.commands.deferred import done_by
 from rooftop.cli.repeated_options import refuse_repeated_options
-from rooftop.errors import did_you_mean
+from rooftop.words import did_you_mean
 
 OWN = "my_pkg.task:build"
 
@@ -180,7 +180,11 @@ def _options(data: str) -> list[Callable[[Any], Any]]:
             help="Change one value of the recipe, e.g. optimizer.lr=0.01. Repeat for several.",
         ),
         click.option("--out", type=folder, metavar="DIR", help="Folder of the run.  [default: runs/NAME]"),
-        click.option("--resume", is_flag=True, help="Continue the run in --out, with its recipe and its data."),
+        click.option(
+            "--resume",
+            is_flag=True,
+            help="Continue the run in --out, with its recipe and its data. If the folder has no run, start one.",
+        ),
         click.option(
             "--device",
             type=click.Choice(["cuda", "cpu"]),

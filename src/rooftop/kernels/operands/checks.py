@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.errors import did_you_mean
 from rooftop.kernels.operands.dtypes import in_words
+from rooftop.words import did_you_mean
 
 NUMBERS: tuple[type[Any], ...] = (int, float, torch.SymInt, torch.SymFloat)
 

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rooftop.errors import did_you_mean
 from rooftop.kernels import conv_lstm_gates, conv_lstm_sequence
 from rooftop.kernels.recurrent.conv_lstm_sequences import recurrent_convolution
 from rooftop.kernels.recurrent.conv_lstms import ACTIVATIONS
 from rooftop.launch.symbolic import module_recorded_whole
+from rooftop.words import did_you_mean
 
 Pair = tuple[int, int]
 States = tuple[Tensor, Tensor]

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rooftop.errors import TargetError, WeightsError, did_you_mean
+from rooftop.errors import TargetError, WeightsError
 from rooftop.models.gpt.rope_scaling import hugging_face_rope, scaling_of
 from rooftop.models.gpt.switches import GptConfig
+from rooftop.words import did_you_mean
 
 
 def _gpt2(layers: int, width: int, heads: int) -> GptConfig:

@@ -23,13 +23,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from rooftop.errors import InputError, MissingExtraError, WeightsError, did_you_mean
+from rooftop.errors import InputError, MissingExtraError, WeightsError
 from rooftop.models.images import Preprocessing
 from rooftop.models.registry import builtin_models
 from rooftop.models.weights.checkpoint_contents import Contents, weights_in
 from rooftop.models.weights.downloads import download, sha256_of
 from rooftop.models.weights.load_reports import COMPUTED, compared
 from rooftop.models.weights.trained_files import trained_file
+from rooftop.words import did_you_mean
 
 PUBLIC_URL = "https://download.pytorch.org/models"
 DETR_URL = "https://dl.fbaipublicfiles.com/detr"

@@ -159,8 +159,8 @@ class Renderer:
 
         Args:
             cameras: if their number and sizes equal the previous frame's, the cameras of that frame are their previous
-                positions. outputs,
-            timings, wait: as in `render`.
+                positions.
+            outputs, timings, wait: as in `render`.
 
         Returns:
             For each camera a frame with pictures (1, height, width[, C]); its statistics count all cameras together.

@@ -213,8 +213,9 @@ def slots_of(graph: PageGraph, pool_bytes: int) -> int:
     roots, count = int(graph.roots.sum()), pool_bytes // layouts.PAGE_BYTES
     if count < roots:
         raise InputError(
-            f"pool_bytes={pool_bytes:,}: the root pages of the scene's meshes are always resident and need {roots:,} "
-            f"slots of {layouts.PAGE_BYTES:,} bytes: give at least {roots * layouts.PAGE_BYTES:,}"
+            f"a pool of {pool_bytes:,} bytes is too small: the root pages of the scene's meshes are always resident "
+            f"and need {roots:,} "
+            f"slots of {layouts.PAGE_BYTES:,} bytes: give at least pool_bytes={roots * layouts.PAGE_BYTES:,} (--pool)"
         )
     return min(count, graph.count)
 

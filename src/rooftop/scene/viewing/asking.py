@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rooftop.errors import InputError, did_you_mean
+from rooftop.errors import InputError
 from rooftop.scene.arguments import MAX_SIDE
 from rooftop.scene.viewing.viewpoints import Viewpoint, checked_moves, finite_numbers
+from rooftop.words import did_you_mean
 
 MOST_PIXELS = 2**25  # most pixels of a picture: 7680 x 4320
 MOST_PIXEL_ERROR = 1e6

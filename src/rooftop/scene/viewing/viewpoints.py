@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rooftop.errors import InputError, did_you_mean
+from rooftop.errors import InputError
 from rooftop.scene.arguments import MOST
 from rooftop.scene.cameras import Camera
 from rooftop.scene.framing import NEAR, THREE_QUARTERS, around, distance_that_frames, outward
+from rooftop.words import did_you_mean
 
 Floats = NDArray[np.float64]
 Vector = tuple[float, float, float]

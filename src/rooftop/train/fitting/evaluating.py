@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.errors import InputError, did_you_mean
+from rooftop.errors import InputError
 from rooftop.parallel import World, others_wait
 from rooftop.train.fitting.feeding import in_memory_format, loader_of
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.tasks.task import Task
+from rooftop.words import did_you_mean
 
 
 class Evaluator:

@@ -125,7 +125,7 @@ def _with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "") -> list[str]:
-    """List the differences between two identities, such as "recipe.optimizer.lr is 0.2 here and 0.1 there"."""
+    """The differences between two identities, such as "recipe.optimizer.lr is 0.2 now and 0.1 in the checkpoint"."""
     found = []
     for name in dict.fromkeys([*here, *there]):
         one, other = here.get(name), there.get(name)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from rooftop.errors import did_you_mean
 from rooftop.models.gpt.stages import layers_of_stages
 from rooftop.models.gpt.switches import GptConfig
 from rooftop.parallel import Layout
@@ -25,6 +24,7 @@ from rooftop.parallel.transport_plans import Exchange, choose_transport
 from rooftop.train.tokens.batches import Batches
 from rooftop.train.tokens.mixtures import Mixture
 from rooftop.train.tokens.tokens import Tokens
+from rooftop.words import did_you_mean
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LAUNCHED_FLOPS = 1.5e12

@@ -8,8 +8,9 @@ from functools import partial
 
 from torch import nn
 
-from rooftop.errors import InputError, did_you_mean
+from rooftop.errors import InputError
 from rooftop.train.recipes.parameter_kinds import is_norm
+from rooftop.words import did_you_mean
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:

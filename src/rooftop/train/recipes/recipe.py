@@ -3,7 +3,7 @@
     recipe = Recipe.of({"run": {"epochs": 20}, "optimizer": {"name": "adamw", "lr": 1e-3}})
     recipe = recipe.with_values(["mix.mixup=0.2", "ema.decay=0.999"])
 
-A switch left at its default is off and costs nothing.
+A switch left at its default is off and costs nothing, except `run.sync_norms` and `run.sum_in_backward`, which are on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from rooftop.errors import InputError, did_you_mean, nearest
+from rooftop.errors import InputError
+from rooftop.words import did_you_mean, nearest
 
 PUBLISHED = Path(__file__).parent / "published"
 
@@ -149,8 +150,9 @@ class Augment:
         erase: probability of random erasing. Source: Zhong et al. 2020, arXiv:1708.04896.
         repeats: copies of each sample in a batch, each with its own augmentation. An epoch has the same number of
             steps, so it has fewer different samples. Source: Hoffer et al. 2020, arXiv:1901.09335.
-        decode: device that decodes and crops the JPEGs of the training images: "cpu", "gpu", or "auto" (the faster one,
-            which rooftop train measures at the start). A GPU's pixels differ slightly from a CPU's.
+        decode: device that decodes and crops the JPEGs of the training images: "cpu", "gpu", or "auto": the GPU if it
+            decodes more than 2.5 times as many images a second as the CPU, because it also has to train. rooftop train
+            measures both at the start. A GPU's pixels differ slightly from a CPU's.
         gpu_share: with decode = "gpu", the fraction of the images that the GPU decodes; the CPU decodes the others. A
             GPU that decodes all images has less time for the step.
         detail: minimum number of decoded pixels per pixel of a random crop, along a side. Below 1 the CPU decodes more

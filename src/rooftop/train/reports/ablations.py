@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rooftop.errors import InputError, did_you_mean
+from rooftop.errors import InputError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.train.fitting.records import Fitted
 from rooftop.train.recipes.recipe import Recipe
+from rooftop.words import did_you_mean
 
 RESULT = "result.json"
 """Name of the result file in the folder of each finished run."""

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from rooftop.analysis.formats import counted, percent_text, quantity_text, time_text
+from rooftop.analysis.formats import percent_text, quantity_text, time_text
 from rooftop.analysis.page import require_plotly
 from rooftop.errors import MissingExtraError
 from rooftop.hardware.ceilings import write_whole
@@ -26,6 +26,7 @@ from rooftop.train.reports.histories import History, pace_of
 from rooftop.train.reports.pictures import embedded, example_pictures
 from rooftop.train.reports.roofs import TaskRoof, task_roof
 from rooftop.train.reports.terminal import number_text, seconds_text, value_text
+from rooftop.words import counted
 
 REFRESH_S = 10
 """Seconds after which a browser reloads the page of a running training."""

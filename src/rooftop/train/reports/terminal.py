@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rooftop.analysis.formats import counted, percent_text
+from rooftop.analysis.formats import percent_text
 from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, StepRecord
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.reports.histories import History, Pace, pace_of
+from rooftop.words import counted
 
 
 class Terminal:

@@ -23,10 +23,11 @@ from types import ModuleType
 from typing import Any
 
 from rooftop.doctor.extras import Extra
-from rooftop.errors import ModelRunError, RooftopError, TargetError, did_you_mean
+from rooftop.errors import ModelRunError, RooftopError, TargetError
 from rooftop.models import builtin_models
 from rooftop.train.tasks.task import Build, Task
 from rooftop.user_code import found_in, named_module
+from rooftop.words import did_you_mean
 
 Values = Mapping[str, Mapping[str, Any]]
 

@@ -1,0 +1,76 @@
+"""Words of messages: counts, errors in a line, and the nearest known name for a misspelt one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+MOST_MEANT = 3
+"""Largest number of names that are suggested because they begin with the given word."""
+
+
+def counted(count: int, what: str) -> str:
+    """ "1 graph", "2 graphs"."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def first_line(error: object) -> str:
+    """The first line of an error's message, without PyTorch's location in C++ source, which tells a user nothing.
+
+    If it ends with a colon, the next line is appended. (dynamo puts the compiler's error there.)
+    """
+    try:
+        message = str(error)
+    except Exception:  # of a user's class
+        return "<it cannot be printed>"
+    first, *rest = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    first = re.sub(r"^\[[^]]*\.(cc|cpp|h|hpp):\d+\] ", "", first)
+    return f"{first} {rest[0]}" if first.endswith(":") and rest else first
+
+
+def in_a_line(error: object) -> str:
+    """An error's type, and the first line of its message: "ValueError: expected 3 channels, got 4"."""
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+
+
+def did_you_mean(given: object, names: Iterable[str]) -> str:
+    """ " (did you mean resnet50?)", with the nearest of the names, as the end of a message; "" if none is near."""
+    near = nearest(given, names)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def nearest(given: object, names: Iterable[str]) -> list[str]:
+    """Find the names with the fewest typing errors relative to the given word; none if all names have too many.
+
+    Case, hyphens and underscores are not errors. Two of five characters may be wrong. Among equally near names, the
+    name with more characters in common wins. If the word is the beginning of several names, the first three of them are
+    returned.
+    """
+    word = _plain(str(given))
+    known = list(dict.fromkeys(names))
+    errors = {name: _typing_errors(word, _plain(name)) for name in known}
+    least = min(errors.values(), default=0)
+    beginning = [name for name in known if word and _plain(name).startswith(word)]
+    if least > 0 and beginning:
+        return beginning[:MOST_MEANT]
+    near = [name for name in known if word and errors[name] == least <= max(1, 2 * len(word) // 5)]
+    return [max(near, key=lambda name: (SequenceMatcher(None, word, _plain(name)).ratio(), name))] if near else []
+
+
+def _plain(word: str) -> str:
+    return word.casefold().replace("-", "").replace("_", "")
+
+
+def _typing_errors(a: str, b: str) -> int:
+    """Count missing, extra and wrong characters, and swapped neighbours (Damerau 1964)."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, above, row = row, before, [i]
+        for j, y in enumerate(b, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y))
+            if i > 1 and j > 1 and (x, a[i - 2]) == (b[j - 2], y):
+                cost = min(cost, above[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
