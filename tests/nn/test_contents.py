@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -56,3 +57,13 @@ def test_a_copy_shares_what_it_is_asked_to() -> None:
     assert same.holder.keys is model.holder.keys
     assert less.holder.keys is not model.holder.keys
     assert less.layer.weight is model.layer.weight
+
+
+def test_modules_that_copy_as_themselves_are_refused() -> None:
+    class Same(nn.Sequential):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Same:
+            return self
+
+    model = nn.Sequential(Same(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match="test: copying Sequential does not copy its module 0: let the __deepcopy__"):
+        copy_sharing_tensors(model, "test")

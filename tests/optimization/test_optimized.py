@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import prune
 
 from rooftop.optimization import Optimized, OptimizedModule
-from rooftop.rewrites import Candidate
+from rooftop.rewrites import Candidate, FoldNorms
 
 Proven = Callable[..., Optimized]
 X = torch.randn(4, 6)
@@ -302,3 +302,33 @@ def test_weights_in_other_memory_are_not_what_graphs_read() -> None:
     assert ran(module, calls) == "faster", "a change of values in the same memory, as by an optimizer"
     model[0].weight.data = torch.ones(3, 6)
     assert "its weights are in other memory" in ran(module, calls)
+
+
+def test_a_call_on_another_path_than_the_trace_runs_the_original(proven: Proven) -> None:
+    class Turns(nn.Module):
+        other = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return y * 2 if Turns.other else self.norm(y)  # type: ignore[no-any-return]
+
+    model, x = Turns().eval(), torch.randn(2, 4, 5, 5)
+    rule = FoldNorms()
+    rule.name = "folds"
+    found = proven(model, x, rule=rule)
+    assert found.kept == ["folds"]
+    Turns.other = True
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="the original model runs, because .* takes another path"):
+        assert torch.equal(found.module(x), model(x))
+
+
+def test_it_says_which_part_of_a_call_is_not_proven() -> None:
+    _, module, calls = made()
+    with torch.no_grad():
+        assert "not proven for 2x6 float32: pass shapes=[...] to optimize" in ran(module, calls, X[:2])
+        other = "a dtype, a device, requires_grad or another argument differs: optimize again with such arguments"
+        assert f"not proven for 4x6 float32: {other}" in ran(module, calls, X.clone().requires_grad_())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from rooftop.optimization import OptimizedModule
 from rooftop.optimization.outcomes import Step, outcome_of
 from rooftop.optimization.profiles import Profiles
 from rooftop.optimization.rounds import Rounds
+from rooftop.optimization.searching import Search
 from rooftop.rewrites import RULES, Candidate, Compile, CompileBlocks, Rule, Times
 from rooftop.rewrites.candidates import Call
 from rooftop.rewrites.compiler_rules import counted_blocks, repeated_blocks
@@ -143,12 +145,17 @@ def test_rules_by_plan_are_applied_without_a_search(tmp_path: Path) -> None:
         ("[]", "is not a plan of rooftop.optimize"),
         ('{"version": 9, "rules": []}', "version 9, expected 1"),
         ('{"version": 1, "rules": ["magic"]}', "'magic', which this version of Rooftop does not"),
+        ("[" * 200_000, "is not a plan of rooftop.optimize (RecursionError"),
+        (
+            '{"version": 1, "rules": ["compile", "compile-blocks"]}',
+            "compile-blocks and compile, of which a search keeps",
+        ),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
-    with pytest.raises(InputError, match=words.replace("[", r"\[")):
+    with pytest.raises(InputError, match=re.escape(words)):
         rooftop.optimize(sleepy(), torch.randn(2, 6), plan=path)
     with pytest.raises(InputError, match="is not a plan"):
         rooftop.optimize(sleepy(), torch.randn(2, 6), plan=tmp_path / "none.json")
@@ -186,6 +193,58 @@ def test_two_rules_of_one_kind_exclude_each_other() -> None:
         "shorter": "short is faster",
     }
     assert found.module._own.candidate.changes.keys() == {"short"}
+
+
+def test_a_keyboard_interrupt_at_the_end_says_what_was_learned(capsys: pytest.CaptureFixture[str]) -> None:
+    def progress(what: str, done: float) -> None:
+        if what == "the result":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Faster("first")], progress=progress)
+    assert "kept      first" in capsys.readouterr().out
+
+
+def test_what_a_rule_of_the_user_returns_is_checked() -> None:
+    class Refuses(Faster):
+        def refusal(self, candidate: Candidate) -> Any:
+            return True
+
+    class Absent(Faster):
+        def absent(self, times: Times) -> Any:
+            return ""
+
+    class Asks(Faster):
+        def seconds(self, times: Times) -> Any:
+            return "soon"
+
+    class Unsure(Faster):
+        def predicted_ms(self, times: Times) -> float:
+            return math.nan
+
+    rules = [Refuses("refuses"), Absent("absent"), Asks("asks"), Unsure("unsure"), Faster("first")]
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules)
+    assert found.kept == ["first"]
+    assert {change.rule: change.reason for change in found.changes if change.verdict == "failed"} == {
+        "refuses": "TypeError: refusal of refuses must return a reason in words, or None, got True",
+        "absent": "TypeError: absent of absent must return a reason in words, or None, got ''",
+        "asks": "its prediction: ValueError: could not convert string to float: 'soon'",
+        "unsure": "its prediction: ValueError: a time must be a number, got 0.0 s and nan ms",
+    }
+    assert "refuses" in str(found)
+
+
+def test_an_estimate_that_fails_later_is_the_first_one() -> None:
+    class Once(Faster):
+        asked = 0
+
+        def seconds(self, times: Times) -> float:
+            self.asked += 1
+            if self.asked > 1:
+                raise RuntimeError("only once")
+            return 0.0
+
+    assert rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Once("once")]).kept == ["once"]
 
 
 def test_a_keyboard_interrupt_says_what_was_learned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -680,6 +739,37 @@ def test_rules_that_the_host_held_up_are_tried_again_before_the_compiler() -> No
     found = rooftop.optimize(HostAndDevice().eval(), torch.randn(2, 6), rules=rules)
     assert set(found.kept) == {"fused", "replayed"}, found.changes
     assert {"fused", "replayed"} in before, "the compiler starts from both"
+
+
+def test_rules_that_the_host_held_up_are_tried_again_without_a_compiler() -> None:
+    torch.manual_seed(1)
+    rules = [Sets("fused", 5.0), Sets("replayed", 1.0)]
+    found = rooftop.optimize(HostAndDevice().eval(), torch.randn(2, 6), rules=rules)
+    assert set(found.kept) == {"fused", "replayed"}, found.changes
+
+
+def test_trials_again_leave_the_time_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    monkeypatch.setattr(Search, "_left_s", lambda search: 60.0)
+    tried: list[str] = []
+
+    class Noted(Sets):
+        def apply(self, candidate: Candidate) -> str:
+            tried.append(self.name)
+            return super().apply(candidate)
+
+    class Long(Compiler):
+        def seconds(self, times: Times) -> float:
+            return 100.0
+
+        def apply(self, candidate: Candidate) -> str:
+            tried.append(self.name)
+            return ""
+
+    rules = [Noted("fused", 5.0), Noted("replayed", 1.0), Long(0.0, 0.0)]
+    rooftop.optimize(HostAndDevice().eval(), torch.randn(2, 6), rules=rules)
+    assert tried[: tried.index("compiler")].count("fused") == 1
+    assert tried[tried.index("compiler") :].count("fused") > 0
 
 
 def test_rules_are_tried_if_half_of_their_time_is_left() -> None:

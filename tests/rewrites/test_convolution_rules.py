@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rooftop.rewrites import FoldNorms, FuseConvolutions, Times, convolution_rules, module_rules
-from rooftop.rewrites.candidates import Call
+from rooftop.rewrites.candidates import Call, Candidate
 from rooftop.rewrites.convolution_rules import shape_of_result
 
 aten = torch.ops.aten
@@ -72,6 +73,31 @@ def test_convolutions_of_sequences_and_volumes_are_not_fused() -> None:
     )
     assert convolution_rules.share_inside([transposed, convolution()]) == 0.5
     assert convolution_rules.share_inside([]) == 0.0
+
+
+def test_operators_that_only_sound_like_convolutions_are_none() -> None:
+    with torch.library._scoped_library("rooftop_test", "DEF") as library:
+        library.define("convolution_stats(Tensor x) -> (Tensor, Tensor)")
+        stats = call(torch.ops.rooftop_test.convolution_stats.default, empty(2, 8, 5, 5))
+        relu = call(aten.relu.default, empty(2, 8, 5, 5), ms=1.0)
+        bias = call(aten.add.Tensor, empty(2, 8, 5, 5), ms=1.0)
+        assert FuseConvolutions().predicted_ms(Times(9.0, (stats, convolution(), relu, bias))) == pytest.approx(2.0)
+
+
+def folding_only(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> tuple[Candidate, str]:
+    monkeypatch.setattr(convolution_rules, "only_on_gpu", lambda candidate: None)
+    candidate = Candidate.of(model.eval(), None, False)
+    return candidate, FuseConvolutions().apply(candidate)
+
+
+def test_a_norm_that_was_folded_without_a_fusion_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that there was nothing to change, and later changes of the weights were not noticed."""
+    padded = nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.BatchNorm2d(4), nn.ReLU())
+    candidate, said = folding_only(monkeypatch, padded)
+    assert (said, candidate.frozen) == ("1 norm folded", True)
+    other = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.ReLU())
+    candidate, said = folding_only(monkeypatch, other)
+    assert (said, candidate.frozen) == ("", False)
 
 
 def test_a_folded_norm_leaves_a_bias_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from rooftop import models
 from rooftop.inference import Engine, fold_norms
 from rooftop.models.detr.network import Detr, FrozenBatchNorm
 from rooftop.models.vision.resnet import Bottleneck
+from rooftop.rewrites.folding import OtherPathError
 
 # the other networks only have more of the same layers
 RESNETS = ("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2")
@@ -366,3 +367,66 @@ def test_an_untraceable_part_does_not_keep_the_rest_from_folding() -> None:
     assert engine.report.left == {"3": "it follows 2, a Counting"}
     for x in (torch.rand(1, 4, 3, 3), -torch.rand(1, 4, 3, 3)):
         assert_same(engine(x), model(x))
+
+
+class Asks(nn.Module):
+    """Does more with a tensor than with anything else, as some forwards that take lists or tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        if isinstance(y, Tensor) and not isinstance(y, nn.Parameter):
+            y = y * 2
+        return self.norm(y).relu()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_a_forward_that_asks_for_a_tensor_is_traced_as_it_runs() -> None:
+    model = randomized(Asks())
+    x = torch.randn(2, 4, 5, 5)
+    engine = Engine(model)
+    assert not engine.report.folded
+    assert_same(engine(x), model(x))
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+@torch.no_grad()
+def test_folded_weights_keep_their_layout(kind: type[nn.Module]) -> None:
+    model = randomized(nn.Sequential(kind(4, 6, 3), nn.BatchNorm2d(6))).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 9, 9).to(memory_format=torch.channels_last)
+    expected = model(x)
+    fold_norms(model)
+    assert model[0].folded.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index, union-attr]
+    found = model(x)
+    assert_same(found, expected)
+    assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("use", [lambda y: y * 2, lambda y: y + y, lambda y: -y, torch.relu, lambda y: y.relu()])
+@torch.no_grad()
+def test_any_other_use_of_a_folded_result_says_that_the_path_differs(use: Callable[[Any], Any]) -> None:
+    class Turns(nn.Module):
+        other = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return use(y) if Turns.other else self.norm(y)  # type: ignore[no-any-return]
+
+    model = randomized(Turns())
+    assert fold_norms(model).folded == {"norm": "conv"}
+    Turns.other = True
+    with pytest.raises(OtherPathError, match="takes another path through the model than the trace"):
+        model(torch.randn(2, 4, 5, 5))
+
+
+@torch.no_grad()
+def test_norms_are_folded_only_into_the_given_kinds() -> None:
+    model = randomized(nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(8, 3)))
+    assert fold_norms(model, into=(nn.Conv2d,)).left == {"1": "it follows 0, a Conv1d"}

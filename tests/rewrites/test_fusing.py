@@ -465,3 +465,18 @@ def test_a_promise_takes_attributes_and_weak_references() -> None:
     fuse_convolutions(own)
     with torch.no_grad():
         torch.testing.assert_close(own(X.double()), model(X.double()), rtol=1e-12, atol=1e-12)
+
+
+def test_a_forward_that_asks_for_a_tensor_goes_the_same_way() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.act = nn.Conv2d(3, 4, 3), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            if isinstance(y, Tensor):
+                y = y * 2
+            return self.act(y)  # type: ignore[no-any-return]
+
+    assert fused_with(Asks(), torch.randn(2, 3, 9, 9)) == {"conv": "bias"}

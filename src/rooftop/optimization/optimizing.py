@@ -118,7 +118,6 @@ def optimize(
         ends = began + budget_s
         search = Search(twin, optimizer, step, gate, given, min_gain, ends, progress, fresh, wrap, originals)
         search.run(chosen, all_at_once=plan_of is not None)
-        progress("the result", 0.95)
         result = search.result()
         faster = wrap(result.candidate)
     found = Optimized(

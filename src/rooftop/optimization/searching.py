@@ -448,6 +448,7 @@ class Search:
     def result(self) -> Result:
         """The best candidate, timed as users call it; or the original if it is faster and no plan was applied."""
         with self._told_if_interrupted():
+            self.progress("the result", 0.95)
             return self._result()
 
     def _result(self) -> Result:
