@@ -77,7 +77,7 @@ def test_inspect_says_what_is_there(run: Path, said: Said) -> None:
     for words in (
         "step-00000002 (format 2)",
         "dp=1 tp=1 pp=1 cp=1",
-        f"{LLAMA.parameters:,} parameters: 2 layers, width 16, 4 heads, 2 of keys, vocabulary 31",
+        f"{LLAMA.parameters:,} parameters: 2 layers, width 16, 4 heads, 2 of keys and values, vocabulary 31",
         "float32, seed 0, 2 sequences of 8 tokens a step",
         "counting, 500 tokens",
         "not compared; --verify compares them",

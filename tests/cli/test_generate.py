@@ -224,8 +224,8 @@ def test_wrong_calls(run: Run, folder: Path, words: list[str], message: str) -> 
 @pytest.mark.parametrize(
     ("started", "words", "message"),
     [
-        (1, ["--tensor-parallel-size", "2"], "needs 2 processes, but this process is by itself: start "
-         "that number with torchrun --nproc-per-node 2 -m rooftop generate ... --tensor-parallel-size 2, or leave the "
+        (1, ["--tensor-parallel-size", "2"], "needs 2 processes, but there is only this one: start them by "
+         "torchrun --nproc-per-node 2 -m rooftop generate ... --tensor-parallel-size 2, or leave the "
          "option out"),
         (2, [], "--tensor-parallel-size 1 needs 1 process, but the launcher started 2 processes: start rooftop "
          "generate without the launcher, or give --tensor-parallel-size 2"),

@@ -51,7 +51,7 @@ def test_errors_are_tried_again_if_asked_for(capsys: pytest.CaptureFixture[str])
     assert main(words) == 0
     Path("my.py").write_text("def upper(text):\n    return {'upper': text.upper() + '!'}\n")
     assert main(words) == 0
-    assert "nothing to do, 3 were there" in capsys.readouterr().out
+    assert "nothing to do, 3 rows from before" in capsys.readouterr().out
     assert main([*words, "--retry-errors"]) == 0
     assert sorted(pq.read_table("out.parquet")["upper"].to_pylist()) == ["BAD!", "ONE", "THREE"]
 
@@ -80,7 +80,7 @@ def test_wrong_calls_are_refused_before_anything_is_written(capsys: pytest.Captu
         (["my.py:upper", "a.txt"], "Missing option '-o'"),
         (["my.py:uper", "a.txt", "-o", "out"], "did you mean upper?"),
         (["my.py:upper", "b.txt", "-o", "out"], "b.txt does not exist"),
-        (["my.py:upper", "a.txt", "my.py", "-o", "out"], "give the kind with --as"),
+        (["my.py:upper", "a.txt", "my.py", "-o", "out"], "give the kind (kind=, --as): image, clip"),
         (["my.py:upper", "a.txt", "-o", "out", "--as", "txet"], "did you mean text?"),
         (["my.py:upper", "a.txt", "-o", "out", "--weights", "w.pth"], "is your own target"),
         (["my.py:upper", "a.txt", "-o", "a.txt"], "a.txt is a file"),

@@ -257,7 +257,11 @@ def test_bench_counts_frames_by_device_and_streams(video: Path, capsys: pytest.C
     assert told["auto"]["device"] == "cpu"  # small pictures even with a GPU
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert printed.splitlines()[0].split() == ["device", "streams", "frames/s", "of", "each", "ms", "a", "frame"]
+    assert printed.splitlines()[0].split()[2:] == [
+        "frames/s",
+        *["frames/s", "a", "stream"],
+        *["ms", "a", "frame", "of", "all"],
+    ]
     assert 'device="auto" takes cpu: ' in printed
 
 

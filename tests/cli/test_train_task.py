@@ -215,6 +215,16 @@ def test_the_printed_recipe_is_a_file_for_config(said: Said, fit: FitInPlace) ->
     assert not fit.recipes
 
 
+def test_what_data_a_recipe_and_a_training_are_for_is_said(said: Said, fit: FitInPlace) -> None:
+    for words, data in (([], " --data digits"), (["--data", "photographs"], " --data photographs")):
+        assert main(["train", "resnet50", *words, "--device", "cpu", "--print-recipe"]) == 0
+        assert said().startswith(f"# The recipe of rooftop train resnet50{data} on cpu. Other data")
+    assert main([*TRAIN, "--print-recipe"]) == 0
+    assert said().startswith("# The recipe of rooftop train circle.py:build on cpu.")
+    assert main(["train", "resnet", "--device", "cpu"]) == 0
+    assert "note: no --data, so this trains on digits" in said()
+
+
 def test_ranks_begin_with_the_same_weights(fit: FitInPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[torch.Tensor] = []
     stand_in = FitInPlace.__call__

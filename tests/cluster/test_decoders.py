@@ -273,7 +273,7 @@ def test_photographs_by_decoding_processes_one_killed_and_a_worker_killed(here: 
     assert len({row["pid"] for row in rows if row["pid"]}) == 2
     assert gone(list(seen.values()))
     assert set(report.start) >= {"inputs", "process", "imports", "decoding processes", "target", "first results"}
-    assert "decode by 2 processes" in str(report)
+    assert "decodes by 2 processes" in str(report)
 
 
 def test_a_file_that_hangs_a_decoding_process_is_an_error_of_its_item(here: Path) -> None:

@@ -53,7 +53,7 @@ def test_inputs_that_cannot_be_found(tmp_path: Path) -> None:
         ([], None, "expected a list"),
         ([tmp_path / "missing"], None, "does not exist"),
         ([tmp_path / "empty"], "image", "holds no files with items of kind image"),
-        ([tmp_path / "what.xyz"], None, "--as image"),
+        ([tmp_path / "what.xyz"], None, "give the kind .*--as.*image"),
         ([tmp_path], "imege", "did you mean image"),
     ):
         with pytest.raises(InputError, match=said):

@@ -149,7 +149,7 @@ def test_each_line_has_one_row_and_a_second_run_does_nothing() -> None:
     parts = {path: path.stat().st_mtime_ns for path in Path("out.parquet").iterdir() if path.suffix == ".parquet"}
     again, _ = mapped("my.py:number", ["lines.txt"])
     assert (again.items, again.before, again.workers) == (0, 500, 0)
-    assert "nothing to do, 500 were there" in str(again)
+    assert "nothing to do, 500 rows from before" in str(again)
     assert parts == {path: path.stat().st_mtime_ns for path in parts}
 
 
@@ -276,10 +276,14 @@ def test_an_interrupted_run_keeps_what_is_done_and_ends_its_workers(workers: Wor
         if rows_of(what) >= 30:
             raise KeyboardInterrupt
 
+    said: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        map_items("my.py:slow", [lines(100)], "out.parquet", workers=2, device="cpu", progress=interrupt)
+        map_items(
+            "my.py:slow", [lines(100)], "out.parquet", workers=2, device="cpu", progress=interrupt, say=said.append
+        )
     assert not workers()
     there = len(pq.read_table("out.parquet"))
+    assert said[-1] == f"{there} rows in out.parquet; the same call continues"
     assert 30 <= there < 100
     report, rows = mapped("my.py:slow", ["lines.txt"])
     assert (report.before, report.items) == (there, 100 - there)

@@ -158,9 +158,9 @@ def test_wrong_checkpoints() -> None:
     state = saved(network, "RSCK")
     wrong: list[tuple[dict[str, Tensor], Any, str]] = [
         (state, "HWIO", "layout must be one of KRSC, RSKC, RSCK or None, got 'HWIO'"),
-        (state, "KRSC", r"first.weight is \(3, 3, 3, 4, 16\).*another layout than KRSC"),
-        ({**state, "down.weight": torch.zeros(3, 3, 3, 16, 24)}, None, r"down.weight is .* no layout of spconv"),
-        ({**state, "down.weight": torch.zeros(24, 3)}, None, r"down.weight is \(24, 3\).* no layout of spconv"),
+        (state, "KRSC", r"first.weight has shape \(3, 3, 3, 4, 16\).*the layout KRSC does not turn"),
+        ({**state, "down.weight": torch.zeros(3, 3, 3, 16, 24)}, None, r"down.weight has shape .* no layout of spconv"),
+        ({**state, "down.weight": torch.zeros(24, 3)}, None, r"down.weight has shape \(24, 3\).* no layout of spconv"),
     ]
     for given, layout, message in wrong:
         with pytest.raises(ValueError, match=message):

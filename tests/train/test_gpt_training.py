@@ -269,7 +269,7 @@ def test_only_what_changes_no_number_may_change(tmp_path: Path) -> None:
     other = replace(TRAINING, seed=7, config=replace(CONFIG, layers=3))
     with pytest.raises(
         InputError,
-        match="another training: layers is 2 in the checkpoint and 3 now; seed is 0 in the checkpoint and 7 now",
+        match=r"--num-layers is 2 in the checkpoint and 3 now; --seed is 0 in the checkpoint and 7 now\. Resume with",
     ):
         find_training(tmp_path, other)
 
@@ -699,6 +699,7 @@ def test_the_command_trains_on_a_folder_of_text_and_shows_the_roof(
         (["--save-interval", "5"], "--save-interval needs a folder"),
         (["--preset", "gpt2", "--hidden-size", "8"], "--preset gpt2 sets --hidden-size"),
         (["--preset", "gpt2", "--seq-length", "2048"], "sequences of 2048 tokens, but the model has 1024 positions"),
+        (["--tensor-parallel-size", "2"], "only this one: start them by torchrun --nproc-per-node 2 -m rooftop.train"),
         (["--num-attention-heads", "3"], "3 heads do not divide a width of 256"),
         (["--metrics", "no/such/folder/m"], "there is no folder no/such/folder"),
     ],

@@ -96,6 +96,9 @@ def test_the_command_goes_on_after_a_crash(
     )
     assert main([*words, "--train-iters", "3"]) == 0
     whole = Path("m").read_text().splitlines()
+    assert main([*words, "--train-iters", "4"]) == 2
+    assert "run already holds a training: expected --load run to continue it, or another" in capsys.readouterr().err
+    assert Path("run/latest").read_text() == "step-00000003\n"
     Path("run/latest").write_text("step-00000002\n")  # as if it had been killed in step 3
     Path("m").write_text("\n".join(whole) + '\n{"step": 4, "lo')
     assert main([*words, "--train-iters", "4", "--load", "run"]) == 0

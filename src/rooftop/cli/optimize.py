@@ -21,11 +21,12 @@ from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, resolve_target
 from rooftop.errors import InputError, ModelRunError, TargetError
 from rooftop.optimization import Change, Optimized, optimize
+from rooftop.optimization.draws import in_words
 from rooftop.optimization.optimized import LEAST_BYTES
 from rooftop.optimization.page import render_page
 from rooftop.rewrites import RULES
 from rooftop.rewrites.candidates import NEEDS_A_GPU
-from rooftop.words import counted, did_you_mean
+from rooftop.words import counted, did_you_mean, in_a_line
 
 SHOWN = {"kept": "green", "refused": "yellow", "failed": "red"}
 
@@ -79,6 +80,15 @@ def run(
             raise
         except (TypeError, ValueError, torch.OutOfMemoryError) as error:
             raise ModelRunError(str(error)) from error
+        except RuntimeError as error:
+            raise ModelRunError(
+                f"{target} raised {in_a_line(error)} for the inputs {in_words((found.args, dict(found.kwargs)))}: give "
+                "others, such as --input 8x3x224x224, or --input 2x16:int64:HIGH for integers below HIGH"
+            ) from error
+        except KeyboardInterrupt:
+            if save is not None:
+                click.echo(f"{save} was not written", err=True)
+            raise
     if save is not None:
         optimized.save(save)
     if output is not None:
@@ -106,6 +116,8 @@ def _show(found: Optimized, target: str) -> None:
     gain = f"{ratio:.2f} times as fast" if found.kept else _why_nothing(found)
     before, after = time_text(found.before_ms), time_text(found.after_ms)
     console.print(f"{target}: {before} -> {after} a step, {gain} (noise {found.noise:.1%})")
+    if found.kept and found.noise > 1 - found.after_ms / found.before_ms:
+        console.print("The noise exceeds the gain: the machine is busy. Optimize again when it is quiet.")
     if found.without_ms is not None:
         console.print(f"Without compiler and graphs: {time_text(found.without_ms)}.")
     table = Table(box=None, pad_edge=False)

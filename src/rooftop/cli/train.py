@@ -130,6 +130,10 @@ def train_gpt(
         found, before = find_training(load, training) if load is not None and not anew else (None, 0)
         if metrics is not None and found is not None:
             kept_lines(metrics, before)  # raises if the metrics file cannot be continued
+        if save is not None and not nothing_saved(save) and (load is None or not same_folder(load, save)):
+            raise InputError(
+                f"{save} already holds a training: expected --load {save} to continue it, or another --save"
+            )
     if save is not None:
         check_folder(save, make=not dry_run)
     if tensorboard_dir is not None:
@@ -307,6 +311,12 @@ def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_par
     Raises:
         ValueError: there is no such layout, or it does not fit the training.
     """
+    needed = tensor * pipeline * context
+    if ranks == 1 < needed:
+        raise ValueError(
+            f"tp={tensor} pp={pipeline} cp={context} needs {needed} processes, or a multiple of it, but there is only "
+            f"this one: start them by torchrun --nproc-per-node {needed} -m rooftop.train gpt ..."
+        )
     return Layout.of_world(ranks, tp=tensor, pp=pipeline, cp=context, sequence_parallel=sequence_parallel)
 
 
@@ -498,9 +508,10 @@ def planned(training: GptTraining, layout: Layout) -> str:
 def told_schedule(training: GptTraining, schedule: Schedule) -> str:
     """Describe a schedule in one line: stages, micro-batches, bubble."""
     layers = layers_of_stages(training.config, schedule.placement, training.length)
+    many = "micro-batch" if schedule.micro_batches == 1 else "micro-batches"
     return (
         f"pipeline {schedule.name}: stages of {', '.join(str(len(each)) for each in layers)} layers, "
-        f"{schedule.micro_batches:,} micro-batches; ranks wait for {percent_text(100 * simulate(schedule).bubble)} "
+        f"{schedule.micro_batches:,} {many}; ranks wait for {percent_text(100 * simulate(schedule).bubble)} "
         "of a step if all stages take the same time"
     )
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rooftop.analysis.page import require_plotly
 from rooftop.analysis.text import WIDTH
 from rooftop.cli.commands import names
+from rooftop.cli.commands.train_task import usual_data
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import seeded
 from rooftop.data.device_images import DecodingChoice
@@ -107,6 +108,9 @@ def train_task(
     }
     recipe = recipe_of(name, defaults, config, values, short, folder / RECIPE if before is not None else None)
     if print_recipe:
+        known = call.data or usual_data(name)
+        words = f" --data {known}" if known else ""
+        click.echo(f"# The recipe of rooftop train {name}{words} on {kind}. Other data may have another one.")
         click.echo(recipe.toml())
         return 0
     drawn = [PLOTLY] if page else []
@@ -121,6 +125,8 @@ def train_task(
             begin(folder, call, recipe)
             if note:
                 _warn(f"note: {note}")
+            if call.data is None and (usual := usual_data(name)):
+                _warn(f"note: no --data, so this trains on {usual}")
         training = _Training(build, call, folder, world, page)
         return training.ablated(recipe, runs, results) if runs else training.trained(recipe)
 

@@ -37,6 +37,7 @@ CHUNK_S = 0.5  # target seconds of work per chunk: much longer than sending a me
 MOST_ITEMS = 4096  # maximum number of items in a chunk
 MOST_BYTES = 16 << 20  # approximate limit on the bytes of a chunk's rows
 LEARNED_FROM = 256  # maximum items per chunk until each column has a type; these chunks run one at a time
+DISTURBED_PERCENT = 110  # more than this of what both parts reach alone: other work of the machine disturbed them
 DEATHS = 3  # an item becomes an error row after this many workers have died at it or at its chunk
 LOOK_S = 0.2  # seconds between two checks of the workers
 
@@ -94,17 +95,19 @@ class MapReport:
         errors = f", {self.errors:,} of them with an error (column error)" if self.errors else ""
         lines = [f"{self.out}: {self.items:,} rows{errors}{'; ' + there if there else ''}"]
         if self.items_per_s is not None:
-            many = "worker" if self.workers == 1 else "workers"
-            decoding = f" that decode by {self.decoding}" if self.decoding else ""
-            speed = f"{self.items_per_s:,.1f} items/s by {self.workers} {many}{decoding}"
+            by = f" by {counted(self.workers, 'worker')}" if self.workers else ""
+            decode = "decodes" if self.workers == 1 else "decode"
+            decoding = f" that {decode} by {self.decoding}" if self.decoding and self.workers else ""
+            speed = f"{self.items_per_s:,.1f} items/s{by}{decoding}"
             lines.append(f"{speed}, {self.seconds:.1f} s in all")
             parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.start.items() if seconds >= 0.05)
             if parts:
                 lines.append(f"{sum(self.start.values()):.1f} s until the first results: {parts}")
         if self.percent_of_ceiling is not None and self.decode_ceiling and self.call_ceiling:
+            disturbed = " (disturbed by other work)" if self.percent_of_ceiling > DISTURBED_PERCENT else ""
             lines.append(
                 f"{self.percent_of_ceiling:.0f}% of the possible: decoding alone reaches {self.decode_ceiling:,.1f} "
-                f"items/s, the target alone {self.call_ceiling:,.1f}"
+                f"items/s, the target alone {self.call_ceiling:,.1f}{disturbed}"
             )
         if self.first_error is not None:
             lines.append(f"the first error: {self.first_error}")
@@ -210,6 +213,12 @@ def map_items(
                 run.all(pool, job, _chained(first, items))
                 run.start = {"inputs": run.start["inputs"], **pool.start, **run.start}  # in chronological order
                 at_once = False
+            except KeyboardInterrupt:
+                if say is not None:
+                    say(
+                        f"{counted(parts.done.rows + run.in_parts(), 'row')} in {parts.folder}; the same call continues"
+                    )
+                raise
             finally:
                 pool.close(at_once)
         parts.flush()
@@ -283,6 +292,10 @@ class _Run:
         self._decodes = False
         self._final = is_settled(parts.columns)
         self._columns = parts.columns
+
+    def in_parts(self) -> int:
+        """The number of new rows in the parts; other rows wait until each column has a type."""
+        return self.items - sum(rows.num_rows for rows in self._unsettled)
 
     def show(self, what: str) -> None:
         """Show the current work on the progress bar."""

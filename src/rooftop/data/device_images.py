@@ -29,7 +29,7 @@ from rooftop.data.headspace import loader_rate
 from rooftop.data.image_folders import ImageFolder
 from rooftop.data.image_transforms import Drawn, ImageTransform
 from rooftop.data.loader import Loader
-from rooftop.data.pieces import Damaged, Made, collated, damage_in_words
+from rooftop.data.pieces import TO_SKIP, Damaged, Made, collated, damage_in_words
 from rooftop.data.pixels import Pixels
 from rooftop.errors import InputError
 from rooftop.media.images import ImageDecoder, ImageFile
@@ -216,7 +216,7 @@ class DeviceImages:
                 elif skip:
                     damaged.append(Damaged(index, name, str(pixels)))
                 else:
-                    raise InputError(damage_in_words(index, name, pixels)) from pixels
+                    raise InputError(f"{damage_in_words(index, name, pixels)}{TO_SKIP}") from pixels
             if whole:
                 results.append(changed([each for each, _ in whole], [drawn for _, drawn in whole], self.transform))
         changes = [[each.erased for each in left], [each.operations for each in left]]

@@ -83,7 +83,7 @@ class Job:
             except DAMAGE as error:
                 name = name_of(self.samples, index)
                 if not self.skip:
-                    raise InputError(damage_in_words(index, name, error)) from error
+                    raise InputError(f"{damage_in_words(index, name, error)}{TO_SKIP}") from error
                 damaged.append(Damaged(index, name, str(error) or type(error).__name__))
             except Exception as error:
                 error.add_note(f"while sample {index} was read")
@@ -93,6 +93,10 @@ class Job:
 
     def _cut(self, part: Numbers, piece: int) -> Numbers:
         return part[piece * len(part) // self.pieces : (piece + 1) * len(part) // self.pieces]
+
+
+TO_SKIP = '; on_damage="skip" leaves such samples out (in a recipe: faults.damaged=skip)'
+"""The end of an error about a damaged sample."""
 
 
 def damage_in_words(index: int, name: str | None, error: BaseException) -> str:

@@ -59,9 +59,9 @@ class Change:
     bytes: int | None = None
 
     def __str__(self) -> str:
-        figures = [f"predicted {self.predicted_ms:.3g} ms"] if self.predicted_ms > 0 else []
+        figures = [f"predicted {_ms(self.predicted_ms)}"] if self.predicted_ms > 0 else []
         if self.measured_ms is not None:
-            figures.append(f"measured {self.measured_ms:.3g} ms")
+            figures.append(f"measured {_ms(self.measured_ms)}")
         if self.error is not None:
             figures.append(f"error {self.error:.2f} of what is allowed")
         if self.first_call_s is not None and self.first_call_s >= 1:
@@ -145,9 +145,9 @@ class Optimized:
 
     def __str__(self) -> str:
         ratio = self.before_ms / self.after_ms
-        lines = [f"{self.before_ms:.3g} ms -> {self.after_ms:.3g} ms ({ratio:.2f}x, noise {self.noise:.1%})"]
+        lines = [f"{_ms(self.before_ms)} -> {_ms(self.after_ms)} ({ratio:.2f}x, noise {self.noise:.1%})"]
         if self.without_ms is not None:
-            lines.append(f"{self.without_ms:.3g} ms without compiler and graphs")
+            lines.append(f"{_ms(self.without_ms)} without compiler and graphs")
         lines += [str(change) for change in self.changes]
         if self.checked:
             lines.append(f"checked on {', '.join(self.checked)}")
@@ -155,6 +155,11 @@ class Optimized:
         lines += [f"not checked on {what}: {why}" for what, why in self.unchecked.items()]
         lines += [f"unlike the plan's: {each}" for each in self.differs]
         return "\n".join(lines)
+
+
+def _ms(ms: float) -> str:
+    """ "1,234 ms", "12.3 ms"."""
+    return f"{ms:,.0f} ms" if abs(ms) >= 1000 else f"{ms:.3g} ms"
 
 
 class OptimizedModule(nn.Module):

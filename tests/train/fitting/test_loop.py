@@ -513,6 +513,9 @@ def test_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=f"holds another training: .*{words}"):
             fit(what, how, device="cpu", out=tmp_path, resume=True)
+    longer = rf"To train longer, start from its weights: model.weights={tmp_path}/last.safetensors, in another folder"
+    with pytest.raises(InputError, match=longer):
+        fit(task(), recipe(run={"epochs": 2}), device="cpu", out=tmp_path, resume=True)
     how = recipe(run={"epochs": 1}, loading={"ahead": 2}, faults={"not_finite": "skip"})
     assert fit(task(), how, device="cpu", out=tmp_path, resume=True).reason == "done"
 

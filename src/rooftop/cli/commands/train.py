@@ -141,8 +141,11 @@ def command() -> None:
     "--preset", type=choice["presets"], metavar="NAME", help=f"Architecture and sizes: {', '.join(names.GPTS)}."
 )
 @size("--num-layers", help=f"Number of transformer blocks.  [default: {LAYERS}, or the preset's]")
-@size("--hidden-size", help=f"Width of the model.  [default: {WIDTH}]")
-@size("--num-attention-heads", help=f"Number of attention heads; must divide the hidden size.  [default: {HEADS}]")
+@size("--hidden-size", help=f"Width of the model.  [default: {WIDTH}, or the preset's]")
+@size(
+    "--num-attention-heads",
+    help=f"Number of attention heads; must divide the hidden size.  [default: {HEADS}, or the preset's]",
+)
 @size("--seq-length", help=f"Tokens per sequence.  [default: {LENGTH}, or the preset's maximum]")
 @size("--vocab-size", help=f"Vocabulary size.  [default: the preset's, or {names.BYTE_TOKENS} for text]")
 @click.option(

@@ -47,18 +47,23 @@ model.name=resnet50`.
 """
 
 SMALL = {"detr": "shapes", "sparse_unet": "scans"}
-"""Data that the help's examples use, by task; other tasks use digits."""
+"""Data of calls without --data, which the help's examples use, by task; other tasks use digits."""
+
+
+def usual_data(name: str) -> str | None:
+    """The data of a call without --data; None for a task of the user."""
+    return SMALL.get(task_of(name), "digits") if name in KNOWN else None
 
 
 def examples_of(name: str) -> str:
     """Return the text below the options in a task's help."""
-    data = SMALL.get(task_of(name), "digits") if name in KNOWN else "FOLDER"
+    data = usual_data(name) or "FOLDER"
     switches = "\n".join(f"  {section:11} {values}" for section, values in names.SWITCHES.items())
     return f"""\b
 Examples:
   rooftop train {name} --data {data}
   rooftop train {name} --data {data} --epochs 20 --set optimizer.lr=0.01 --set ema.decay=0.99
-  rooftop train {name} --print-recipe > recipe.toml
+  rooftop train {name} --data {data} --print-recipe > recipe.toml
   rooftop train {name} --data {data} --config recipe.toml --out runs/second
   rooftop train {name} --data {data} --out runs/second --resume
   rooftop train {name} --data {data} --out runs/worth --set ema.decay=0.99 --ablate ema.decay,schedule.warmup=0
@@ -74,8 +79,9 @@ In the folder of a run:
   checkpoints/         what --resume continues from
   best.safetensors     weights of the best evaluation; last.safetensors has those of the last step
 
-Recipe: each task has its own recipe. --config replaces some of its values, and --set replaces values of both. --epochs,
---seed, --weights and --num-classes are short forms of --set. docs/train-recipes.md explains each switch.
+Recipe: each task has its own recipe, which also depends on --data and the device. --config replaces some of its values,
+and --set replaces values of both. --epochs, --seed, --weights and --num-classes are short forms of --set.
+docs/train-recipes.md explains each switch.
 
 \b
 Switches, as --set SECTION.NAME=VALUE:

@@ -213,9 +213,9 @@ def slots_of(graph: PageGraph, pool_bytes: int) -> int:
     roots, count = int(graph.roots.sum()), pool_bytes // layouts.PAGE_BYTES
     if count < roots:
         raise InputError(
-            f"a pool of {pool_bytes:,} bytes is too small: the root pages of the scene's meshes are always resident "
-            f"and need {roots:,} "
-            f"slots of {layouts.PAGE_BYTES:,} bytes: give at least pool_bytes={roots * layouts.PAGE_BYTES:,} (--pool)"
+            f"a pool of {pool_bytes:,} bytes (pool_bytes=, --pool) is too small: the root pages of the scene's meshes "
+            f"are always resident and need {roots:,} slots of {layouts.PAGE_BYTES:,} bytes: give at least "
+            f"{roots * layouts.PAGE_BYTES:,}"
         )
     return min(count, graph.count)
 

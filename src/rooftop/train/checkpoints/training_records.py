@@ -30,6 +30,27 @@ SPEEDS = {
 }
 MAY_CHANGE = RATES | SPEEDS | {"cuda_graph"}
 """Settings that may change when a training is resumed; all other settings must equal the checkpoint's."""
+OPTIONS = {
+    "layers": "--num-layers",
+    "width": "--hidden-size",
+    "heads": "--num-attention-heads",
+    "vocabulary": "--vocab-size",
+    "hidden": "the width of the MLPs (from --hidden-size)",
+    "length": "--seq-length",
+    "global_batch": "--global-batch-size",
+    "micro_batch": "--micro-batch-size",
+    "learning_rate": "--lr",
+    "warmup": "--lr-warmup-iters",
+    "decay": "--lr-decay-style",
+    "decay_steps": "--lr-decay-iters",
+    "least_rate": "--min-lr",
+    "weight_decay": "--weight-decay",
+    "clip": "--clip-grad",
+    "seed": "--seed",
+    "dtype": "--dtype",
+    "dropout": "--dropout",
+}
+"""Options of rooftop train gpt that set a field of `GptTraining` or of its `GptConfig`."""
 SWITCHES = [field for each in (GptConfig, GptTraining) for field in fields(each)]
 NEWER = {field.name: field.default for field in SWITCHES if field.default is not MISSING}
 """Values of newer options for a training that was saved before these options existed."""
@@ -142,12 +163,15 @@ def check_same(record: TrainingRecord, training: GptTraining) -> None:
     """
     then = NEWER | dict(record.training)
     differing = [
-        f"{name} is {then.get(name)!r} in the checkpoint and {value!r} now"
+        f"{OPTIONS.get(name, name)} is {then.get(name)!r} in the checkpoint and {value!r} now"
         for name, value in plain_training(training).items()
         if name not in MAY_CHANGE and then.get(name) != value
     ]
     if differing:
-        raise InputError(f"{record.folder} belongs to another training: {'; '.join(differing)}")
+        raise InputError(
+            f"{record.folder} belongs to another training: {'; '.join(differing)}. Resume with the same settings, or "
+            "save to another folder"
+        )
 
 
 def described(trainer: GptTrainer) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from rooftop.train.fitting.feeding import Feed
 from rooftop.train.fitting.lengths import Lengths
 from rooftop.train.fitting.metric_lines import METRICS, MetricLines
 from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, Observer, StepRecord
-from rooftop.train.fitting.run_folders import RunFolder, identity_of
+from rooftop.train.fitting.run_folders import BEST, LAST, RunFolder, identity_of
 from rooftop.train.fitting.stepping import FAULT, LOSS, NORM, SKIPPED, Stepper
 from rooftop.train.gpt.speeds import peak_bytes
 from rooftop.train.recipes import prepare_model, rate_factor
@@ -50,7 +50,6 @@ from rooftop.train.tasks.task import Task
 
 INTERVAL = 10  # number of steps whose results are read from a GPU at once; in between, the GPU never waits for Python
 COMPILER = "inductor"
-BEST, LAST = "best.safetensors", "last.safetensors"
 DONE = "done"
 
 

@@ -52,6 +52,7 @@ KIND = "task"
 """The kind of training in training.json, to distinguish it from trainings of a GPT."""
 MAY_CHANGE = ("loading", "faults")
 """Sections of the recipe that may differ when a training is resumed, because they do not change its results."""
+BEST, LAST = "best.safetensors", "last.safetensors"
 LOOKED_AT = 3
 """Number of samples that identify the data: the first, the middle and the last sample."""
 
@@ -213,10 +214,13 @@ class RunFolder:
                 raise
             raise InputError(f"{folder / TRAINING} cannot be read: {error}") from error
         if different := differences(identity, _with_defaults(described["identity"])):
-            raise InputError(
-                f"{self.out} holds another training: {'; '.join(different)}. Resume with the same recipe, task and "
-                "data, or give another folder"
+            longer = all(each.startswith(("recipe.run.epochs ", "recipe.run.steps ")) for each in different)
+            remedy = (
+                f"To train longer, start from its weights: model.weights={self.out / LAST}, in another folder"
+                if longer
+                else "Resume with the same recipe, task and data, or give another folder"
             )
+            raise InputError(f"{self.out} holds another training: {'; '.join(different)}. {remedy}")
         saved = SavedTensors(folder, index)
         tensors = {name: whole_tensor(saved, name) for name in saved.entries}
         return Saved(folder, described["progress"], put_together(described["state"], tensors))
