@@ -39,7 +39,7 @@ def test_a_function_over_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["map", "my.py:upper", "a.txt", "-o", "out.parquet", "--workers", "1", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "out.parquet: 3 rows, 1 of them with an error (column error)" in out
-    assert "the first error: a.txt, 1: ValueError: it is bad" in out
+    assert "the first error: a.txt, line 1 (the first is 0): ValueError: it is bad" in out
     assert pq.read_table("out.parquet")["upper"].to_pylist() == ["ONE", None, "THREE"]
     assert main(["map", "my.py:upper", "a.txt", "-o", "out.parquet", "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)

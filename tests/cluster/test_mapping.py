@@ -213,7 +213,7 @@ def test_what_raises_hangs_differs_or_ends_its_process_is_an_error_of_its_item()
     assert errors[9] == "the worker process ended by signal SIGKILL during this item, 3 times"
     assert errors[11] == "SystemExit: 3"
     assert (report.items, report.errors) == (14, 5)
-    assert report.first_error == "lines.txt, 3: ValueError: three is bad"
+    assert report.first_error == "lines.txt, line 3 (the first is 0): ValueError: three is bad"
 
 
 def test_a_file_that_hangs_while_it_is_read_is_an_error_of_its_item(monkeypatch: pytest.MonkeyPatch) -> None:

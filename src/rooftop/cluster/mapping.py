@@ -39,6 +39,7 @@ MOST_BYTES = 16 << 20  # approximate limit on the bytes of a chunk's rows
 LEARNED_FROM = 256  # maximum items per chunk until each column has a type; these chunks run one at a time
 DISTURBED_PERCENT = 110  # more than this of what both parts reach alone: other work of the machine disturbed them
 DEATHS = 3  # an item becomes an error row after this many workers have died at it or at its chunk
+PLACES = {"text": "line", "row": "row", "clip": "frame"}  # what the place of an item counts, by kind
 LOOK_S = 0.2  # seconds between two checks of the workers
 
 Progress = Callable[[str, float], None]
@@ -289,7 +290,7 @@ class _Run:
         self._again: deque[Chunk] = deque()
         self._unsettled: list[Any] = []  # finished chunks that wait until each column has a type
         self._learned = 0
-        self._decodes = False
+        self._kind, self._decodes = "", False
         self._final = is_settled(parts.columns)
         self._columns = parts.columns
 
@@ -307,7 +308,7 @@ class _Run:
         """Process all items. Finished results are in the parts even if this raises."""
         flying = 0
         batch, self._timeout_s = job.batch, job.timeout_s or 0.0
-        self._decodes = job.decoding.kind in DECODED
+        self._kind, self._decodes = job.decoding.kind, job.decoding.kind in DECODED
         exhausted = False
         self._size = batch  # also the first time: a target may compile or capture for each size
         try:
@@ -401,7 +402,8 @@ class _Run:
         self.errors += errors
         if errors and self.first_error is None:
             row = next(row for row in rows.select(["input", "place", "error"]).to_pylist() if row["error"] is not None)
-            place = "" if row["place"] is None else f", {row['place']}"
+            what = PLACES.get(self._kind, "place")
+            place = "" if row["place"] is None else f", {what} {row['place']} (the first is 0)"
             self.first_error = f"{row['input']}{place}: {row['error']}"
         there = self.parts.done.rows + self.items
         what = f"{there:,} of {self.files:,} done" if self.files else f"{there:,} done"
