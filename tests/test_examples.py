@@ -1,5 +1,4 @@
-"""Each example, and each snippet of the pages about hardware and cost, runs unchanged and prints the output that the
-page shows.
+"""Each example runs unchanged and prints what it should.
 
 Examples run in this process, like `python examples/NAME.py` but without the seconds for importing torch again. Links
 between the pages must have a target.
@@ -33,24 +32,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
 TESTED_ELSEWHERE = {"classify", "data_parallel"}  # tests/models/vision/test_classification.py, tests/parallel
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-SNIPPETS = [
-    pytest.param(match[1], id=f"{page}-line-{text[: match.start()].count(chr(10)) + 1}")
-    for page in (
-        "analyze",
-        "context-parallel",
-        "cost",
-        "cuda",
-        "generation",
-        "hardware",
-        "inference",
-        "optimize",
-        "parallel",
-        "scene",
-        "torch-compile",
-    )
-    for text in [(ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")]
-    for match in re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
-]
 Run = Callable[..., str]
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -514,19 +495,6 @@ def test_a_text_that_was_learned_by_heart_goes_on(run: Run, tmp_path: Path) -> N
     assert float(re.search(r"loss ([\d.]+) nats a byte", out)[1]) < 0.5  # type: ignore[index]
     assert f"--- most probable\n{(line * 2)[:49]}\n---" in out
     assert "--- drawn\nUnder the roof" in out
-
-
-@pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("snippet", SNIPPETS)
-def test_snippets_of_the_pages_print_what_they_say(
-    snippet: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A comment at the start of a line below a `print` shows the printed text."""
-    monkeypatch.chdir(tmp_path)
-    exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
-    printed = capsys.readouterr().out
-    for said in re.findall(r"^# (.*)", snippet, re.MULTILINE):
-        assert said in printed
 
 
 def test_photographs_are_described_by_a_function_of_the_example(run: Run, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ MOST_WORDS = 4000  # limit for a guide, so that it can be read in one sitting
 
 
 def code_blocks(page: Path) -> list[str]:
-    return re.findall(r"```(?:sh|python)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return re.findall(r"```(?:sh|py|python)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def links(page: Path) -> list[str]:

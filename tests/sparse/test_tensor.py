@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +14,6 @@ from rooftop.sparse import SparseConvTensor, build_rulebook, geometry
 
 INDICES = torch.tensor([[0, 2, 1], [1, 0, 3], [1, 2, 3]], dtype=torch.int32)
 GRID = [3, 4]
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("sparse.md", "sparse-layers.md"))
 
 
 def a_tensor(channels: int = 2, dtype: torch.dtype = torch.float32, indices: Tensor = INDICES) -> SparseConvTensor:
@@ -202,12 +198,6 @@ def test_wrong_calls() -> None:
         a_tensor().replace_feature(torch.ones(3, 1, dtype=torch.int64)).coalesce()
     with pytest.raises(ValueError, match=r"\(batch, 1 to 4 dimensions, channels\), got \(3, 4\)"):
         SparseConvTensor.from_dense(torch.zeros(3, 4))
-
-
-@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL))
-def test_the_examples_of_the_pages_print_what_they_say(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
-    assert capsys.readouterr().out.splitlines() == re.findall(r"^# (.*)", snippet, re.MULTILINE)
 
 
 @pytest.mark.gpu
