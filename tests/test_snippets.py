@@ -28,7 +28,7 @@ NEEDS = {"rooftop.media": "av", "rooftop.cluster": "pyarrow"}
 def test_it_prints_what_the_page_says(
     snippet: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Comments directly below a `print` are printed lines; "..." in them stands for any text."""
+    """In a comment that says what is printed, "..." stands for any text."""
     for name, package in NEEDS.items():
         if name in snippet:
             pytest.importorskip(package)
@@ -41,10 +41,12 @@ def test_it_prints_what_the_page_says(
 
 
 def said_in(snippet: str) -> list[str]:
-    """The comments that say what is printed."""
+    """The comments that say what is printed: below a `print`, or at the end of the block."""
+    lines = [line.strip() for line in snippet.splitlines()]
+    last = max(number for number, line in enumerate(lines) if not line.startswith("# "))
     said, follows = [], False
-    for line in map(str.strip, snippet.splitlines()):
-        if follows and line.startswith("# "):
+    for number, line in enumerate(lines):
+        if line.startswith("# ") and (follows or number > last):
             said.append(line.removeprefix("# "))
         else:
             follows = line.startswith("print(") or (follows and not line)
@@ -52,5 +54,5 @@ def said_in(snippet: str) -> list[str]:
 
 
 def test_the_pages_say_what_is_printed() -> None:
-    assert said_in("print(1)\n# 1\n# 2\n\nx = 3  # three\n# four\n") == ["1", "2"]
+    assert said_in("print(1)\n# 1\n# 2\n\nx = 3  # three\n# four\nf(x)\n# 5") == ["1", "2", "5"]
     assert sum(len(said_in(str(each.values[0]))) for each in SNIPPETS) > 70

@@ -200,7 +200,7 @@ def _waits(event: Any) -> bool:
 
 
 def _memory_timeline(events: Iterable[Any], device: torch.device, base_bytes: int) -> list[tuple[float, int]]:
-    """Allocated bytes after each allocation and release on the device, in ms since the step began."""
+    """(ms since the step began, allocated bytes) after each allocation and release on the device."""
     changes, start_ns = [], None
     for event in events:
         if event.name() == STEP_LABEL and start_ns is None:

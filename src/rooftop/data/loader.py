@@ -161,7 +161,9 @@ class Loader:
             Exception: any other error of the data set.
         """
         if not 0 <= start <= len(self) or epoch < 0:
-            raise InputError(f"batch {start} of epoch {epoch}: an epoch has {len(self)} batches, and is counted from 0")
+            raise InputError(
+                f"batch {start} of epoch {epoch}: an epoch has {len(self)} batches; both are counted from 0"
+            )
         if epochs < 1:
             raise InputError(f"epochs is {epochs}: expected 1 or more")
         return self._batches(epoch, start, epochs * len(self))

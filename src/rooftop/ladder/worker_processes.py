@@ -37,7 +37,7 @@ def context() -> BaseContext:
 
 
 def bounds(count: int, parts: int) -> list[tuple[int, int]]:
-    """Divide range(count) into consecutive parts, each as (first, last)."""
+    """Divide range(count) into consecutive parts, each as (first, end)."""
     return [(count * n // parts, count * (n + 1) // parts) for n in range(parts)]
 
 
@@ -65,7 +65,7 @@ def by_pipe(connection: Connection) -> None:
 
 
 def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest: Any) -> None:
-    """A worker on tensors that it shares with its parent. It takes (first, last) from a pipe and sends True back, until
+    """A worker on tensors that it shares with its parent. It takes (first, end) from a pipe and sends True back, until
     it gets None.
     """
     from rooftop.ladder.nearest_loops import for_vectors

@@ -125,7 +125,7 @@ def is_descriptor(argument: Any) -> bool:
 
 
 def _with_descriptors(kernel: Any, made: Any, args: Sequence[Any], parameters: dict[str, Any]) -> Compiled | None:
-    """The compiled kernel, if it takes tensor descriptors; its `launch` cannot pass them."""
+    """The compiled kernel, if it takes tensor descriptors. `Compiled.launch` cannot pass them."""
     constants = kernel.params[len(args) :]
     if not any(map(is_descriptor, args)) or not hasattr(made, "packed_metadata") or kernel.pre_run_hooks:
         return None

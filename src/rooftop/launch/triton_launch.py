@@ -182,7 +182,7 @@ def processors(tensor: Tensor) -> int:
 
 
 def shared_memory_bytes(tensor: Tensor) -> int:
-    """The most shared memory of a program on the tensor's device; a large number for interpreted kernels."""
+    """The maximum shared memory of a program on the tensor's device; a large number for interpreted kernels."""
     return int(_properties(tensor.device).shared_memory_per_block_optin) if tensor.is_cuda else 1 << 20
 
 

@@ -177,7 +177,7 @@ class ElementProgram(Numbers):
         bounds: bounds of all nodes.
         dtype: the dtype of the computation.
         leaves: the Mats among the nodes.
-        depth: the depth of the stored numbers, in the dtype that `signed` gives.
+        depth: the depth of the result, which is stored in the dtype that `signed` gives for this depth.
         for_kernel: see `Numbers`.
 
     Attributes:

@@ -38,7 +38,7 @@ class Container:
             self._file.close()
             raise InputError(
                 f"{source.name} is not a sound or video that FFmpeg can read ({said(error)}): expected a complete "
-                "file of MP4, Matroska, WAV, MP3 or another of its formats"
+                "file in one of FFmpeg's formats, such as MP4, Matroska, WAV or MP3"
             ) from error
         except BaseException:
             self._file.close()

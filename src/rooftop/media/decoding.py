@@ -107,9 +107,9 @@ class Decoder:
                     'with Pillow: Image.open(path).save("frames.png", save_all=True)'
                 ) from error
             raise InputError(
-                f"{self.source.name} is not a video that FFmpeg can read ({why}): expected a complete file of MP4, "
-                "Matroska, AVI or another of its formats. An MP4 that was cut off lacks its index, which is at its "
-                "end"
+                f"{self.source.name} is not a video that FFmpeg can read ({why}): expected a complete file in one "
+                "of FFmpeg's formats, such as MP4, Matroska or AVI. An MP4 that was cut off lacks its index, "
+                "which is at its end"
             ) from error
         pictures = self.av.stream.Disposition.attached_pic
         videos = [each for each in self.container.streams.video if not each.disposition & pictures]

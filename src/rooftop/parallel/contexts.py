@@ -234,8 +234,8 @@ class _RankPlan:
 
     @cached_property
     def own(self) -> Blocks | None:
-        """The blocks to compute while the first rows are in transit, in which this rank's rows attend to each other.
-        None with a window, which may reach into other ranks' rows.
+        """The blocks in which this rank's rows attend to each other. They are computed while the first rows are in
+        transit. None with a window, which may reach into other ranks' rows.
         """
         if self.window is not None:
             return None

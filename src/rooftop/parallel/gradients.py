@@ -288,8 +288,8 @@ class _During:
 
 
 def _norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each tensor, (), in a few launches for each dtype. The results are grouped by dtype, and not in the
-    tensors' order.
+    """The 2-norm of each tensor, as a scalar tensor, in a few launches for each dtype. The results are grouped by
+    dtype, and not in the tensors' order.
     """
     of_dtypes: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:

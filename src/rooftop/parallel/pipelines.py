@@ -188,8 +188,9 @@ class _Step:
             are kept from F to B or I.
         receiving: transfers to this rank in progress, by the instruction that computes their data.
         made: results to send next, or for another stage of this rank, by the instruction that computed them.
-        sending: sends that may not have arrived. On a GPU, sends that were posted before a completed receive from the
-            same rank have arrived. gloo reports arrival only in a wait, at the end of the step.
+        sending: sends that may not have arrived. On a GPU, once a receive from a rank is complete, all sends to that
+            rank that were posted before this receive have arrived. gloo reports arrival only in a wait, at the end of
+            the step.
         later: deferred weight gradients, kept from I to W.
         losses: the loss of each micro-batch.
         place: the next instruction's place in `Pipeline.progress`.

@@ -131,7 +131,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _Kept:
-    """A saved tensor. It checks that nothing has changed the tensor, which PyTorch does not check with hooks."""
+    """A saved tensor. It checks that nothing has changed the tensor: with hooks for saved tensors, PyTorch does not."""
 
     __slots__ = ("tensor", "version")
 

@@ -139,7 +139,9 @@ class Graphs:
         """
         with torch.cuda.device(self.device):
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("Engine: called while a CUDA graph is captured: build it with graphs=False for that")
+                raise RuntimeError(
+                    "Engine: called while a CUDA graph is captured: build the engine with graphs=False there"
+                )
             current = torch.cuda.current_stream()
             if self._previous is not None and self._previous != current:
                 current.wait_stream(self._previous)

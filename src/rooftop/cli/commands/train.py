@@ -307,7 +307,7 @@ def command() -> None:
     metavar="X",
     default=10.0,
     show_default=True,
-    help="Longest wait for a rank that is alive but does not answer. After it all ranks end, and the error names that "
+    help="Longest wait for a rank that is alive but does not answer. Then all ranks end, and the error names that "
     "rank. A dead or stopped rank ends all ranks within 30 s.",
 )
 @size("--log-interval", default=10, show_default=True, help="Number of steps between printed lines.")

@@ -358,7 +358,7 @@ def text_of(outputs: Sequence[Expression]) -> str:
 
 
 def _text_of_node(node: Expression, operands: list[str]) -> str:
-    """The text of a node, with parentheses around operators and negative numbers."""
+    """The text of a node, with parentheses around operations that have a symbol and around negative numbers."""
     if node.operation == "argument":
         return f"a{node.value}"
     if node.operation == "constant":

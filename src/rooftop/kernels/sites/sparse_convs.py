@@ -459,7 +459,7 @@ def _check_shapes(
         and torch.is_grad_enabled()
     ):
         raise ValueError(
-            f"sparse_conv: a convolution from {sites} sites to {rows} results is not submanifold: give reverse, which "
+            f"sparse_conv: a convolution from {sites} sites to {rows} results is not submanifold: give reverse=, which "
             "the gradient of features needs"
         )
 

@@ -274,7 +274,7 @@ def _check(name: str, features: Tensor, neighbours: Tensor, reverse: Tensor | No
     check_shape(name, "reverse", reverse, (sites, taps))
     if reverse is None and rows != sites and features.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name}: a table from {sites} sites to {rows} results is not submanifold: give reverse, which the "
+            f"{name}: a table from {sites} sites to {rows} results is not submanifold: give reverse=, which the "
             "gradient needs"
         )
 

@@ -44,9 +44,9 @@ BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # the cho
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
     """Clusters for rows of `groups` 16-byte groups, best first: the first one leaves the fewest lanes of an SM idle.
 
-    Beside its groups, a thread's work per row counts as 1.5 groups. Each block of the cluster and each warp of the
-    block adds 1/16 for the exchange of results. With these weights, the number of busy lanes selects the fastest
-    measured shape, or one within 4% of it (tune_clusters.json).
+    Beside its groups, a thread has a fixed cost per row that counts as 1.5 groups. Each block of the cluster and each
+    warp of the block adds 1/16 for the exchange of results. With these weights, the number of busy lanes selects the
+    fastest measured shape, or one within 4% of it (tune_clusters.json).
 
     Args:
         groups: the largest number of groups of a row, over all possible starts of a row.

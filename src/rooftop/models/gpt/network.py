@@ -119,7 +119,7 @@ class Gpt(nn.Module):
     """A decoder-only transformer, or a pipeline stage of one.
 
     A model on the meta device has no values, and `to_empty` unties tied weights: after `to_empty` call `tie()`, then
-        `initialize()` or load weights.
+    `initialize()` or load weights.
 
     Args:
         config: config of the whole model.

@@ -19,7 +19,7 @@ from rooftop.kernels.norms.triton_kernels.norms import enclosing, shift_of
 @triton.jit
 def norm_forward_long(
     x, residual, input_bias, weight, bias,  # (M, N), (M, N), (N,), (N,), (N,); all but x may be None
-    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total is None if nothing is added, mean for an RMS norm
+    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total: None if nothing is added; mean: None for an RMS norm
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip

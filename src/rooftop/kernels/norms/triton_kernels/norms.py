@@ -39,7 +39,7 @@ from rooftop.kernels.operands.triton_kernels.rows import is_inside
 @triton.jit
 def norm_forward(
     x, residual, input_bias, weight, bias,  # (M, N), (M, N), (N,), (N,), (N,); all but x may be None
-    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total is None if nothing is added, mean for an RMS norm
+    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total: None if nothing is added; mean: None for an RMS norm
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
