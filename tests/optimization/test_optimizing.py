@@ -25,6 +25,7 @@ from rooftop.optimization.outcomes import Step, outcome_of
 from rooftop.optimization.profiles import Profiles
 from rooftop.optimization.rounds import Rounds
 from rooftop.optimization.searching import Search
+from rooftop.optimization.trial_order import TrialOrder
 from rooftop.rewrites import RULES, Candidate, Compile, CompileBlocks, Rule, Times
 from rooftop.rewrites.candidates import Call
 from rooftop.rewrites.compiler_rules import counted_blocks, repeated_blocks
@@ -824,6 +825,22 @@ def test_the_whole_model_is_compiled_before_its_blocks_if_there_is_time(monkeypa
         rules = [Part("compile", 9.0, needed_s), shorter("other", 0.009)]
         found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules, budget_s=20.0)
         assert found.changes[0].rule == first, "if it is tried last, there may be no time"
+
+
+def test_a_compilation_leaves_time_for_other_rules() -> None:
+    compiles, blocks = Forecast("compile", 9.0, 15.0), Forecast("compile-blocks", 5.0, 2.0)
+    quick, loses = Forecast("quick", 1.0), Forecast("loses", -1.0)
+    times = Times(10.0, ())
+
+    def limit(rule: Rule, *waiting: Rule, left_s: float = 20.0) -> tuple[float, str]:
+        forecasts = {each.name: (each.seconds(times), each.predicted_ms(times)) for each in waiting}
+        return TrialOrder(waiting, forecasts, times, 0.2, left_s).limit(rule, times, left_s)
+
+    assert limit(compiles, quick) == (pytest.approx(17.0), "the other rules")
+    assert limit(compiles, quick, left_s=16.0) == (pytest.approx(15.0), "the other rules"), "not less than estimated"
+    assert limit(compiles, loses) == (20.0, "")
+    assert limit(blocks, compiles, quick) == (6.0, "compile")
+    assert limit(blocks, compiles, left_s=10.0) == (10.0, ""), "the whole model does not fit anyway"
 
 
 def test_a_predicted_loss_is_tried_last() -> None:

@@ -38,7 +38,7 @@ STEPS, PROOF_STEPS, LAST_STEPS = 10, 30, 16
 NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s are needed"
 BUDGET_OVER = "the budget was used up: give a larger one"
 STOPPED = "its first call was stopped after {seconds:.0f} s, because the budget was used up: give a larger one"
-LEFT_FOR_WHOLE = "its first call was stopped after {seconds:.0f} s, to leave time for compile"
+LEFT = "its first call was stopped after {seconds:.0f} s, to leave time for {other}: give a larger budget"
 HOPELESS = 0.2
 """If the compiler with some of the kept rules costs this share of a step, it is not tried with others: that takes
 long."""
@@ -325,7 +325,7 @@ class Search:
             return replace(change, reason=NOT_TRIED.format(seconds=left, needed=needed))
         others = [kept for kept in self.kept if kept not in replaced]
         rules = [*others, rule]
-        limit_s = self._order.limit_s(rule, self._profiles.now, left - steps * self._rounds.step_s)
+        limit_s, other = self._order.limit(rule, self._profiles.now, left - steps * self._rounds.step_s)
         deadline = Deadline(limit_s)
         try:
             change = replace(change, predicted_ms=self._profiles.predicted(rule, others))
@@ -359,8 +359,8 @@ class Search:
             self._nothing_changed()
         except StoppedError:
             deadline.end()
-            stopped = STOPPED if limit_s >= left - steps * self._rounds.step_s else LEFT_FOR_WHOLE
-            return replace(change, reason=stopped.format(seconds=time.perf_counter() - began))
+            stopped = LEFT if other and limit_s < left - steps * self._rounds.step_s else STOPPED
+            return replace(change, reason=stopped.format(seconds=time.perf_counter() - began, other=other))
         except RefusedError as why:
             return replace(change, verdict="refused", reason=str(why))
         except Exception as error:  # the compiler, a kernel or an allocation failed: continue without the rule

@@ -19,6 +19,8 @@ WHOLE_FIRST = 2.0
 """The whole model is compiled before its blocks if that is estimated to take at most this many times as long."""
 LIMIT_OF_BLOCKS = 3.0
 """If blocks are compiled first, they may take this multiple of their estimate, and whatever the whole model leaves."""
+LEFT_AT_ONCE = 0.15
+"""If the whole model is compiled first of all, it leaves this share of the time for the rules that apply at once."""
 LATE = 0.6
 """The whole model is compiled first of all if that takes more than this share of the time that is left."""
 AGAIN = 0.4
@@ -73,13 +75,20 @@ class TrialOrder:
         if (estimate := self._estimate(rule, times)) > 0:
             self._pace = min(MOST_PACE, max(LEAST_PACE, seconds / estimate))
 
-    def limit_s(self, rule: Rule, times: Times, left_s: float) -> float:
-        """The seconds that the first call of a rule may take: all that are left, but blocks leave time for the whole
-        model, if there is enough for it."""
-        whole = self._waiting_for(WHOLE)
-        if rule.name != BLOCKS or whole is None or (needed := self.seconds(whole, times)) >= left_s:
-            return left_s
-        return min(left_s, max(LIMIT_OF_BLOCKS * self.seconds(rule, times), left_s - needed))
+    def limit(self, rule: Rule, times: Times, left_s: float) -> tuple[float, str]:
+        """(the seconds that the first call of a rule may take, what the rest is for).
+
+        A rule may take all that is left. But blocks leave time for the whole model, if there is enough for it. The
+        whole model, if it is the first of all, leaves a part for the rules that apply at once, so that these are tried
+        even if it takes longer than estimated.
+        """
+        whole, seconds = self._waiting_for(WHOLE), self.seconds(rule, times)
+        if rule.name == BLOCKS and whole is not None and (needed := self.seconds(whole, times)) < left_s:
+            return min(left_s, max(LIMIT_OF_BLOCKS * seconds, left_s - needed)), WHOLE
+        forecasts = [self._forecasts[each.name] for each in self.waiting]
+        if rule.name == WHOLE and any(seconds <= 0 < gain_ms for seconds, gain_ms in forecasts):
+            return max((1 - LEFT_AT_ONCE) * left_s, min(left_s, seconds)), "the other rules"
+        return left_s, ""
 
     def _urgency(self, rule: Rule) -> tuple[bool, bool, bool, float]:
         seconds, gain_ms = self._forecasts[rule.name]
