@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rooftop import models
-from rooftop.inference import Engine, fold_norms
+from rooftop.inference import Engine, fold_norms, fuse_convolutions
 from rooftop.models.detr.network import Detr, FrozenBatchNorm
 from rooftop.models.vision.resnet import Bottleneck
 from rooftop.rewrites.folding import OtherPathError
@@ -372,24 +372,48 @@ def test_an_untraceable_part_does_not_keep_the_rest_from_folding() -> None:
 class Asks(nn.Module):
     """Does more with a tensor than with anything else, as some forwards that take lists or tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, question: Callable[[Any], bool], more: bool) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.question, self.more = question, more
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
-        if isinstance(y, Tensor) and not isinstance(y, nn.Parameter):
-            y = y * 2
+        y = (y * 2 if self.more else y) if self.question(y) else -y
         return self.norm(y).relu()  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda y: isinstance(y, Tensor),
+        lambda y: isinstance(y, (list, Tensor)) and not isinstance(y, nn.Parameter),
+        torch.is_tensor,
+        lambda y: torch.is_tensor(y),
+    ],
+)
+@pytest.mark.parametrize("more", [True, False])
 @torch.no_grad()
-def test_a_forward_that_asks_for_a_tensor_is_traced_as_it_runs() -> None:
-    model = randomized(Asks())
+def test_a_forward_that_asks_for_a_tensor_is_traced_as_it_runs(question: Callable[[Any], bool], more: bool) -> None:
+    model = randomized(Asks(question, more))
     x = torch.randn(2, 4, 5, 5)
-    engine = Engine(model)
+    engine = Engine(model, fuse=True)
     assert not engine.report.folded
+    assert "isinstance" not in globals()
     assert_same(engine(x), model(x))
+
+
+@torch.no_grad()
+def test_what_stands_for_a_tensor_never_claims_to_be_one() -> None:
+    """PyTorch's C++ code believes `__class__`: it took such an object for a tensor, and read foreign memory."""
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()))
+    fold_norms(model)
+    sealed = model[0](torch.randn(2, 4, 5, 5))
+    fuse_convolutions(model)
+    promise = model[1](model[0](torch.randn(2, 4, 5, 5)))
+    for stand_in in (sealed, promise):
+        assert type(stand_in) is not Tensor
+        assert not isinstance(stand_in, Tensor)
 
 
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rooftop.rewrites.stand_ins import SPECIAL_METHODS, as_tensor
+from rooftop.rewrites.stand_ins import SPECIAL_METHODS
+from rooftop.rewrites.type_questions import answered, was_asked
 from rooftop.words import in_a_line
 
 # Number of dimensions of each layer's output, with the batch. Types must be exactly these, since subclasses may do
@@ -175,6 +176,8 @@ class Structure:
         if type(convolution) not in kinds:
             raise CannotFoldError(f"it follows {before}, a {type(convolution).__name__}")
         self._check_once(convolution, before)
+        if was_asked(source):
+            raise CannotFoldError(f"the forward asks for the type of the output of {before}")
         if len(source.users) > 1:
             raise CannotFoldError(f"the output of {before} is used elsewhere, too")
         if len(source.args) != 1 or source.kwargs:
@@ -202,13 +205,6 @@ class Structure:
         return ""
 
 
-class _TensorProxy(fx.Proxy):
-    """A proxy that `isinstance` takes for a tensor, so that a forward that asks is traced as it runs."""
-
-    __class__ = as_tensor
-    _is_param = _is_buffer = False  # isinstance(proxy, nn.Parameter) reads the first, nn.Buffer the second
-
-
 class _Tracer(fx.Tracer):
     """Trace into modules that have submodules and can be traced; other modules become single nodes."""
 
@@ -217,12 +213,6 @@ class _Tracer(fx.Tracer):
     def __init__(self, opaque: set[nn.Module]) -> None:
         super().__init__()
         self.opaque = opaque
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _TensorProxy(node, self)
-
-    def create_arg(self, a: Any) -> Any:
-        return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         without_parts = not any(True for _ in m.children())
@@ -234,14 +224,15 @@ def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Gr
     graphs: dict[str, fx.Graph] = {}
     opaque: set[nn.Module] = set()
     modules = dict(model.named_modules())
-    for name, module in reversed(modules.items()):  # parts first
-        if not any(True for _ in module.children()) or _is_container(module):
-            continue
-        try:
-            graphs[name] = _traced(module, opaque)
-        except Exception as error:  # a forward may fail in any way on inputs that are not tensors
-            untraced[name] = in_a_line(error)
-            opaque.add(module)
+    with answered(model):
+        for name, module in reversed(modules.items()):  # parts first
+            if not any(True for _ in module.children()) or _is_container(module):
+                continue
+            try:
+                graphs[name] = _traced(module, opaque)
+            except Exception as error:  # a forward may fail in any way on inputs that are not tensors
+                untraced[name] = in_a_line(error)
+                opaque.add(module)
     return [(name, graphs[name]) for name in _outermost(model, graphs, opaque, "", False)]
 
 
@@ -382,11 +373,7 @@ def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
 
 
 class _Sealed:
-    """The wrapped output of a folded convolution; only the convolution's norm unwraps it. `isinstance` takes it for the
-    tensor that the convolution would return, so that a forward that asks goes on as in the trace.
-    """
-
-    __class__ = as_tensor
+    """The wrapped output of a folded convolution; only the convolution's norm unwraps it."""
 
     def __init__(self, value: Tensor, convolution: nn.Module, norm: str) -> None:
         self.value, self.convolution, self.norm = value, convolution, norm

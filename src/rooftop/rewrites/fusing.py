@@ -25,8 +25,9 @@ from torch.nn import functional
 from rooftop.kernels import conv_act
 from rooftop.kernels.operands.dtypes import FLOATS
 from rooftop.rewrites.folding import CONVOLUTIONS, NORMS, Opening, OtherPathError, Sealing, Structure
-from rooftop.rewrites.stand_ins import SPECIAL_METHODS, as_tensor
+from rooftop.rewrites.stand_ins import SPECIAL_METHODS
 from rooftop.rewrites.structures import mapped
+from rooftop.rewrites.type_questions import was_asked
 
 Function = Callable[..., Any]
 Sizes = tuple[int, ...]
@@ -165,6 +166,8 @@ class Followers:
         name = self._activation(following, chain[-1], prefix)
         if following is None or name is None or not self._nothing_between(begin, following, chain, prefix):
             return ()
+        if any(map(was_asked, (begin, *chain))):
+            return ()
         self.taken.add(chain[-1])
         if following.op == "call_module":
             self.activations.add(self._module(following, prefix))
@@ -278,10 +281,8 @@ def _computed(module: nn.Conv2d, input: Tensor, residual: Tensor | None, activat
 
 class _Promise:
     """The output of a convolution that will be computed with the following operations. Any access to an attribute of a
-    tensor computes the convolution without the activation. `isinstance` takes it for a tensor.
+    tensor computes the convolution without the activation.
     """
-
-    __class__ = as_tensor
 
     def __init__(self, convolution: nn.Conv2d, input: Tensor, residual: Tensor | None = None) -> None:
         self.convolution, self.input, self.residual = convolution, input, residual

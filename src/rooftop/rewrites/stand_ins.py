@@ -1,8 +1,6 @@
-"""What objects need that stand for a tensor in a model's forward."""
+"""Methods of objects that stand for a tensor in a model's forward."""
 
 from __future__ import annotations
-
-from torch import Tensor
 
 # Methods that Python looks up in the type of a tensor, except sums, which are above.
 SPECIAL_METHODS = (
@@ -11,7 +9,3 @@ SPECIAL_METHODS = (
     "__rpow__", "__ipow__", "__matmul__", "__rmatmul__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
     "__getitem__", "__setitem__", "__len__", "__iter__", "__contains__", "__bool__", "__array__", "__deepcopy__",
 )  # fmt: skip
-
-as_tensor = property(lambda stand_in: Tensor)
-"""As `__class__` of a class: `isinstance` takes its objects for tensors, so that a forward that asks goes the same way
-as with a tensor."""

@@ -1,0 +1,72 @@
+"""Answer `isinstance` in a forward that torch.fx traces, as it is answered when the forward runs.
+
+A proxy is no tensor, so a forward that asks would be traced on another path than it takes. A proxy must not claim to be
+a tensor by its `__class__`: PyTorch's C++ code would believe it, and read foreign memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+ASKED = "rooftop: its type was asked"
+_NONE = object()
+
+
+@contextmanager
+def answered(model: nn.Module) -> Iterator[None]:
+    """Within the block, `isinstance` in the files of the model's classes, and `torch.is_tensor`, take a proxy for a
+    tensor. The proxy's node is marked, since a rewritten model may have another object there, too (`was_asked`).
+    """
+    a_tensor = torch.empty(0)
+
+    def is_instance(value: Any, kinds: Any) -> bool:
+        return isinstance(a_tensor if _marked(value) else value, kinds)
+
+    def is_tensor(value: Any) -> bool:
+        return _marked(value) or before(value)
+
+    before = torch.is_tensor
+    spaces = _spaces(model)
+    names = [(space, space.get("isinstance", _NONE)) for space in spaces]
+    try:
+        torch.is_tensor = is_tensor  # type: ignore[assignment]
+        for space in spaces:
+            space["isinstance"] = is_instance
+        yield
+    finally:
+        torch.is_tensor = before
+        for space, name in names:
+            if name is _NONE:
+                del space["isinstance"]
+            else:
+                space["isinstance"] = name
+
+
+def was_asked(node: fx.Node) -> bool:
+    """Whether a forward has asked for the type of a node's value."""
+    return ASKED in node.meta
+
+
+def _marked(value: Any) -> bool:
+    if not isinstance(value, fx.Proxy):
+        return False
+    value.node.meta[ASKED] = True
+    return True
+
+
+def _spaces(model: nn.Module) -> list[dict[str, Any]]:
+    """The global names of the files that define the model's classes and replaced methods, except PyTorch's."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    values = [vars(each) for each in (*model.modules(), *filter(_is_of_the_model, kinds))]
+    functions = [each for names in values for each in names.values() if isinstance(each, FunctionType)]
+    return list({id(each.__globals__): each.__globals__ for each in functions if _is_of_the_model(each)}.values())
+
+
+def _is_of_the_model(named: Any) -> bool:
+    return str(named.__module__).partition(".")[0] not in ("torch", "builtins")
