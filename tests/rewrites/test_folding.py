@@ -403,6 +403,16 @@ def test_a_forward_that_asks_for_a_tensor_is_traced_as_it_runs(question: Callabl
     assert_same(engine(x), model(x))
 
 
+@pytest.mark.parametrize("kinds", [list, (tuple, dict), nn.Parameter])
+@torch.no_grad()
+def test_a_forward_that_asks_for_something_else_is_folded(kinds: Any) -> None:
+    model = randomized(Asks(lambda y: not isinstance(y, kinds), more=False))
+    x = torch.randn(2, 4, 5, 5)
+    engine = Engine(model)
+    assert engine.report.folded == {"norm": "conv"}
+    assert_same(engine(x), model(x))
+
+
 @torch.no_grad()
 def test_what_stands_for_a_tensor_never_claims_to_be_one() -> None:
     """PyTorch's C++ code believes `__class__`: it took such an object for a tensor, and read foreign memory."""

@@ -21,15 +21,20 @@ _NONE = object()
 @contextmanager
 def answered(model: nn.Module) -> Iterator[None]:
     """Within the block, `isinstance` in the files of the model's classes, and `torch.is_tensor`, take a proxy for a
-    tensor. The proxy's node is marked, since a rewritten model may have another object there, too (`was_asked`).
+    tensor. The proxy's node is marked (`was_asked`), since a rewritten model may have another object there, too.
     """
     a_tensor = torch.empty(0)
 
     def is_instance(value: Any, kinds: Any) -> bool:
-        return isinstance(a_tensor if _marked(value) else value, kinds)
+        if isinstance(value, kinds):
+            return True
+        if not isinstance(value, fx.Proxy) or not isinstance(a_tensor, kinds):
+            return False
+        value.node.meta[ASKED] = True
+        return True
 
     def is_tensor(value: Any) -> bool:
-        return _marked(value) or before(value)
+        return is_instance(value, torch.Tensor)
 
     before = torch.is_tensor
     spaces = _spaces(model)
@@ -51,13 +56,6 @@ def answered(model: nn.Module) -> Iterator[None]:
 def was_asked(node: fx.Node) -> bool:
     """Whether a forward has asked for the type of a node's value."""
     return ASKED in node.meta
-
-
-def _marked(value: Any) -> bool:
-    if not isinstance(value, fx.Proxy):
-        return False
-    value.node.meta[ASKED] = True
-    return True
 
 
 def _spaces(model: nn.Module) -> list[dict[str, Any]]:
