@@ -107,7 +107,7 @@ def test_it_says_why_nothing_was_kept(run: Run, net: str, tmp_path: Path) -> Non
         (["NET:build", "--budget", "0"], 2, "--budget"),
         (["NET:build", "--save", "no/plan.json"], 2, "no"),
         (["nothing50"], 2, "nothing50"),
-        (["NET:build", "--input", "4x5x9x9"], 1, "for the inputs 4x5x9x9 float32: give others, such as --input"),
+        (["NET:build", "--input", "4x5x9x9"], 1, "for the inputs 4x5x9x9 float32. If it needs others: --input"),
     ],
 )
 def test_wrong_calls(run: Run, net: str, words: list[str], status: int, said: str) -> None:

@@ -105,17 +105,3 @@ def test_a_search_goes_on_without_a_rule_that_compiles_for_too_long() -> None:
     assert verdicts["compiles"][0] == "not tried"
     assert "its first call was stopped after" in verdicts["compiles"][1]
     assert not found.kept
-
-
-def test_applying_a_rule_is_part_of_its_time() -> None:
-    class Applies(Rule):
-        name = "applies"
-
-        def apply(self, candidate: Candidate) -> str:
-            compiles_for(4 * LONG_S)
-            return "the whole model"
-
-    model, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
-    rooftop.optimize(model, x, rules=["cuda-graphs"])  # imports, which also take time
-    (change,) = rooftop.optimize(model, x, rules=[Applies()], budget_s=4).changes
-    assert "its first call was stopped after" in change.reason

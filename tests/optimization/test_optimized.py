@@ -18,6 +18,7 @@ from torch.nn.utils import prune
 
 from rooftop.optimization import Optimized, OptimizedModule
 from rooftop.rewrites import Candidate, FoldNorms
+from rooftop.rewrites.folding import OtherPathError
 
 Proven = Callable[..., Optimized]
 X = torch.randn(4, 6)
@@ -324,6 +325,30 @@ def test_a_call_on_another_path_than_the_trace_runs_the_original(proven: Proven)
     Turns.other = True
     with torch.no_grad(), pytest.warns(RuntimeWarning, match="the original model runs, because .* takes another path"):
         assert torch.equal(found.module(x), model(x))
+
+
+def test_a_call_on_another_path_that_has_changed_something_is_not_run_again(proven: Proven) -> None:
+    class Turns(nn.Module):
+        other = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            y = self.conv(x)
+            return y * 2 if Turns.other else self.norm(y)  # type: ignore[no-any-return]
+
+    rule = FoldNorms()
+    rule.name = "folds"
+    found = proven(Turns().eval(), torch.randn(2, 4, 5, 5), rule=rule)
+    assert found.kept == ["folds"]
+    Turns.other = True
+    x = torch.ones(2, 4, 5, 5)
+    with torch.no_grad(), pytest.raises(OtherPathError):
+        found.module(x)
+    assert torch.equal(x, torch.full_like(x, 2.0)), "changed once, not twice"
 
 
 def test_it_says_which_part_of_a_call_is_not_proven() -> None:

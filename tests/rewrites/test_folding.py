@@ -413,6 +413,59 @@ def test_a_forward_that_asks_for_something_else_is_folded(kinds: Any) -> None:
     assert_same(engine(x), model(x))
 
 
+class Takes(nn.Module):
+    """Takes one image or two, and asks about sizes, as code for exporters does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.other, self.norm = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Any) -> Tensor:
+        if isinstance(x, Tensor):
+            return self.norm(self.conv(x))  # type: ignore[no-any-return]
+        height = x[0].shape[2]
+        if isinstance(height, Tensor):
+            return self.norm(self.conv(x[0]))  # type: ignore[no-any-return]
+        return self.norm(self.conv(x[0]) + self.other(x[1]))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_only_results_of_layers_are_known_to_be_tensors() -> None:
+    model = randomized(Takes())
+    engine = Engine(model)
+    x = torch.randn(2, 4, 5, 5)
+    assert_same(engine([x, x + 1]), model([x, x + 1]))
+    assert_same(engine(x), model(x))
+
+
+@torch.no_grad()
+def test_code_that_asks_whether_a_value_is_a_sequence_goes_on() -> None:
+    """As the outputs of transformers do."""
+
+    class Probes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(unprobed(self.conv(x)))  # type: ignore[no-any-return]
+
+    model = randomized(Probes())
+    expected = model(torch.ones(2, 4, 5, 5))
+    assert fold_norms(model).folded == {"norm": "conv"}
+    assert_same(model(torch.ones(2, 4, 5, 5)), expected)
+
+
+def unprobed(value: Any) -> Any:
+    if type(value) is Tensor or isinstance(value, torch.fx.Proxy):
+        return value
+    with pytest.raises(TypeError):
+        iter(value)
+    with pytest.raises(TypeError):
+        len(value)
+    return value
+
+
 @torch.no_grad()
 def test_what_stands_for_a_tensor_never_claims_to_be_one() -> None:
     """PyTorch's C++ code believes `__class__`: it took such an object for a tensor, and read foreign memory."""

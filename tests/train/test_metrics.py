@@ -101,6 +101,9 @@ def test_the_command_goes_on_after_a_crash(
     assert Path("run/latest").read_text() == "step-00000003\n"
     Path("run/latest").write_text("step-00000002\n")  # as if it had been killed in step 3
     Path("m").write_text("\n".join(whole) + '\n{"step": 4, "lo')
+    assert main([*words, "--train-iters", "4", "--load", "run/step-00000002", "--dry-run"]) == 0, (
+        "a step of the same run"
+    )
     assert main([*words, "--train-iters", "4", "--load", "run"]) == 0
     assert steps(Path("m")) == [1, 2, 3, 4]
     assert Path("m").read_text().splitlines()[:2] == whole[:2]

@@ -255,8 +255,9 @@ def _check_prediction(options: dict[str, Any]) -> None:
     """
     given = [name for name, value in options.items() if value]
     if given:
+        why = " and ".join(WITHOUT[each] for each in given)
         raise click.UsageError(
-            f"{', '.join(given)} cannot be combined with --predict, which {WITHOUT[given[0]]}: leave out one of them"
+            f"{', '.join(given)} cannot be combined with --predict, which {why}: leave out one of them"
         )
 
 

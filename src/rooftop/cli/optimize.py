@@ -81,9 +81,12 @@ def run(
         except (TypeError, ValueError, torch.OutOfMemoryError) as error:
             raise ModelRunError(str(error)) from error
         except RuntimeError as error:
+            if type(error) is not RuntimeError:  # not of PyTorch's operators
+                raise
+            given = in_words((found.args, dict(found.kwargs)))
             raise ModelRunError(
-                f"{target} raised {in_a_line(error)} for the inputs {in_words((found.args, dict(found.kwargs)))}: give "
-                "others, such as --input 8x3x224x224, or --input 2x16:int64:HIGH for integers below HIGH"
+                f"{target} raised {in_a_line(error)} for the inputs {given}. If it "
+                "needs others: --input 8x3x224x224, or --input 2x16:int64:HIGH for integers below HIGH"
             ) from error
         except KeyboardInterrupt:
             if save is not None:
@@ -116,7 +119,7 @@ def _show(found: Optimized, target: str) -> None:
     gain = f"{ratio:.2f} times as fast" if found.kept else _why_nothing(found)
     before, after = time_text(found.before_ms), time_text(found.after_ms)
     console.print(f"{target}: {before} -> {after} a step, {gain} (noise {found.noise:.1%})")
-    if found.kept and found.noise > 1 - found.after_ms / found.before_ms:
+    if found.kept and found.noise > 1 - found.after_ms / found.before_ms > 0:
         console.print("The noise exceeds the gain: the machine is busy. Optimize again when it is quiet.")
     if found.without_ms is not None:
         console.print(f"Without compiler and graphs: {time_text(found.without_ms)}.")

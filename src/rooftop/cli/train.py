@@ -130,7 +130,8 @@ def train_gpt(
         found, before = find_training(load, training) if load is not None and not anew else (None, 0)
         if metrics is not None and found is not None:
             kept_lines(metrics, before)  # raises if the metrics file cannot be continued
-        if save is not None and not nothing_saved(save) and (load is None or not same_folder(load, save)):
+        continued = load is not None and save is not None and (same_folder(load, save) or is_step_of(load, save))
+        if save is not None and save.is_dir() and not continued and not nothing_saved(save):
             raise InputError(
                 f"{save} already holds a training: expected --load {save} to continue it, or another --save"
             )
@@ -284,6 +285,11 @@ def as_input_errors() -> Iterator[None]:
 def same_folder(one: Path, other: Path) -> bool:
     """Whether two paths name the same folder, even if it does not exist."""
     return one.resolve() == other.resolve()
+
+
+def is_step_of(step: Path, folder: Path) -> bool:
+    """Whether a path names a step's folder in the folder of a training."""
+    return step.resolve().parent == folder.resolve()
 
 
 def check_folder(path: Path, option: str = "--save", *, make: bool = True) -> None:

@@ -94,7 +94,7 @@ class MapReport:
         if not self.items:
             return f"{self.out}: nothing to do, {there or 'no items'}"
         errors = f", {self.errors:,} of them with an error (column error)" if self.errors else ""
-        lines = [f"{self.out}: {self.items:,} rows{errors}{'; ' + there if there else ''}"]
+        lines = [f"{self.out}: {counted(self.items, 'row')}{errors}{'; ' + there if there else ''}"]
         if self.items_per_s is not None:
             by = f" by {counted(self.workers, 'worker')}" if self.workers else ""
             decode = "decodes" if self.workers == 1 else "decode"

@@ -204,9 +204,12 @@ class OptimizedModule(nn.Module):
         if not why and own.looks_first:
             why = own.changed()
         if not why:
+            before = own.versions_of((args, kwargs))
             try:
                 result = own.candidate.call(*args, **kwargs)
             except OtherPathError as error:
+                if own.changed() or before != own.versions_of((args, kwargs)):
+                    raise  # the original must not run on what this call has changed
                 why = f"because {first_line(error)}"
             finally:
                 why = why or ("" if own.looks_first else own.changed())
@@ -321,6 +324,14 @@ class _State:
         places = [(part, key) for part in self.dicts for key in part if not (key in plain and "training" in part)]
         self.places, self.keys = [part for part, _ in places], [key for _, key in places]
         self.values = list(map(operator.getitem, self.places, self.keys))
+
+    def versions_of(self, given: Arguments) -> list[object]:
+        """The versions of a call's tensors, if a rule may have used a trace. Inference tensors have no version, so they
+        never equal their state before.
+        """
+        if not self.candidate.frozen:
+            return []
+        return [object() if tensor.is_inference() else tensor._version for tensor in draws.tensors_of(given)]
 
     def _versions(self) -> list[int]:
         return list(map(VERSION, self.strided))

@@ -330,12 +330,12 @@ class Search:
         try:
             change = replace(change, predicted_ms=self._profiles.predicted(rule, others))
             began, held = time.perf_counter(), allocated(self.plain.device)
-            with deadline:
-                candidate = self._built(rules)
-                if where := candidate.changes[rule.name]:
-                    self._first_call(candidate)
+            candidate = self._built(rules)
+            where = candidate.changes[rule.name]
             if not where:
                 return replace(change, verdict="no gain", reason="there is nothing to change")
+            with deadline:  # not while rules are applied: torch.fx would leave what it replaces for a trace
+                self._first_call(candidate)
             first_s = time.perf_counter() - began
             self._order.note(rule, self._profiles.now, first_s)
             change = replace(change, where=where, first_call_s=first_s)

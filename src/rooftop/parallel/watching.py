@@ -155,9 +155,9 @@ class Watch:
         if not self.noticed.is_set():
             try:
                 return self._tell(self.store, failure)
-            except RuntimeError as error:
-                return self.failure or self._store_gone(error).words
-        return self.failure
+            except RuntimeError:  # the store has ended, which the thread will report
+                self.noticed.wait(2 * WATCH_S)
+        return self.failure or failure.words
 
     def gone(self, error: BaseException) -> Failure | None:
         """The ranks that have ended silently, if their end may have caused this rank's error. This call takes

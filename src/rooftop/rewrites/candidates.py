@@ -111,7 +111,7 @@ class Times:
         launch_ms: the host's time to launch a small operator on a GPU; 0 on a CPU.
         compiled: times of the same step with compiled code, if it was measured before.
         memory: GPU memory; None on a CPU.
-        blocks: (number of repeated blocks, number of their kinds). Each kind is compiled once. None: not some.
+        blocks: (number of repeated blocks, number of their kinds). Each kind is compiled once. None: not counted.
     """
 
     wall_ms: float

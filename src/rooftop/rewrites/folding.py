@@ -74,8 +74,11 @@ class CannotFoldError(Exception):
     """Raised with the reason why a norm stays; caught in this file."""
 
 
-class OtherPathError(RuntimeError):
-    """A call takes another path through the model than the trace. The message says where."""
+class OtherPathError(RuntimeError, TypeError):
+    """A call takes another path through the model than the trace. The message says where.
+
+    It is also a TypeError, because some code asks by `iter(x)` or `len(x)` whether a value is a sequence.
+    """
 
 
 @torch.no_grad()
@@ -224,7 +227,7 @@ def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Gr
     graphs: dict[str, fx.Graph] = {}
     opaque: set[nn.Module] = set()
     modules = dict(model.named_modules())
-    with answered(model):
+    with answered(model, lambda module: type(module) in CONVOLUTIONS):
         for name, module in reversed(modules.items()):  # parts first
             if not any(True for _ in module.children()) or _is_container(module):
                 continue

@@ -6,7 +6,7 @@ a tensor by its `__class__`: PyTorch's C++ code would believe it, and read forei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -19,9 +19,14 @@ _NONE = object()
 
 
 @contextmanager
-def answered(model: nn.Module) -> Iterator[None]:
-    """Within the block, `isinstance` in the files of the model's classes, and `torch.is_tensor`, take a proxy for a
-    tensor. The proxy's node is marked (`was_asked`), since a rewritten model may have another object there, too.
+def answered(model: nn.Module, gives_a_tensor: Callable[[nn.Module], bool]) -> Iterator[None]:
+    """Within the block, `isinstance` in the files of the model's classes, and `torch.is_tensor`, take the proxies of
+    some modules' results for tensors. Other proxies may also stand for lists or sizes.
+
+    A proxy's node is marked (`was_asked`), since a rewritten model may have another object there, too.
+
+    Args:
+        gives_a_tensor: whether a module certainly returns a tensor.
     """
     a_tensor = torch.empty(0)
 
@@ -30,7 +35,11 @@ def answered(model: nn.Module) -> Iterator[None]:
             return True
         if not isinstance(value, fx.Proxy) or not isinstance(a_tensor, kinds):
             return False
-        value.node.meta[ASKED] = True
+        node, tracer = value.node, value.tracer
+        assert isinstance(tracer, fx.Tracer)
+        if node.op != "call_module" or not gives_a_tensor(tracer.root.get_submodule(str(node.target))):
+            return False
+        node.meta[ASKED] = True
         return True
 
     def is_tensor(value: Any) -> bool:

@@ -38,14 +38,10 @@ OPTIONS = {
     "hidden": "the width of the MLPs (from --hidden-size)",
     "length": "--seq-length",
     "global_batch": "--global-batch-size",
-    "micro_batch": "--micro-batch-size",
-    "learning_rate": "--lr",
-    "warmup": "--lr-warmup-iters",
-    "decay": "--lr-decay-style",
-    "decay_steps": "--lr-decay-iters",
-    "least_rate": "--min-lr",
-    "weight_decay": "--weight-decay",
-    "clip": "--clip-grad",
+    "positions": "the model's positions (from --seq-length)",
+    "document_end": "--eod-token",
+    "reset_positions": "--reset-position-ids",
+    "mask_ends": "--eod-mask-loss",
     "seed": "--seed",
     "dtype": "--dtype",
     "dropout": "--dropout",
@@ -170,7 +166,7 @@ def check_same(record: TrainingRecord, training: GptTraining) -> None:
     if differing:
         raise InputError(
             f"{record.folder} belongs to another training: {'; '.join(differing)}. Resume with the same settings, or "
-            "save to another folder"
+            "leave out --load to start another training"
         )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,13 @@ class RunFolder:
                 f"({error.strerror or error}); {kept}: make room, then --resume"
             ) from error
 
+    def _is_longer(self, here: Mapping[str, Any], there: Mapping[str, Any], different: Sequence[str]) -> bool:
+        """Whether the only difference is a longer training, which can start from exported weights."""
+        of_length = all(each.startswith(("recipe.run.epochs ", "recipe.run.steps ")) for each in different)
+        runs = [identity.get("recipe", {}).get("run", {}) for identity in (here, there)]
+        now, then = ([run.get(name) or 0 for name in ("epochs", "steps")] for run in runs)
+        return of_length and now > then and (self.out / LAST).is_file()
+
     def load(self, identity: Mapping[str, Any]) -> Saved | None:
         """Load the last checkpoint; returns None if there is no checkpoint.
 
@@ -214,7 +221,7 @@ class RunFolder:
                 raise
             raise InputError(f"{folder / TRAINING} cannot be read: {error}") from error
         if different := differences(identity, _with_defaults(described["identity"])):
-            longer = all(each.startswith(("recipe.run.epochs ", "recipe.run.steps ")) for each in different)
+            longer = self._is_longer(identity, described["identity"], different)
             remedy = (
                 f"To train longer, start from its weights: model.weights={self.out / LAST}, in another folder"
                 if longer
