@@ -35,11 +35,10 @@ def answered(model: nn.Module, gives_a_tensor: Callable[[nn.Module], bool]) -> I
             return True
         if not isinstance(value, fx.Proxy) or not isinstance(a_tensor, kinds):
             return False
-        node, tracer = value.node, value.tracer
-        assert isinstance(tracer, fx.Tracer)
-        if node.op != "call_module" or not gives_a_tensor(tracer.root.get_submodule(str(node.target))):
+        module = _module_of(value)
+        if module is None or not gives_a_tensor(module):
             return False
-        node.meta[ASKED] = True
+        value.node.meta[ASKED] = True
         return True
 
     def is_tensor(value: Any) -> bool:
@@ -65,6 +64,13 @@ def answered(model: nn.Module, gives_a_tensor: Callable[[nn.Module], bool]) -> I
 def was_asked(node: fx.Node) -> bool:
     """Whether a forward has asked for the type of a node's value."""
     return ASKED in node.meta
+
+
+def _module_of(proxy: fx.Proxy) -> nn.Module | None:
+    """The module whose result a proxy stands for; None for all else."""
+    if proxy.node.op != "call_module" or not isinstance(proxy.tracer, fx.Tracer):
+        return None
+    return proxy.tracer.root.get_submodule(str(proxy.node.target))
 
 
 def _spaces(model: nn.Module) -> list[dict[str, Any]]:
