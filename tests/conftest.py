@@ -18,6 +18,7 @@ import random
 import re
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -602,6 +603,14 @@ def measurement(shared_builds: Path, measured_with_switches_turned: Callable[[st
 def measured(measurement: Measurement) -> Ceilings:
     """The ceilings of this CPU, which `measure_ceilings` now finds in its cache."""
     return measurement[0]
+
+
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """Ctrl-C raises even if the shell has started the tests in the background, where SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def compile_at_once(source: str, names: Sequence[str]) -> None:

@@ -361,15 +361,7 @@ def test_a_process_that_ends_itself_is_an_error() -> None:
         list(Loader(Leaving(KeyError()), 2, how="processes", workers=1))
 
 
-@pytest.fixture
-def _ctrl_c_raises() -> Iterator[None]:
-    """Ctrl-C raises even if the shell has started the tests in the background, where SIGINT is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_ctrl_c_raises")
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_ends_the_processes(begun: Workers) -> None:
     loader = Loader(Signalling(to_parent=True, what=signal.SIGINT), 2, how="processes", workers=2)
     with pytest.raises(KeyboardInterrupt):

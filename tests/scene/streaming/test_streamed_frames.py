@@ -828,6 +828,7 @@ def test_a_file_that_is_removed_while_it_is_drawn_serves_on(paged_ball: Geometry
     assert frame.stats.streaming.loaded > 0
 
 
+@pytest.mark.usefixtures("ctrl_c_raises")
 @pytest.mark.parametrize("reader", ["compiled", "in Python"], indirect=True)
 def test_an_interrupted_wait_loses_no_page(paged_ball: Geometry, reader: str) -> None:
     renderer = Renderer(alone(paged_ball), "cpu", pixel_error=0.5, pool_bytes=2**30)
