@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 import rooftop.nn
 from rooftop.cli.main import VERBS, main
-from rooftop.errors import _typing_errors
 from rooftop.hardware.ceilings import ceilings_of
 from rooftop.models import builtin_models
-from rooftop.words import did_you_mean, nearest
+from rooftop.words import _typing_errors, did_you_mean, nearest
 
 WORDS = st.text("abcdefg_", min_size=4, max_size=10)
 
