@@ -305,47 +305,46 @@ def test_weights_in_other_memory_are_not_what_graphs_read() -> None:
     assert "its weights are in other memory" in ran(module, calls)
 
 
-def test_a_call_on_another_path_than_the_trace_runs_the_original(proven: Proven) -> None:
-    class Turns(nn.Module):
-        other = False
+class Turns(nn.Module):
+    """Takes another path once `other` is set. It may change its input first."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.changes = changes
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.conv(x)
-            return y * 2 if Turns.other else self.norm(y)  # type: ignore[no-any-return]
-
-    model, x = Turns().eval(), torch.randn(2, 4, 5, 5)
-    rule = FoldNorms()
-    rule.name = "folds"
-    found = proven(model, x, rule=rule)
-    assert found.kept == ["folds"]
-    Turns.other = True
-    with torch.no_grad(), pytest.warns(RuntimeWarning, match="the original model runs, because .* takes another path"):
-        assert torch.equal(found.module(x), model(x))
-
-
-def test_a_call_on_another_path_that_has_changed_something_is_not_run_again(proven: Proven) -> None:
-    class Turns(nn.Module):
-        other = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-
-        def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        if self.changes:
             x.mul_(2)
-            y = self.conv(x)
-            return y * 2 if Turns.other else self.norm(y)  # type: ignore[no-any-return]
+        y = self.conv(x)
+        return y * 2 if OTHER_PATH else self.norm(y)  # type: ignore[no-any-return]
 
+
+OTHER_PATH = False
+
+
+def folded(proven: Proven, changes: bool) -> Optimized:
     rule = FoldNorms()
     rule.name = "folds"
-    found = proven(Turns().eval(), torch.randn(2, 4, 5, 5), rule=rule)
+    found = proven(Turns(changes).eval(), torch.randn(2, 4, 5, 5), rule=rule)
     assert found.kept == ["folds"]
-    Turns.other = True
-    x = torch.ones(2, 4, 5, 5)
+    return found
+
+
+def test_a_call_on_another_path_than_the_trace_runs_the_original(
+    proven: Proven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, x = folded(proven, changes=False), torch.randn(2, 4, 5, 5)
+    monkeypatch.setitem(globals(), "OTHER_PATH", True)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="the original model runs, because .* takes another path"):
+        assert torch.equal(found.module(x), found.module.original(x))
+
+
+def test_a_call_on_another_path_that_has_changed_something_is_not_run_again(
+    proven: Proven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, x = folded(proven, changes=True), torch.ones(2, 4, 5, 5)
+    monkeypatch.setitem(globals(), "OTHER_PATH", True)
     with torch.no_grad(), pytest.raises(OtherPathError):
         found.module(x)
     assert torch.equal(x, torch.full_like(x, 2.0)), "changed once, not twice"

@@ -186,7 +186,7 @@ def key_of(given: Arguments) -> Any:
 
 
 def without_shapes(key: Any) -> Any:
-    """A key of `key_of` that is equal for calls whose tensors differ only in their shapes."""
+    """The key of a call without the shapes of its tensors."""
     if not isinstance(key, tuple):
         return key
     if len(key) == 3 and key[0] is Tensor:

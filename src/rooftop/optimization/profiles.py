@@ -1,4 +1,4 @@
-"""Times and memory of a step with the kept rules, from which further gains are predicted."""
+"""Profile steps with the kept rules, to predict further gains."""
 
 from __future__ import annotations
 

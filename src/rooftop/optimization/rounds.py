@@ -28,7 +28,7 @@ class Rounds:
     Args:
         step: how the model is run.
         given: arguments of the timed calls.
-        original: the model, whose tensors stay as they are.
+        original: the user's model; its tensors are restored after each round.
         min_gain: smallest gain that keeps a rule, as a share of a step.
 
     Attributes:

@@ -123,7 +123,7 @@ def _is_inside(call: Call) -> bool:
 
 
 def _takes_one(call: Call, shapes: Iterable[torch.Size], names: Sequence[str]) -> bool:
-    """Whether an operator has one of these names, and an input with the shape of a convolution's result."""
+    """Whether an operator has one of these names and takes a tensor with the shape of a convolution's result."""
     if not any(name in call.operator.name() for name in names):
         return False
     return bool(call.arguments) and isinstance(call.arguments[0], Tensor) and call.arguments[0].shape in shapes

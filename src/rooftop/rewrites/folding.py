@@ -92,7 +92,7 @@ def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTION
     While it traces, torch.fx replaces methods of all modules of the process, so other threads must not run models.
 
     Args:
-        into: types of the layers into which norms are folded, all of them known to this file.
+        into: types of layers into which norms may be folded; a subset of `CONVOLUTIONS`.
 
     Raises:
         TypeError: model is not a module.
@@ -161,7 +161,7 @@ class Structure:
                 self.read.add(id(self.modules[owner]))
 
     def convolution_before(self, name: str, norm: nn.Module, kinds: Collection[type[nn.Module]]) -> str:
-        """Return the name of the convolution of one of these kinds whose output only this norm uses.
+        """Return the name of the layer whose output only this norm uses. It must be of one of the given kinds.
 
         Raises:
             CannotFoldError: there is no such convolution.

@@ -1,4 +1,4 @@
-"""Answer `isinstance` in a forward that torch.fx traces, as it is answered when the forward runs.
+"""Give `isinstance` the same answer while torch.fx traces a forward as when the forward runs.
 
 A proxy is no tensor, so a forward that asks would be traced on another path than it takes. A proxy must not claim to be
 a tensor by its `__class__`: PyTorch's C++ code would believe it, and read foreign memory.
@@ -23,7 +23,7 @@ def answered(model: nn.Module, gives_a_tensor: Callable[[nn.Module], bool]) -> I
     """Within the block, `isinstance` in the files of the model's classes, and `torch.is_tensor`, take the proxies of
     some modules' results for tensors. Other proxies may also stand for lists or sizes.
 
-    A proxy's node is marked (`was_asked`), since a rewritten model may have another object there, too.
+    The node of such a proxy is marked (`was_asked`): a rewrite must not put an object there that is no tensor.
 
     Args:
         gives_a_tensor: whether a module certainly returns a tensor.
