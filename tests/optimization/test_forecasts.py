@@ -90,6 +90,19 @@ def test_the_host_launches_each_compiled_kernel() -> None:
     assert Compile().predicted_ms(graphs) == pytest.approx(0.5), "graphs are replayed, so the host launches nothing"
 
 
+def test_a_graph_without_an_operator_also_waits_less() -> None:
+    calls = (Call(torch.ops.aten.relu.default, (), torch.device("cuda"), 100, 0.3),)
+    graphs = Times(0.5, calls, device_ms=0.5, host_ms=0.0)
+    assert graphs.idle_ms == pytest.approx(0.002)
+    assert graphs.gain_ms(0.1, 40) == pytest.approx(0.1 + 40 * 0.002)
+    launched = replace(graphs, host_ms=0.4)
+    assert launched.idle_ms == 0.0
+    assert launched.gain_ms(0.1, 40) == pytest.approx(0.1)
+    assert replace(graphs, wall_ms=0.2).idle_ms == 0.0, "operators alone may take longer than in a graph"
+    fusable = Fusable(operators=60, kernels=20, now_ms=0.2, after_ms=0.1, launches=100, channels_last=False)
+    assert Compile().predicted_ms(replace(graphs, fusable=fusable)) == pytest.approx(0.1 + 40 * 0.002)
+
+
 def test_what_compiled_code_has_shown_predicts_the_rest() -> None:
     fusable = Fusable(operators=200, kernels=30, now_ms=1.0, after_ms=0.5, launches=270, channels_last=False)
     blocks = Compiled(wall_ms=3.2, device_ms=1.05, host_ms=3.2, whole=False)

@@ -149,3 +149,26 @@ def test_constant_inputs_show_rounding_errors_magnified(wrong: float) -> None:
     else:
         assert gate.judge(candidate) <= 1
     assert list(gate.shifts) == ["constant inputs"]
+
+
+class OwnDouble(nn.Linear):
+    """A model with a method that has the name of one of PyTorch's."""
+
+    def double(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 2
+
+
+class NoDoubles(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise TypeError("no doubles here")
+        return super().forward(x)
+
+
+def test_a_model_is_cast_by_pytorchs_own_method() -> None:
+    step, given = Step(False), Draw("the given inputs", ((torch.randn(3, 4),), {}))
+    gate = Gate.of(OwnDouble(4, 2), step, [given], 1.0, exact=False)
+    assert not gate.exact_only
+    assert gate.precise is not None
+    gate = Gate.of(NoDoubles(4, 2), step, [given], 1.0, exact=False)
+    assert "does not run in float64 (TypeError: no doubles here)" in gate.exact_only

@@ -266,7 +266,7 @@ LEFT: dict[type[Wired], str] = {
     Unused: "no trace shows which module it follows",
     Sized: "conv is called with other arguments besides its input",
     TwoNames: "conv has 2 names",
-    Optional: "the model cannot be traced: TypeError: its argument plain may be left out",
+    Optional: "the model cannot be traced: its argument plain may be left out",
 }
 
 
@@ -310,6 +310,227 @@ def test_norms_that_are_not_quite_batch_norms_are_left() -> None:
     ]
     x = torch.randn(2, 4, 3, 3)
     torch.testing.assert_close(engine(x), model(x), rtol=0, atol=0, equal_nan=True)
+
+
+class NormAct(nn.BatchNorm2d):
+    """A norm with the modules after it in one class, and a forward of its own, as timm writes it."""
+
+    def __init__(self, channels: int, act: nn.Module | None = None, **options: Any) -> None:
+        super().__init__(channels, **options)
+        self.drop = nn.Identity()
+        self.act = act or nn.ReLU(inplace=True)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+        batch = self.training or (self.running_mean is None and self.running_var is None)
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, batch, self.momentum or 0.0, self.eps
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.act(self.drop(self.normalized(input)))  # type: ignore[no-any-return]
+
+
+class Renamed(nn.BatchNorm2d):
+    """A subclass with its parent's forward."""
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        NormAct(4),
+        NormAct(4, nn.SiLU(), affine=False),
+        NormAct(4, nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())),
+        Renamed(4, eps=0.1),
+    ],
+    ids=["relu", "without weights", "another convolution", "the parent's forward"],
+)
+@torch.no_grad()
+def test_a_norm_with_its_activation_in_one_class_is_folded(norm: nn.Module) -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 3), norm, nn.Identity(), nn.Conv2d(4, 4, 1)))
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    folding = fold_norms(model)
+    assert folding.folded == {"1": "0"}
+    assert not folding.left
+    assert_same(model(x), expected)
+    fusing = fuse_convolutions(model)
+    assert_same(model(x), expected)
+    if isinstance(norm, NormAct):
+        assert fusing.fused["0"] == (
+            "bias, silu"
+            if isinstance(norm.act, nn.SiLU)
+            else "bias, relu"
+            if norm.affine and isinstance(norm.act, nn.ReLU)
+            else "bias"
+        )
+    with pytest.raises(OtherPathError):
+        norm(x[:, :, :4, :4])
+
+
+class Scaled(NormAct):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+class Weighted(NormAct):
+    def forward(self, input: Tensor) -> Tensor:
+        return self.act(self.normalized(input) + self.bias.view(-1, 1, 1))  # type: ignore[no-any-return]
+
+
+class Residual(NormAct):
+    def forward(self, input: Tensor) -> Tensor:
+        return self.act(self.normalized(input)) + input  # type: ignore[no-any-return]
+
+
+class OfAnother(NormAct):
+    """Normalizes by the statistics in other buffers."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.register_buffer("other_mean", torch.ones(channels))
+
+    def normalized(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.other_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+class OtherEps(NormAct):
+    def normalized(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, 0.5)
+
+
+class ByBatch(NormAct):
+    def normalized(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+
+class Asking(NormAct):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if input.shape[0] > 1 else input
+
+
+@pytest.mark.parametrize("kind", [Scaled, Weighted, Residual, OfAnother, OtherEps, ByBatch, Asking])
+@torch.no_grad()
+def test_a_norm_that_is_more_than_a_chain_is_left_as_it_was(kind: type[NormAct]) -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 3), kind(4)))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert list(fold_norms(model).left) == ["1"]
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (nn.Sequential(nn.ReLU(), NormAct(4)), "it follows 0, a ReLU"),
+        (nn.Sequential(nn.Conv2d(4, 4, 3), NormAct(4).train()), "training mode"),
+        (nn.Sequential(nn.Conv2d(4, 4, 3), *[NormAct(4)] * 2), "it has 2 names in the model"),
+    ],
+    ids=["no convolution", "training", "two names"],
+)
+@torch.no_grad()
+def test_a_split_norm_that_stays_is_put_together_again(model: nn.Module, why: str) -> None:
+    training = model[1].training  # type: ignore[index]
+    randomized(model)
+    model[1].train(training)  # type: ignore[index]
+    names = list(model.state_dict())
+    assert why in fold_norms(model).left["1"]
+    assert list(model.state_dict()) == names
+    assert "forward" not in vars(model[1])  # type: ignore[index]
+
+
+@torch.no_grad()
+def test_a_norm_with_hooks_is_not_split() -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 3), NormAct(4)))
+    calls: list[str] = []
+    model[1].register_forward_hook(lambda *given: calls.append("called"))  # type: ignore[index]
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert "1" in fold_norms(model).left
+    assert torch.equal(model(x), expected)
+    assert calls == ["called"] * 2
+
+
+@torch.no_grad()
+def test_a_trace_calls_no_hook() -> None:
+    """The parts of a module with hooks are still folded."""
+    model = randomized(nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)), nn.Conv2d(4, 4, 1)))
+    calls: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, given, result: calls.append(result) or result * 2)  # type: ignore[index]
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert fold_norms(model).folded == {"0.1": "0.0"}
+    assert_same(model(x), expected)
+    assert len(calls) == 2
+
+
+class Choosing(nn.Module):
+    """A block whose argument may be left out: its caller's trace shows which choice is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        y: Tensor = self.bn(self.conv(x))
+        return y if shortcut is None else y + shortcut
+
+
+class Caller(nn.Module):
+    def __init__(self, ask: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = Choosing(), Choosing()
+        self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.bn(self.conv(x))), x)  # type: ignore[no-any-return]
+
+
+class Looking(Choosing):
+    """torch.fx cannot trace through this block."""
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        if x.sum() > 0:
+            return super().forward(x, shortcut)
+        return super().forward(-x, shortcut)
+
+
+@torch.no_grad()
+def test_a_block_with_an_optional_argument_is_traced_within_its_caller() -> None:
+    model = randomized(Caller())
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert fold_norms(model).folded == {"first.bn": "first.conv", "second.bn": "second.conv", "bn": "conv"}
+    assert_same(model(x), expected)
+
+
+@torch.no_grad()
+def test_such_a_block_does_not_keep_its_caller_from_being_traced() -> None:
+    model = Caller()
+    model.second = Looking()
+    randomized(model)
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    folding = fold_norms(model)
+    assert "bn" in folding.folded
+    assert "second.bn" in folding.left
+    assert_same(model(x), expected)
+
+
+@torch.no_grad()
+def test_a_module_that_returns_its_input_may_stand_before_the_norm() -> None:
+    between = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Identity(), nn.BatchNorm2d(4), nn.Identity(), nn.ReLU())
+    model = randomized(between)
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert fold_norms(model).folded == {"2": "0"}
+    assert fuse_convolutions(model).fused == {"0": "bias, relu"}
+    assert_same(model(x), expected)
 
 
 def test_a_norm_that_is_training_is_left() -> None:

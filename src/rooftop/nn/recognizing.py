@@ -47,7 +47,7 @@ def recognized(module: nn.Module) -> RmsNorm | None:
         return None
     try:
         with torch.no_grad(), torch.random.fork_rng([]):
-            return _tried(copy.deepcopy(module).float().cpu())
+            return _tried(nn.Module.float(copy.deepcopy(module)).cpu())
     except Exception:  # a forward may raise anything for an unexpected input
         return None
 

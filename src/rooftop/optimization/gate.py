@@ -143,7 +143,7 @@ class Gate:
             except Exception as error:
                 if draw is drawn[0] or draw.needed:
                     raise
-                gate.dropped[draw.what] = f"the model does not take them ({type(error).__name__})"
+                gate.dropped[draw.what] = f"the model does not take them ({in_a_line(error)})"
         gate._look_at_repeats()
         return gate
 
@@ -175,11 +175,11 @@ class Gate:
 
     def _in_float64(self, given: Draw) -> nn.Module | None:
         try:
-            model = copy.deepcopy(self.original).double()
+            model = nn.Module.double(copy.deepcopy(self.original))  # a model may have its own `double`
             self.first_truth = outcome_of(self.step, model, model, doubled(given.given))
         except Exception as error:
             self.exact_only = (
-                f"the model does not run in float64 ({type(error).__name__}), so only bit-identical results count"
+                f"the model does not run in float64 ({in_a_line(error)}), so only bit-identical results count"
             )
             return None
         return model

@@ -142,7 +142,17 @@ class Times:
         if self.device_ms is None or self.host_ms is None:
             return device_ms
         every = max(1, sum(call.count for call in self.calls))
-        return self.gain_of(device_ms, self.host_ms * calls / every)
+        return self.gain_of(device_ms + self.idle_ms * calls, self.host_ms * calls / every)
+
+    @property
+    def idle_ms(self) -> float:
+        """The time in ms for which a GPU that replays graphs waits before each operator; 0 without graphs, where the
+        host's launches are counted.
+        """
+        if self.host_ms != 0 or not self.calls:
+            return 0.0
+        ms, count = (sum(values) for values in zip(*((call.ms, call.count) for call in self.calls), strict=True))
+        return max(0.0, self.wall_ms - ms) / max(1, count)
 
     def gain_of(self, device_ms: float, host_ms: float) -> float:
         """The gain in ms if a step saves `device_ms` of device time and `host_ms` of launches."""

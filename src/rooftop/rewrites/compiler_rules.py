@@ -113,7 +113,7 @@ def compile_in_place(module: nn.Module, **options: Any) -> None:
         inlined = torch._dynamo.external_utils.wrap_inline(module._call_impl)
         module._compiled_call_impl = torch.compile(inlined, **options)
     else:
-        module.compile(**options)
+        nn.Module.compile(module, **options)  # a model may have its own `compile`
 
 
 class InOneForm:
@@ -223,7 +223,7 @@ def gain_compiled(times: Times, replayed: bool = False, whole: bool = True) -> f
     if found is None:
         return 0.0
     share = 1.0 if whole else BLOCKS_SHARE
-    saved_ms = found.now_ms - found.after_ms
+    saved_ms = found.now_ms - found.after_ms + times.idle_ms * (found.operators - found.kernels)
     if found.channels_last:
         saved_ms += max(0.0, gain_channels_last([call for call in times.calls if _is_channels_first(call)]))
     if times.device_ms is None or times.host_ms is None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from rooftop.rewrites.splitting import PART, is_split, returns_its_input, split, unsplit
 from rooftop.rewrites.stand_ins import SPECIAL_METHODS
 from rooftop.rewrites.type_questions import answered, was_asked
 from rooftop.words import in_a_line
@@ -85,9 +86,10 @@ class OtherPathError(RuntimeError, TypeError):
 def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTIONS.keys()) -> Folding:
     """Fold the batch norms of a model in evaluation mode, in place. Afterwards the model is only for inference.
 
-    It folds BatchNorm1d, 2d, 3d, SyncBatchNorm, and frozen norms. A frozen norm is a module with only the buffers
-    weight, bias, running_mean and running_var, which multiplies by and adds a constant per channel. A trial run
-    confirms this. The new weights are computed in float64 and rounded once. Keys of the state dict change.
+    It folds BatchNorm1d, 2d, 3d, SyncBatchNorm, subclasses that normalize and then call their own modules (such as
+    timm's BatchNormAct2d), and frozen norms. A frozen norm is a module with only the buffers weight, bias, running_mean
+    and running_var, which multiplies by and adds a constant per channel. A trial run confirms this. The new weights are
+    computed in float64 and rounded once. Keys of the state dict change.
 
     While it traces, torch.fx replaces methods of all modules of the process, so other threads must not run models.
 
@@ -103,14 +105,20 @@ def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTION
     result = Folding()
     if not norms:
         return result
-    structure = Structure(model)
-    for name, norm in norms.items():
-        try:
-            convolution = structure.convolution_before(name, norm, into)
-            _fold(structure.modules[convolution], norm, convolution, name)
-            result.folded[name] = convolution
-        except CannotFoldError as why:
-            result.left[name] = str(why)
+    divided = {name: norm for name, norm in norms.items() if split(norm)}
+    try:
+        structure = Structure(model)
+        for name, norm in norms.items():
+            plain = norm.get_submodule(PART) if name in divided else norm
+            try:
+                convolution = structure.convolution_before(name, plain, into)
+                _fold(structure.modules[convolution], plain, convolution, name)
+                result.folded[name] = convolution
+            except CannotFoldError as why:
+                result.left[name] = str(why)
+    finally:
+        for name in divided.keys() - result.folded.keys():
+            unsplit(divided[name])
     return result
 
 
@@ -170,7 +178,7 @@ class Structure:
         if id(norm) not in self.before:
             raise CannotFoldError(f"no trace shows which module it follows{self._why_untraced(name)}")
         node, prefix = self.before[id(norm)]
-        source = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+        source = self.behind(node.args[0], prefix) if len(node.args) == 1 and not node.kwargs else None
         if not isinstance(source, fx.Node) or source.op != "call_module":
             what = getattr(source, "name", "what a trace does not show")
             raise CannotFoldError(f"it follows {what}, not a convolution")
@@ -187,6 +195,18 @@ class Structure:
             raise CannotFoldError(f"{before} is called with other arguments besides its input")
         return before
 
+    def behind(self, node: Any, prefix: str) -> Any:
+        """The node whose value this node is, if `nn.Identity` modules returned it and nothing else uses it."""
+        while self.passes_on(node, prefix) and len(node.users) == 1:
+            node = node.args[0]
+        return node
+
+    def passes_on(self, node: Any, prefix: str) -> bool:
+        """Whether a node is the call of a module that returns its only argument."""
+        if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            return False
+        return returns_its_input(self.modules[_joined(prefix, str(node.target))])
+
     def _check_once(self, module: nn.Module, called: str) -> None:
         if self.names[id(module)] > 1:
             raise CannotFoldError(f"{called} has {self.names[id(module)]} names in the model")
@@ -194,7 +214,7 @@ class Structure:
             raise CannotFoldError(f"{called} is called {self.calls[id(module)]} times")
         if id(module) in self.read:
             raise CannotFoldError(f"the tensors of {called} are read by other code")
-        if module._forward_hooks or module._forward_pre_hooks:
+        if _is_hooked(module):
             raise CannotFoldError(f"{called} has hooks")
         if "forward" in vars(module):
             raise CannotFoldError(f"the forward of {called} was replaced")
@@ -219,20 +239,34 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         without_parts = not any(True for _ in m.children())
-        return without_parts or m in self.opaque or super().is_leaf_module(m, module_qualified_name)
+        leaf = without_parts or m in self.opaque or _is_hooked(m)  # a hook must not be called by a trace
+        return leaf or super().is_leaf_module(m, module_qualified_name)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Graph]]:
-    """The graphs of the largest traceable parts, by name; no part contains another."""
+    """The graphs of the largest traceable parts, by name; no part contains another.
+
+    A module with optional arguments is no part of its own, because its graph would show only one choice. Within a part,
+    the choice is that of its caller.
+    """
     graphs: dict[str, fx.Graph] = {}
     opaque: set[nn.Module] = set()
+    optional: set[nn.Module] = set()
     modules = dict(model.named_modules())
     with answered(model, lambda module: type(module) in CONVOLUTIONS):
         for name, module in reversed(modules.items()):  # parts first
-            if not any(True for _ in module.children()) or _is_container(module):
+            if not any(True for _ in module.children()) or _is_container(module) or is_split(module):
                 continue
             try:
-                graphs[name] = _traced(module, opaque)
+                if (argument := _optional_argument(module)) is not None:
+                    untraced[name] = f"its argument {argument} may be left out"
+                    optional.add(module)
+                    continue
+                graphs[name] = _traced(module, opaque, optional & set(module.modules()))
             except Exception as error:  # a forward may fail in any way on inputs that are not tensors
                 untraced[name] = in_a_line(error)
                 opaque.add(module)
@@ -245,9 +279,9 @@ def _outermost(
     """Names of the graphs that no other graph contains. `inside`: whether an enclosing graph shows the parts of this
     module.
     """
-    if module in opaque:
+    if module in opaque or _is_hooked(module):
         inside = False
-    elif name in graphs and not inside:
+    if name in graphs and module not in opaque and not inside:
         inside = True
         yield name
     for child_name, child in module.named_children():
@@ -259,18 +293,30 @@ def _is_container(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def _traced(module: nn.Module, opaque: set[nn.Module]) -> fx.Graph:
-    """Trace a forward without optional arguments: for these, a trace would show only one choice.
+def _optional_argument(module: nn.Module) -> str | None:
+    """The name of an argument that a call may leave out."""
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.default is not parameter.empty or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            return parameter.name
+    return None
+
+
+def _traced(module: nn.Module, opaque: set[nn.Module], doubtful: set[nn.Module]) -> fx.Graph:
+    """Trace a forward. If it cannot be traced through the doubtful modules, they become opaque, too.
 
     Raises:
         Exception: any error that the forward raises for inputs that are not tensors.
     """
-    for parameter in inspect.signature(module.forward).parameters.values():
-        if parameter.default is not parameter.empty or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-            raise TypeError(f"its argument {parameter.name} may be left out")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _Tracer(opaque).trace(module)
+        try:
+            return _Tracer(opaque).trace(module)
+        except Exception:
+            if not doubtful - opaque:
+                raise
+        graph = _Tracer(opaque | doubtful).trace(module)
+        opaque |= doubtful
+        return graph
 
 
 def _without_data(model: nn.Module) -> nn.Module:

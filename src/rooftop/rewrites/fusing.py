@@ -151,27 +151,32 @@ class Followers:
         begin, prefix = structure.before[id(module)]
         result = begin
         if _folded(module) is not module:
-            result = next(iter(begin.users))  # its norm
-        user = _only(result)
-        if user is None:
-            return ()
+            while not isinstance(vars(self._module(result, prefix)).get("forward"), Opening):
+                result = next(iter(result.users))
+        chain = self._passed_on(result, prefix)
+        user = following = _only(chain[-1])
         steps: tuple[str, ...] = ()
-        chain = [result]
-        if user not in self.taken and _is_sum_with(user, result):
-            chain.append(user)
-            following = _only(user)
+        if user is not None and user not in self.taken and _is_sum_with(user, chain[-1]):
+            chain += self._passed_on(user, prefix)
+            following = _only(chain[-1])
             steps = ("sum",)
-        else:
-            following = user
         name = self._activation(following, chain[-1], prefix)
         if following is None or name is None or not self._nothing_between(begin, following, chain, prefix):
             return ()
         if any(map(was_asked, (begin, *chain))):
             return ()
-        self.taken.add(chain[-1])
+        if user is not None and steps:
+            self.taken.add(user)
         if following.op == "call_module":
             self.activations.add(self._module(following, prefix))
         return (*steps, name)
+
+    def _passed_on(self, node: fx.Node, prefix: str) -> list[fx.Node]:
+        """A node, and the calls of `nn.Identity` that alone take its value."""
+        chain = [node]
+        while (user := _only(chain[-1])) is not None and self.structure.passes_on(user, prefix):
+            chain.append(user)
+        return chain
 
     def _activation(self, node: fx.Node | None, source: fx.Node, prefix: str) -> str | None:
         if node is None or tuple(node.args) != (source,):

@@ -130,6 +130,7 @@ def test_steps_on_a_gpu(precision: str, compiled: bool) -> None:
     replayed = stepper_of(model, device, precision=precision, replay=True)
     if compiled:
         model.compile()
+        plain.task.model.compile()
     alive = []
     for number in range(1, 9):
         rows = 8 if number % 4 else 5

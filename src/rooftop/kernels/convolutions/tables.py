@@ -176,6 +176,9 @@ NEAR = 2.0  # sum of the logarithms (base 2) of three ratios: rows, out channels
 MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also takes shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
+# Channels of a group for which cuDNN's fused call takes no longer than its convolution alone. For other groups it takes
+# 1.1 to 25 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
+GROUPS_OF_CUDNN = (4, 8, 16, 32)
 MOST_PARTS, LEAST_STEPS = 8, 4  # largest number of parts of K; least size of a part
 
 # ---- choice ----------------------------------------------------------------------------------------------------
@@ -224,7 +227,9 @@ def choose(problem: Problem) -> ConvPlan:
         return ConvPlan("library", None, "x is not channels last")
     library: Backend = "cudnn" if problem.cudnn else "library"
     if geometry.groups > 1:
-        return ConvPlan(library, None, f"{geometry.groups} groups")
+        each = geometry.channels // geometry.groups, geometry.out_channels // geometry.groups
+        fast = each[0] == each[1] and each[0] in GROUPS_OF_CUDNN
+        return ConvPlan(library if fast else "library", None, f"{geometry.groups} groups of {each[0]} channels")
     if geometry.rows >= 1 << 31:
         return ConvPlan(library, None, "2^31 pixels or more")
     if problem.capability != 9:

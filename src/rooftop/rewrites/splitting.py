@@ -1,0 +1,155 @@
+"""Split a norm that also does something else into a plain batch norm and the modules after it.
+
+Libraries join a batch norm with its activation in one class, such as timm's `BatchNormAct2d`: a subclass of
+`nn.BatchNorm2d` whose forward normalizes, and then calls its modules `drop` and `act`. No rule may fold a subclass,
+since its forward may do anything. So torch.fx traces this forward alone. If the trace is `batch_norm` with the module's
+own tensors, and then a chain of the module's own modules, the forward is replaced by that chain: a part "norm", which
+is an `nn.BatchNorm2d` with these tensors, and the other modules. Rules then see ordinary modules.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+KINDS: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+PART = "norm"
+"""The name of the plain batch norm inside a split one."""
+CHECKS = [kind._check_input_dim for kind in KINDS]
+TENSORS = ("weight", "bias", "running_mean", "running_var")
+# Functions by which a forward checks the shape of its input. The plain norm checks it again.
+QUESTIONS = (getattr, operator.eq, operator.ne, operator.gt, operator.ge, operator.lt, operator.le, torch._assert)
+SIGNATURE = inspect.signature(functional.batch_norm)
+
+
+class Chain:
+    """The forward of a split norm: its parts, one after the other."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = tuple(parts)
+
+    def __call__(self, input: Any) -> Any:
+        for part in self.parts:
+            input = part(input)
+        return input
+
+
+def is_split(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), Chain)
+
+
+def split(norm: nn.Module) -> bool:
+    """Split a norm in place, if it is a subclass of a batch norm whose forward is a chain; return whether it is.
+
+    Its tensors move to its new part "norm". `unsplit` takes this back.
+    """
+    kind = next((kind for kind in KINDS if isinstance(norm, kind) and type(norm) is not kind), None)
+    if kind is None or PART in norm._modules or "forward" in vars(norm) or _has_hooks(norm):
+        return False
+    assert isinstance(norm, _BatchNorm)
+    names = _chain_of(norm)
+    if names is None:
+        return False
+    plain = kind(0, norm.eps, norm.momentum, affine=False, track_running_stats=False)
+    vars(plain).update(training=norm.training, num_features=norm.num_features, affine=norm.affine)
+    plain.track_running_stats = norm.track_running_stats
+    _move(norm, plain)
+    norm.add_module(PART, plain)
+    norm.__dict__["forward"] = Chain((plain, *map(norm.get_submodule, names)))
+    return True
+
+
+def unsplit(norm: nn.Module) -> None:
+    """Take `split` back."""
+    plain = norm._modules.pop(PART)
+    assert isinstance(plain, nn.Module)
+    del norm.__dict__["forward"]
+    _move(plain, norm)
+
+
+def _move(source: nn.Module, target: nn.Module) -> None:
+    for own, other in ((source._parameters, target._parameters), (source._buffers, target._buffers)):
+        other.update(own)  # type: ignore[arg-type]
+        own.clear()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+# ---- the trace -----------------------------------------------------------------------------------------------------
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _chain_of(norm: _BatchNorm) -> list[str] | None:
+    """Names of the modules that a norm's forward calls one after the other after `batch_norm`, without those that only
+    return their input; None if the forward does anything else.
+    """
+    try:
+        copied = copy.deepcopy(norm).eval()  # a forward may change its module
+        if type(norm)._check_input_dim in CHECKS:
+            vars(copied)["_check_input_dim"] = lambda input: None  # torch.fx cannot trace it; the plain norm does it
+        graph = _Tracer().trace(copied)
+    except Exception:  # a forward may fail in any way on inputs that are not tensors
+        return None
+    nodes = list(graph.nodes)
+    norms = [node for node in nodes if node.target is functional.batch_norm]
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    if len(norms) != 1 or len(inputs) != 1 or not _is_plain(norms[0], inputs[0], norm):
+        return None
+    chain = [norms[0]]
+    while (following := _only_user(chain[-1])) is not None and following.op != "output":
+        if following.op != "call_module" or following.args != (chain[-1],) or following.kwargs:
+            return None
+        chain.append(following)
+    known = {*inputs, *chain, *(node for node in nodes if node.op in ("get_attr", "output") or _asks(node))}
+    if following is None or following.args != (chain[-1],) or known != set(nodes):
+        return None
+    names = [str(node.target) for node in chain[1:]]
+    return [name for name in names if not returns_its_input(norm.get_submodule(name))]
+
+
+def _is_plain(call: fx.Node, input: fx.Node, norm: _BatchNorm) -> bool:
+    """Whether a call is the batch norm of the input, with the module's own tensors and constant statistics."""
+    try:
+        bound = SIGNATURE.bind(*call.args, **call.kwargs)
+    except TypeError:
+        return False
+    bound.apply_defaults()
+    given: dict[str, Any] = bound.arguments
+    own = all(_is_own(given[name], name, norm) for name in TENSORS)
+    return own and given["input"] is input and given["training"] is False and given["eps"] == norm.eps
+
+
+def _is_own(value: Any, name: str, norm: _BatchNorm) -> bool:
+    if isinstance(getattr(norm, name), Tensor):
+        return isinstance(value, fx.Node) and value.op == "get_attr" and value.target == name
+    return value is None
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 else None
+
+
+def _asks(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in QUESTIONS and all(map(_asks, node.users))
+
+
+def returns_its_input(module: nn.Module) -> bool:
+    """Whether a module is a plain `nn.Identity`."""
+    return type(module) is nn.Identity and not _has_hooks(module) and "forward" not in vars(module)
