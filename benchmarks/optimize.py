@@ -3,7 +3,7 @@
     python benchmarks/optimize.py [--only resnet50 gpt2:1 bert:training level3 ...] [--mode inference|training|both]
         [--budget 60] [--total 480] [--out benchmarks/results/h100/optimize.json]
 
-Each row is a public model at one batch, with random weights and without dropout: twelve architectures in bfloat16
+Each row is a public model at one batch, with random weights and without dropout: thirteen architectures in bfloat16
 (texts of 512 tokens), and twelve networks of KernelBench's level 3 (`level3.py`), which are in float32 in KernelBench,
 too. A training step is forward, backward and AdamW. The search runs first, so its seconds include everything that a
 first start compiles. Then the eager model, `torch.compile` (default; reduce-overhead for inference at batch 1;
@@ -153,6 +153,7 @@ CASES = {
         ),
         Case("densenet121", "torchvision", images("torchvision", "densenet121"), (1, 64), 64),
         Case("regnet_y_8gf", "torchvision", images("torchvision", "regnet_y_8gf"), (1, 128), 64),
+        Case("mobilenetv4_conv_small", "timm", images("timm", "mobilenetv4_conv_small"), (1, 128), 128),
         Case("mixer_b16_224", "timm", images("timm", "mixer_b16_224"), (1, 128), 64),
         Case("tiny_gpt2", "transformers", texts("GPT2", 8, **GPT2, **TINY), (1, 2), 2),
         *(

@@ -32,6 +32,7 @@ SHARES = {  # tuner: seconds that suit it; tuners run in this order
     "window_attentions": 110,
     "attention_states": 15,
     "conv_acts": 240,
+    "grouped_convs": 60,
     "max_pools": 15,
     "few_rows": 45,
     "sparse_convs": 100,

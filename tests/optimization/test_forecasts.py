@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from rooftop.optimization import forecasts
 from rooftop.optimization.forecasts import OperatorClock, fusable_of, quick_ceilings
 from rooftop.optimization.outcomes import Step
 from rooftop.optimization.timing import ahead, times_of
 from rooftop.rewrites import Candidate, Compile, CompileBlocks, CudaGraphs, FusedOptimizer, Times
 from rooftop.rewrites.candidates import Call, Compiled, Fusable, OptimizerStep
 from rooftop.rewrites.graph_rules import GAP_MS
-from rooftop.rewrites.timed_alone import alone_ms
+from rooftop.rewrites.timed_alone import AHEAD_MS, CYCLES_A_MS, alone_ms
 
 CPU = torch.device("cpu")
 
@@ -197,6 +199,28 @@ def test_events_take_the_times_of_operators_on_a_gpu(gpu: torch.device) -> None:
                 work()
     assert clock.times_ms() == [0.0, 1.0, 2.0]
     assert clock.times_ms() == [0.0, 1.0, 2.0], "a second query adds no events"
+
+
+def test_the_device_waits_for_a_host_that_was_slow(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: waits.append(cycles / CYCLES_A_MS))
+    now_ns = [0]
+    monkeypatch.setattr(forecasts, "time", SimpleNamespace(perf_counter_ns=lambda: now_ns[0]))
+
+    def run(clock: OperatorClock) -> OperatorClock:
+        for host_ms in (0.05, 2.0, 100.0):
+            with clock.at(0):
+                now_ns[0] += int(host_ms * 1e6)
+        return clock
+
+    first = run(OperatorClock(gpu))
+    assert first.late
+    second = run(OperatorClock(gpu, first))
+    assert waits == [AHEAD_MS] * 4 + [4.0, forecasts.MOST_AHEAD_MS]
+    assert second.late
+    waits.clear()
+    run(OperatorClock(gpu, OperatorClock(gpu)))
+    assert waits == [AHEAD_MS] * 3, "an earlier run of fewer operators"
 
 
 def test_the_device_works_alone_when_the_host_is_ahead(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from rooftop.optimization import tensor_floats
 from rooftop.optimization.draws import Draw
 from rooftop.optimization.gate import Gate, Known, RefusedError
 from rooftop.optimization.outcomes import Outcome, Step
@@ -172,3 +174,67 @@ def test_a_model_is_cast_by_pytorchs_own_method() -> None:
     assert gate.precise is not None
     gate = Gate.of(NoDoubles(4, 2), step, [given], 1.0, exact=False)
     assert "does not run in float64 (TypeError: no doubles here)" in gate.exact_only
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.conv(x).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def without_last_bits(bits: int) -> Callable[[Candidate], None]:
+    """Let the convolution drop the last bits of its operands, as tensor cores do."""
+
+    def change(candidate: Candidate) -> None:
+        conv: Any = candidate.model.conv
+
+        def forward(x: Tensor) -> Tensor:
+            x, weight = ((t.view(torch.int32) >> bits << bits).view(torch.float32) for t in (x, conv.weight.detach()))
+            return functional.conv2d(x, weight, conv.bias)
+
+        conv.forward = forward
+
+    return change
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_convolution_may_use_tf32_if_pytorch_may(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the bits of TF32, and without those of bfloat16."""
+    precisions = {True: "tf32" if allowed else "fp32", False: "fp32"}
+    monkeypatch.setattr(tensor_floats, "matrix_precision", lambda tensor, convolution: precisions[convolution])
+    torch.manual_seed(0)
+    original, step = Convolved().eval(), Step(False)
+    given: Any = ((torch.randn(2, 3, 9, 9),), {})
+    other: Any = ((torch.randn(2, 3, 9, 9),), {})
+    gate = Gate.of(original, step, [Draw("the given inputs", given), Draw("other values", other)], 60.0)
+    for bits, right in ((13, allowed), (16, False)):
+        candidate = Candidate.of(original, None, training=False)
+        without_last_bits(bits)(candidate)
+        if right:
+            assert 0.1 < gate.judge(candidate) <= 1
+            gate.judge_on(candidate, Draw("other values", ((torch.randn(2, 3, 9, 9) * 9,), {})))
+        else:
+            with pytest.raises(RefusedError, match="the given inputs: result 0 is off by"):
+                gate.judge(candidate)
+
+
+def test_only_operands_lose_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_floats, "matrix_precision", lambda tensor, convolution: "tf32")
+    x, w = torch.full((1, 1, 3), 1 + 2.0**-20, requires_grad=True), torch.full((1, 1, 1), 1 + 2.0**-20)
+    with tensor_floats.InTensorFloats() as mode:
+        assert torch.equal(x + 0.0, x)
+        assert not mode.used
+        y = functional.conv1d(x, w)
+        y.backward(torch.full_like(y, 1 + 2.0**-20))
+        square = torch.full((2, 2), 1 + 2.0**-20)
+        assert torch.equal(torch.addmm(square, square, square), square + 2)
+    assert mode.used
+    assert torch.equal(y, torch.ones(1, 1, 3))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(1, 1, 3)), "the backward pass, too"
+    with tensor_floats.InTensorFloats() as mode:
+        assert torch.equal(functional.conv1d(x.detach().double(), w.double())[0, 0, 0], w.double()[0, 0, 0] ** 2)
+    assert not mode.used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,23 @@ def test_norms_are_fused_where_the_kernel_takes_them() -> None:
         assert predicted(Times(9.0, (other, relu))) == 0.0
     half = convolution(), convolution(groups=2)
     assert predicted(Times(9.0, (*half, norm, relu))) == pytest.approx(2.0)
+
+
+def test_a_norm_may_take_longer_than_the_pass_that_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = call(aten._native_batch_norm_legit_no_training.default, empty(2, 8, 5, 5), ms=2.0)
+    relu = call(aten.relu.default, empty(2, 8, 5, 5), ms=1.0)
+    replaced = {"times": iter((4.0, 1.0)), "runs": 0}  # the norm, and a pass
+
+    def alone_ms(run: Any, device: torch.device) -> float:
+        replaced["runs"] += 1
+        return next(replaced["times"])
+
+    monkeypatch.setattr(module_rules, "alone_ms", alone_ms)
+    on_gpu = Times(9.0, (convolution(channels_last=False), norm, relu), device_ms=9.0, host_ms=1.0)
+    assert FuseConvolutions().predicted_ms(on_gpu) == pytest.approx(1.0 + 2.0 * 0.75)
+    inside = replace(on_gpu, calls=(convolution(), norm, relu))
+    assert FuseConvolutions().predicted_ms(inside) == pytest.approx(3.0)
+    assert replaced["runs"] == 2
 
 
 def test_convolutions_of_sequences_and_volumes_are_not_fused() -> None:

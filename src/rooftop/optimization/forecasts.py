@@ -24,6 +24,8 @@ from rooftop.rewrites.timed_alone import AHEAD_MS, CYCLES_A_MS, alone_ms, launch
 
 SIZES = (1 << 18, 1 << 22, 1 << 26)
 """Bytes of the copies by which the memory rate is measured: in caches, and beyond those of most CPUs."""
+MOST_AHEAD_MS = 5.0
+"""The GPU waits at most this long before an operator, since the first call of an operator may compile it."""
 EVENT_PAIRS = 20
 LAUNCHES = 200
 """A device queues about 1000 launches before the host has to wait."""
@@ -66,6 +68,10 @@ def fusable_of(run: Callable[[], object], device: torch.device, ceilings: Ceilin
     clock = OperatorClock(device)
     with CountingMode(_place, clock.at) as counted:
         run()
+    if clock.late:
+        clock = OperatorClock(device, clock)
+        with CountingMode(_place, clock.at) as counted:
+            run()
     pairs = zip(counted.records, clock.times_ms(), strict=False)
     operators = [MeasuredOperator(record, ms, ()) for record, ms in pairs]
     found = fused(operators, ceilings)
@@ -82,11 +88,22 @@ class OperatorClock:
     """Measure the time of each of many operators by a context around it. Contexts cannot be nested.
 
     On a GPU, CUDA events measure the time. Before each operator the GPU waits until the host has launched it.
+
+    Args:
+        earlier: the clock of an earlier run of the same operators, which knows how long the host takes for each.
+
+    Attributes:
+        count: number of operators.
+        late: whether the host took longer to launch an operator than the GPU waited, so its time is too long.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, earlier: OperatorClock | None = None) -> None:
         self.device = device
         self.count = 0
+        self.late = False
+        self._expected_ms = earlier._host_ms if earlier is not None else []
+        self._host_ms: list[float] = []
+        self._ahead_ms = AHEAD_MS
         self._ms: list[float] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -95,23 +112,27 @@ class OperatorClock:
         return self
 
     def __enter__(self) -> OperatorClock:
+        index = self.count
         self.count += 1
         if self.device.type == "cuda":
-            self._begin()
-        else:
-            self._began = time.perf_counter_ns()
+            expected_ms = self._expected_ms[index] if index < len(self._expected_ms) else 0.0
+            self._ahead_ms = max(AHEAD_MS, min(MOST_AHEAD_MS, 2 * expected_ms))
+            self._begin(self._ahead_ms)
+        self._began = time.perf_counter_ns()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self.device.type != "cuda":
             self._ms.append((time.perf_counter_ns() - self._began) / 1e6)
-        else:
-            self._events[-1][1].record(torch.cuda.current_stream(self.device))
+            return
+        self._events[-1][1].record(torch.cuda.current_stream(self.device))
+        self._host_ms.append((time.perf_counter_ns() - self._began) / 1e6)
+        self.late |= self._host_ms[-1] > self._ahead_ms
 
-    def _begin(self) -> None:
+    def _begin(self, ahead_ms: float = AHEAD_MS) -> None:
         stream = torch.cuda.current_stream(self.device)
         with torch.cuda.device(self.device):
-            torch.cuda._sleep(int(AHEAD_MS * CYCLES_A_MS))
+            torch.cuda._sleep(int(ahead_ms * CYCLES_A_MS))
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record(stream)
             self._events.append(pair)

@@ -30,6 +30,7 @@ from rooftop.optimization.outcomes import (
     same_values,
     seed_all,
 )
+from rooftop.optimization.tensor_floats import InTensorFloats
 from rooftop.rewrites.candidates import Candidate
 from rooftop.rewrites.structures import mapped
 from rooftop.words import in_a_line
@@ -105,6 +106,7 @@ class Gate:
         precise: the original in float64; None if that does not run, or is not needed.
         first_truth: the float64 outcome on the given inputs.
         shifts: by draw, the float64 outcome on inputs that differ by `SHIFT`, for draws that needed it.
+        in_tensor_floats: by draw, the original's outcome in TF32, for draws that needed it.
         lowered: the original in a lower precision, which the user has allowed. A change must be as accurate as this
             model.
     """
@@ -119,6 +121,7 @@ class Gate:
     precise: nn.Module | None = None
     first_truth: Outcome | None = None
     shifts: dict[str, Outcome | None] = field(default_factory=dict)
+    in_tensor_floats: dict[str, tuple[Draw, Outcome | None]] = field(default_factory=dict)
     lowered: Candidate | None = None
 
     @classmethod
@@ -294,9 +297,8 @@ class Gate:
             output, _ = self.step.run(candidate.call, model, anew(places))
         for i, result in enumerate(tensors_of(output)):
             name = f"result {i}"
-            truth = others[0].truth.values[name] if others[0].truth is not None else None
             result = result.detach() if result.layout == torch.strided else result.detach().to_dense()
-            self._compare_one(name, result, others[0].eager.values[name], truth, "inputs in the same memory")
+            self._compare_one_of(others[0], name, result, "inputs in the same memory")
 
     def _compare(self, got: Outcome, known: Known, what: str = "") -> float:
         what = what or known.draw.what
@@ -324,10 +326,30 @@ class Gate:
         try:
             return self._compare_one(name, got, eager, truth, what)
         except RefusedError:
-            sensitivity = self._sensitivity(known, name)
-            if truth is None or self.exact_only or not sensitivity:
+            if truth is None or self.exact_only:
                 raise
-            return as_accurate(name, got, eager, truth, what, max(sensitivity, self._usual_error(name)))
+            allowed = max(self._sensitivity(known, name), self._error_in_tensor_floats(known, name))
+            if not allowed:
+                raise
+            return as_accurate(name, got, eager, truth, what, max(allowed, self._usual_error(name)))
+
+    def _error_in_tensor_floats(self, known: Known, name: str) -> float:
+        """The error that the original has if all of its kernels use TF32 that may; 0 if none may."""
+        truth = known.truth.values.get(name) if known.truth is not None else None
+        if truth is None or self.lowered is not None or known.eager.values[name].dtype != torch.float32:
+            return 0.0
+        draw, found = self.in_tensor_floats.get(known.draw.what, (None, None))
+        if draw is not known.draw:
+            try:
+                with InTensorFloats() as mode:
+                    found = outcome_of(self.step, self.original, self.original, known.draw.given)
+                found = found if mode.used else None
+            except Exception:
+                found = None
+            self.in_tensor_floats[known.draw.what] = known.draw, found
+        if found is None or name not in found.values or found.values[name].shape != truth.shape:
+            return 0.0
+        return _difference(found.values[name], truth, finite=True)
 
     def _sensitivity(self, known: Known, name: str) -> float:
         """How much a true result changes if the values of a special draw change by `SHIFT`.

@@ -137,12 +137,15 @@ class Times:
     def gain_ms(self, device_ms: float, calls: int = 0) -> float:
         """The gain in ms if a step saves `device_ms` of device time and `calls` calls of operators.
 
-        A GPU works while the host launches, so the longer of device time and host time is the time of a step.
+        A GPU works while the host launches, so the longer of device time and host time is the time of a step. Operators
+        that were timed alone may take longer than within the step, or the GPU may wait between them when it replays
+        graphs: both are shared among them.
         """
         if self.device_ms is None or self.host_ms is None:
             return device_ms
-        every = max(1, sum(call.count for call in self.calls))
-        return self.gain_of(device_ms + self.idle_ms * calls, self.host_ms * calls / every)
+        every, all_ms = sum(call.count for call in self.calls), sum(call.ms for call in self.calls)
+        scale = min(1.0, self.device_ms / all_ms) if all_ms > 0 else 1.0
+        return self.gain_of(scale * device_ms + self.idle_ms * calls, self.host_ms * calls / max(1, every))
 
     @property
     def idle_ms(self) -> float:
@@ -151,8 +154,8 @@ class Times:
         """
         if self.host_ms != 0 or not self.calls:
             return 0.0
-        ms, count = (sum(values) for values in zip(*((call.ms, call.count) for call in self.calls), strict=True))
-        return max(0.0, self.wall_ms - ms) / max(1, count)
+        every, all_ms = sum(call.count for call in self.calls), sum(call.ms for call in self.calls)
+        return max(0.0, self.wall_ms - all_ms) / max(1, every)
 
     def gain_of(self, device_ms: float, host_ms: float) -> float:
         """The gain in ms if a step saves `device_ms` of device time and `host_ms` of launches."""

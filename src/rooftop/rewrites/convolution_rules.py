@@ -62,8 +62,11 @@ class FuseConvolutions(Rule):
         joined_ms, bias_ms = sum(call.ms for call in joined), sum(map(_bias_ms, convolutions))
         norms_ms = sum(call.ms for call in norms)
         inside = share_inside(convolutions)
-        # Elsewhere one pass computes everything after the convolution. So it needs two operators to gain from.
+        # Elsewhere one pass computes everything after the convolution. So it needs two operators to gain from, or a
+        # norm that takes longer than a pass.
         outside_ms = joined_ms if norms_ms + bias_ms > 0 else 0.0
+        if norms and inside < 1 and times.device_ms is not None:
+            outside_ms += norms_ms * max(0.0, share_of(times, NORMS[0], _passed))
         saved_ms = inside * (joined_ms + norms_ms + bias_ms) + (1 - inside) * outside_ms
         return times.gain_ms(saved_ms, sum(call.count for call in joined + norms))
 
@@ -138,6 +141,11 @@ def _bias_ms(call: Call) -> float:
         with_bias = alone_ms(lambda: call.operator(input, weight, bias, *rest), call.device)
         without = alone_ms(lambda: call.operator(input, weight, None, *rest), call.device)
     return call.ms * max(0.0, 1 - without / with_bias) if with_bias > 0 else 0.0
+
+
+def _passed(input: Tensor, *_: Any) -> object:
+    """A pass over the images."""
+    return input.relu_()
 
 
 def _bias_added(input: Tensor, weight: Tensor | None, *_: Any) -> object:

@@ -178,7 +178,7 @@ MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also takes shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
 # Channels of a group for which cuDNN's fused call takes no longer than its convolution alone. For other groups it takes
 # 1.1 to 25 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
-GROUPS_OF_CUDNN = (4, 8, 16, 32)
+GROUPS_OF_CUDNN = (4, 8, 16, 32, 64, 128)
 MOST_PARTS, LEAST_STEPS = 8, 4  # largest number of parts of K; least size of a part
 
 # ---- choice ----------------------------------------------------------------------------------------------------
