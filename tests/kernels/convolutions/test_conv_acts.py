@@ -14,8 +14,19 @@ from torch.nn import functional
 from rooftop.cost import CountingMode
 from rooftop.kernels import conv_act, conv_act_plan
 from rooftop.kernels.convolutions import tables as conv_act_tables
-from rooftop.kernels.convolutions.launches import box_of, copied, forward
-from rooftop.kernels.convolutions.tables import FEW, MANY, ConvPlan, ConvTile, Entry, Geometry, Problem, choose, fitted
+from rooftop.kernels.convolutions.launches import box_of, channels_fastest, copied, forward
+from rooftop.kernels.convolutions.tables import (
+    FEW,
+    MANY,
+    ConvPlan,
+    ConvTile,
+    Entry,
+    Geometry,
+    Problem,
+    choose,
+    depthwise_tile,
+    fitted,
+)
 from rooftop.kernels.operands.activations import ACTIVATIONS, activated
 from rooftop.launch import INTERPRETED, count_launches, fast_path, operators
 from rooftop.testing import assert_as_accurate
@@ -245,6 +256,72 @@ def test_groups(groups: int) -> None:
     for last in (False, True):
         case = Case((2, 16, 6, 5, 32, 3, 2, 1, 1), torch.bfloat16, groups=groups, last=last)
         case.check(case.ours("relu"), "relu")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((2, 96, 5, 6, 96, 3, 1, 1, 1), 4),  # of 24 channels
+        ((1, 112, 5, 7, 112, (3, 1), (2, 1), (1, 0), 1), 2),  # of 56
+        ((2, 160, 4, 3, 96, 1, 1, 0, 1), 2),  # of 80, in two steps of a tap, to 48
+        ((1, 34, 6, 5, 34, 3, 1, 2, 2), 2),  # of 17
+        ((1, 64, 5, 5, 256, 3, 1, 1, 1), 2),  # to 128, in two tiles
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("split", [1, 3])
+def test_the_kernel_takes_groups(shape: Shape, groups: int, split: int) -> None:
+    case = Case(shape, torch.bfloat16, groups=groups)
+    plan = case.plan(ConvTile("gathered", 32, 64, 64, 4, 2, split=split))
+    assert plan.backend == "gathered"
+    case.check(case.planned(plan, "silu"), "silu")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+def test_a_nan_stays_in_its_group() -> None:
+    case = Case((1, 112, 4, 4, 112, 3, 1, 1, 1), torch.bfloat16, groups=2, residual=False)
+    case.tensors[0][0, 56, 1, 1] = math.nan  # the first channel of the second group
+    y = case.planned(case.plan(ConvTile("gathered", 32, 64, 64, 4, 2)), "none")
+    assert torch.equal(y.isnan(), case.torch("none").isnan())
+    assert not y[:, :56].isnan().any()
+    assert y[:, 56:].isnan().any()
+
+
+DEPTHWISE: list[Shape] = [
+    (2, 20, 9, 14, 20, 7, 1, 3, 1),
+    (1, 8, 9, 9, 8, 3, 2, 1, 1),
+    (2, 12, 9, 10, 12, 3, (1, 2), 2, 2),
+    (1, 70, 10, 7, 70, (5, 1), (2, 1), (2, 0), 1),
+    (0, 8, 9, 9, 8, 3, 2, 1, 1),
+]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+@pytest.mark.parametrize("shape", DEPTHWISE, ids=str)
+@pytest.mark.parametrize("run", [1, 4, 7])
+@pytest.mark.parametrize("fastest", [False, True])
+def test_a_group_for_each_channel(shape: Shape, run: int, fastest: bool) -> None:
+    case = Case(shape, torch.bfloat16, groups=shape[1])
+    assert case.g.depthwise
+    x, weight, *others = case.tensors
+    assert x is not None
+    assert weight is not None
+    if fastest:
+        other = channels_fastest(weight)
+        assert torch.equal(other, weight)
+        assert other.stride(0) == 1
+        case.tensors = (x, other, *others)  # type: ignore[assignment]
+    tile = replace(depthwise_tile(case.g), depth=run)
+    case.check(case.planned(ConvPlan("depthwise", tile, ""), "gelu"), "gelu")
+
+
+def test_a_depthwise_tile_divides_lines_evenly() -> None:
+    for size, run in ((14, 7), (8, 4), (9, 7), (112, 7)):
+        tile = depthwise_tile(Geometry(1, 96, size, size, 96, (3, 3), (1, 1), (1, 1), (1, 1), 96))
+        assert tile.depth == run
+        assert tile.columns == 64
+    assert not Geometry(1, 4, 8, 8, 8, (3, 3), (1, 1), (1, 1), (1, 1), 4).depthwise
 
 
 def test_a_large_offset_does_not_swamp_the_differences() -> None:

@@ -98,7 +98,9 @@ RUNS: list[tuple[tuple[int, ...], bool, dict[str, Any], str, str]] = [
     ((128, 68, 56, 64, 1, 1), False, {"copied": False}, "gathered", "ms at 802816 x 64 to 64 of 1 taps"),
     ((1, 64, 8, 64, 3, 1, 2), False, {"copied": False}, "cudnn", "2 groups of 32 channels"),
     ((1, 64, 8, 64, 3, 1, 64), False, {"copied": False}, "library", "64 groups of 1 channels"),
-    ((1, 112, 8, 112, 3, 1, 2), False, {"copied": False}, "library", "2 groups of 56 channels"),
+    ((1, 112, 8, 112, 3, 1, 2), False, {"copied": False}, "gathered", "2 groups of 56 channels"),
+    ((128, 224, 56, 224, 3, 2, 4), True, {"copied": False}, "gathered", "4 groups of 56 channels"),
+    ((1, 64, 8, 64, 3, 1, 2), False, {"copied": False, "cudnn": False}, "gathered", "2 groups of 32 channels"),
     ((1, 16, 8, 32, 3, 1, 2), False, {"copied": False}, "library", "2 groups of 8 channels"),
     ((0, 64, 8, 64, 3, 1), False, {}, "library", "there are no images"),
     ((1, 64, 8, 64, 3, 1), False, {"keep": True, "copied": False}, "library", "the gradient needs"),
@@ -142,6 +144,13 @@ def test_a_convolution_runs_as_its_plan_says(
     assert len(recorded) == (3 if plan.tile and backend != "gathered" and g.channels < 8 else 1)
 
 
+def test_groups_have_a_kernel_on_the_gpu_where_it_was_measured() -> None:
+    geometry = geometry_of(1, 112, 8, 112, 3, 1, 2)
+    assert choose(problem(geometry, copied=False)).backend == "gathered"
+    assert choose(problem(geometry, copied=False, capability=8)).backend == "library"
+    assert choose(problem(geometry._replace(groups=112), copied=False)).backend == "library"
+
+
 def assert_tile(plan: ConvPlan, constants: dict[str, Any], grid: tuple[int, ...]) -> None:
     """The launched tile is the tile of the plan."""
     tile = plan.tile
@@ -171,6 +180,8 @@ def assert_tile(plan: ConvPlan, constants: dict[str, Any], grid: tuple[int, ...]
         ((1, 48, 8, 64, 1, 1), ConvTile("single", 64, 64, 64, 4, 4, split=8), 16, 3),
         ((1, 3, 8, 64, 7, 2), ConvTile("single", 64, 64, 64, 4, 4, split=4), 32, 4),  # 7 steps of 32
         ((1, 20, 8, 64, 3, 1), ConvTile("gathered", 64, 64, 64, 4, 4, split=2), 64, 2),  # 3 steps
+        ((1, 112, 8, 112, 3, 1, 2), ConvTile("gathered", 64, 64, 64, 4, 4, split=4), 64, 3),  # 9 steps
+        ((1, 48, 8, 48, 1, 1, 2), ConvTile("gathered", 64, 64, 64, 4, 4, split=4), 32, 1),
     ],
 )
 def test_a_tile_has_no_empty_parts(sizes: tuple[int, ...], tile: ConvTile, depth: int, split: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rooftop.kernels.convolutions import launches as conv_act_launches
 from rooftop.kernels.convolutions.launches import forward
-from rooftop.kernels.convolutions.tables import MANY, ConvPlan, ConvTile, Geometry
+from rooftop.kernels.convolutions.tables import MANY, OF_GROUPS, ConvPlan, ConvTile, Geometry
 from rooftop.launch import INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -31,23 +31,37 @@ def test_operands_of_tensor_cores_are_where_they_were_copied_to(kernel: str, mon
         assert "ldmatrix" not in ptx
     else:
         assert ptx.count("cp.async.cg") == 3 * (4 + 4)  # both operands: 8 KiB each by 128 threads of 16 bytes
+    assert " 0 bytes spill stores" in assembled(ptx)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
+@pytest.mark.parametrize(("channels", "groups"), [(112, 2), (64, 64)])
+def test_groups_spill_nothing(channels: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = ConvTile("depthwise", 8, 64, 7, 4, 1) if groups == channels else OF_GROUPS
+    ptx = ptx_of(tile, monkeypatch, channels, groups)
+    assert ("wgmma.mma_async" in ptx) == (groups < channels)
+    assert "cp.async.cg" in ptx or ".v2.b32" in ptx, "loads of 8 or 16 bytes"
+    assert " 0 bytes spill stores" in assembled(ptx)
+
+
+def assembled(ptx: str) -> str:
+    """What the assembler says of a kernel's registers."""
     command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", os.devnull, "-"]
-    log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
-    assert " 0 bytes spill stores" in log
+    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
 
 
-def ptx_of(tile: ConvTile, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The PTX of the kernel that a 3 x 3 convolution of 64 channels launches."""
+def ptx_of(tile: ConvTile, monkeypatch: pytest.MonkeyPatch, channels: int = 64, groups: int = 1) -> str:
+    """The PTX of the kernel that a 3 x 3 convolution launches."""
     found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     monkeypatch.setattr(
         conv_act_launches, "launch", lambda kernel, grid, device, *args, **given: found.append((kernel, args, given))
     )
     x, weight = (
         torch.empty(size, dtype=torch.bfloat16, memory_format=torch.channels_last)
-        for size in ((2, 64, 16, 16), (64, 64, 3, 3))
+        for size in ((2, channels, 16, 16), (channels, channels // groups, 3, 3))
     )
-    geometry = Geometry(2, 64, 16, 16, 64, (3, 3), (1, 1), (1, 1), (1, 1))
-    bias = torch.empty(64, dtype=torch.bfloat16)
+    geometry = Geometry(2, channels, 16, 16, channels, (3, 3), (1, 1), (1, 1), (1, 1), groups)
+    bias = torch.empty(channels, dtype=torch.bfloat16)
     forward(ConvPlan(tile.kernel, tile, ""), x, weight, bias, None, geometry, "relu", False)
     ((kernel, arguments, given),) = found
     options = {name: given.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in given}

@@ -94,7 +94,8 @@ def forward(
     if plan.backend == "library":
         return _by_library(x, weight, bias, residual, geometry, activation, keep)
     assert not keep
-    weight = weight.contiguous(memory_format=torch.channels_last)
+    if plan.backend != "depthwise":
+        weight = weight.contiguous(memory_format=torch.channels_last)
     if residual is not None:
         residual = residual.contiguous(memory_format=torch.channels_last)
     if plan.backend == "cudnn":
@@ -107,7 +108,7 @@ def forward(
         (geometry.batch, geometry.out_channels, *geometry.out), dtype=x.dtype, device=x.device,
         memory_format=torch.channels_last,
     )  # fmt: skip
-    run = _gathered if plan.tile.kernel == "gathered" else _copied
+    run = {"gathered": _gathered, "depthwise": _depthwise}.get(plan.tile.kernel, _copied)
     run(plan.tile, x, weight, bias, residual, y, geometry, activation)
     return y, nothing
 
@@ -357,16 +358,41 @@ def _gathered(
 ) -> None:  # fmt: skip
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_gathered
 
-    tiles = -(-g.rows // tile.rows) * -(-g.out_channels // tile.columns)
+    channels, out_channels = g.of_group
+    tiles = -(-g.rows // tile.rows) * g.groups * -(-out_channels // tile.columns)
     sums, arrived = _shared_sums(tile, tiles, x.device)
     line = g.width * g.channels
     reach = (g.batch * g.height + sum(g.padding) + g.kernel[0] * g.dilation[0]) * line
     launch(
         conv_act_gathered, (tiles * tile.split,), x.device, x, weight, y, residual, bias, sums, arrived,
         g.rows, g.out_channels, g.height, g.width, *g.out, g.height * line, line, g.channels,
-        CHANNELS=g.channels, DEPTH=tile.depth, ROWS=tile.rows, SPLIT=tile.split, WIDE=reach >= 1 << 31,
+        CHANNELS=channels, DEPTH=tile.depth, ROWS=tile.rows, SPLIT=tile.split, WIDE=reach >= 1 << 31, GROUPS=g.groups,
         **_constants(tile, g, bias, residual, activation), **_early(tile),
     )  # fmt: skip
+
+
+def _depthwise(
+    tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
+    activation: str,
+) -> None:  # fmt: skip
+    from rooftop.kernels.convolutions.triton_kernels.depthwise import conv_act_depthwise
+
+    weight = weight.permute(2, 3, 1, 0).contiguous()  # `channels_fastest` spares this copy
+    rows = g.batch * g.out[0] * -(-g.out[1] // tile.depth)
+    line = g.width * g.channels
+    launch(
+        conv_act_depthwise, (-(-rows // tile.rows), -(-g.channels // tile.columns)), x.device,
+        x, weight, y, residual, bias, rows, g.channels, g.height, g.width, *g.out, g.height * line, line, g.channels,
+        ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        KERNEL_HEIGHT=g.kernel[0], KERNEL_WIDTH=g.kernel[1], STRIDE_H=g.stride[0], STRIDE_W=g.stride[1],
+        PADDING_H=g.padding[0], PADDING_W=g.padding[1], DILATION_H=g.dilation[0], DILATION_W=g.dilation[1],
+        ROWS=tile.rows, COLUMNS=tile.columns, RUN=tile.depth, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def channels_fastest(weight: Tensor) -> Tensor:
+    """The weights (C, 1, KH, KW) of a depthwise convolution in the layout (KH, KW, C), which its kernel reads."""
+    return weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
 
 
 # ---- both directions -----------------------------------------------------------------------------------------------

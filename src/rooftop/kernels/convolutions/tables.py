@@ -19,8 +19,8 @@ from rooftop.kernels.operands.launch_data import Constants, power_of_two
 
 # ---- possible choices ------------------------------------------------------------------------------------------
 
-Kernel = Literal["persistent", "single", "gathered"]
-Backend = Literal["persistent", "single", "gathered", "product", "cudnn", "library", "reference"]
+Kernel = Literal["persistent", "single", "gathered", "depthwise"]
+Backend = Literal["persistent", "single", "gathered", "depthwise", "product", "cudnn", "library", "reference"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,10 @@ class ConvTile:
 
     Attributes:
         kernel: "persistent": each program computes many boxes, copied by TMA. "single": each program computes one box.
-            "gathered": programs load by pointers.
+            "gathered": programs load by pointers. "depthwise": as "gathered", without a matrix product, for a group of
+            each channel.
         rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap per step; powers of 2.
+            For "depthwise": runs of pixels, channels, and the neighbouring pixels of a run.
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
         group: rows of tiles in a band; L2 caches the operands of a band.
         parts: number of parts in which the epilogue stores a tile's pixels (not gathered).
@@ -95,6 +97,16 @@ class Geometry(NamedTuple):
         return self.kernel[0] * self.kernel[1]
 
     @property
+    def depthwise(self) -> bool:
+        """Whether each channel is a group, with one channel of the result."""
+        return 1 < self.groups == self.channels == self.out_channels
+
+    @property
+    def of_group(self) -> tuple[int, int]:
+        """The channels of a group, and of its result."""
+        return self.channels // self.groups, self.out_channels // self.groups
+
+    @property
     def pointwise(self) -> bool:
         """Whether the convolution is a matrix product: its window is a single pixel and visits every pixel."""
         return self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1
@@ -119,8 +131,9 @@ class ConvPlan:
     """How a call of `conv_act` is computed.
 
     Attributes:
-        backend: "persistent", "single" or "gathered" (one Triton kernel), "product" (as `linear_act`), "cudnn" (one
-            call of cuDNN), "library" (cuDNN, and one pass for the operations after it), "reference" (plain PyTorch).
+        backend: "persistent", "single", "gathered" or "depthwise" (one Triton kernel), "product" (as `linear_act`),
+            "cudnn" (one call of cuDNN), "library" (cuDNN, and one pass for the operations after it), "reference" (plain
+            PyTorch).
         tile: the kernel's parameters.
         reason: why this plan was chosen.
     """
@@ -177,8 +190,14 @@ MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also takes shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
 # Channels of a group for which cuDNN's fused call takes no longer than its convolution alone. For other groups it takes
-# 1.1 to 25 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
+# 1.1 to 15 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
 GROUPS_OF_CUDNN = (4, 8, 16, 32, 64, 128)
+LEAST_OF_GROUP = 16  # smallest operand of a tensor-core instruction
+# At a batch of 1 the kernel takes 0.15 to 1.15 times as long as cuDNN and a pass. Larger batches were measured with one
+# group (benchmarks/results/h200/tune_conv_acts.json), and cuDNN with groups.
+OF_GROUPS = ConvTile("gathered", 128, 64, 64, 4, 3)
+FEW_OF_GROUPS = ConvTile("gathered", 64, 64, 64, 4, 4)
+RUNS = (7, 4)  # the lines of image networks are multiples of 7 pixels
 MOST_PARTS, LEAST_STEPS = 8, 4  # largest number of parts of K; least size of a part
 
 # ---- choice ----------------------------------------------------------------------------------------------------
@@ -227,9 +246,7 @@ def choose(problem: Problem) -> ConvPlan:
         return ConvPlan("library", None, "x is not channels last")
     library: Backend = "cudnn" if problem.cudnn else "library"
     if geometry.groups > 1:
-        each = geometry.channels // geometry.groups, geometry.out_channels // geometry.groups
-        fast = each[0] == each[1] and each[0] in GROUPS_OF_CUDNN
-        return ConvPlan(library if fast else "library", None, f"{geometry.groups} groups of {each[0]} channels")
+        return _of_groups(problem, library)
     if geometry.rows >= 1 << 31:
         return ConvPlan(library, None, "2^31 pixels or more")
     if problem.capability != 9:
@@ -241,6 +258,27 @@ def choose(problem: Problem) -> ConvPlan:
         return ConvPlan(library, None, _reason(entry))
     tile = fitted(entry.tile, problem) if entry.tile else None
     return ConvPlan(tile.kernel if tile else entry.backend, tile, _reason(entry))
+
+
+def _of_groups(problem: Problem, library: Backend) -> ConvPlan:
+    """The plan for a convolution with groups, of which `copied` supports none."""
+    geometry, (channels, out_channels) = problem.geometry, problem.geometry.of_group
+    reason = f"{geometry.groups} groups of {channels} channels"
+    if library == "cudnn" and channels == out_channels and channels in GROUPS_OF_CUDNN:
+        return ConvPlan(library, None, reason)
+    if problem.capability != 9 or geometry.rows >= 1 << 31 or min(channels, out_channels) < LEAST_OF_GROUP:
+        return ConvPlan("library", None, reason)
+    tiles = -(-geometry.rows // OF_GROUPS.rows) * -(-out_channels // OF_GROUPS.columns) * geometry.groups
+    return ConvPlan("gathered", fitted(OF_GROUPS if tiles >= 2 * problem.sms else FEW_OF_GROUPS, problem), reason)
+
+
+def depthwise_tile(geometry: Geometry) -> ConvTile:
+    """A tile whose runs of pixels divide the lines of the result evenly, if they can. No plan has it yet: on a GPU it
+    was not measured.
+    """
+    run = next((length for length in RUNS if geometry.out[1] % length == 0), RUNS[0])
+    columns = min(64, max(8, power_of_two(geometry.channels)))
+    return ConvTile("depthwise", max(1, 512 // columns), columns, run, 4, 1)
 
 
 def _nearest(problem: Problem) -> Entry | None:
@@ -286,9 +324,13 @@ def fitted(tile: ConvTile, problem: Problem) -> ConvTile:
     """
     geometry = problem.geometry
     kernel: Kernel = tile.kernel if problem.copied else "gathered"
+    channels, out_channels = geometry.of_group
     least = 16 if kernel == "gathered" else 64  # smallest operand of a tensor-core instruction
-    columns = min(tile.columns, max(least, power_of_two(geometry.out_channels)))
-    if kernel == "gathered":
+    columns = min(tile.columns, max(least, power_of_two(out_channels)))
+    if geometry.groups > 1:
+        depth = min(tile.depth, max(16, power_of_two(channels)))
+        steps = geometry.taps * -(-channels // depth)
+    elif kernel == "gathered":
         depth, steps = tile.depth, -(-geometry.taps * geometry.channels // tile.depth)
     else:
         packed = geometry.channels < LEAST_CHANNELS

@@ -15,7 +15,8 @@ The kernel applies the operations after the convolution to the sums, and stores 
   box directly from shared memory only as the second operand. A program of `conv_act_persistent` computes many boxes. It
   stores one box in PARTS while the copies for the next one are in flight. A program of `conv_act_single` computes one
   box.
-- `conv_act_gathered` loads by pointers, and supports any number of channels, any stride and any GPU.
+- `conv_act_gathered` loads by pointers, and supports any number of channels, groups, any stride and any GPU. With
+  groups, a step is in one tap of one group, and the channels that it has too few are zeros.
 
 With SPLIT > 1, SPLIT programs share the steps through K. Each program writes float32 sums, and the last program to
 arrive adds them in order. No sum uses atomics, so results are deterministic.
@@ -125,19 +126,25 @@ def conv_act_gathered(
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
     TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PADDING_H: tl.constexpr, PADDING_W: tl.constexpr,
-    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, WIDE: tl.constexpr,
+    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of one part of K; WIDE: offsets within x need 64 bits."""
+    """Computes one tile of one part of K; WIDE: offsets within x need 64 bits. CHANNELS: channels of a group."""
     if EARLY:
         gdc_wait()
-    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    of_group = columns // GROUPS
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), GROUPS * tl.cdiv(of_group, COLUMNS)
     tiles = row_tiles * column_tiles
     tile, part = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     row_tile, column_tile = tile_place(tile, row_tiles, column_tiles, GROUP)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    group = 0
+    if GROUPS > 1:
+        group = column_tile // tl.cdiv(of_group, COLUMNS)
+        column = column_tile % tl.cdiv(of_group, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+        column = tl.where(column < of_group, group * of_group + column, columns)  # `columns` is masked
     # For each row, the pixel under the window's first tap; rows past the end read the last pixel.
     place = tl.minimum(row, rows - 1)
     line = place // pixels % lines * STRIDE_H - PADDING_H
@@ -145,14 +152,25 @@ def conv_act_gathered(
     at_image = place // (pixels * lines)
     if WIDE:
         at_image = at_image.to(tl.int64)
-    source = at_image * x_image + line * x_line + pixel * x_pixel
+    source = at_image * x_image + line * x_line + pixel * x_pixel + group * CHANNELS
     DEPTHS: tl.constexpr = TAPS * CHANNELS
-    STEPS: tl.constexpr = ((DEPTHS + DEPTH - 1) // DEPTH + SPLIT - 1) // SPLIT
+    BLOCKS: tl.constexpr = (CHANNELS + DEPTH - 1) // DEPTH
+    # Without groups, the last step alone may be incomplete.
+    EVERY: tl.constexpr = TAPS * BLOCKS if GROUPS > 1 else (DEPTHS + DEPTH - 1) // DEPTH
+    STEPS: tl.constexpr = (EVERY + SPLIT - 1) // SPLIT
     weights = weight + tl.minimum(column, columns - 1)[None, :].to(tl.int64) * DEPTHS  # (1, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for step in range(part * STEPS, min(part * STEPS + STEPS, (DEPTHS + DEPTH - 1) // DEPTH)):
+    for step in range(part * STEPS, min(part * STEPS + STEPS, EVERY)):
         lane = step * DEPTH + tl.arange(0, DEPTH)
-        if CHANNELS % DEPTH == 0:  # each step is in one tap
+        if GROUPS > 1 and CHANNELS % DEPTH != 0:
+            tap, channel = step // BLOCKS, step % BLOCKS * DEPTH + tl.arange(0, DEPTH)
+            down, right = tap // KERNEL_WIDTH * DILATION_H, tap % KERNEL_WIDTH * DILATION_W
+            inside = (line + down >= 0) & (line + down < height) & (pixel + right >= 0) & (pixel + right < width)
+            known = channel < CHANNELS
+            moved = source + (down * x_line + right * x_pixel)
+            left = tl.load(x + (moved[:, None] + channel[None, :]), mask=inside[:, None] & known[None, :], other=0.0)
+            right_block = tl.load(weights + (tap * CHANNELS + channel)[:, None], mask=known[:, None], other=0.0)
+        elif CHANNELS % DEPTH == 0:  # each step is in one tap
             tap = step * DEPTH // CHANNELS
             down, right = tap // KERNEL_WIDTH * DILATION_H, tap % KERNEL_WIDTH * DILATION_W
             inside = (line + down >= 0) & (line + down < height) & (pixel + right >= 0) & (pixel + right < width)

@@ -1,0 +1,81 @@
+"""The Triton kernel of y = activation(conv2d(x, weight) + bias + residual) with a group for each channel.
+
+Such a convolution has no matrix product: each pixel of a channel is a weighted sum of the KH KW pixels of its window.
+Read from the caches for each tap, a pixel would be read KH KW times, and for windows of 7 x 7 that takes 10 times as
+long as from memory. So each thread computes a run of neighbouring pixels of a line: it reads a pixel once for each line
+of the window, and adds it to all sums of its run that need it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rooftop.kernels.operands.triton_kernels.activations import activated
+
+
+@triton.jit
+def conv_act_depthwise(
+    x, weight, y, residual, bias,  # (N, H, W, C) strided with C fastest, (KH, KW, C), (N, OH, OW, C) twice, (C,)
+    rows, channels, height, width, lines, pixels, x_image, x_line, x_pixel,  # lines, pixels: OH, OW
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    KERNEL_HEIGHT: tl.constexpr, KERNEL_WIDTH: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr, PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Compute ROWS runs of RUN pixels, for COLUMNS channels. `rows`: number of runs."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = (channel < channels)[None, :]
+    runs = tl.cdiv(pixels, RUN)
+    first = (row % runs).to(tl.int32) * RUN
+    line = (row // runs % lines).to(tl.int32)
+    image = row // runs // lines
+    at_line, at_pixel = line * STRIDE_H - PADDING_H, first * STRIDE_W - PADDING_W
+    source = x + image * x_image
+    totals = ()
+    for _ in tl.static_range(RUN):
+        totals = totals + (tl.zeros((ROWS, COLUMNS), tl.float32),)
+    for down in range(KERNEL_HEIGHT):
+        taps = ()
+        for across in tl.static_range(KERNEL_WIDTH):
+            place = (down * KERNEL_WIDTH + across) * channels + channel[None, :]
+            taps = taps + (tl.load(weight + place, mask=known, other=0.0).to(tl.float32),)
+        read = at_line + down * DILATION_H
+        exists = (row < rows) & (read >= 0) & (read < height)
+        begin = source + read * x_line.to(tl.int64)
+        for across in tl.static_range((RUN - 1) * STRIDE_W + (KERNEL_WIDTH - 1) * DILATION_W + 1):
+            pixel = at_pixel + across
+            inside = (exists & (pixel >= 0) & (pixel < width))[:, None] & known
+            place = (begin + pixel * x_pixel)[:, None] + channel[None, :]
+            values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            totals = _added(totals, values, taps, across, RUN, STRIDE_W, DILATION_W, KERNEL_WIDTH)
+    target = ((image * lines + line) * pixels + first) * channels
+    for each in tl.static_range(RUN):
+        total = totals[each]
+        inside = ((row < rows) & (first + each < pixels))[:, None] & known
+        place = (target + each * channels)[:, None] + channel[None, :]
+        if HAS_BIAS:
+            total += tl.load(bias + channel[None, :], mask=known, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + place, activated(total, ACTIVATION, True).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _added(
+    totals, values, taps, PLACE: tl.constexpr,
+    RUN: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add a pixel, PLACE pixels after the first one of all windows, to the sums whose windows have a tap there."""
+    summed = ()
+    for each in tl.static_range(RUN):
+        if (
+            PLACE - each * STRIDE >= 0
+            and PLACE - each * STRIDE < WIDTH * DILATION
+            and (PLACE - each * STRIDE) % DILATION == 0
+        ):
+            summed = summed + (totals[each] + values * taps[(PLACE - each * STRIDE) // DILATION],)
+        else:
+            summed = summed + (totals[each],)
+    return summed
