@@ -131,6 +131,10 @@ FUSED: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "a sum of two": (lambda m, x: (m.a(x) + m.b(x)).relu(), {"a": "bias", "b": "bias, sum, relu"}),
     "one after the other": (lambda m, x: m.b(m.a(x).relu()), {"a": "bias, relu", "b": "bias"}),
     "gelu": (lambda m, x: functional.gelu(m.a(x), approximate="tanh"), {"a": "bias, gelu_tanh"}),
+    "a module in place": (lambda m, x: nn.Hardswish(inplace=True)(m.a(x)), {"a": "bias, hardswish"}),
+    "relu6": (lambda m, x: functional.relu6(m.a(x), inplace=True), {"a": "bias, relu6"}),
+    "hardswish": (lambda m, x: functional.hardswish(m.a(x)), {"a": "bias, hardswish"}),
+    "hardsigmoid": (lambda m, x: functional.hardsigmoid(m.a(x)), {"a": "bias, hardsigmoid"}),
 }
 
 

@@ -17,7 +17,7 @@ from rooftop.rewrites.module_rules import share_of
 from rooftop.rewrites.pooling import replace_pools
 from rooftop.rewrites.timed_alone import alone_ms, filled
 
-JOINED = ("relu", "gelu", "silu", "sigmoid", "aten::add")
+JOINED = ("relu", "gelu", "silu", "sigmoid", "hardtanh", "hardswish", "aten::add")
 """Parts of the names of operators that a convolution can compute with its sum."""
 NORMS = ("batch_norm",)
 CONVOLUTIONS = ("aten::convolution", "aten::_convolution")

@@ -40,10 +40,21 @@ ACTIVATIONS: dict[Function, str] = {
     Tensor.relu_: "relu",
     functional.gelu: "gelu",
     functional.silu: "silu",
+    functional.relu6: "relu6",
+    functional.hardswish: "hardswish",
+    functional.hardsigmoid: "hardsigmoid",
     torch.sigmoid: "sigmoid",
     Tensor.sigmoid: "sigmoid",
 }
-MODULES: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Sigmoid: "sigmoid", nn.GELU: "gelu"}
+MODULES: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Sigmoid: "sigmoid",
+    nn.GELU: "gelu",
+    nn.ReLU6: "relu6",
+    nn.Hardswish: "hardswish",
+    nn.Hardsigmoid: "hardsigmoid",
+}
 SUMS: tuple[Function, ...] = (operator.add, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 SUMS_IN_PLACE: tuple[Function, ...] = (operator.iadd, Tensor.add_, Tensor.__iadd__)
 METHODS = ("relu", "relu_", "sigmoid", "add", "add_")

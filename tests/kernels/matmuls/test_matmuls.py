@@ -47,6 +47,9 @@ TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda t: functional.gelu(t, approximate="tanh"),
     "silu": functional.silu,
     "sigmoid": torch.sigmoid,
+    "relu6": functional.relu6,
+    "hardswish": functional.hardswish,
+    "hardsigmoid": functional.hardsigmoid,
 }
 DESCRIPTORS = Tile("descriptors", 32, 32, 16, 4, 2, group=2)
 POINTERS = Tile("pointers", 32, 16, 32, 4, 2, group=2)

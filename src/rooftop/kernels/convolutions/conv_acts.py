@@ -235,7 +235,8 @@ def conv_act(
         residual: (N, O, OH, OW), the result's shape, same dtype; under autocast any of these dtypes.
         stride, padding, dilation: a number, or a pair (vertical, horizontal).
         groups: number of channel groups, each convolved separately.
-        activation: None (or "none"), "relu", "gelu", "gelu_tanh" (as `gelu(approximate="tanh")`), "silu" or "sigmoid".
+        activation: None (or "none"), "relu", "gelu", "gelu_tanh" (as `gelu(approximate="tanh")`), "silu", "sigmoid",
+            "relu6", "hardswish" or "hardsigmoid".
 
     Returns:
         (N, O, OH, OW), channels last if input or weight is. Bias, residual and activation are float32 (float64 for

@@ -190,7 +190,7 @@ MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also takes shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
 # Channels of a group for which cuDNN's fused call takes no longer than its convolution alone. For other groups it takes
-# 1.1 to 15 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
+# up to 15 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
 GROUPS_OF_CUDNN = (4, 8, 16, 32, 64, 128)
 LEAST_OF_GROUP = 16  # smallest operand of a tensor-core instruction
 # At a batch of 1 the kernel takes 0.15 to 1.15 times as long as cuDNN and a pass. Larger batches were measured with one

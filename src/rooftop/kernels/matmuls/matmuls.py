@@ -247,7 +247,8 @@ def linear_act(
         input: (..., K), bfloat16, float16, float32 or float64; any strides.
         weight: (N, K), same dtype.
         bias: (N,), same dtype.
-        activation: "none", "relu", "gelu", "gelu_tanh" (as `gelu(approximate="tanh")`), "silu" or "sigmoid".
+        activation: "none", "relu", "gelu", "gelu_tanh" (as `gelu(approximate="tanh")`), "silu", "sigmoid", "relu6",
+            "hardswish" or "hardsigmoid".
         residual: (..., N), same dtype; under autocast any of these dtypes.
 
     Returns:
@@ -281,9 +282,8 @@ def linear_act_and_before(
         ValueError: also if the activation's backward does not need its input.
     """
     if not _keeps(activation, None):
-        raise ValueError(
-            f"linear_act_and_before: backward does not keep the value before {activation!r}: use gelu, gelu_tanh, silu"
-        )
+        others = ", ".join(name for name in ACTIVATIONS if name not in OF_OUTPUT)
+        raise ValueError(f"linear_act_and_before: backward does not keep the value before {activation!r}: use {others}")
     y, before = _linear_act_of(input, weight, bias, activation, None, again=True)
     return y, before.detach().view(y.shape)
 

@@ -89,9 +89,9 @@ class Entry:
 TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
 # With at most one tile per SM, the kernel starts while the previous one still runs.
 AHEAD = Tile("single", 128, 128, 64, 8, 6, parts=2, early=True)
-# Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. relu uses the entries of
-# sigmoid. Below half a tile per SM, K would have to be split. Compared with cuBLAS, one split was 2% faster at 64 rows
-# and 12% slower at 16. Another was 9% faster at 16 rows and 85% slower at 64.
+# Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. relu, relu6, hardswish
+# and hardsigmoid use the entries of sigmoid. Below half a tile per SM, K would have to be split. Compared with cuBLAS,
+# one split was 2% faster at 64 rows and 12% slower at 16. Another was 9% faster at 16 rows and 85% slower at 64.
 _LIKE_SIGMOID = (
     Entry(0.5, None),
     Entry(1.0, AHEAD, (512, 4096, 4096), 0.02901, 0.03168),
@@ -109,7 +109,7 @@ FUSED_ON_HOPPER = {
     ),
     "gelu_tanh": (Entry(math.inf, None, (4096, 3072, 768), 0.04214, 0.03879),),
     "silu": (*_LIKE_SIGMOID[:3], Entry(math.inf, TWO_AN_SM, (2048, 4096, 4096), 0.1056, 0.1087)),
-    "sigmoid": _LIKE_SIGMOID,
+    **dict.fromkeys(("sigmoid", "relu6", "hardswish", "hardsigmoid"), _LIKE_SIGMOID),
 }
 # Loads of two bytes cannot be prefetched. They take longer than copying the operands to aligned rows. Results with
 # fewer tiles than SMs were not measured.

@@ -8,13 +8,20 @@ from torch.nn import functional
 
 from rooftop.kernels.operands.dtypes import accumulator_dtype
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")  # numbered as in triton_kernels/activations.py
+# numbered as in triton_kernels/activations.py
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "relu6", "hardswish", "hardsigmoid")
 OF_OUTPUT = ("none", "relu", "sigmoid")
 """Activations whose derivative follows from their result."""
 
 # Flops per element; an exponential, a division or an error function counts 1, like a product.
-FORWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 5, "gelu_tanh": 8, "silu": 4, "sigmoid": 3}
-BACKWARD_FLOPS = {"none": 0, "relu": 1, "gelu": 10, "gelu_tanh": 15, "silu": 8, "sigmoid": 3}
+FORWARD_FLOPS = {
+    "none": 0, "relu": 1, "gelu": 5, "gelu_tanh": 8, "silu": 4, "sigmoid": 3, "relu6": 2, "hardswish": 5,
+    "hardsigmoid": 4,
+}  # fmt: skip
+BACKWARD_FLOPS = {
+    "none": 0, "relu": 1, "gelu": 10, "gelu_tanh": 15, "silu": 8, "sigmoid": 3, "relu6": 2, "hardswish": 5,
+    "hardsigmoid": 3,
+}  # fmt: skip
 
 
 def activated(values: Tensor, activation: str) -> Tensor:
@@ -27,6 +34,12 @@ def activated(values: Tensor, activation: str) -> Tensor:
         return functional.gelu(values, approximate="tanh")
     if activation == "silu":
         return functional.silu(values)
+    if activation == "relu6":
+        return functional.relu6(values)
+    if activation == "hardswish":
+        return functional.hardswish(values)
+    if activation == "hardsigmoid":
+        return functional.hardsigmoid(values)
     return values.sigmoid() if activation == "sigmoid" else values
 
 
@@ -43,6 +56,12 @@ def activation_backward_reference(dy: Tensor, saved: Tensor, activation: str, of
         return torch.ops.aten.gelu_backward(gradient, value)
     if activation == "gelu_tanh":
         return torch.ops.aten.gelu_backward(gradient, value, approximate="tanh")
+    if activation == "relu6":
+        return torch.ops.aten.hardtanh_backward(gradient, value, 0.0, 6.0)
+    if activation == "hardswish":
+        return torch.ops.aten.hardswish_backward(gradient, value)
+    if activation == "hardsigmoid":
+        return gradient.masked_fill((value <= -3) | (value >= 3), 0.0) / 6  # PyTorch's has no derivative
     share = value if activation == "sigmoid" and of_output else value.sigmoid()
     if activation == "sigmoid":
         return gradient * share * (1 - share)

@@ -21,6 +21,9 @@ GELU = tl.constexpr(2)
 GELU_TANH = tl.constexpr(3)
 SILU = tl.constexpr(4)
 SIGMOID = tl.constexpr(5)
+RELU6 = tl.constexpr(6)
+HARDSWISH = tl.constexpr(7)
+HARDSIGMOID = tl.constexpr(8)
 
 
 @triton.jit
@@ -47,6 +50,12 @@ def activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
         values = values * _sigmoid(values, HALF)
     elif ACTIVATION == SIGMOID:
         values = _sigmoid(values, HALF)
+    elif ACTIVATION == RELU6:
+        values = _up_to_six(values)
+    elif ACTIVATION == HARDSWISH:
+        values = values * _up_to_six(values + 3.0) * (1.0 / 6.0)
+    elif ACTIVATION == HARDSIGMOID:
+        values = _up_to_six(values + 3.0) * (1.0 / 6.0)
     return values
 
 
@@ -79,6 +88,13 @@ def activation_gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl
         else:
             share, rest = _shares(value)
             result = gradient * (share + value * (share * rest))
+    elif ACTIVATION == RELU6:
+        result = tl.where((value <= 0.0) | (value >= 6.0), 0.0, gradient)
+    elif ACTIVATION == HARDSWISH:
+        slope = tl.where(value < 3.0, value * (1.0 / 3.0) + 0.5, 1.0)
+        result = tl.where(value <= -3.0, 0.0, gradient * slope)
+    elif ACTIVATION == HARDSIGMOID:
+        result = tl.where((value <= -3.0) | (value >= 3.0), 0.0, gradient * (1.0 / 6.0))
     elif OF_OUTPUT or HALF:
         share = value if OF_OUTPUT else _sigmoid(value, HALF)
         result = gradient * share * (1.0 - share)
@@ -86,6 +102,12 @@ def activation_gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl
         share, rest = _shares(value)
         result = gradient * (share * rest)
     return result
+
+
+@triton.jit
+def _up_to_six(values):
+    """Values limited to [0, 6]; NaN stays NaN."""
+    return tl.where(values < 0.0, 0.0, tl.where(values > 6.0, 6.0, values))
 
 
 @triton.jit
