@@ -210,16 +210,21 @@ def test_a_version_that_rooftop_does_not_run_with(monkeypatch: pytest.MonkeyPatc
 def test_an_optional_package_is_absent_or_broken_and_never_needed(
     monkeypatch: pytest.MonkeyPatch, on_ubuntu: None
 ) -> None:
-    packages(monkeypatch, {"plotly": "", "warp-lang": "1.9.0", "av": "15.0"}, {})
+    asked = {"rooftop": ['warp-lang>=1.19; extra == "sparse"', 'av>=18,<19; extra == "media"']}
+    packages(monkeypatch, {"plotly": "", "warp-lang": "1.19.0", "av": "18.0"}, asked)
     failing_import(monkeypatch, "warp", OSError("warp.so: cannot open shared object file"))
     monkeypatch.setitem(sys.modules, "av", SimpleNamespace())
     assert look("Charts") == Finding(
         "Charts", "absent", "not installed", "", 'pip install "rooftop[report]"', needed=False
     )
     warp = look("Warp")
-    assert (warp.status, warp.command) == ("broken", 'pip install --force-reinstall "warp-lang==1.9.0"')
+    assert (warp.status, warp.command) == ("broken", 'pip install --force-reinstall "warp-lang==1.19.0"')
     assert not warp.needed
-    assert look("PyAV") == Finding("PyAV", "works", "av 15.0", needed=False)
+    assert look("PyAV") == Finding("PyAV", "works", "av 18.0", needed=False)
+    packages(monkeypatch, {"av": "15.0"}, asked)
+    assert look("PyAV") == Finding(
+        "PyAV", "broken", "av 15.0", "Rooftop asks for av>=18,<19", 'pip install "rooftop[media]"', needed=False
+    )
 
 
 def test_requirements_apply_where_their_markers_say(monkeypatch: pytest.MonkeyPatch) -> None:

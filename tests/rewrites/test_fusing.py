@@ -131,7 +131,6 @@ FUSED: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "a sum of two": (lambda m, x: (m.a(x) + m.b(x)).relu(), {"a": "bias", "b": "bias, sum, relu"}),
     "one after the other": (lambda m, x: m.b(m.a(x).relu()), {"a": "bias, relu", "b": "bias"}),
     "gelu": (lambda m, x: functional.gelu(m.a(x), approximate="tanh"), {"a": "bias, gelu_tanh"}),
-    "a module in place": (lambda m, x: nn.Hardswish(inplace=True)(m.a(x)), {"a": "bias, hardswish"}),
     "relu6": (lambda m, x: functional.relu6(m.a(x), inplace=True), {"a": "bias, relu6"}),
     "hardswish": (lambda m, x: functional.hardswish(m.a(x)), {"a": "bias, hardswish"}),
     "hardsigmoid": (lambda m, x: functional.hardsigmoid(m.a(x)), {"a": "bias, hardsigmoid"}),
@@ -484,3 +483,13 @@ def test_a_forward_that_asks_for_a_tensor_goes_the_same_way() -> None:
             return self.act(y)  # type: ignore[no-any-return]
 
     assert fused_with(Asks(), torch.randn(2, 3, 9, 9)) == {"conv": "bias"}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", ["ReLU", "SiLU", "ReLU6", "Hardswish", "Hardsigmoid"])
+@torch.no_grad()
+def test_modules_of_activations(name: str, inplace: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), getattr(nn, name)(inplace=inplace), nn.Conv2d(4, 4, 1)).double()
+    expected = model(X.double())
+    assert fuse_convolutions(model).fused == {"0": f"bias, {name.lower()}", "2": "bias"}
+    torch.testing.assert_close(model(X.double()), expected)

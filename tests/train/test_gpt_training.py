@@ -612,16 +612,21 @@ def called(folder: Path, *words: str) -> int:
 
 
 def test_a_graph_is_advised_where_steps_are_far_from_the_roof() -> None:
-    def said(step: int, percent: float | None, device: str = "cuda", graph: bool = False, shared: bool = False) -> bool:
+    def said(
+        step: int, percent: float | None, device: str = "cuda", graph: bool = False, shared: bool = False,
+        end: int | None = None, cp: int = 1,
+    ) -> bool:  # fmt: skip
         report = StepReport(step, 1.0, 1.0, 1e-3, 1e4, None, percent, 0)
-        training = SimpleNamespace(cuda_graph=graph)
-        of: Any = SimpleNamespace(device=torch.device(device), training=training, fully_shard=shared)
+        training, layout = SimpleNamespace(cuda_graph=graph, document_end=end), SimpleNamespace(cp=cp)
+        of: Any = SimpleNamespace(device=torch.device(device), training=training, fully_shard=shared, layout=layout)
         words = advice(report, of)
         return words is not None and words.startswith("4.2% of roof") and "--enable-cuda-graph" in words
 
     assert said(10, 4.2)
     assert not any((said(1, 4.2), said(10, 40.0), said(10, None), said(10, 4.2, "cpu"), said(10, 4.2, graph=True)))
     assert not said(10, 4.2, shared=True)
+    assert not said(10, 4.2, end=0), "documents cannot be combined with a graph"
+    assert not said(10, 4.2, cp=2)
 
 
 def test_a_graph_is_the_default_where_launches_limit_one_gpu() -> None:

@@ -575,7 +575,9 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
 
 def advice(report: StepReport, trainer: GptTrainer) -> str | None:
     """Advice on faster steps, given after the first steps; None if there is no advice."""
-    may_replay = trainer.device.type == "cuda" and not (trainer.training.cuda_graph or trainer.fully_shard)
+    training = trainer.training
+    without_graph = training.cuda_graph or trainer.fully_shard or trainer.layout.cp > 1
+    may_replay = trainer.device.type == "cuda" and not without_graph and training.document_end is None
     if (
         report.step == 1
         or report.percent_of_roof is None

@@ -106,8 +106,9 @@ class MapReport:
                 lines.append(f"{sum(self.start.values()):.1f} s until the first results: {parts}")
         if self.percent_of_ceiling is not None and self.decode_ceiling and self.call_ceiling:
             disturbed = " (disturbed by other work)" if self.percent_of_ceiling > DISTURBED_PERCENT else ""
+            percent = f"{self.percent_of_ceiling:.0f}%" if self.percent_of_ceiling >= 1 else "less than 1%"
             lines.append(
-                f"{self.percent_of_ceiling:.0f}% of the possible: decoding alone reaches {self.decode_ceiling:,.1f} "
+                f"{percent} of the possible: decoding alone reaches {self.decode_ceiling:,.1f} "
                 f"items/s, the target alone {self.call_ceiling:,.1f}{disturbed}"
             )
         if self.first_error is not None:

@@ -332,7 +332,7 @@ PARTS: tuple[Part, ...] = (
     Part("cuda.core", partial(_package, module="cuda.core", package="cuda-core", extra="cuda"), needed=False),
     Part("Charts", partial(_package, module="plotly", package="plotly", extra="report"), needed=False),
     Part("Jupyter kernel", _jupyter, needed=False),
-    Part("Warp", partial(_package, module="warp", package="warp-lang"), needed=False),
+    Part("Warp", partial(_package, module="warp", package="warp-lang", extra="sparse"), needed=False),
     *(
         Part(name, partial(_package, module=name, package=name, extra="scene"), needed=False)
         for name in ("trimesh", "meshoptimizer", "numba")
@@ -344,5 +344,5 @@ PARTS: tuple[Part, ...] = (
         partial(_package, module="PyNvVideoCodec", package="PyNvVideoCodec", gpu_only=True),
         needed=False,
     ),
-    Part("PyAV", partial(_package, module="av", package="av"), needed=False),
+    Part("PyAV", partial(_package, module="av", package="av", extra="media"), needed=False),
 )

@@ -96,9 +96,9 @@ def _of_tensor(x: Tensor, type: int | None, layout: str) -> Parts:
         raise TypeError(f"expected a strided tensor, got {x.layout}: use x.to_dense()")
     if x.requires_grad:
         raise ValueError("the tensor requires grad, but a Mat records no gradients: pass x.detach()")
-    if x.is_conj() or x.is_neg():
-        raise TypeError("the tensor is a lazy conjugate or negative: pass x.resolve_neg()")
-    code = type_code(x.dtype)
+    code = type_code(x.dtype)  # which refuses complex numbers, and so lazy conjugates
+    if x.is_neg():
+        raise TypeError("the tensor is a lazy negative: pass x.resolve_neg()")
     x = _channels_last(x, layout)
     item = x.element_size()
     strides = tuple(stride * item for stride in x.stride())

@@ -468,7 +468,8 @@ class Search:
         noise = max(gains["after"]) - min(gains["after"])
         for_memory = any(kept.saves_memory for kept in self.kept)
         if ms["after"] >= before_ms and not self.planned and not for_memory:  # checks of a call may undo the gain
-            self._give_up(f"together they are slower: {ms['after']:.3g} ms, the original {before_ms:.3g} ms")
+            slower = f"together they are slower: {ms['after']:.3g} ms, the original {before_ms:.3g} ms"
+            self._give_up(slower, "no gain")
             return Result(self.plain, before_ms, before_ms, noise)
         return Result(self.best, before_ms, ms["after"], noise, ms.get("without"))
 
@@ -481,9 +482,9 @@ class Search:
             return {}
         return {"without": self._run(rules)}
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, verdict: str = "refused") -> None:
         self.changes = [
-            replace(change, verdict="refused", reason=reason) if change.verdict == "kept" else change
+            replace(change, verdict=verdict, reason=reason) if change.verdict == "kept" else change
             for change in self.changes
         ]
         self.kept, self.best = [], self.plain
