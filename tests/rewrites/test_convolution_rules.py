@@ -55,6 +55,11 @@ def test_norms_are_fused_where_the_kernel_takes_them() -> None:
     for other in (convolution(channels_last=False), convolution(groups=2)):
         assert predicted(Times(9.0, (other, norm, relu))) == pytest.approx(1.0), "one pass is left"
         assert predicted(Times(9.0, (other, relu))) == 0.0
+    images = torch.empty(2, 112, 10, 10, device="meta", memory_format=torch.channels_last)
+    grouped = call(
+        aten.convolution.default, images, empty(112, 56, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 2
+    )
+    assert convolution_rules.share_inside([grouped]) == 1.0
     half = convolution(), convolution(groups=2)
     assert predicted(Times(9.0, (*half, norm, relu))) == pytest.approx(2.0)
 

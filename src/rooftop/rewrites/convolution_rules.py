@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftop.kernels.convolutions.tables import GROUPS_OF_CUDNN, LEAST_OF_GROUP
 from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, only_on_gpu, some
 from rooftop.rewrites.folding import fold_norms
 from rooftop.rewrites.fusing import fuse_convolutions, settled
@@ -110,7 +111,7 @@ def shape_of_result(call: Call) -> torch.Size:
 
 def share_inside(convolutions: Sequence[Call]) -> float:
     """The share of the convolutions' results whose kernels also compute the operations after them: those of images that
-    are channels last, in one group.
+    are channels last, in groups for which there is such a kernel.
     """
     results = {id(call): call.count * shape_of_result(call).numel() for call in convolutions}
     inside = sum(results[id(call)] for call in convolutions if _is_inside(call))
@@ -122,7 +123,12 @@ def _is_inside(call: Call) -> bool:
     if call.operator is not torch.ops.aten.convolution.default or images.dim() != 4:
         return False
     transposed, groups = call.arguments[6], call.arguments[8]
-    return not transposed and groups == 1 and bool(images.is_contiguous(memory_format=torch.channels_last))
+    out_channels, channels = call.arguments[1].shape[0] // groups, call.arguments[1].shape[1]
+    of_groups = (channels == out_channels and channels in GROUPS_OF_CUDNN) or min(
+        channels, out_channels
+    ) >= LEAST_OF_GROUP
+    has_kernel = groups == 1 or of_groups
+    return not transposed and has_kernel and bool(images.is_contiguous(memory_format=torch.channels_last))
 
 
 def _takes_one(call: Call, shapes: Iterable[torch.Size], names: Sequence[str]) -> bool:
