@@ -53,14 +53,14 @@ TINY = {"tiny": [(8, 6, 3, 1, 2), (6, 5, 3, 2, 6), (48, 5, 3, 1, 2)]}
 
 DEPTHWISE = [
     ConvTile("depthwise", rows, columns, run, warps, 1)
-    for run in (7, 4, 2)
-    for rows, columns, warps in ((8, 64, 4), (16, 64, 4), (16, 32, 4), (16, 64, 8), (4, 128, 4))
-]
+    for rows, columns, run, warps in (
+        (8, 64, 7, 4), (16, 64, 7, 8), (16, 32, 7, 4), (8, 64, 4, 4), (16, 64, 4, 4), (16, 64, 2, 4),
+    )
+]  # fmt: skip
 GATHERED = [
     ConvTile("gathered", rows, columns, depth, warps, stages)
     for rows, columns, depth, warps, stages in (
-        (128, 64, 64, 4, 3), (128, 64, 64, 8, 3), (128, 64, 64, 4, 2), (64, 64, 64, 4, 3), (64, 64, 64, 4, 4),
-        (256, 64, 64, 8, 3), (128, 128, 64, 8, 3), (128, 64, 32, 4, 4), (64, 64, 32, 4, 4),
+        (128, 64, 64, 4, 3), (128, 64, 64, 8, 3), (64, 64, 64, 4, 4), (256, 64, 64, 8, 3), (128, 128, 64, 8, 3),
     )
 ]  # fmt: skip
 Shape = tuple[int, ...]

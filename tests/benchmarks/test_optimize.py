@@ -106,7 +106,7 @@ def test_a_row_that_fails_or_takes_too_long_is_a_row(
 def test_the_most_telling_rows_come_first(optimize: ModuleType) -> None:
     found = optimize.jobs([], "both", "both")
     assert [name for name, job in zip(optimize.TELLING, found, strict=False) if not job.named(name)] == []
-    assert len(set(found)) == len(found) == 3 * 12 + 12
+    assert len(set(found)) == len(found) == 3 * 13 + 12
     assert [str(job) for job in optimize.jobs(["gpt2:1"], "both", "both")] == ["gpt2 batch 1 inference"]
     assert [str(job) for job in optimize.jobs(["gpt2:training"], "both", "both")] == ["gpt2 batch 8 training"]
     assert {job.batch for job in optimize.jobs([], "small", "inference")} == {1}
