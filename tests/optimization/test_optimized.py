@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 
 from rooftop.optimization import Optimized, OptimizedModule
 from rooftop.rewrites import Candidate, FoldNorms
-from rooftop.rewrites.folding import OtherPathError
+from rooftop.rewrites.splitting import OtherPathError
 
 Proven = Callable[..., Optimized]
 X = torch.randn(4, 6)

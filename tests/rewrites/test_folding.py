@@ -14,7 +14,7 @@ from rooftop import models
 from rooftop.inference import Engine, fold_norms, fuse_convolutions
 from rooftop.models.detr.network import Detr, FrozenBatchNorm
 from rooftop.models.vision.resnet import Bottleneck
-from rooftop.rewrites.folding import OtherPathError
+from rooftop.rewrites.splitting import OtherPathError
 
 # the other networks only have more of the same layers
 RESNETS = ("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2")
@@ -132,7 +132,7 @@ def test_each_kind_of_layer(layer: str, bias: bool) -> None:
     assert engine.report.folded == {"1": "0"}
     x = torch.randn(shape)
     assert_same(engine(x), model(x))
-    with pytest.raises(ValueError, match=f"expected {len(shape)}D input"):
+    with pytest.raises((ValueError, OtherPathError), match=f"expected {len(shape)}D input"):
         engine(x[0])  # the branch that a convolution without its norm would take
 
 
@@ -427,16 +427,15 @@ def test_a_norm_that_is_more_than_a_chain_is_left_as_it_was(kind: type[NormAct])
     ("model", "why"),
     [
         (nn.Sequential(nn.ReLU(), NormAct(4)), "it follows 0, a ReLU"),
-        (nn.Sequential(nn.Conv2d(4, 4, 3), NormAct(4).train()), "training mode"),
+        (nn.Sequential(nn.Conv2d(4, 4, 3), NormAct(4)), "it is in training mode"),
         (nn.Sequential(nn.Conv2d(4, 4, 3), *[NormAct(4)] * 2), "it has 2 names in the model"),
     ],
     ids=["no convolution", "training", "two names"],
 )
 @torch.no_grad()
 def test_a_split_norm_that_stays_is_put_together_again(model: nn.Module, why: str) -> None:
-    training = model[1].training  # type: ignore[index]
     randomized(model)
-    model[1].train(training)  # type: ignore[index]
+    model[1].train("training" in why)  # type: ignore[index]
     names = list(model.state_dict())
     assert why in fold_norms(model).left["1"]
     assert list(model.state_dict()) == names
@@ -466,6 +465,248 @@ def test_a_trace_calls_no_hook() -> None:
     assert fold_norms(model).folded == {"0.1": "0.0"}
     assert_same(model(x), expected)
     assert len(calls) == 2
+
+
+class Norms:
+    """Norms that look like a chain, but are not."""
+
+    class CalledNorm(NormAct):
+        rooftop_norm = "a name that the part would have"
+
+    class PlainWeight(NormAct):
+        def __init__(self, channels: int) -> None:
+            super().__init__(channels)
+            del self.weight
+            self.weight = torch.full((channels,), 3.0)
+
+    class Counting(NormAct):
+        calls = 0
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(input)
+
+    class Keeping(NormAct):
+        last: Any = None
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.last = super().forward(input)
+            return self.last  # type: ignore[no-any-return]
+
+    class AsksItsPart(NormAct):
+        """The trace depends on the mode of another module, which stays as it is."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            x = self.normalized(input)
+            return self.act(self.drop(x) if self.drop.training else x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [kind for name, kind in vars(Norms).items() if name[0] != "_"])
+@torch.no_grad()
+def test_a_split_norm_goes_on_as_it_did(kind: type[NormAct]) -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 3), kind(4)))
+    model[1].drop = nn.Hardtanh(-0.1, 0.1).train()  # type: ignore[index]
+    names = list(model.state_dict())
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    folding = fold_norms(model)
+    assert bool(folding.folded) == (kind is Norms.AsksItsPart)
+    assert repr(model)
+    assert_same(model(x), expected)
+    if folding.left:
+        assert f"it is a {kind.__name__}, which may do more" in folding.left["1"]
+        assert list(model.state_dict()) == names
+
+
+class Switched(NormAct):
+    use = True
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.use = True
+        self.slope = nn.Parameter(torch.ones(1))
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.normalized(input)
+        return self.act(x) if self.use else x  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_a_split_norm_that_changes_afterwards_is_another_path() -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 3), Switched(4)))
+    x = torch.randn(2, 4, 6, 6)
+    norm: Any = model[1]
+    norm.act = nn.SiLU()
+    expected = model(x)
+    norm.act = nn.ReLU()
+    fold_norms(model)
+    assert norm.slope is not None, "only the tensors of the norm are removed"
+    assert norm.weight is norm.running_mean is None
+    norm.act = nn.SiLU()
+    assert_same(model(x), expected)
+    norm.use = False
+    with pytest.raises(OtherPathError, match="an attribute of a Switched has changed"):
+        model(x)
+
+
+class ReadsANorm(nn.Module):
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.conv, self.bn, self.read = nn.Conv2d(4, 4, 3), NormAct(4), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x))
+        weight = self.read(self.bn)
+        return y if weight is None else y * weight.view(1, -1, 1, 1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "read", [lambda bn: bn.weight, lambda bn: getattr(bn, "bias", None), lambda bn: bn.running_var]
+)
+@torch.no_grad()
+def test_tensors_of_a_split_norm_that_others_read_stay(read: Callable[[Any], Any]) -> None:
+    model = randomized(ReadsANorm(read))
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert fold_norms(model).left == {"bn": "the tensors of it are read by other code"}
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@torch.no_grad()
+def test_a_convolution_with_a_plain_tensor_is_left(name: str) -> None:
+    convolution = nn.Conv2d(4, 4, 3)
+    value = getattr(convolution, name).detach().clone()
+    delattr(convolution, name)
+    setattr(convolution, name, value)
+    model = randomized(nn.Sequential(convolution, nn.BatchNorm2d(4)))
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert fold_norms(model).left == {"1": f"the {name} of 0 is neither a parameter nor a buffer"}
+    assert torch.equal(model(x), expected)
+
+
+@torch.no_grad()
+def test_a_replaced_forward_is_not_traced_as_the_one_of_its_class() -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)))
+    model.forward = lambda x: model[1](F.relu(model[0](x)))  # type: ignore[method-assign, index, operator]
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert "its forward was replaced" in fold_norms(model).left["1"]
+    assert torch.equal(model(x), expected)
+
+
+class Frozen(nn.Module):
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.rand(4) + 0.5)
+        self.function = function
+
+    def affine(self, x: Tensor) -> Tensor:
+        mean, var, weight, bias = (
+            t.view(1, -1, 1, 1) for t in (self.running_mean, self.running_var, self.weight, self.bias)
+        )
+        return (x - mean) * (weight * (var + 1e-5).rsqrt()) + bias  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda norm, x: norm.affine(x.flip(1)),
+        lambda norm, x: norm.affine(x - x.mean(1, True)),
+        lambda norm, x: norm.affine(F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)),
+        lambda norm, x: norm.affine(x).clamp(-8, 8),
+    ],
+    ids=["flipped", "centred", "averaged", "clamped"],
+)
+@torch.no_grad()
+def test_a_frozen_norm_that_mixes_values_is_left(function: Callable[[Any, Tensor], Tensor]) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), Frozen(function)).eval()
+    assert "does more than multiply and add" in fold_norms(model).left["1"]
+    plain = nn.Sequential(nn.Conv2d(4, 4, 3), Frozen(lambda norm, x: norm.affine(x))).eval()
+    assert fold_norms(plain).folded == {"1": "0"}
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_are_neither_called_nor_lost() -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+    calls: list[str] = []
+    hook = nn.modules.module.register_module_forward_hook(lambda *given: calls.append("called"))
+    try:
+        assert fold_norms(model).left == {"1": "hooks for all modules are registered"}
+        assert fuse_convolutions(model).left == {"0": "hooks for all modules are registered"}
+    finally:
+        hook.remove()
+    assert not calls
+    assert fold_norms(model).folded == {"1": "0"}
+
+
+@torch.no_grad()
+def test_a_trace_draws_no_random_numbers_of_the_program() -> None:
+    class Drawing(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.rand(3)
+            return super().forward(x)  # type: ignore[no-any-return]
+
+    model = randomized(Drawing(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)))
+    before = torch.get_rng_state()
+    fold_norms(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@torch.no_grad()
+def test_a_scripted_part_stays() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).eval())
+    model = nn.Sequential(scripted, nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).eval()
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert fold_norms(model).folded == {"2": "1"}
+    fuse_convolutions(model)
+    assert_same(model(x), expected)
+
+
+@torch.no_grad()
+def test_a_norm_of_another_dimension_is_another_path() -> None:
+    model = randomized(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    fold_norms(model)
+    with pytest.raises(OtherPathError, match=r"expected 2D input \(got 3D input\)"):
+        model(torch.randn(2, 4, 4))
+
+
+@torch.no_grad()
+def test_a_path_that_changed_after_folding_is_not_fused() -> None:
+    class Flagged(Wired):
+        flag = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return self.bn(F.relu(y) if self.flag else y)  # type: ignore[no-any-return]
+
+    model = randomized(Flagged())
+    fold_norms(model)
+    model.flag = True  # type: ignore[assignment]
+    assert fuse_convolutions(model).fused["conv"] == "bias"
+
+
+class Iterating(Wired):
+    """Code that reads parameters without naming them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x))
+        return y + sum(p.abs().sum() for p in self.conv.parameters())  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_tensors_that_are_read_by_iterating_stay() -> None:
+    model = randomized(Iterating())
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    assert fold_norms(model).left == {"bn": "the tensors of conv are read by other code"}
+    assert torch.equal(model(x), expected)
 
 
 class Choosing(nn.Module):

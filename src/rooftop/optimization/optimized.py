@@ -21,7 +21,7 @@ from rooftop.nn.contents import OWN, REGISTERS, Contents
 from rooftop.optimization import draws
 from rooftop.optimization.draws import Arguments, in_words, key_of, without_shapes
 from rooftop.rewrites.candidates import Candidate
-from rooftop.rewrites.folding import OtherPathError
+from rooftop.rewrites.splitting import OtherPathError
 from rooftop.words import first_line
 
 PLAN_VERSION = 1

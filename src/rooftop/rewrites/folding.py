@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -26,7 +27,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rooftop.rewrites.splitting import PART, is_split, returns_its_input, split, unsplit
+from rooftop.hardware.observing import LightMode
+from rooftop.rewrites.splitting import (
+    PART,
+    TENSORS,
+    OtherPathError,
+    has_hooks,
+    is_split,
+    returns_its_input,
+    split,
+    unsplit,
+)
 from rooftop.rewrites.stand_ins import SPECIAL_METHODS
 from rooftop.rewrites.type_questions import answered, was_asked
 from rooftop.words import in_a_line
@@ -50,6 +61,7 @@ NORMS: dict[type[nn.Module], tuple[int, ...]] = {
     nn.BatchNorm3d: (5,),
     nn.SyncBatchNorm: (2, 3, 4, 5),
 }
+ANY = (1, 2, 3, 4, 5)
 FROZEN = {"weight", "bias", "running_mean", "running_var"}
 
 
@@ -75,13 +87,6 @@ class CannotFoldError(Exception):
     """Raised with the reason why a norm stays; caught in this file."""
 
 
-class OtherPathError(RuntimeError, TypeError):
-    """A call takes another path through the model than the trace. The message says where.
-
-    It is also a TypeError, because some code asks by `iter(x)` or `len(x)` whether a value is a sequence.
-    """
-
-
 @torch.no_grad()
 def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTIONS.keys()) -> Folding:
     """Fold the batch norms of a model in evaluation mode, in place. Afterwards the model is only for inference.
@@ -105,21 +110,46 @@ def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTION
     result = Folding()
     if not norms:
         return result
-    divided = {name: norm for name, norm in norms.items() if split(norm)}
+    if global_hooks():
+        return Folding(left=dict.fromkeys(norms, "hooks for all modules are registered"))
     try:
+        for name, norm in norms.items():
+            if isinstance(norm, _BatchNorm) and type(norm) not in NORMS and (why_not := split(norm)) is not None:
+                result.left[name] = why_not
         structure = Structure(model)
         for name, norm in norms.items():
-            plain = norm.get_submodule(PART) if name in divided else norm
+            if name in result.left:
+                continue
             try:
-                convolution = structure.convolution_before(name, plain, into)
-                _fold(structure.modules[convolution], plain, convolution, name)
+                convolution = structure.convolution_before(name, norm, into)
+                _fold(structure.modules[convolution], _plain(norm), convolution, name)
                 result.folded[name] = convolution
             except CannotFoldError as why:
                 result.left[name] = str(why)
     finally:
-        for name in divided.keys() - result.folded.keys():
-            unsplit(divided[name])
+        for name, norm in norms.items():
+            if is_split(norm) and name in result.folded:
+                _emptied(norm)
+            elif is_split(norm):
+                unsplit(norm)
     return result
+
+
+def _plain(norm: nn.Module) -> nn.Module:
+    """The batch norm that is a part of a split norm; any other norm itself."""
+    return norm.get_submodule(PART) if is_split(norm) else norm
+
+
+def _emptied(norm: nn.Module) -> None:
+    """Remove the tensors of a folded norm, so that code outside the trace that reads them fails."""
+    for tensors in (norm._parameters, norm._buffers):
+        tensors.update(dict.fromkeys(tensors.keys() & {*TENSORS, "num_batches_tracked"}))
+
+
+def global_hooks() -> bool:
+    """Whether hooks run at every module's calls. They may change results, and must not be called by a trace."""
+    hooks = torch.nn.modules.module
+    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -154,9 +184,13 @@ class Structure:
         self.before: dict[int, tuple[fx.Node, str]] = {}
         self.read: set[int] = set()
         self.untraced: dict[str, str] = {}
-        for name, graph in _traces(_without_data(model), self.untraced):
+        copied = _without_data(model)
+        with _Reads(copied) as reads:
+            traces = _traces(copied, self.untraced)
+        for name, graph in traces:
             for node in graph.nodes:
                 self._note(node, name)
+        self.read.update(id(self.modules[name]) for name in reads.found)
 
     def _note(self, node: fx.Node, prefix: str) -> None:
         if node.op == "call_module":
@@ -174,10 +208,13 @@ class Structure:
         Raises:
             CannotFoldError: there is no such convolution.
         """
-        self._check_once(norm, "it")
-        if id(norm) not in self.before:
+        plain = _plain(norm)
+        self._check_once(plain, "it")
+        if id(norm) in self.read:
+            raise CannotFoldError("the tensors of it are read by other code")
+        if id(plain) not in self.before:
             raise CannotFoldError(f"no trace shows which module it follows{self._why_untraced(name)}")
-        node, prefix = self.before[id(norm)]
+        node, prefix = self.before[id(plain)]
         source = self.behind(node.args[0], prefix) if len(node.args) == 1 and not node.kwargs else None
         if not isinstance(source, fx.Node) or source.op != "call_module":
             what = getattr(source, "name", "what a trace does not show")
@@ -214,7 +251,7 @@ class Structure:
             raise CannotFoldError(f"{called} is called {self.calls[id(module)]} times")
         if id(module) in self.read:
             raise CannotFoldError(f"the tensors of {called} are read by other code")
-        if _is_hooked(module):
+        if has_hooks(module):
             raise CannotFoldError(f"{called} has hooks")
         if "forward" in vars(module):
             raise CannotFoldError(f"the forward of {called} was replaced")
@@ -228,6 +265,28 @@ class Structure:
         return ""
 
 
+class _Reads(LightMode):
+    """Notes which modules' tensors a forward reads while it is traced, without naming them: by `parameters()`, say.
+
+    Attributes:
+        found: names of these modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.owners = {id(tensor): name.rpartition(".")[0] for name, tensor in tensors}
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if id(tensor) in self.owners:
+                self.found.add(self.owners[id(tensor)])
+        return func(*args, **(kwargs or {}))
+
+
 class _Tracer(fx.Tracer):
     """Trace into modules that have submodules and can be traced; other modules become single nodes."""
 
@@ -239,19 +298,15 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         without_parts = not any(True for _ in m.children())
-        leaf = without_parts or m in self.opaque or _is_hooked(m)  # a hook must not be called by a trace
+        leaf = without_parts or m in self.opaque or has_hooks(m)  # a hook must not be called by a trace
         return leaf or super().is_leaf_module(m, module_qualified_name)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Graph]]:
     """The graphs of the largest traceable parts, by name; no part contains another.
 
     A module with optional arguments is no part of its own, because its graph would show only one choice. Within a part,
-    the choice is that of its caller.
+    the choice is that of its caller. torch.fx ignores a forward that was replaced, except within a part.
     """
     graphs: dict[str, fx.Graph] = {}
     opaque: set[nn.Module] = set()
@@ -262,8 +317,8 @@ def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Gr
             if not any(True for _ in module.children()) or _is_container(module) or is_split(module):
                 continue
             try:
-                if (argument := _optional_argument(module)) is not None:
-                    untraced[name] = f"its argument {argument} may be left out"
+                if (why := _why_no_part(module)) is not None:
+                    untraced[name] = why
                     optional.add(module)
                     continue
                 graphs[name] = _traced(module, opaque, optional & set(module.modules()))
@@ -279,7 +334,7 @@ def _outermost(
     """Names of the graphs that no other graph contains. `inside`: whether an enclosing graph shows the parts of this
     module.
     """
-    if module in opaque or _is_hooked(module):
+    if module in opaque or has_hooks(module):
         inside = False
     if name in graphs and module not in opaque and not inside:
         inside = True
@@ -290,14 +345,16 @@ def _outermost(
 
 def _is_container(module: nn.Module) -> bool:
     """Whether a module is never called, such as a ModuleList."""
-    return type(module).forward is nn.Module.forward
+    return getattr(type(module), "forward", None) is nn.Module.forward
 
 
-def _optional_argument(module: nn.Module) -> str | None:
-    """The name of an argument that a call may leave out."""
+def _why_no_part(module: nn.Module) -> str | None:
+    """Why a trace of a module alone would not show what its calls do."""
+    if "forward" in vars(module):
+        return "its forward was replaced"
     for parameter in inspect.signature(module.forward).parameters.values():
         if parameter.default is not parameter.empty or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-            return parameter.name
+            return f"its argument {parameter.name} may be left out"
     return None
 
 
@@ -307,7 +364,7 @@ def _traced(module: nn.Module, opaque: set[nn.Module], doubtful: set[nn.Module])
     Raises:
         Exception: any error that the forward raises for inputs that are not tensors.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng([]):
         warnings.simplefilter("ignore")
         try:
             return _Tracer(opaque).trace(module)
@@ -338,6 +395,9 @@ def _joined(prefix: str, name: str) -> str:
 
 def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_name: str) -> None:
     """Fold a norm into a convolution, or raise CannotFoldError before any change."""
+    for module, called in ((convolution, convolution_name), (norm, "it")):
+        if plain := sorted(vars(module).keys() & {*TENSORS}):
+            raise CannotFoldError(f"the {plain[0]} of {called} is neither a parameter nor a buffer")
     dimensions = CONVOLUTIONS[type(convolution)]
     old, old_bias = convolution.weight, convolution.bias
     assert isinstance(old, Tensor)
@@ -362,7 +422,7 @@ def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_n
         for tensors in (module._parameters, module._buffers):
             tensors.update(dict.fromkeys(tensors))
     convolution.add_module("folded", folded)
-    convolution.forward = Sealing(folded, dimensions, norm_name)
+    convolution.forward = Sealing(folded, dimensions, NORMS.get(type(norm), ANY), norm_name)
     norm.forward = Opening(folded, convolution_name, norm_name)
 
 
@@ -402,17 +462,20 @@ def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
     example = norm.running_mean
     assert isinstance(example, Tensor)
     shape = (1, example.numel(), *(1,) * (dimensions - 2))
-    probe = copy.deepcopy(norm).double()
     zeros = torch.zeros(shape, dtype=torch.float64, device=example.device)
-    others = torch.linspace(-3, 3, 8, dtype=torch.float64, device=example.device)
-    others = others.view(8, *(1,) * (dimensions - 1)).expand(8, *shape[1:])
+    sizes = (8, example.numel(), *(3,) * (dimensions - 2))
     try:
+        probe = nn.Module.double(copy.deepcopy(norm))
         shift = probe(zeros)
         scale = probe(zeros + 1) - shift
-        found, expected = probe(others.clone()), scale * others + shift
-        affine = found.shape == others.shape and torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
+        affine = True
+        for size in (1.0, 1e3):  # each value is another
+            others = torch.arange(math.prod(sizes), dtype=torch.float64, device=example.device).mul(0.7).sin()
+            others = size * others.view(sizes)
+            found, expected = probe(others.clone()), scale * others + shift
+            affine &= found.shape == others.shape and torch.allclose(found, expected, rtol=1e-6, atol=1e-6 * size)
     except Exception as error:
-        raise CannotFoldError(f"trying it failed: {type(error).__name__}: {error}") from error
+        raise CannotFoldError(f"trying it failed: {in_a_line(error)}") from error
     if not affine:
         raise CannotFoldError(f"it is a {type(norm).__name__}, which does more than multiply and add")
     return scale.flatten().double(), shift.flatten().double()
@@ -453,15 +516,24 @@ for _name in (*SPECIAL_METHODS, "__add__", "__radd__", "__iadd__"):
 
 
 class Sealing:
-    """The forward of a folded convolution, which wraps the output."""
+    """The forward of a folded convolution, which wraps the output.
 
-    def __init__(self, folded: nn.Module, dimensions: int, norm: str) -> None:
-        self.folded, self.dimensions, self.norm = folded, dimensions, norm
+    Args:
+        dimensions: number of dimensions of an output in which the second one is the channels.
+        taken: the norm's possible numbers of dimensions. In a tensor of others than `dimensions`, it normalizes another
+            dimension, so nothing is folded.
+    """
+
+    def __init__(self, folded: nn.Module, dimensions: int, taken: tuple[int, ...], norm: str) -> None:
+        self.folded, self.dimensions, self.taken, self.norm = folded, dimensions, taken, norm
 
     def __call__(self, input: Tensor) -> _Sealed:
         output = self.folded(input)
-        if output.dim() != self.dimensions:  # raise what the norm would raise
-            raise ValueError(f"{self.norm}: expected {self.dimensions}D input (got {output.dim()}D input)")
+        if output.dim() != self.dimensions:
+            what = f"{self.norm}: expected {self.dimensions}D input (got {output.dim()}D input)"
+            if output.dim() not in self.taken:
+                raise ValueError(what)  # as the norm does
+            raise OtherPathError(OTHER_PATH.format(what=what))
         return _Sealed(output, self.folded, self.norm)
 
 

@@ -24,7 +24,8 @@ from torch.nn import functional
 
 from rooftop.kernels import conv_act
 from rooftop.kernels.operands.dtypes import FLOATS
-from rooftop.rewrites.folding import CONVOLUTIONS, NORMS, Opening, OtherPathError, Sealing, Structure
+from rooftop.rewrites.folding import CONVOLUTIONS, NORMS, Opening, Sealing, Structure, global_hooks
+from rooftop.rewrites.splitting import OtherPathError
 from rooftop.rewrites.stand_ins import SPECIAL_METHODS
 from rooftop.rewrites.structures import mapped
 from rooftop.rewrites.type_questions import was_asked
@@ -99,6 +100,8 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
     result = Fusing()
     if not candidates:
         return result
+    if global_hooks():
+        return Fusing(left=dict.fromkeys(candidates, "hooks for all modules are registered"))
     left = {name: why for name, module in candidates.items() if (why := _why_not(module))}
     followers = Followers(model)
     steps: dict[str, tuple[str, ...]] = {}
@@ -162,8 +165,10 @@ class Followers:
         begin, prefix = structure.before[id(module)]
         result = begin
         if _folded(module) is not module:
-            while not isinstance(vars(self._module(result, prefix)).get("forward"), Opening):
-                result = next(iter(result.users))
+            opened = self._opened(begin, prefix)
+            if opened is None:
+                return ()
+            result = opened
         chain = self._passed_on(result, prefix)
         user = following = _only(chain[-1])
         steps: tuple[str, ...] = ()
@@ -181,6 +186,18 @@ class Followers:
         if following.op == "call_module":
             self.activations.add(self._module(following, prefix))
         return (*steps, name)
+
+    def _opened(self, node: fx.Node, prefix: str) -> fx.Node | None:
+        """The call of the folded norm that takes a folded convolution's result; None if the trace is another one than
+        the trace by which it was folded.
+        """
+        while (user := _only(node)) is not None and user.op == "call_module":
+            if isinstance(vars(self._module(user, prefix)).get("forward"), Opening):
+                return user
+            if not self.structure.passes_on(user, prefix):
+                return None
+            node = user
+        return None
 
     def _passed_on(self, node: fx.Node, prefix: str) -> list[fx.Node]:
         """A node, and the calls of `nn.Identity` that alone take its value."""

@@ -3,8 +3,11 @@
 Libraries join a batch norm with its activation in one class, such as timm's `BatchNormAct2d`: a subclass of
 `nn.BatchNorm2d` whose forward normalizes, and then calls its modules `drop` and `act`. No rule may fold a subclass,
 since its forward may do anything. So torch.fx traces this forward alone. If the trace is `batch_norm` with the module's
-own tensors, and then a chain of the module's own modules, the forward is replaced by that chain: a part "norm", which
-is an `nn.BatchNorm2d` with these tensors, and the other modules. Rules then see ordinary modules.
+own tensors, and then a chain of the module's own modules, and if the forward changes nothing in the module, then the
+forward is replaced by that chain: a part, which is an `nn.BatchNorm2d` with the same tensors, and the other modules.
+Rules then see ordinary modules.
+
+The trace shows one path only. So each call checks that the module's other attributes are as they were.
 """
 
 from __future__ import annotations
@@ -21,67 +24,84 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 KINDS: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-PART = "norm"
+PART = "rooftop_norm"
 """The name of the plain batch norm inside a split one."""
 CHECKS = [kind._check_input_dim for kind in KINDS]
 TENSORS = ("weight", "bias", "running_mean", "running_var")
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # Functions by which a forward checks the shape of its input. The plain norm checks it again.
 QUESTIONS = (getattr, operator.eq, operator.ne, operator.gt, operator.ge, operator.lt, operator.le, torch._assert)
 SIGNATURE = inspect.signature(functional.batch_norm)
 
 
-class Chain:
-    """The forward of a split norm: its parts, one after the other."""
+class OtherPathError(RuntimeError, TypeError):
+    """A call takes another path through the model than the trace. The message says where.
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self.parts = tuple(parts)
+    It is also a TypeError, because some code asks by `iter(x)` or `len(x)` whether a value is a sequence.
+    """
+
+
+class Chain:
+    """The forward of a split norm: its part, and then other modules of it, by name."""
+
+    def __init__(self, norm: nn.Module, names: Sequence[str]) -> None:
+        self.norm, self.names = norm, tuple(names)
+        self.attributes = _attributes(norm)
 
     def __call__(self, input: Any) -> Any:
-        for part in self.parts:
-            input = part(input)
+        if _attributes(self.norm) != self.attributes:
+            raise OtherPathError(
+                f"an attribute of a {type(self.norm).__name__} has changed: this call may take another path than the "
+                "trace used for folding (an Engine with fold=False does not fold)"
+            )
+        input = self.norm.get_submodule(PART)(input)
+        for name in self.names:
+            input = self.norm.get_submodule(name)(input)
         return input
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes on which a forward may decide."""
+    return {name: value for name, value in vars(module).items() if name[0] != "_" and isinstance(value, PLAIN)}
 
 
 def is_split(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), Chain)
 
 
-def split(norm: nn.Module) -> bool:
-    """Split a norm in place, if it is a subclass of a batch norm whose forward is a chain; return whether it is.
+def split(norm: nn.Module) -> str | None:
+    """Split a subclass of a batch norm in place, if its forward is a chain; else return why it is not split.
 
-    Its tensors move to its new part "norm". `unsplit` takes this back.
+    The part shares the norm's tensors. `unsplit` takes this back.
     """
-    kind = next((kind for kind in KINDS if isinstance(norm, kind) and type(norm) is not kind), None)
-    if kind is None or PART in norm._modules or "forward" in vars(norm) or _has_hooks(norm):
-        return False
     assert isinstance(norm, _BatchNorm)
-    names = _chain_of(norm)
-    if names is None:
-        return False
+    kind = next((kind for kind in KINDS if isinstance(norm, kind)), None)
+    if norm.training:
+        return "it is in training mode"
+    if has_hooks(norm):
+        return "it has hooks"
+    if "forward" in vars(norm):
+        return "its forward was replaced"
+    names = _chain_of(norm) if kind is not None and not hasattr(norm, PART) else None
+    if kind is None or names is None:
+        return f"it is a {type(norm).__name__}, which may do more than a batch norm"
     plain = kind(0, norm.eps, norm.momentum, affine=False, track_running_stats=False)
-    vars(plain).update(training=norm.training, num_features=norm.num_features, affine=norm.affine)
+    vars(plain).update(training=False, num_features=norm.num_features, affine=norm.affine)
     plain.track_running_stats = norm.track_running_stats
-    _move(norm, plain)
+    for mine, others in ((plain._parameters, norm._parameters), (plain._buffers, norm._buffers)):
+        mine.update({name: tensor for name, tensor in others.items() if name in mine})  # type: ignore[arg-type, misc]
     norm.add_module(PART, plain)
-    norm.__dict__["forward"] = Chain((plain, *map(norm.get_submodule, names)))
-    return True
+    norm.__dict__["forward"] = Chain(norm, names)
+    return None
 
 
 def unsplit(norm: nn.Module) -> None:
     """Take `split` back."""
-    plain = norm._modules.pop(PART)
-    assert isinstance(plain, nn.Module)
+    del norm._modules[PART]
     del norm.__dict__["forward"]
-    _move(plain, norm)
 
 
-def _move(source: nn.Module, target: nn.Module) -> None:
-    for own, other in ((source._parameters, target._parameters), (source._buffers, target._buffers)):
-        other.update(own)  # type: ignore[arg-type]
-        own.clear()
-
-
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -100,11 +120,16 @@ def _chain_of(norm: _BatchNorm) -> list[str] | None:
     return their input; None if the forward does anything else.
     """
     try:
-        copied = copy.deepcopy(norm).eval()  # a forward may change its module
+        copied = copy.deepcopy(norm)
         if type(norm)._check_input_dim in CHECKS:
             vars(copied)["_check_input_dim"] = lambda input: None  # torch.fx cannot trace it; the plain norm does it
-        graph = _Tracer().trace(copied)
+        before = dict(vars(copied))
+        with torch.random.fork_rng([]):
+            graph = _Tracer().trace(copied)
+        after = vars(copied)
     except Exception:  # a forward may fail in any way on inputs that are not tensors
+        return None
+    if before.keys() != after.keys() or any(before[name] is not after[name] for name in before):
         return None
     nodes = list(graph.nodes)
     norms = [node for node in nodes if node.target is functional.batch_norm]
@@ -136,6 +161,8 @@ def _is_plain(call: fx.Node, input: fx.Node, norm: _BatchNorm) -> bool:
 
 
 def _is_own(value: Any, name: str, norm: _BatchNorm) -> bool:
+    if name in vars(norm):  # a plain attribute, in place of a parameter or buffer
+        return False
     if isinstance(getattr(norm, name), Tensor):
         return isinstance(value, fx.Node) and value.op == "get_attr" and value.target == name
     return value is None
@@ -152,4 +179,4 @@ def _asks(node: fx.Node) -> bool:
 
 def returns_its_input(module: nn.Module) -> bool:
     """Whether a module is a plain `nn.Identity`."""
-    return type(module) is nn.Identity and not _has_hooks(module) and "forward" not in vars(module)
+    return type(module) is nn.Identity and not has_hooks(module) and "forward" not in vars(module)
