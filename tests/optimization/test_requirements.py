@@ -21,6 +21,12 @@ def linear() -> nn.Linear:
     return nn.Linear(4, 4).eval()
 
 
+def hiding_children() -> nn.Module:
+    model = nn.Sequential(linear(), linear())
+    model[1].children = []  # type: ignore[method-assign, assignment]
+    return model
+
+
 def compiled_in_place() -> nn.Module:
     model = linear()
     model.compile()
@@ -87,6 +93,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "meta": (lambda: rooftop.optimize(linear().to("meta"), X), "meta device"),
     "inference tensors": (lambda: rooftop.optimize(of_inference_mode(), X), "do not record changes"),
     "autocast": (under_autocast, "autocast is on"),
+    "a hidden method": (lambda: rooftop.optimize(hiding_children(), X), "attribute 1.children of the model hides the"),
     "global hooks": (under_global_hooks, "hooks on all modules"),
     "a subclass": (
         lambda: rooftop.optimize(linear(), X.as_subclass(type("Image", (Tensor,), {}))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -690,6 +691,41 @@ def test_a_path_that_changed_after_folding_is_not_fused() -> None:
     fold_norms(model)
     model.flag = True  # type: ignore[assignment]
     assert fuse_convolutions(model).fused["conv"] == "bias"
+
+
+def hiding() -> nn.Module:
+    model = Wired()
+    model.buffers = []  # type: ignore[method-assign, assignment]
+    return model
+
+
+def locked() -> nn.Module:
+    model = Wired()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize("fold", [fold_norms, fuse_convolutions])
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (
+            hiding,
+            TypeError,
+            "the attribute buffers of the model hides the method buffers of torch.nn.Module: rename it",
+        ),
+        (locked, TypeError, "Wired cannot be copied for its trace .TypeError: cannot pickle"),
+        (lambda: nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d()), ValueError, "call the model once first"),
+        (lambda: Wired().to("meta"), ValueError, "is on the meta device"),
+        (lambda: "resnet50", TypeError, "got str"),
+    ],
+    ids=["hidden", "lock", "lazy", "meta", "str"],
+)
+def test_what_cannot_be_traced_is_said(
+    fold: Callable[[Any], Any], build: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        fold(build())
 
 
 class Iterating(Wired):

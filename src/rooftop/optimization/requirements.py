@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from rooftop.nn.contents import Contents
+from rooftop.nn.hidden_methods import check_methods
 from rooftop.optimization.optimized import OptimizedModule, hooked, unusual_context
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -47,6 +48,7 @@ def check_arguments(
 
 
 def _check_model(module: nn.Module) -> None:
+    check_methods(module, "optimize")
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise TypeError("optimize: a TorchScript module has its own code: pass the model that it was made from")
     parts = Contents.of(module).modules

@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rooftop.hardware.observing import LightMode
+from rooftop.nn.hidden_methods import check_methods
 from rooftop.rewrites.splitting import (
     PART,
     TENSORS,
@@ -102,14 +103,17 @@ def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTION
         into: types of layers into which norms may be folded; a subset of `CONVOLUTIONS`.
 
     Raises:
-        TypeError: model is not a module.
+        TypeError: model is not a module, cannot be copied, or has an attribute that hides a method of `nn.Module`.
+        ValueError: a parameter has no size yet, or the model is on the meta device.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fold_norms: model must be a torch.nn.Module, got {type(model).__name__}")
+    check_methods(model, "fold_norms")
     norms = {name: module for name, module in model.named_modules() if _is_norm(module)}
     result = Folding()
     if not norms:
         return result
+    check_traceable(model, "fold_norms")
     if global_hooks():
         return Folding(left=dict.fromkeys(norms, "hooks for all modules are registered"))
     try:
@@ -150,6 +154,27 @@ def global_hooks() -> bool:
     """Whether hooks run at every module's calls. They may change results, and must not be called by a trace."""
     hooks = torch.nn.modules.module
     return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
+
+
+def check_traceable(model: nn.Module, name: str) -> None:
+    """Check that a model can be copied without its values, and that its tensors have values.
+
+    Raises:
+        TypeError: the model cannot be copied.
+        ValueError: a parameter has no size yet, or the model is on the meta device.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(map(nn.parameter.is_lazy, tensors)):
+        raise ValueError(f"{name}: some parameters have no size yet: call the model once first")
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError(f"{name}: the model is on the meta device, without values: load weights first")
+    try:
+        _without_data(model)
+    except Exception as error:
+        raise TypeError(
+            f"{name}: {type(model).__name__} cannot be copied for its trace ({in_a_line(error)}): remove from it what "
+            "cannot be copied"
+        ) from error
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -24,7 +24,8 @@ from torch.nn import functional
 
 from rooftop.kernels import conv_act
 from rooftop.kernels.operands.dtypes import FLOATS
-from rooftop.rewrites.folding import CONVOLUTIONS, NORMS, Opening, Sealing, Structure, global_hooks
+from rooftop.nn.hidden_methods import check_methods
+from rooftop.rewrites.folding import CONVOLUTIONS, NORMS, Opening, Sealing, Structure, check_traceable, global_hooks
 from rooftop.rewrites.splitting import OtherPathError
 from rooftop.rewrites.stand_ins import SPECIAL_METHODS
 from rooftop.rewrites.structures import mapped
@@ -90,16 +91,19 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
     so other threads must not run models.
 
     Raises:
-        TypeError: model is not a module.
+        TypeError: model is not a module, cannot be copied, or has an attribute that hides a method of `nn.Module`.
+        ValueError: a parameter has no size yet, or the model is on the meta device.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse_convolutions: model must be a torch.nn.Module, got {type(model).__name__}")
+    check_methods(model, "fuse_convolutions")
     convolutions = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
     inner = {id(_folded(module)) for module in convolutions.values() if _folded(module) is not module}
     candidates = {name: module for name, module in convolutions.items() if id(module) not in inner}
     result = Fusing()
     if not candidates:
         return result
+    check_traceable(model, "fuse_convolutions")
     if global_hooks():
         return Fusing(left=dict.fromkeys(candidates, "hooks for all modules are registered"))
     left = {name: why for name, module in candidates.items() if (why := _why_not(module))}
