@@ -355,6 +355,10 @@ def test_a_norm_with_its_activation_in_one_class_is_folded(norm: nn.Module) -> N
     assert folding.folded == {"1": "0"}
     assert not folding.left
     assert_same(model(x), expected)
+    assert fold_norms(model).folded == {}, "a second time"
+    assert_same(model(x), expected)
+    model.load_state_dict(dict(model.state_dict()))
+    assert_same(model(x), expected)
     fusing = fuse_convolutions(model)
     assert_same(model(x), expected)
     if isinstance(norm, NormAct):

@@ -32,6 +32,7 @@ from rooftop.nn.hidden_methods import check_methods
 from rooftop.rewrites.splitting import (
     PART,
     TENSORS,
+    Chain,
     OtherPathError,
     has_hooks,
     is_split,
@@ -109,7 +110,8 @@ def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTION
     if not isinstance(model, nn.Module):
         raise TypeError(f"fold_norms: model must be a torch.nn.Module, got {type(model).__name__}")
     check_methods(model, "fold_norms")
-    norms = {name: module for name, module in model.named_modules() if _is_norm(module)}
+    before = {id(each) for module in model.modules() if is_split(module) for each in (module, _plain(module))}
+    norms = {name: module for name, module in model.named_modules() if _is_norm(module) and id(module) not in before}
     result = Folding()
     if not norms:
         return result
@@ -133,7 +135,7 @@ def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTION
     finally:
         for name, norm in norms.items():
             if is_split(norm) and name in result.folded:
-                _emptied(norm)
+                _empty(norm)
             elif is_split(norm):
                 unsplit(norm)
     return result
@@ -144,10 +146,14 @@ def _plain(norm: nn.Module) -> nn.Module:
     return norm.get_submodule(PART) if is_split(norm) else norm
 
 
-def _emptied(norm: nn.Module) -> None:
+def _empty(norm: nn.Module) -> None:
     """Remove the tensors of a folded norm, so that code outside the trace that reads them fails."""
     for tensors in (norm._parameters, norm._buffers):
         tensors.update(dict.fromkeys(tensors.keys() & {*TENSORS, "num_batches_tracked"}))
+    if isinstance(norm, _BatchNorm):
+        norm.track_running_stats = False  # else `load_state_dict` adds a key
+    if isinstance(chain := vars(norm).get("forward"), Chain):
+        chain.note_attributes()
 
 
 def global_hooks() -> bool:
@@ -443,9 +449,9 @@ def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_n
     weight = torch.empty_like(old.detach()).copy_(weight)  # in the layout of the old one, such as channels last
     folded._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
     folded._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
-    for module in (convolution, norm):
-        for tensors in (module._parameters, module._buffers):
-            tensors.update(dict.fromkeys(tensors))
+    for tensors in (convolution._parameters, convolution._buffers):
+        tensors.update(dict.fromkeys(tensors))
+    _empty(norm)
     convolution.add_module("folded", folded)
     convolution.forward = Sealing(folded, dimensions, NORMS.get(type(norm), ANY), norm_name)
     norm.forward = Opening(folded, convolution_name, norm_name)

@@ -46,7 +46,11 @@ class Chain:
 
     def __init__(self, norm: nn.Module, names: Sequence[str]) -> None:
         self.norm, self.names = norm, tuple(names)
-        self.attributes = _attributes(norm)
+        self.note_attributes()
+
+    def note_attributes(self) -> None:
+        """From now on, the module's attributes must stay as they are now."""
+        self.attributes = _attributes(self.norm)
 
     def __call__(self, input: Any) -> Any:
         if _attributes(self.norm) != self.attributes:
