@@ -202,7 +202,7 @@ def without_last_bits(bits: int) -> Callable[[Candidate], None]:
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_convolution_may_use_tf32_if_pytorch_may(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the bits of TF32, and without those of bfloat16."""
+    """Operands keep only the bits of TF32, or only those of bfloat16."""
     precisions = {True: "tf32" if allowed else "fp32", False: "fp32"}
     monkeypatch.setattr(tensor_floats, "matrix_precision", lambda tensor, convolution: precisions[convolution])
     torch.manual_seed(0)

@@ -473,7 +473,7 @@ def test_a_trace_calls_no_hook() -> None:
 
 
 class Norms:
-    """Norms that look like a chain, but are not."""
+    """Norms that look like a chain; only `AsksItsPart` is one."""
 
     class CalledNorm(NormAct):
         rooftop_norm = "a name that the part would have"
@@ -573,7 +573,7 @@ def test_tensors_of_a_split_norm_that_others_read_stay(read: Callable[[Any], Any
     model = randomized(ReadsANorm(read))
     x = torch.randn(2, 4, 6, 6)
     expected = model(x)
-    assert fold_norms(model).left == {"bn": "the tensors of it are read by other code"}
+    assert fold_norms(model).left == {"bn": "its tensors are read by other code"}
     assert torch.equal(model(x), expected)
 
 

@@ -314,6 +314,6 @@ def _memory_of(where: torch.device) -> Iterator[None]:
         yield
     except torch.cuda.OutOfMemoryError as error:
         raise RooftopError(
-            f"the scene or the picture does not fit into the memory of {where}; try a smaller --size, --pool for "
-            "a part of the scene at a time, or --device cpu"
+            f"the scene or the picture does not fit into the memory of {where}; try a smaller --size, --pool SIZE "
+            "to keep only a part of the scene there, or --device cpu"
         ) from error

@@ -10,8 +10,8 @@ from rooftop.ladder.climbing import COMPILED, FAILED, MEASURED, WRONG, Climb, Ou
 from rooftop.ladder.rungs import CUDA
 
 WITHOUT_GPU = (
-    "No speeds are shown, because they need a GPU (--device cuda). Triton kernels that are right were checked in "
-    "Triton's interpreter; CUDA C++ kernels were compiled for sm_90 but not run. A rung with - was not tried."
+    "No speeds are shown, because they need a GPU (--device cuda). Triton's interpreter ran the Triton kernels that "
+    'are marked "right". CUDA C++ kernels were compiled for sm_90 but not run. A rung marked "-" was not tried.'
 )
 BAR = 20  # columns for 100%
 STATUS = {COMPILED: "compiled, not run", "checked": "right", "absent": "-"}

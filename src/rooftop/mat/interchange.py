@@ -96,7 +96,7 @@ def _of_tensor(x: Tensor, type: int | None, layout: str) -> Parts:
         raise TypeError(f"expected a strided tensor, got {x.layout}: use x.to_dense()")
     if x.requires_grad:
         raise ValueError("the tensor requires grad, but a Mat records no gradients: pass x.detach()")
-    code = type_code(x.dtype)  # which refuses complex numbers, and so lazy conjugates
+    code = type_code(x.dtype)  # raises for complex dtypes, so no lazy conjugate comes here
     if x.is_neg():
         raise TypeError("the tensor is a lazy negative: pass x.resolve_neg()")
     x = _channels_last(x, layout)

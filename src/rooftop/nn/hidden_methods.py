@@ -16,7 +16,7 @@ METHODS = (
 
 
 def check_methods(model: nn.Module, name: str) -> None:
-    """Check that a model's attributes hide no method by which a model is searched.
+    """Check that no attribute of a model hides a method that Rooftop and PyTorch call on it.
 
     Args:
         name: the public function, for the error.

@@ -334,7 +334,7 @@ class Gate:
             return as_accurate(name, got, eager, truth, what, max(allowed, self._usual_error(name)))
 
     def _error_in_tensor_floats(self, known: Known, name: str) -> float:
-        """The error that the original has if all of its kernels use TF32 that may; 0 if none may."""
+        """The original's error if every convolution and product that may use TF32 does; 0 if none may."""
         truth = known.truth.values.get(name) if known.truth is not None else None
         if truth is None or self.lowered is not None or known.eager.values[name].dtype != torch.float32:
             return 0.0
@@ -395,7 +395,7 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
     Args:
         got, eager: results of the change and of the original.
         truth: the float64 model's result.
-        usual: the original's error on the given inputs, used if its error here is smaller.
+        usual: a lower bound of the original's error: its error on the given inputs, in TF32, or its sensitivity.
 
     Raises:
         RefusedError: the error is above 1, or NaN and infinities are in other places than the original's.

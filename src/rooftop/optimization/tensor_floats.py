@@ -1,7 +1,7 @@
 """Run a model as tensor cores run it in TF32: they drop the last 13 bits of float32 operands.
 
 PyTorch allows TF32 in convolutions by default, and in products on request. Which kernels use it depends on shapes and
-layouts, so a model may run without TF32 until a change lays it out differently. The user has allowed this error.
+layouts, so a model may run without TF32 until a change lays it out differently. PyTorch's settings allow this error.
 """
 
 from __future__ import annotations

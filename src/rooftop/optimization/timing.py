@@ -156,8 +156,7 @@ def ahead(run: Callable[[], object], device: torch.device, wall_ms: float) -> tu
 
 
 class OperatorTimes(LightMode):
-    """Measure the time of each operator below autograd. The host waits for the device before and after each
-    operator.
+    """Measure the time of each operator below autograd, by an `OperatorClock`.
 
     Args:
         earlier: the times of an earlier run of the same step.

@@ -138,8 +138,8 @@ class Times:
         """The gain in ms if a step saves `device_ms` of device time and `calls` calls of operators.
 
         A GPU works while the host launches, so the longer of device time and host time is the time of a step. Operators
-        that were timed alone may take longer than within the step, or the GPU may wait between them when it replays
-        graphs: both are shared among them.
+        timed alone may add up to more than the step: then their times are scaled down to the device time. If the GPU
+        replays graphs, each saved operator also saves its share of the time in which the GPU waits (`idle_ms`).
         """
         if self.device_ms is None or self.host_ms is None:
             return device_ms

@@ -63,8 +63,8 @@ class FuseConvolutions(Rule):
         joined_ms, bias_ms = sum(call.ms for call in joined), sum(map(_bias_ms, convolutions))
         norms_ms = sum(call.ms for call in norms)
         inside = share_inside(convolutions)
-        # Elsewhere one pass computes everything after the convolution. So it needs two operators to gain from, or a
-        # norm that takes longer than a pass.
+        # Without such a kernel, one pass computes everything after the convolution. So it needs two operators to gain
+        # from, or a norm that takes longer than a pass.
         outside_ms = joined_ms if norms_ms + bias_ms > 0 else 0.0
         if norms and inside < 1 and times.device_ms is not None:
             outside_ms += norms_ms * max(0.0, share_of(times, NORMS[0], _passed))
@@ -111,7 +111,8 @@ def shape_of_result(call: Call) -> torch.Size:
 
 def share_inside(convolutions: Sequence[Call]) -> float:
     """The share of the convolutions' results whose kernels also compute the operations after them: those of images that
-    are channels last, in groups for which there is such a kernel.
+    are channels last, with one group, with groups of `GROUPS_OF_CUDNN` channels (exact only for relu), or with groups
+    of at least `LEAST_OF_GROUP` channels (exact only on Hopper).
     """
     results = {id(call): call.count * shape_of_result(call).numel() for call in convolutions}
     inside = sum(results[id(call)] for call in convolutions if _is_inside(call))

@@ -7,7 +7,8 @@ convolution followed by it is a convolution with other weights:
     norm(W x + b) = (s W) x + (s b + t)
 
 When is it allowed? `torch.fx` traces the model, or the largest parts that it can trace. A norm is folded if its only
-call takes the output of the only call of a convolution, and nothing else uses that output. A trace shows a single path
+call takes the output of the only call of a convolution or linear layer, directly or through `nn.Identity`, and nothing
+else uses that output. A trace shows a single path
 through the code, so each call checks this again: a folded convolution wraps its result, and only its norm unwraps it.
 Code on another path raises `OtherPathError` instead of computing wrong numbers.
 """
@@ -242,7 +243,7 @@ class Structure:
         plain = _plain(norm)
         self._check_once(plain, "it")
         if id(norm) in self.read:
-            raise CannotFoldError("the tensors of it are read by other code")
+            raise CannotFoldError("its tensors are read by other code")
         if id(plain) not in self.before:
             raise CannotFoldError(f"no trace shows which module it follows{self._why_untraced(name)}")
         node, prefix = self.before[id(plain)]
@@ -264,7 +265,7 @@ class Structure:
         return before
 
     def behind(self, node: Any, prefix: str) -> Any:
-        """The node whose value this node is, if `nn.Identity` modules returned it and nothing else uses it."""
+        """The node before the calls of `nn.Identity`, each with a single user, that lead to this node."""
         while self.passes_on(node, prefix) and len(node.users) == 1:
             node = node.args[0]
         return node
@@ -281,11 +282,11 @@ class Structure:
         if self.calls[id(module)] > 1:
             raise CannotFoldError(f"{called} is called {self.calls[id(module)]} times")
         if id(module) in self.read:
-            raise CannotFoldError(f"the tensors of {called} are read by other code")
+            raise CannotFoldError(f"{_of(called, 'tensors')} are read by other code")
         if has_hooks(module):
             raise CannotFoldError(f"{called} has hooks")
         if "forward" in vars(module):
-            raise CannotFoldError(f"the forward of {called} was replaced")
+            raise CannotFoldError(f"{_of(called, 'forward')} was replaced")
 
     def _why_untraced(self, name: str) -> str:
         """The error of the innermost module around `name` that could not be traced."""
@@ -296,8 +297,12 @@ class Structure:
         return ""
 
 
+def _of(called: str, what: str) -> str:
+    return f"its {what}" if called == "it" else f"the {what} of {called}"
+
+
 class _Reads(LightMode):
-    """Notes which modules' tensors a forward reads while it is traced, without naming them: by `parameters()`, say.
+    """Record the modules whose tensors a traced forward reads other than by attribute, for example by `parameters()`.
 
     Attributes:
         found: names of these modules.
@@ -319,7 +324,7 @@ class _Reads(LightMode):
 
 
 class _Tracer(fx.Tracer):
-    """Trace into modules that have submodules and can be traced; other modules become single nodes."""
+    """Trace into modules that have submodules and no hooks, and can be traced; others become single nodes."""
 
     proxy_buffer_attributes = True
 
@@ -336,8 +341,9 @@ class _Tracer(fx.Tracer):
 def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Graph]]:
     """The graphs of the largest traceable parts, by name; no part contains another.
 
-    A module with optional arguments is no part of its own, because its graph would show only one choice. Within a part,
-    the choice is that of its caller. torch.fx ignores a forward that was replaced, except within a part.
+    A module with optional arguments is traced only within its caller, whose call shows which arguments are given. A
+    module whose forward was replaced is also traced only within its caller: as the root of a trace, torch.fx would take
+    the forward of its class.
     """
     graphs: dict[str, fx.Graph] = {}
     opaque: set[nn.Module] = set()
@@ -428,7 +434,7 @@ def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_n
     """Fold a norm into a convolution, or raise CannotFoldError before any change."""
     for module, called in ((convolution, convolution_name), (norm, "it")):
         if plain := sorted(vars(module).keys() & {*TENSORS}):
-            raise CannotFoldError(f"the {plain[0]} of {called} is neither a parameter nor a buffer")
+            raise CannotFoldError(f"{_of(called, plain[0])} is neither a parameter nor a buffer")
     dimensions = CONVOLUTIONS[type(convolution)]
     old, old_bias = convolution.weight, convolution.bias
     assert isinstance(old, Tensor)
@@ -500,7 +506,7 @@ def _measured(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
         shift = probe(zeros)
         scale = probe(zeros + 1) - shift
         affine = True
-        for size in (1.0, 1e3):  # each value is another
+        for size in (1.0, 1e3):  # all values differ
             others = torch.arange(math.prod(sizes), dtype=torch.float64, device=example.device).mul(0.7).sin()
             others = size * others.view(sizes)
             found, expected = probe(others.clone()), scale * others + shift
@@ -551,8 +557,9 @@ class Sealing:
 
     Args:
         dimensions: number of dimensions of an output in which the second one is the channels.
-        taken: the norm's possible numbers of dimensions. In a tensor of others than `dimensions`, it normalizes another
-            dimension, so nothing is folded.
+        taken: numbers of dimensions that the norm accepts. An output with another number than `dimensions` raises
+            OtherPathError if the norm accepts it, since the norm would use another dimension as channels; else
+            ValueError.
     """
 
     def __init__(self, folded: nn.Module, dimensions: int, taken: tuple[int, ...], norm: str) -> None:

@@ -47,7 +47,7 @@ Examples:
     type=click.FloatRange(0, 1, max_open=True),
     default=0.02,
     show_default=True,
-    help="Minimum gain of a change, as a fraction of the step. Half of it is enough if a larger gain was predicted.",
+    help="Minimum gain of a change, as a fraction of the step. Half of it is enough if the predicted gain is above it.",
 )
 @click.option(
     "--budget",

@@ -29,10 +29,10 @@ class ConvTile:
 
     Attributes:
         kernel: "persistent": each program computes many boxes, copied by TMA. "single": each program computes one box.
-            "gathered": programs load by pointers. "depthwise": as "gathered", without a matrix product, for a group of
-            each channel.
+            "gathered": programs load by pointers. "depthwise": programs load by pointers and compute no matrix
+            product; each channel is a group.
         rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap per step; powers of 2.
-            For "depthwise": runs of pixels, channels, and the neighbouring pixels of a run.
+            For "depthwise": runs of pixels, channels, and pixels of a run, which need not be a power of 2.
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
         group: rows of tiles in a band; L2 caches the operands of a band.
         parts: number of parts in which the epilogue stores a tile's pixels (not gathered).
@@ -189,12 +189,12 @@ NEAR = 2.0  # sum of the logarithms (base 2) of three ratios: rows, out channels
 MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also takes shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
-# Channels of a group for which cuDNN's fused call takes no longer than its convolution alone. For other groups it takes
-# up to 15 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
+# Channels of a group for which cuDNN's fused call takes about as long as its convolution alone. For other groups it
+# takes up to 15 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
 GROUPS_OF_CUDNN = (4, 8, 16, 32, 64, 128)
 LEAST_OF_GROUP = 16  # smallest operand of a tensor-core instruction
-# At a batch of 1 the kernel takes 0.15 to 1.15 times as long as cuDNN and a pass. Larger batches were measured with one
-# group (benchmarks/results/h200/tune_conv_acts.json), and cuDNN with groups.
+# At a batch of 1 the kernel takes 0.15 to 1.17 times as long as cuDNN and a pass. At larger batches it was measured
+# only with one group (benchmarks/results/h200/tune_conv_acts.json).
 OF_GROUPS = ConvTile("gathered", 128, 64, 64, 4, 3)
 FEW_OF_GROUPS = ConvTile("gathered", 64, 64, 64, 4, 4)
 RUNS = (7, 4)  # the lines of image networks are multiples of 7 pixels
@@ -261,7 +261,7 @@ def choose(problem: Problem) -> ConvPlan:
 
 
 def _of_groups(problem: Problem, library: Backend) -> ConvPlan:
-    """The plan for a convolution with groups, of which `copied` supports none."""
+    """The plan for a convolution with groups; TMA cannot copy its operands."""
     geometry, (channels, out_channels) = problem.geometry, problem.geometry.of_group
     reason = f"{geometry.groups} groups of {channels} channels"
     if library == "cudnn" and channels == out_channels and channels in GROUPS_OF_CUDNN:
@@ -273,8 +273,8 @@ def _of_groups(problem: Problem, library: Backend) -> ConvPlan:
 
 
 def depthwise_tile(geometry: Geometry) -> ConvTile:
-    """A tile whose runs of pixels divide the lines of the result evenly, if they can. No plan has it yet: on a GPU it
-    was not measured.
+    """A tile whose runs of pixels divide the lines of the result evenly, if they can. No plan uses it yet,
+    because it was not timed on a GPU.
     """
     run = next((length for length in RUNS if geometry.out[1] % length == 0), RUNS[0])
     columns = min(64, max(8, power_of_two(geometry.channels)))

@@ -11,7 +11,7 @@ from rooftop.kernels.operands.dtypes import accumulator_dtype
 # numbered as in triton_kernels/activations.py
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "relu6", "hardswish", "hardsigmoid")
 OF_OUTPUT = ("none", "relu", "sigmoid")
-"""Activations whose derivative follows from their result."""
+"""Activations whose backward reads only their result; the backward of the others reads their input."""
 
 # Flops per element; an exponential, a division or an error function counts 1, like a product.
 FORWARD_FLOPS = {
@@ -61,7 +61,9 @@ def activation_backward_reference(dy: Tensor, saved: Tensor, activation: str, of
     if activation == "hardswish":
         return torch.ops.aten.hardswish_backward(gradient, value)
     if activation == "hardsigmoid":
-        return gradient.masked_fill((value <= -3) | (value >= 3), 0.0) / 6  # PyTorch's has no derivative
+        return (
+            gradient.masked_fill((value <= -3) | (value >= 3), 0.0) / 6
+        )  # aten::hardsigmoid_backward has no derivative
     share = value if activation == "sigmoid" and of_output else value.sigmoid()
     if activation == "sigmoid":
         return gradient * share * (1 - share)

@@ -15,8 +15,8 @@ The kernel applies the operations after the convolution to the sums, and stores 
   box directly from shared memory only as the second operand. A program of `conv_act_persistent` computes many boxes. It
   stores one box in PARTS while the copies for the next one are in flight. A program of `conv_act_single` computes one
   box.
-- `conv_act_gathered` loads by pointers, and supports any number of channels, groups, any stride and any GPU. With
-  groups, a step is in one tap of one group, and the channels that it has too few are zeros.
+- `conv_act_gathered` loads by pointers, and supports any number of channels, any stride, groups and any GPU. With
+  groups, each step covers channels of one tap of one group. If fewer than DEPTH channels are left, zeros fill the step.
 
 With SPLIT > 1, SPLIT programs share the steps through K. Each program writes float32 sums, and the last program to
 arrive adds them in order. No sum uses atomics, so results are deterministic.

@@ -1,9 +1,8 @@
 """The Triton kernel of y = activation(conv2d(x, weight) + bias + residual) with a group for each channel.
 
 Such a convolution has no matrix product: each pixel of a channel is a weighted sum of the KH KW pixels of its window.
-Read from the caches for each tap, a pixel would be read KH KW times, and for windows of 7 x 7 that takes 10 times as
-long as from memory. So each thread computes a run of neighbouring pixels of a line: it reads a pixel once for each line
-of the window, and adds it to all sums of its run that need it.
+If each tap read its pixel, the caches would deliver each pixel KH KW times. So each thread computes a run of
+neighbouring pixels of a line. For each line of the window it reads a pixel once, and adds it to all sums that need it.
 """
 
 from __future__ import annotations
