@@ -1019,3 +1019,12 @@ def test_any_other_use_of_a_folded_result_says_that_the_path_differs(use: Callab
 def test_norms_are_folded_only_into_the_given_kinds() -> None:
     model = randomized(nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(8, 3)))
     assert fold_norms(model, into=(nn.Conv2d,)).left == {"1": "it follows 0, a Conv1d"}
+
+
+@torch.no_grad()
+def test_a_split_norm_is_compiled_in_one_graph() -> None:
+    model = randomized(nn.Sequential(nn.Conv2d(4, 4, 3), NormAct(4), nn.Conv2d(4, 4, 1)))
+    x = torch.randn(2, 4, 6, 6)
+    expected = model(x)
+    fold_norms(model)
+    assert_same(torch.compile(model, backend="aot_eager", fullgraph=True)(x), expected)

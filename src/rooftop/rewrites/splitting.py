@@ -54,7 +54,8 @@ class Chain:
         self.attributes = _attributes(self.norm)
 
     def __call__(self, input: Any) -> Any:
-        if _attributes(self.norm) != self.attributes:
+        # the compiler compiles a fixed path, and older ones cannot trace this question
+        if not torch.compiler.is_compiling() and _attributes(self.norm) != self.attributes:
             raise OtherPathError(
                 f"an attribute of a {type(self.norm).__name__} has changed: this call may take another path than the "
                 "trace used for folding (an Engine with fold=False does not fold)"
