@@ -2,12 +2,14 @@
 
 self.buffers = []        # model.buffers() then raises "'list' object is not callable"
 
-Such a model runs, but nothing can look into it: PyTorch, too, calls these methods.
+The model still runs. But Rooftop and PyTorch call these methods to find its parts.
 """
 
 from __future__ import annotations
 
 from torch import nn
+
+from rooftop.hardware.module_paths import inner_modules, joined
 
 METHODS = (
     *("modules", "named_modules", "children", "named_children", "parameters", "named_parameters", "buffers"),
@@ -24,19 +26,10 @@ def check_methods(model: nn.Module, name: str) -> None:
     Raises:
         TypeError: an attribute of the model or of a part hides a method, and is not callable.
     """
-    seen: set[int] = set()
-    parts = [("", model)]
-    while parts:
-        path, part = parts.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
+    for path, part in inner_modules(model):
         for method in METHODS:
             if not callable(getattr(part, method)):
-                where = f"{path}.{method}" if path else method
                 raise TypeError(
-                    f"{name}: the attribute {where} of the model hides the method {method} of torch.nn.Module: rename "
-                    "it"
+                    f"{name}: the attribute {joined(path, method)} of the model hides the method {method} of "
+                    "torch.nn.Module: rename it"
                 )
-        inside = vars(part).get("_modules", {})
-        parts += [(f"{path}.{key}" if path else key, each) for key, each in inside.items() if each is not None]

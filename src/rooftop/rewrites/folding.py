@@ -396,7 +396,7 @@ def _why_no_part(module: nn.Module) -> str | None:
 
 
 def _traced(module: nn.Module, opaque: set[nn.Module], doubtful: set[nn.Module]) -> fx.Graph:
-    """Trace a forward. If it cannot be traced through the doubtful modules, they become opaque, too.
+    """Trace a forward. If that fails, trace it again with the doubtful modules as single nodes, and keep them opaque.
 
     Raises:
         Exception: any error that the forward raises for inputs that are not tensors.

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 KINDS: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 PART = "rooftop_norm"
-"""The name of the plain batch norm inside a split one."""
+"""The name of the part: the plain batch norm inside a split norm."""
 CHECKS = [kind._check_input_dim for kind in KINDS]
 TENSORS = ("weight", "bias", "running_mean", "running_var")
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -50,7 +50,7 @@ class Chain:
         self.note_attributes()
 
     def note_attributes(self) -> None:
-        """From now on, the module's attributes must stay as they are now."""
+        """Record the module's attributes; each later call checks that they have not changed."""
         self.attributes = _attributes(self.norm)
 
     def __call__(self, input: Any) -> Any:
@@ -72,6 +72,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def is_split(module: nn.Module) -> bool:
+    """Whether `split` has replaced the module's forward."""
     return isinstance(vars(module).get("forward"), Chain)
 
 
@@ -108,6 +109,7 @@ def unsplit(norm: nn.Module) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after the module's forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 

@@ -32,7 +32,8 @@ class ConvTile:
             "gathered": programs load by pointers. "depthwise": programs load by pointers and compute no matrix
             product; each channel is a group.
         rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap per step; powers of 2.
-            For "depthwise": runs of pixels, channels, and pixels of a run, which need not be a power of 2.
+            For "depthwise", `rows` counts runs of pixels, and `depth` is the number of pixels of a run, which need not
+            be a power of 2.
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
         group: rows of tiles in a band; L2 caches the operands of a band.
         parts: number of parts in which the epilogue stores a tile's pixels (not gathered).

@@ -155,7 +155,7 @@ def conv_act_gathered(
     source = at_image * x_image + line * x_line + pixel * x_pixel + group * CHANNELS
     DEPTHS: tl.constexpr = TAPS * CHANNELS
     BLOCKS: tl.constexpr = (CHANNELS + DEPTH - 1) // DEPTH
-    # Without groups, the last step alone may be incomplete.
+    # Without groups, only the last step may cover fewer than DEPTH channels.
     EVERY: tl.constexpr = TAPS * BLOCKS if GROUPS > 1 else (DEPTHS + DEPTH - 1) // DEPTH
     STEPS: tl.constexpr = (EVERY + SPLIT - 1) // SPLIT
     weights = weight + tl.minimum(column, columns - 1)[None, :].to(tl.int64) * DEPTHS  # (1, COLUMNS)
