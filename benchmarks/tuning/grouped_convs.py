@@ -32,9 +32,18 @@ from torch.nn import functional
 from rooftop.hardware import compare
 from rooftop.hardware.graphs import captured
 from rooftop.kernels.convolutions.launches import channels_fastest, forward, plan_of
-from rooftop.kernels.convolutions.tables import LEAST_OF_GROUP, ConvPlan, ConvTile, Geometry, Problem, fitted
+from rooftop.kernels.convolutions.tables import (
+    LEAST_OF_GROUP,
+    ConvPlan,
+    ConvTile,
+    Geometry,
+    Problem,
+    depthwise_tile,
+    fitted,
+)
 
 L2_BYTES = 120_000_000  # no GPU's L2 holds operands of this many bytes
+PROCESSORS = 132  # SMs of an H100 or H200
 # Channels, size of the image, window, stride, groups
 SHAPES = {
     "regnet_y_8gf": [(224, 56, 3, 1, 4), (448, 28, 3, 1, 8), (896, 14, 3, 1, 16), (2016, 14, 3, 2, 36)],
@@ -54,7 +63,8 @@ TINY = {"tiny": [(8, 6, 3, 1, 2), (6, 5, 3, 2, 6), (48, 5, 3, 1, 2)]}
 DEPTHWISE = [
     ConvTile("depthwise", rows, columns, run, warps, 1)
     for rows, columns, run, warps in (
-        (8, 64, 7, 4), (16, 64, 7, 8), (16, 32, 7, 4), (8, 64, 4, 4), (16, 64, 4, 4), (16, 64, 2, 4),
+        (8, 64, 7, 4), (16, 32, 7, 4), (8, 64, 4, 4), (16, 32, 4, 4), (8, 64, 2, 4), (8, 64, 14, 4), (4, 64, 7, 2),
+        (4, 64, 4, 2),
     )
 ]  # fmt: skip
 GATHERED = [
@@ -77,7 +87,7 @@ def tiles_of(shape: Shape, batch: int, quick: bool) -> list[ConvTile]:
     if geometry.depthwise:
         found = DEPTHWISE
     elif geometry.of_group[0] >= LEAST_OF_GROUP:
-        problem = Problem(geometry, False, False, torch.bfloat16, "cuda", True, True, False, True, 132, 9)
+        problem = Problem(geometry, False, False, torch.bfloat16, "cuda", True, True, False, True, PROCESSORS, 9)
         found = list(dict.fromkeys(fitted(tile, problem) for tile in GATHERED))
     else:
         return []
@@ -134,7 +144,12 @@ def measure(shape: Shape, batch: int, device: str, seconds: float) -> dict[str, 
     if device == "cuda":
         ways["cudnn"] = by("cudnn"), sets
     ways |= {label(tile): (by(tile.kernel, tile), sets) for tile in tiles_of(shape, batch, device == "cpu")}
-    planned = plan_of(first, weight, bias, None, geometry, "relu", False)
+    if geometry.depthwise:
+        tile = depthwise_tile(geometry, PROCESSORS)
+        plan = ConvPlan("depthwise", tile, "")
+        forward_usual = lambda x: forward(plan, x, usual, bias, None, geometry, "relu", False)[0]  # noqa: E731
+        ways["usual weights: " + label(tile)] = forward_usual, sets
+    planned = plan_of(first, weight, bias, None, geometry, "relu", False)  # adds the tile of the plan
     taken = label(planned.tile) if planned.tile else planned.backend
     if planned.tile:
         ways[taken] = by(planned.backend, planned.tile), sets
@@ -162,10 +177,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 128])
     parser.add_argument("--seconds", type=float, default=120.0, help="no row starts later")
     parser.add_argument("--processes", type=int, default=15)
+    parser.add_argument("--depthwise", action="store_true", help="only groups of one channel")
     parser.add_argument("--quick", action="store_true", help="run tiny sizes on the CPU, to test the script")
     options = parser.parse_args()
     began = time.perf_counter()
     device, networks = ("cpu", TINY) if options.quick else ("cuda", SHAPES)
+    if options.depthwise:
+        networks = {name: [shape for shape in shapes if shape[0] == shape[4]] for name, shapes in networks.items()}
     rows: list[dict[str, Any]] = []
     errors: list[str] = []
     if device == "cuda":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rooftop.optimization import forecasts
+from rooftop.optimization import forecasts, timing
 from rooftop.optimization.forecasts import OperatorClock, fusable_of, quick_ceilings
 from rooftop.optimization.outcomes import Step
 from rooftop.optimization.timing import ahead, times_of
@@ -68,6 +68,16 @@ def test_graphs_gain_what_the_device_waits() -> None:
     assert rule.predicted_ms(times(None, None)) == 0.0
     fusable = Fusable(operators=0, kernels=0, now_ms=0.0, after_ms=0.0, launches=200, channels_last=False)
     assert rule.predicted_ms(times(8.0, 2.0, fusable)) == pytest.approx(200 * GAP_MS), "and what is between kernels"
+
+
+def test_graphs_copy_arguments_and_results() -> None:
+    fusable = Fusable(operators=12, kernels=2, now_ms=3.0, after_ms=1.0, launches=20, channels_last=False)
+    copying = replace(times(8.0, 2.0, fusable), copies_ms=0.5)
+    assert CudaGraphs().predicted_ms(copying) == pytest.approx(20 * GAP_MS - 0.5)
+    assert Compile().predicted_ms(copying) == pytest.approx(2.0)
+    assert Compile("reduce-overhead").predicted_ms(copying) == pytest.approx(1.5)
+    measured = replace(copying, compiled=Compiled(6.0, 6.0, 1.0, whole=True))
+    assert Compile("reduce-overhead").predicted_ms(measured) == pytest.approx(1.5)
 
 
 def test_the_compiler_gains_what_it_fuses_and_launches_less() -> None:
@@ -237,3 +247,18 @@ def test_the_device_works_alone_when_the_host_is_ahead(gpu: torch.device, monkey
 
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: paused.append(True))
     assert ahead(quick_after_a_pause, gpu, 5.0)[0] == 1.25, "a quarter of the time of a run without a pause"
+    assert ahead(quick_after_a_pause, gpu, 5.0, 0.5)[0] == 1.25, "operators alone may be faster, since the GPU is cool"
+
+
+def test_a_step_that_waits_for_the_device_takes_at_most_the_time_of_its_operators(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s, slept_ms = [0.0], [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: slept_ms.append(cycles / CYCLES_A_MS))
+
+    def waiting() -> None:
+        work()
+        clock_s[0] += (slept_ms.pop() + 1.0 if len(slept_ms) > 1 else 2.0) / 1e3
+
+    assert ahead(waiting, gpu, 5.0, 3.0) == (3.0, 2.0)

@@ -110,3 +110,23 @@ def test_equal_blocks_are_compiled_once(graphs: list[fx.GraphModule]) -> None:
     with torch.no_grad():
         assert torch.equal(candidate.call(x), model(x))
     assert len(graphs) == 1
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("make", [Doubling, lambda: nn.Sequential(Doubling())], ids=["forward", "Sequential"])
+def test_versions_of_a_search_do_not_count_for_other_models(
+    graphs: list[fx.GraphModule], make: Callable[[], nn.Module]
+) -> None:
+    """PyTorch gives up after eight versions of a function, and silently runs it without compiled code."""
+    for size in range(2, 12):
+        candidate = Candidate.of(make(), None, training=False)
+        Compile().apply(candidate)
+        candidate.call(torch.ones(size))
+    assert len(graphs) == 10
+    other = torch.compile(make())
+    assert torch.equal(other(torch.ones(12)), torch.full((12,), 2.0))
+    assert len(graphs) == 11

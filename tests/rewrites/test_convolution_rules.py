@@ -15,6 +15,7 @@ from rooftop.rewrites.convolution_rules import shape_of_result
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
+HALF = torch.bfloat16
 
 
 def call(operator: Any, *arguments: Any, ms: float = 1.0, count: int = 1) -> Call:
@@ -25,10 +26,12 @@ def empty(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta")
 
 
-def convolution(bias: bool = False, channels_last: bool = True, groups: int = 1, ms: float = 1.0) -> Call:
+def convolution(
+    bias: bool = False, channels_last: bool = True, groups: int = 1, ms: float = 1.0, dtype: torch.dtype = HALF
+) -> Call:
     kind = torch.channels_last if channels_last else torch.contiguous_format
-    images = torch.empty(2, 4, 10, 10, device="meta", memory_format=kind)
-    weights = empty(8, 4 // groups, 3, 3), empty(8) if bias else None
+    images = torch.empty(2, 4, 10, 10, device="meta", memory_format=kind, dtype=dtype)
+    weights = (torch.empty(8, 4 // groups, 3, 3, device="meta", dtype=dtype), empty(8).to(dtype) if bias else None)
     return call(aten.convolution.default, images, *weights, [2, 2], [1, 1], [1, 1], False, [0, 0], groups, ms=ms)
 
 
@@ -52,15 +55,15 @@ def test_norms_are_fused_where_the_kernel_takes_them() -> None:
     relu = call(aten.relu.default, empty(2, 8, 5, 5), ms=1.0)
     predicted = FuseConvolutions().predicted_ms
     assert predicted(Times(9.0, (convolution(), norm, relu))) == pytest.approx(3.0)
-    for other in (convolution(channels_last=False), convolution(groups=2)):
+    for other in (convolution(channels_last=False), convolution(groups=2), convolution(dtype=torch.float32)):
         assert predicted(Times(9.0, (other, norm, relu))) == pytest.approx(1.0), "one pass is left"
         assert predicted(Times(9.0, (other, relu))) == 0.0
-    images = torch.empty(2, 112, 10, 10, device="meta", memory_format=torch.channels_last)
-    grouped = call(
-        aten.convolution.default, images, empty(112, 56, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 2
-    )
-    assert convolution_rules.share_inside([grouped]) == 1.0
-    half = convolution(), convolution(groups=2)
+    images = torch.empty(2, 112, 10, 10, device="meta", memory_format=torch.channels_last, dtype=HALF)
+    for groups in (2, 112):
+        weight = torch.empty(112, 112 // groups, 3, 3, device="meta", dtype=HALF)
+        options = [1, 1], [1, 1], [1, 1], False, [0, 0], groups
+        assert convolution_rules.share_inside([call(aten.convolution.default, images, weight, None, *options)]) == 1.0
+    half = convolution(), convolution(groups=2)  # the kernel takes only the first
     assert predicted(Times(9.0, (*half, norm, relu))) == pytest.approx(2.0)
 
 

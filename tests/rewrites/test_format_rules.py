@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from rooftop.rewrites import Candidate, ChannelsLast, Times
+from rooftop.rewrites import Candidate, ChannelsLast, Times, format_rules
 from rooftop.rewrites.candidates import Call
 
 
@@ -66,6 +68,31 @@ def test_copies_of_weights_count_as_launches() -> None:
     bound_by_host = Times(8.0, (*calls, backward), device_ms=2.0, host_ms=8.0)
     assert ChannelsLast().predicted_ms(bound_by_host) < 0
     assert ChannelsLast().predicted_ms(Times(8.0, tuple(calls), device_ms=2.0, host_ms=8.0)) == 0.0
+
+
+def test_operators_on_images_count_whatever_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A softmax over the lines of images, as in a U-Net, copies images that are channels last."""
+    aten, cpu = torch.ops.aten, torch.device("cpu")
+    images, result, sequence = (torch.empty(size, device="meta") for size in ((2, 3, 8, 8), (2, 4, 8, 8), (2, 3, 9)))
+    options = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    weight = torch.empty(4, 3, 3, 3, device="meta")
+    on_images = [
+        Call(aten.convolution.default, (images, weight, None, *options), cpu, 1, 1.0),
+        Call(aten._softmax.default, (result, -1, False), cpu, 1, 1.0),
+        Call(aten.relu.default, (images,), cpu, 1, 1.0),
+    ]
+    others = [
+        Call(aten.relu.default, (torch.empty(2, 8, 8, 4, device="meta"),), cpu, 1, 1.0),
+        Call(aten.relu.default, (sequence,), cpu, 1, 1.0),
+        Call(aten.view.default, (result, [2, 256]), cpu, 1, 1.0),
+        Call(aten.cat.default, ([result, result],), cpu, 1, 1.0),
+    ]
+    timed: list[Sequence[Call]] = []
+    monkeypatch.setattr(format_rules, "gain_channels_last", lambda calls: timed.append(calls) or 0.0)
+    ChannelsLast().predicted_ms(Times(7.0, (*on_images, *others)))
+    backward = Call(aten.convolution_backward.default, (result, images, weight), cpu, 1, 1.0)
+    ChannelsLast().predicted_ms(Times(7.0, (backward, *on_images[1:], *others)))
+    assert timed == [on_images, [backward, *on_images[1:]]]
 
 
 def test_without_convolutions_there_is_nothing_to_change() -> None:

@@ -16,7 +16,10 @@ from torch.nn.utils import parametrizations, prune
 
 from rooftop.cost import CountingMode
 from rooftop.inference import Engine, fold_norms, fuse_convolutions
+from rooftop.kernels.convolutions.launches import is_fastest
+from rooftop.launch import count_launches
 from rooftop.models.vision import resnet
+from rooftop.rewrites import Candidate, ChannelsLast, FuseConvolutions, Rule, convolution_rules
 
 # Like the published variants with these names, but with fewer blocks.
 VARIANTS: dict[str, tuple[type[resnet.Block], dict[str, Any]]] = {
@@ -391,6 +394,50 @@ def test_no_module() -> None:
     assert str(fuse_convolutions(nn.Linear(2, 2))) == "no convolutions"
 
 
+# ---- depthwise convolutions ----------------------------------------------------------------------------------------
+
+
+def depthwise_network() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 48, 3, 2, 1)]
+    for kernel, stride in ((3, 1), (5, 2), (7, 1)):
+        layers += [nn.Conv2d(48, 48, kernel, stride, kernel // 2, groups=48), nn.BatchNorm2d(48), nn.Hardswish()]
+        layers += [nn.Conv2d(48, 48, 1, bias=False), nn.BatchNorm2d(48), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def calibrated(model: nn.Module, x: Tensor) -> nn.Module:
+    """In evaluation mode, with norms that have seen these images."""
+    model.train()(x)
+    return model.eval()
+
+
+def laid_out(model: nn.Module) -> list[bool]:
+    """For each depthwise convolution, whether its weights are as the kernel reads them fastest."""
+    found = [each for each in model.modules() if isinstance(each, nn.Conv2d) and each.groups == 48]
+    return [is_fastest(each.weight) for each in found if each.weight is not None]
+
+
+@pytest.mark.parametrize("order", [(ChannelsLast, FuseConvolutions), (FuseConvolutions, ChannelsLast)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rules_in_either_order_lay_out_depthwise_weights(
+    order: tuple[type[Rule], type[Rule]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convolution_rules, "only_on_gpu", lambda candidate: None)
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 30, 26)
+    model = calibrated(depthwise_network(), x).to(dtype)
+    candidate = Candidate.of(model, None, training=False)
+    for kind in order:
+        candidate.changes[kind.name] = kind().apply(candidate)
+    assert laid_out(candidate.model) == [dtype is torch.bfloat16] * 3
+    assert laid_out(model) == [False] * 3
+    assert candidate.frozen
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+        error, allowed = ((call(x.to(dtype)) - exact).abs().max() for call in (candidate.call, model))
+    assert error <= 2 * allowed + 1e-6
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
 
 
@@ -410,6 +457,25 @@ def test_a_fused_engine_on_a_gpu_is_as_accurate_as_a_plain_one(name: str, batch:
         assert error <= 2 * allowed
     assert fused.report.graphs is not None
     assert len(fused.report.graphs) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 32])
+def test_depthwise_convolutions_have_a_kernel(batch: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(batch, 3, 60, 52, device="cuda")
+    model = calibrated(depthwise_network().cuda(), x)
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+    fused, plain = Engine(model), Engine(model, fuse=False)
+    assert laid_out(fused.model) == [True] * 3
+    with count_launches() as launched:
+        fused(x)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert launched["conv_act_depthwise"] in range(3, 30, 3), launched
+    for _ in range(2):
+        error, allowed = (fused(x) - exact).abs().max(), (plain(x) - exact).abs().max()
+        assert error <= 2 * allowed
 
 
 # ---- changes after fusing ------------------------------------------------------------------------------------------

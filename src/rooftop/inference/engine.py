@@ -29,7 +29,7 @@ from rooftop.nn import KINDS, Replacement
 from rooftop.nn import replace as replace_modules
 from rooftop.nn.constants import keep_constants, kept_bytes
 from rooftop.rewrites.folding import Folding, fold_norms
-from rooftop.rewrites.fusing import Fusing, fuse_convolutions, settled
+from rooftop.rewrites.fusing import Fusing, fuse_convolutions, lay_out_depthwise, settled
 from rooftop.rewrites.graphs import Graph, GraphReport, Graphs, Refusal, UncapturedError
 from rooftop.rewrites.pooling import replace_pools
 from rooftop.rewrites.structures import mapped, signature
@@ -171,6 +171,8 @@ class Engine:
             channels_last = on_gpu and any(isinstance(module, CONVOLUTIONS_2D) for module in self.model.modules())
         self.channels_last = channels_last
         _convert(self.model, self.dtype, channels_last)
+        if channels_last and on_gpu:
+            lay_out_depthwise(self.model)
         use_graphs = on_gpu if graphs is None else graphs
         self._graphs = Graphs(self.device, most_shapes, self._state) if use_graphs else None
         if on_gpu:

@@ -56,7 +56,8 @@ class Profiles:
         times = self._of_kept[known]
         if any(each.kind == "graphs" for each in others) and times.device_ms is not None:
             replayed = any(each.kind == "graphs" and each.name in known for each in others)
-            times = replace(times, wall_ms=times.wall_ms if replayed else times.device_ms, host_ms=0.0)
+            wall_ms = times.wall_ms if replayed else times.device_ms + times.copies_ms
+            times = replace(times, wall_ms=wall_ms, host_ms=0.0)
         times = replace(times, compiled=self._compiled.get(names))
         return self.now.wall_ms - times.wall_ms + float(rule.predicted_ms(times))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.observing import LightMode
@@ -21,9 +22,10 @@ from rooftop.optimization.draws import Arguments
 from rooftop.optimization.forecasts import OperatorClock, fusable_of
 from rooftop.optimization.outcomes import Step, anew, preserved, same_values
 from rooftop.rewrites.candidates import Call, Candidate, OptimizerStep, Times
+from rooftop.rewrites.convolution_rules import bias_ms, convolutions_of
 from rooftop.rewrites.optimizer_rules import fused, not_fusable
 from rooftop.rewrites.structures import mapped
-from rooftop.rewrites.timed_alone import CYCLES_A_MS
+from rooftop.rewrites.timed_alone import CYCLES_A_MS, alone_ms
 
 SLOW_MS = 300.0
 AHEAD_RUNS, MOST_AHEAD_MS = 3, 300.0
@@ -98,16 +100,28 @@ def times_of(
             with watched:
                 run()
         calls = watched.calls()
-        device_ms, host_ms = ahead(run, candidate.device, wall_ms)
-        if device_ms is not None:  # a step that waits for the device cannot be far ahead
-            device_ms = min(device_ms, sum(call.ms for call in calls))
+        device_ms, host_ms = ahead(run, candidate.device, wall_ms, sum(call.ms for call in calls))
+        copies_ms = _copies_ms(candidate, step, given)
         optimizer = candidate.optimizer
         if optimizer is not None:
             now = _optimizer_step(optimizer, candidate.device)
             faster = None if not_fusable(optimizer) else _optimizer_step(fused(optimizer), candidate.device)
     with untouched(original, candidate):
         fusable = fusable_of(step_of(replace(candidate, optimizer=None), step, given), candidate.device, ceilings)
-    return Times(wall_ms, calls, now, faster, device_ms, host_ms, fusable, ceilings.launch_eager_ms)
+    if candidate.device.type == "cuda":  # a compiler moves the bias from a convolution to a fused kernel
+        fusable = replace(fusable, now_ms=fusable.now_ms + sum(map(bias_ms, convolutions_of(calls))))
+    return Times(
+        wall_ms, calls, now, faster, device_ms, host_ms, fusable, ceilings.launch_eager_ms, copies_ms=copies_ms
+    )
+
+
+def _copies_ms(candidate: Candidate, step: Step, given: Arguments) -> float:
+    """The device time of copying all arguments and results of a call; 0 on a CPU."""
+    if candidate.device.type != "cuda":
+        return 0.0
+    results, _ = step.run(candidate.call, candidate.model, anew(given))
+    tensors = [t for t in tree_leaves((results, given)) if isinstance(t, Tensor) and t.is_cuda]
+    return alone_ms(lambda: [t.detach().clone() for t in tensors], candidate.device)
 
 
 def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
@@ -124,35 +138,45 @@ def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> O
     return OptimizerStep(wall_ms, device_ms or 0.0, host_ms or 0.0)
 
 
-def ahead(run: Callable[[], object], device: torch.device, wall_ms: float) -> tuple[float | None, float | None]:
+def ahead(
+    run: Callable[[], object], device: torch.device, wall_ms: float, alone_ms: float = math.inf
+) -> tuple[float | None, float | None]:
     """(device time of a step if the host is far ahead, host time of launching the step); None on a CPU.
 
     Before a run the GPU pauses for longer than the host needs to launch the step. A CUDA graph of the step would take
     about the device time. After a pause the GPU is cooler, so it runs faster than in a long series of steps. To correct
     for that, a run after a pause is compared with a run after another run, and `wall_ms` is scaled by their ratio.
+
+    Args:
+        alone_ms: device time of the operators timed one by one. It is the upper bound if the step waits for the GPU,
+            because then the host cannot be far ahead.
     """
     if device.type != "cuda":
         return None, None
-    device_ms, called_ms, host_ms = math.inf, math.inf, math.inf
+    device_ms, called_ms, host_ms, waited_ms = math.inf, math.inf, math.inf, math.inf
+    pause_ms = min(MOST_AHEAD_MS, 1 + 2 * wall_ms)
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-        def timed() -> float:
-            nonlocal host_ms
+        def timed() -> tuple[float, float]:
             start.record()
             began = time.perf_counter()
             run()
-            host_ms = min(host_ms, (time.perf_counter() - began) * 1e3)
+            launched_ms = (time.perf_counter() - began) * 1e3
             end.record()
             end.synchronize()
-            return start.elapsed_time(end)
+            return start.elapsed_time(end), launched_ms
 
         for _ in range(AHEAD_RUNS):
-            torch.cuda._sleep(int(min(MOST_AHEAD_MS, 1 + 2 * wall_ms) * CYCLES_A_MS))
-            device_ms = min(device_ms, timed())
+            torch.cuda._sleep(int(pause_ms * CYCLES_A_MS))
+            ms, launched_ms = timed()
+            device_ms, waited_ms = min(device_ms, ms), min(waited_ms, launched_ms)
             run()  # the next run follows another, as in a series
-            called_ms = min(called_ms, timed())
-    return wall_ms * min(1.0, device_ms / called_ms), min(host_ms, wall_ms)
+            ms, launched_ms = timed()
+            called_ms, host_ms = min(called_ms, ms), min(host_ms, launched_ms)
+    far_ahead_ms = wall_ms * min(1.0, device_ms / called_ms)
+    waits = waited_ms >= pause_ms
+    return min(far_ahead_ms, alone_ms) if waits else far_ahead_ms, min(host_ms, waited_ms, wall_ms)
 
 
 class OperatorTimes(LightMode):

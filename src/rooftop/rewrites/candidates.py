@@ -112,6 +112,7 @@ class Times:
         compiled: times of the same step with compiled code, if it was measured before.
         memory: GPU memory; None on a CPU.
         blocks: (number of repeated blocks, number of their kinds). Each kind is compiled once. None: not counted.
+        copies_ms: device time of copying the arguments and results of a call, as graphs do; 0 on a CPU.
     """
 
     wall_ms: float
@@ -125,6 +126,7 @@ class Times:
     compiled: Compiled | None = None
     memory: Memory | None = None
     blocks: tuple[int, int] | None = None
+    copies_ms: float = 0.0
 
     def of(self, *names: str) -> float:
         """Time in ms of the operators whose names contain one of these parts."""

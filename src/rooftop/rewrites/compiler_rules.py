@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -58,10 +60,10 @@ class Compile(Rule):
     def apply(self, candidate: Candidate) -> str:
         options: dict[str, Any] = {"dynamic": False, "mode": None if self.mode == "default" else self.mode}
         if candidate.runs_model:  # the wrappers around the model would break the compiler's graph
-            compile_in_place(candidate.model, **options)
+            compile_in_place([candidate.model], **options)
             compiled = candidate.call
         else:
-            compiled = torch.compile(candidate.call, **options)
+            compiled = partial(torch.compile(_with_own_code(_run), **options), candidate.call)
         if self.mode != "reduce-overhead":
             candidate.call = InOneForm(compiled)
             return "the whole model"
@@ -97,23 +99,37 @@ class CompileBlocks(Rule):
 
     def apply(self, candidate: Candidate) -> str:
         blocks = repeated_blocks(candidate.model)
-        for block in blocks:
-            compile_in_place(block, dynamic=False)
+        compile_in_place(blocks, dynamic=False)
         if blocks:
             candidate.call = InOneForm(candidate.call)
         kinds = Counter(type(block).__name__ for block in blocks)
         return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
-def compile_in_place(module: nn.Module, **options: Any) -> None:
-    """Let `torch.compile` compile the calls of a module. This includes `nn.Sequential` and its subclasses, whose
-    forward `torch.compile` skips because it is PyTorch's own code.
+def compile_in_place(modules: Sequence[nn.Module], **options: Any) -> None:
+    """Let `torch.compile` compile the calls of modules; equal modules share their compiled code.
+
+    PyTorch keeps compiled code at the code object of a function, with a limit on its number of versions. If that were a
+    class's `forward`, the versions of a search would count for all modules of the class. If it reached the limit,
+    PyTorch would silently run other modules without compiled code. So each call of this function has its own code
+    object.
     """
-    if torch._dynamo.trace_rules.check(type(module).forward):
-        inlined = torch._dynamo.external_utils.wrap_inline(module._call_impl)
-        module._compiled_call_impl = torch.compile(inlined, **options)
-    else:
-        nn.Module.compile(module, **options)  # a model may have its own `compile`
+    compiled = torch.compile(_with_own_code(_run_module), **options)
+    for module in modules:
+        module._compiled_call_impl = partial(compiled, module)
+
+
+def _run_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **kwargs)
+
+
+def _with_own_code(function: Any) -> Any:
+    """The same function with another code object."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 class InOneForm:
@@ -232,7 +248,8 @@ def gain_compiled(times: Times, replayed: bool = False, whole: bool = True) -> f
     launches = not replayed and times.host_ms > 0  # False if graphs are replayed
     host_ms = START_MS + LAUNCHES_A_KERNEL * times.launch_ms * kernels if launches else 0.0
     now_ms = max(times.device_ms, times.host_ms)
-    return share * times.wall_ms * (1 - max(times.device_ms - saved_ms, host_ms) / now_ms)
+    gain_ms = share * times.wall_ms * (1 - max(times.device_ms - saved_ms, host_ms) / now_ms)
+    return gain_ms - times.copies_ms if replayed else gain_ms
 
 
 def _gain_as_measured(times: Times, compiled: Compiled, replayed: bool, whole: bool) -> float:
@@ -241,7 +258,7 @@ def _gain_as_measured(times: Times, compiled: Compiled, replayed: bool, whole: b
     if times.device_ms is None or compiled.device_ms is None or compiled.host_ms is None:
         return share * (times.wall_ms - compiled.wall_ms)
     device_ms = times.device_ms - share * (times.device_ms - compiled.device_ms)
-    return times.wall_ms - (device_ms if replayed else max(device_ms, compiled.host_ms))
+    return times.wall_ms - (device_ms + times.copies_ms if replayed else max(device_ms, compiled.host_ms))
 
 
 def _is_channels_first(call: Call) -> bool:

@@ -10,18 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftop.kernels.convolutions.tables import GROUPS_OF_CUDNN, LEAST_OF_GROUP
+from rooftop.kernels.convolutions.conv_acts import geometry_of
+from rooftop.kernels.convolutions.launches import copied
+from rooftop.kernels.convolutions.tables import Problem, choose
 from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, only_on_gpu, some
 from rooftop.rewrites.folding import fold_norms
-from rooftop.rewrites.fusing import fuse_convolutions, settled
+from rooftop.rewrites.format_rules import ChannelsLast
+from rooftop.rewrites.fusing import fuse_convolutions, lay_out_depthwise, settled
 from rooftop.rewrites.module_rules import share_of
 from rooftop.rewrites.pooling import replace_pools
-from rooftop.rewrites.timed_alone import alone_ms, filled
+from rooftop.rewrites.timed_alone import alone_ms, filled, shape_of_result
 
 JOINED = ("relu", "gelu", "silu", "sigmoid", "hardtanh", "hardswish", "aten::add")
 """Parts of the names of operators that a convolution can compute with its sum."""
 NORMS = ("batch_norm",)
 CONVOLUTIONS = ("aten::convolution", "aten::_convolution")
+HOPPER_SMS = 132
 
 
 class FoldNorms(Rule):
@@ -56,33 +60,36 @@ class FuseConvolutions(Rule):
         return only_on_gpu(candidate)
 
     def predicted_ms(self, times: Times) -> float:
-        convolutions = [call for call in times.calls if call.operator.name() in CONVOLUTIONS]
+        convolutions = convolutions_of(times.calls)
         shapes = {shape_of_result(call) for call in convolutions}
         joined = [call for call in times.calls if _takes_one(call, shapes, JOINED)]
         norms = [call for call in times.calls if _takes_one(call, shapes, NORMS)]
-        joined_ms, bias_ms = sum(call.ms for call in joined), sum(map(_bias_ms, convolutions))
+        joined_ms, biases_ms = sum(call.ms for call in joined), sum(map(bias_ms, convolutions))
         norms_ms = sum(call.ms for call in norms)
         inside = share_inside(convolutions)
         # Without such a kernel, one pass computes everything after the convolution. So it needs two operators to gain
         # from, or a norm that takes longer than a pass.
-        outside_ms = joined_ms if norms_ms + bias_ms > 0 else 0.0
+        outside_ms = joined_ms if norms_ms + biases_ms > 0 else 0.0
         if norms and inside < 1 and times.device_ms is not None:
             outside_ms += norms_ms * max(0.0, share_of(times, NORMS[0], _passed))
-        saved_ms = inside * (joined_ms + norms_ms + bias_ms) + (1 - inside) * outside_ms
+        saved_ms = inside * (joined_ms + norms_ms + biases_ms) + (1 - inside) * outside_ms
         return times.gain_ms(saved_ms, sum(call.count for call in joined + norms))
 
     def apply(self, candidate: Candidate) -> str:
         folded = fold_norms(candidate.model, into=(nn.Conv2d,)).folded
         fused = fuse_convolutions(candidate.model).fused
-        candidate.frozen |= bool(folded)
         if not fused:
+            candidate.frozen |= bool(folded)
             return some(len(folded), "norm") and f"{some(len(folded), 'norm')} folded"
+        if ChannelsLast.name in candidate.changes:
+            lay_out_depthwise(candidate.model)
         run = candidate.call
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return settled(run(*args, **kwargs))
 
         candidate.prepare(call)
+        candidate.frozen |= bool(folded) or ChannelsLast.name in candidate.changes
         what = f"{some(len(fused), 'convolution')} fused with the operators after them"
         return f"{what}, {some(len(folded), 'norm')} folded" if folded else what
 
@@ -103,16 +110,14 @@ class Pools(Rule):
         return some(len(replace_pools(candidate.model)), "max pool")
 
 
-def shape_of_result(call: Call) -> torch.Size:
-    """The shape of the result of a call, whose tensors have no data."""
-    with torch.no_grad():
-        return torch.Size(call.operator(*call.arguments).shape)
+def convolutions_of(calls: Sequence[Call]) -> list[Call]:
+    """The forward calls of convolutions."""
+    return [call for call in calls if call.operator.name() in CONVOLUTIONS]
 
 
 def share_inside(convolutions: Sequence[Call]) -> float:
-    """The share of the convolutions' results whose kernels also compute the operations after them: those of images that
-    are channels last, with one group, with groups of `GROUPS_OF_CUDNN` channels (exact only for relu), or with groups
-    of at least `LEAST_OF_GROUP` channels (exact only on Hopper).
+    """The share of the convolutions' results whose kernels also compute the operations after them. It is that of relu
+    on Hopper; with other activations and on other GPUs there may be fewer such kernels.
     """
     results = {id(call): call.count * shape_of_result(call).numel() for call in convolutions}
     inside = sum(results[id(call)] for call in convolutions if _is_inside(call))
@@ -120,16 +125,13 @@ def share_inside(convolutions: Sequence[Call]) -> float:
 
 
 def _is_inside(call: Call) -> bool:
-    images = call.arguments[0]
-    if call.operator is not torch.ops.aten.convolution.default or images.dim() != 4:
+    images, weight, _, stride, padding, dilation, transposed, _, groups = call.arguments[:9]
+    if call.operator is not torch.ops.aten.convolution.default or images.dim() != 4 or transposed:
         return False
-    transposed, groups = call.arguments[6], call.arguments[8]
-    out_channels, channels = call.arguments[1].shape[0] // groups, call.arguments[1].shape[1]
-    of_groups = (channels == out_channels and channels in GROUPS_OF_CUDNN) or min(
-        channels, out_channels
-    ) >= LEAST_OF_GROUP
-    has_kernel = groups == 1 or of_groups
-    return not transposed and has_kernel and bool(images.is_contiguous(memory_format=torch.channels_last))
+    geometry = geometry_of(images, weight, stride, padding, dilation, groups)
+    last, boxes = images.is_contiguous(memory_format=torch.channels_last), copied(images, weight, None, geometry)
+    problem = Problem(geometry, False, False, images.dtype, "cuda", True, last, boxes, True, HOPPER_SMS, 9)
+    return choose(problem).backend not in ("library", "reference")
 
 
 def _takes_one(call: Call, shapes: Iterable[torch.Size], names: Sequence[str]) -> bool:
@@ -139,8 +141,8 @@ def _takes_one(call: Call, shapes: Iterable[torch.Size], names: Sequence[str]) -
     return bool(call.arguments) and isinstance(call.arguments[0], Tensor) and call.arguments[0].shape in shapes
 
 
-def _bias_ms(call: Call) -> float:
-    """The device time in ms that convolutions take for their bias."""
+def bias_ms(call: Call) -> float:
+    """The device time in ms that calls of a convolution take for their bias."""
     input, weight, bias, *rest = filled(call)
     if bias is None:
         return 0.0

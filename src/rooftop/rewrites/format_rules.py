@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from rooftop.nn.hooks import has_hooks
 from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, only_on_gpu, some
+from rooftop.rewrites.fusing import lay_out_depthwise
 from rooftop.rewrites.structures import mapped
-from rooftop.rewrites.timed_alone import alone_ms, repeated
+from rooftop.rewrites.timed_alone import alone_ms, repeated, shape_of_result
 
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
-OF_IMAGES = ("convolution", "pool", "batch_norm", "relu", "silu", "hardswish", "sigmoid", "aten::add", "aten::mean")
-"""Operators whose time depends on the layout of images, by a part of their names."""
+VIEWS = ("view", "permute", "transpose", "expand", "slice", "select", "as_strided", "detach", "alias")
+"""Operators that compute nothing, by a part of their names."""
 
 
 class ChannelsLast(Rule):
@@ -29,7 +30,7 @@ class ChannelsLast(Rule):
     def predicted_ms(self, times: Times) -> float:
         # the forward copies weights, and the backward their gradients
         copies = 2 * times.count("convolution_backward")
-        return times.gain_ms(gain_channels_last([call for call in times.calls if _is_of_images(call)]), -copies)
+        return times.gain_ms(gain_channels_last(_of_images(times.calls)), -copies)
 
     def apply(self, candidate: Candidate) -> str:
         if candidate.training:
@@ -50,6 +51,7 @@ class ChannelsLast(Rule):
             module._parameters["weight"] = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
         if not convolutions:
             return ""
+        lay_out_depthwise(candidate.model)
         candidate.frozen = True
         _run_channels_last(candidate)
         return some(len(convolutions), "convolution")
@@ -87,9 +89,22 @@ def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if images else tensor
 
 
-def _is_of_images(call: Call) -> bool:
-    images = any(isinstance(each, Tensor) and each.dim() == 4 for each in call.arguments[:1])
-    return images and any(name in call.operator.name() for name in OF_IMAGES)
+def _of_images(calls: Sequence[Call]) -> list[Call]:
+    """The calls whose first argument is an image: it has the shape of a convolution's argument or result."""
+    shapes: set[torch.Size] = set()
+    for call in calls:
+        if call.operator is torch.ops.aten.convolution.default:
+            shapes |= {call.arguments[0].shape, shape_of_result(call)}
+        elif "convolution_backward" in call.operator.name():
+            shapes |= {each.shape for each in call.arguments[:2]}  # the gradient of the result, and the argument
+    return [
+        call
+        for call in calls
+        if isinstance(call.arguments[0] if call.arguments else None, Tensor)
+        and call.arguments[0].dim() == 4
+        and call.arguments[0].shape in shapes
+        and not any(name in call.operator.name() for name in VIEWS)
+    ]
 
 
 def gain_channels_last(calls: Sequence[Call]) -> float:

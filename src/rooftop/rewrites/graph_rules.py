@@ -39,7 +39,7 @@ class CudaGraphs(Rule):
         if times.device_ms is None:
             return 0.0
         gaps_ms = GAP_MS * times.fusable.launches if times.fusable is not None else 0.0
-        return max(0.0, times.wall_ms - max(times.device_ms - gaps_ms, times.optimizer.host_ms))
+        return times.wall_ms - max(times.device_ms - gaps_ms + times.copies_ms, times.optimizer.host_ms)
 
     def apply(self, candidate: Candidate) -> str:
         if candidate.training:

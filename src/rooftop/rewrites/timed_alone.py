@@ -61,6 +61,12 @@ def launch_ms(run: Callable[[], object], device: torch.device, calls: int = CALL
     return found
 
 
+def shape_of_result(call: Call) -> torch.Size:
+    """The shape of the result of a call, whose tensors have no data."""
+    with torch.no_grad():
+        return torch.Size(call.operator(*call.arguments).shape)
+
+
 def filled(call: Call) -> tuple[Any, ...]:
     """The arguments of a call, with tensors that have values."""
     return mapped(call.arguments, lambda tensor: _filled(tensor, call.device))  # type: ignore[no-any-return]

@@ -17,7 +17,10 @@ from rooftop.kernels.convolutions import tables as conv_act_tables
 from rooftop.kernels.convolutions.launches import box_of, channels_fastest, copied, forward
 from rooftop.kernels.convolutions.tables import (
     FEW,
+    LONG_RUN,
     MANY,
+    RUNS_OF_CHANNELS,
+    SHORT_RUN,
     ConvPlan,
     ConvTile,
     Entry,
@@ -312,15 +315,23 @@ def test_a_group_for_each_channel(shape: Shape, run: int, fastest: bool) -> None
         assert torch.equal(other, weight)
         assert other.stride(0) == 1
         case.tensors = (x, other, *others)  # type: ignore[assignment]
-    tile = replace(depthwise_tile(case.g), depth=run)
-    case.check(case.planned(ConvPlan("depthwise", tile, ""), "gelu"), "gelu")
+    for rows in (4, 32):
+        tile = replace(depthwise_tile(case.g, 132), rows=rows, depth=run)
+        case.check(case.planned(ConvPlan("depthwise", tile, ""), "gelu"), "gelu")
 
 
-def test_a_depthwise_tile_divides_lines_evenly() -> None:
-    for size, run in ((14, 7), (8, 4), (9, 7), (112, 7)):
-        tile = depthwise_tile(Geometry(1, 96, size, size, 96, (3, 3), (1, 1), (1, 1), (1, 1), 96))
-        assert tile.depth == run
-        assert tile.columns == 64
+def test_the_tile_of_a_depthwise_convolution_fits_its_sizes() -> None:
+    def tile(batch: int, channels: int, size: int, stride: int = 1) -> tuple[int, int, int]:
+        pairs = ((each, each) for each in (3, stride, 1, 1))
+        found = depthwise_tile(Geometry(batch, channels, size, size, channels, *pairs, channels), 132)
+        assert found.rows * found.columns == RUNS_OF_CHANNELS
+        return found.rows, found.columns, found.depth
+
+    assert tile(1, 96, 14) == (16, 32, SHORT_RUN), "few programs"
+    assert tile(128, 96, 28) == (16, 32, LONG_RUN), "no program computes channels that do not exist"
+    assert tile(128, 192, 28) == (8, 64, LONG_RUN)
+    assert tile(128, 192, 28, stride=2) == (8, 64, SHORT_RUN), "windows do not overlap much"
+    assert tile(128, 12, 112) == (32, 16, LONG_RUN)
     assert not Geometry(1, 4, 8, 8, 8, (3, 3), (1, 1), (1, 1), (1, 1), 4).depthwise
 
 
@@ -491,8 +502,7 @@ def test_cost_is_what_a_person_counts() -> None:
     assert cost.write_bytes == 4 * results
 
 
-# ---- the choice of a
-# plan-----------------------------------------------------------------------------------------------
+# ---- the choice of a plan --------------------------------------------------------------------------------------------
 
 
 def problem(batch: int, shape: tuple[int, int, int, int, int], residual: bool = False, **other: object) -> Problem:

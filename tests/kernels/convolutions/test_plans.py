@@ -97,9 +97,14 @@ RUNS: list[tuple[tuple[int, ...], bool, dict[str, Any], str, str]] = [
     ((1, 20, 7, 24, 3, 1), False, {"copied": False}, "cudnn", "x cannot be copied in boxes"),
     ((128, 68, 56, 64, 1, 1), False, {"copied": False}, "gathered", "ms at 802816 x 64 to 64 of 1 taps"),
     ((1, 64, 8, 64, 3, 1, 2), False, {"copied": False}, "cudnn", "2 groups of 32 channels"),
-    ((1, 64, 8, 64, 3, 1, 64), False, {"copied": False}, "library", "64 groups of 1 channels"),
+    ((1, 64, 8, 64, 3, 1, 64), False, {"copied": False}, "depthwise", "each channel is a group"),
+    ((128, 72, 28, 72, 5, 2, 72), True, {"copied": False}, "depthwise", "each channel is a group"),
+    ((1, 64, 8, 64, 9, 1, 64), False, {"copied": False}, "library", "64 groups of 1 channels"),
+    ((1, 64, 8, 128, 3, 1, 64), False, {"copied": False}, "library", "64 groups of 1 channels"),
     ((1, 112, 8, 112, 3, 1, 2), False, {"copied": False}, "gathered", "2 groups of 56 channels"),
     ((128, 224, 56, 224, 3, 2, 4), True, {"copied": False}, "gathered", "4 groups of 56 channels"),
+    ((128, 224, 56, 224, 3, 1, 4), False, {"copied": False}, "library", "4 groups of 56 channels and many pixels"),
+    ((128, 48, 56, 48, 3, 1, 2), False, {"copied": False}, "library", "2 groups of 24 channels and many pixels"),
     ((1, 64, 8, 64, 3, 1, 2), False, {"copied": False, "cudnn": False}, "gathered", "2 groups of 32 channels"),
     ((1, 16, 8, 32, 3, 1, 2), False, {"copied": False}, "library", "2 groups of 8 channels"),
     ((0, 64, 8, 64, 3, 1), False, {}, "library", "there are no images"),
@@ -148,13 +153,21 @@ def test_groups_have_a_kernel_on_the_gpu_where_it_was_measured() -> None:
     geometry = geometry_of(1, 112, 8, 112, 3, 1, 2)
     assert choose(problem(geometry, copied=False)).backend == "gathered"
     assert choose(problem(geometry, copied=False, capability=8)).backend == "library"
-    assert choose(problem(geometry._replace(groups=112), copied=False)).backend == "library"
+    depthwise = geometry._replace(groups=112)
+    assert choose(problem(depthwise, copied=False)).backend == "depthwise"
+    for other in ({"capability": 8}, {"dtype": SINGLE}, {"channels_last": False}, {"keep": True}):
+        assert choose(problem(depthwise, **{"copied": False, **other})).backend == "library"
+    assert choose(problem(depthwise._replace(dilation=(2, 2)), copied=False)).backend == "library"
 
 
 def assert_tile(plan: ConvPlan, constants: dict[str, Any], grid: tuple[int, ...]) -> None:
     """The launched tile is the tile of the plan."""
     tile = plan.tile
     assert tile is not None
+    if tile.kernel == "depthwise":
+        launched = tuple(constants[name] for name in ("ROWS", "COLUMNS", "RUN", "num_warps"))
+        assert launched == (tile.rows, tile.columns, tile.depth, tile.warps)
+        return
     rows = (
         constants["ROWS"]
         if tile.kernel == "gathered"

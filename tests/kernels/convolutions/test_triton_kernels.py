@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rooftop.kernels.convolutions import launches as conv_act_launches
 from rooftop.kernels.convolutions.launches import forward
-from rooftop.kernels.convolutions.tables import MANY, OF_GROUPS, ConvPlan, ConvTile, Geometry
+from rooftop.kernels.convolutions.tables import MANY, MANY_OF_GROUPS, ConvPlan, ConvTile, Geometry
 from rooftop.launch import INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -37,7 +37,7 @@ def test_operands_of_tensor_cores_are_where_they_were_copied_to(kernel: str, mon
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted")
 @pytest.mark.parametrize(("channels", "groups"), [(112, 2), (64, 64)])
 def test_groups_spill_nothing(channels: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = ConvTile("depthwise", 8, 64, 7, 4, 1) if groups == channels else OF_GROUPS
+    tile = ConvTile("depthwise", 8, 64, 7, 4, 1) if groups == channels else MANY_OF_GROUPS
     ptx = ptx_of(tile, monkeypatch, channels, groups)
     assert ("wgmma.mma_async" in ptx) == (groups < channels)
     assert "cp.async.cg" in ptx or ".v2.b32" in ptx, "loads of 8 or 16 bytes"

@@ -98,7 +98,7 @@ class ConvAct(NamedTuple):
 
     @property
     def geometry(self) -> Geometry:
-        return _geometry(self.x, self.weight, *self[4:8])
+        return geometry_of(self.x, self.weight, *self[4:8])
 
     def run(self) -> tuple[Tensor, Tensor]:
         tensors, geometry = self[:4], self.geometry
@@ -187,9 +187,10 @@ def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _geometry(
+def geometry_of(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Geometry:
+    """The shapes of a convolution with the arguments of `torch.ops.aten.convolution`."""
     batch, channels, height, width = x.shape
     kernel = (weight.shape[2], weight.shape[3])
     (down, right), (lines, pixels), (apart, along) = stride, padding, dilation
@@ -307,7 +308,7 @@ def _prepared(
         )
     if min(*weight.shape, *x.shape[2:]) < 1:
         raise ValueError(f"{name}: expected pixels, channels and a window of at least 1, got {shapes}")
-    geometry = _geometry(x, weight, strides, paddings, dilations, groups)
+    geometry = geometry_of(x, weight, strides, paddings, dilations, groups)
     if min(geometry.out) < 1:
         raise ValueError(
             f"{name}: the window does not fit into the input, {shapes} with padding={paddings}, dilation={dilations}: "

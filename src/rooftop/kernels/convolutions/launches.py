@@ -351,6 +351,8 @@ def _described_result(t: Tensor, shape: tuple[int, int, int, int], block: tuple[
 
 # ---- pointers ------------------------------------------------------------------------------------------------------
 
+WIDE = 8  # elements of the widest load of half precision
+
 
 def _gathered(
     tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, g: Geometry,
@@ -377,22 +379,29 @@ def _depthwise(
 ) -> None:  # fmt: skip
     from rooftop.kernels.convolutions.triton_kernels.depthwise import conv_act_depthwise
 
-    weight = weight.permute(2, 3, 1, 0).contiguous()  # `channels_fastest` spares this copy
-    rows = g.batch * g.out[0] * -(-g.out[1] // tile.depth)
-    line = g.width * g.channels
+    rows = g.batch * g.out[0]
+    programs = -(-rows // tile.rows) * -(-g.out[1] // tile.depth)
+    w_channel, _, *w_window = weight.stride()
+    unit = math.gcd(g.channels, WIDE)
     launch(
-        conv_act_depthwise, (-(-rows // tile.rows), -(-g.channels // tile.columns)), x.device,
-        x, weight, y, residual, bias, rows, g.channels, g.height, g.width, *g.out, g.height * line, line, g.channels,
+        conv_act_depthwise, (programs, -(-g.channels // tile.columns)), x.device,
+        x, weight, y, residual, bias, rows, g.channels // unit, g.height, g.width, *g.out, w_channel, *w_window,
         ACTIVATION=ACTIVATIONS.index(activation), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         KERNEL_HEIGHT=g.kernel[0], KERNEL_WIDTH=g.kernel[1], STRIDE_H=g.stride[0], STRIDE_W=g.stride[1],
         PADDING_H=g.padding[0], PADDING_W=g.padding[1], DILATION_H=g.dilation[0], DILATION_W=g.dilation[1],
-        ROWS=tile.rows, COLUMNS=tile.columns, RUN=tile.depth, num_warps=tile.warps,
+        ROWS=tile.rows, COLUMNS=tile.columns, RUN=tile.depth, UNIT=unit, FASTEST=is_fastest(weight),
+        num_warps=tile.warps,
     )  # fmt: skip
 
 
 def channels_fastest(weight: Tensor) -> Tensor:
-    """The weights (C, 1, KH, KW) of a depthwise convolution in the layout (KH, KW, C), which its kernel reads."""
+    """The weights (C, 1, KH, KW) of a depthwise convolution as (KH, KW, C), which its kernel reads fastest."""
     return weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
+
+
+def is_fastest(weight: Tensor) -> bool:
+    """Whether weights have the layout of `channels_fastest`."""
+    return weight.permute(2, 3, 1, 0).is_contiguous()
 
 
 # ---- both directions -----------------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ class ConvTile:
             "gathered": programs load by pointers. "depthwise": programs load by pointers and compute no matrix
             product; each channel is a group.
         rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap per step; powers of 2.
-            For "depthwise", `rows` counts runs of pixels, and `depth` is the number of pixels of a run, which need not
-            be a power of 2.
+            For "depthwise", `rows` counts lines, and `depth` is the number of pixels of each line, which need not be a
+            power of 2.
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
         group: rows of tiles in a band; L2 caches the operands of a band.
         parts: number of parts in which the epilogue stores a tile's pixels (not gathered).
@@ -194,11 +194,18 @@ FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
 # takes up to 15 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
 GROUPS_OF_CUDNN = (4, 8, 16, 32, 64, 128)
 LEAST_OF_GROUP = 16  # smallest operand of a tensor-core instruction
-# At a batch of 1 the kernel takes 0.15 to 1.17 times as long as cuDNN and a pass. At larger batches it was measured
-# only with one group (benchmarks/results/h200/tune_conv_acts.json).
-OF_GROUPS = ConvTile("gathered", 128, 64, 64, 4, 3)
+# The same file has other groups at batches of 1 and 128. At 1 the kernel takes 0.15 to 1.18 times as long as cuDNN and
+# a pass. At 128 it takes 0.62 to 0.84 times as long, but 1.3 to 1.7 times for the groups of `_library_has_groups`.
 FEW_OF_GROUPS = ConvTile("gathered", 64, 64, 64, 4, 4)
-RUNS = (7, 4)  # the lines of image networks are multiples of 7 pixels
+MANY_OF_GROUPS = ConvTile("gathered", 128, 64, 64, 8, 3)
+FEW_TILES = 8  # for each SM; between the two batches
+# Depthwise convolutions (tune_depthwise.json). At a batch of 128 the kernel takes 0.53 to 0.81 times as long as cuDNN
+# and a pass. A program computes runs of pixels in several lines. With all of them in one line, it takes up to 8 times
+# as long.
+RUNS_OF_CHANNELS = 512  # in a program
+MOST_COLUMNS_OF_RUNS = 64
+LONG_RUN, SHORT_RUN = 7, 4  # the lines of image networks are multiples of 7 pixels
+LONGEST_WINDOW = 7  # the kernel is unrolled over a line of the window
 MOST_PARTS, LEAST_STEPS = 8, 4  # largest number of parts of K; least size of a part
 
 # ---- choice ----------------------------------------------------------------------------------------------------
@@ -267,19 +274,42 @@ def _of_groups(problem: Problem, library: Backend) -> ConvPlan:
     reason = f"{geometry.groups} groups of {channels} channels"
     if library == "cudnn" and channels == out_channels and channels in GROUPS_OF_CUDNN:
         return ConvPlan(library, None, reason)
-    if problem.capability != 9 or geometry.rows >= 1 << 31 or min(channels, out_channels) < LEAST_OF_GROUP:
+    if problem.capability != 9 or geometry.rows >= 1 << 31:
         return ConvPlan("library", None, reason)
-    tiles = -(-geometry.rows // OF_GROUPS.rows) * -(-out_channels // OF_GROUPS.columns) * geometry.groups
-    return ConvPlan("gathered", fitted(OF_GROUPS if tiles >= 2 * problem.sms else FEW_OF_GROUPS, problem), reason)
+    if geometry.depthwise and max(geometry.kernel) <= LONGEST_WINDOW and geometry.dilation == (1, 1):
+        return ConvPlan("depthwise", depthwise_tile(geometry, problem.sms), "each channel is a group")
+    if min(channels, out_channels) < LEAST_OF_GROUP:
+        return ConvPlan("library", None, reason)
+    tile = FEW_OF_GROUPS
+    tiles = -(-geometry.rows // tile.rows) * -(-out_channels // tile.columns) * geometry.groups
+    if tiles > FEW_TILES * problem.sms:
+        if _library_has_groups(geometry):
+            return ConvPlan("library", None, f"{reason} and many pixels")
+        tile = MANY_OF_GROUPS
+    return ConvPlan("gathered", fitted(tile, problem), reason)
 
 
-def depthwise_tile(geometry: Geometry) -> ConvTile:
-    """A tile whose runs of pixels divide the lines of the result evenly, if they can. No plan uses it yet,
-    because it was not timed on a GPU.
+def _library_has_groups(geometry: Geometry) -> bool:
+    """Whether cuDNN was faster for many pixels with such groups: two groups of 24 channels, and 4 to 16 groups of 56
+    channels with a stride of 1.
     """
-    run = next((length for length in RUNS if geometry.out[1] % length == 0), RUNS[0])
-    columns = min(64, max(8, power_of_two(geometry.channels)))
-    return ConvTile("depthwise", max(1, 512 // columns), columns, run, 4, 1)
+    channels, _ = geometry.of_group
+    return geometry.groups < 4 if channels <= 32 else channels <= 64 and geometry.stride == (1, 1)
+
+
+def depthwise_tile(geometry: Geometry, sms: int) -> ConvTile:
+    """The tile of a depthwise convolution. If there are few programs, or if windows do not overlap much, runs are
+    short.
+    """
+    channels = geometry.channels
+    columns = min(MOST_COLUMNS_OF_RUNS, max(8, power_of_two(channels)))
+    if columns == MOST_COLUMNS_OF_RUNS and -channels % columns > -channels % (columns // 2):
+        columns //= 2  # fewer programs compute channels that do not exist
+    rows = RUNS_OF_CHANNELS // columns
+    blocks = -(-geometry.batch * geometry.out[0] // rows) * -(-geometry.out[1] // LONG_RUN)
+    few = blocks * -(-channels // columns) < FEW_TILES * sms
+    run = SHORT_RUN if few or geometry.stride[1] > 1 else LONG_RUN
+    return ConvTile("depthwise", rows, columns, run, 4, 1)
 
 
 def _nearest(problem: Problem) -> Entry | None:

@@ -3,6 +3,7 @@
 Such a convolution has no matrix product: each pixel of a channel is a weighted sum of the KH KW pixels of its window.
 If each tap read its pixel, the caches would deliver each pixel KH KW times. So each thread computes a run of
 neighbouring pixels of a line. For each line of the window it reads a pixel once, and adds it to all sums that need it.
+A program computes runs below each other, so that its L1 cache also delivers the lines that their windows share.
 """
 
 from __future__ import annotations
@@ -15,41 +16,47 @@ from rooftop.kernels.operands.triton_kernels.activations import activated
 
 @triton.jit
 def conv_act_depthwise(
-    x, weight, y, residual, bias,  # (N, H, W, C) strided with C fastest, (KH, KW, C), (N, OH, OW, C) twice, (C,)
-    rows, channels, height, width, lines, pixels, x_image, x_line, x_pixel,  # lines, pixels: OH, OW
+    x, weight, y, residual, bias,  # (N, H, W, C), (C, KH, KW) with strides, (N, OH, OW, C) twice, (C,)
+    rows, units, height, width, lines, pixels, w_channel, w_line, w_pixel,  # rows: N OH; lines, pixels: OH, OW
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KERNEL_HEIGHT: tl.constexpr, KERNEL_WIDTH: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PADDING_H: tl.constexpr, PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, UNIT: tl.constexpr, FASTEST: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS runs of RUN pixels, for COLUMNS channels. `rows`: number of runs."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Compute a run of RUN pixels in each of ROWS lines, for COLUMNS channels. There are `units` * UNIT channels.
+    FASTEST: weights are (KH, KW, C) in memory.
+    """
+    channels = units * UNIT  # a multiple of UNIT, so that loads are wide
+    runs = tl.cdiv(pixels, RUN)
+    row = (tl.program_id(0) // runs).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0) % runs * RUN
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = (channel < channels)[None, :]
-    runs = tl.cdiv(pixels, RUN)
-    first = (row % runs).to(tl.int32) * RUN
-    line = (row // runs % lines).to(tl.int32)
-    image = row // runs // lines
+    line = (row % lines).to(tl.int32)
+    image = row // lines
     at_line, at_pixel = line * STRIDE_H - PADDING_H, first * STRIDE_W - PADDING_W
-    source = x + image * x_image
+    source = x + image * height * width * channels
     totals = ()
     for _ in tl.static_range(RUN):
         totals = totals + (tl.zeros((ROWS, COLUMNS), tl.float32),)
     for down in range(KERNEL_HEIGHT):
         taps = ()
         for across in tl.static_range(KERNEL_WIDTH):
-            place = (down * KERNEL_WIDTH + across) * channels + channel[None, :]
+            if FASTEST:
+                place = (down * KERNEL_WIDTH + across) * channels + channel[None, :]
+            else:
+                place = down * w_line + across * w_pixel + channel[None, :] * w_channel
             taps = taps + (tl.load(weight + place, mask=known, other=0.0).to(tl.float32),)
         read = at_line + down * DILATION_H
         exists = (row < rows) & (read >= 0) & (read < height)
-        begin = source + read * x_line.to(tl.int64)
+        begin = source + read.to(tl.int64) * width * channels
         for across in tl.static_range((RUN - 1) * STRIDE_W + (KERNEL_WIDTH - 1) * DILATION_W + 1):
             pixel = at_pixel + across
             inside = (exists & (pixel >= 0) & (pixel < width))[:, None] & known
-            place = (begin + pixel * x_pixel)[:, None] + channel[None, :]
+            place = (begin + pixel * channels)[:, None] + channel[None, :]
             values = tl.load(place, mask=inside, other=0.0).to(tl.float32)
             totals = _added(totals, values, taps, across, RUN, STRIDE_W, DILATION_W, KERNEL_WIDTH)
-    target = ((image * lines + line) * pixels + first) * channels
+    target = (row * pixels + first) * channels
     for each in tl.static_range(RUN):
         total = totals[each]
         inside = ((row < rows) & (first + each < pixels))[:, None] & known
