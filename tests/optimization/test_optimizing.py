@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import rooftop
 from rooftop.errors import InputError
 from rooftop.hardware.timing import Timing
+from rooftop.launch import repeated_calls
 from rooftop.models import resnet18
 from rooftop.optimization import OptimizedModule
 from rooftop.optimization.outcomes import Step, outcome_of
@@ -841,6 +842,32 @@ def test_a_compilation_leaves_time_for_other_rules() -> None:
     assert limit(compiles, loses) == (20.0, "")
     assert limit(blocks, compiles, quick) == (6.0, "compile")
     assert limit(blocks, compiles, left_s=10.0) == (10.0, ""), "the whole model does not fit anyway"
+
+
+def test_rules_whose_calls_are_being_compiled_come_after_the_others_that_apply_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiling, waited_s, said = [True], list[float](), list[str]()
+
+    def wait(seconds: float) -> bool:
+        if seconds > 0:
+            waited_s.append(seconds)
+            compiling.clear()
+        return not compiling
+
+    monkeypatch.setattr(repeated_calls, "wait", wait)
+
+    class OfKernels(Forecast):
+        opaque = True
+
+    rules = [OfKernels("of kernels", 2.0), Forecast("other", 1.0), Forecast("compiles", 0.5, 1.0)]
+    found = rooftop.optimize(
+        sleepy(), torch.randn(2, 6), rules=rules, budget_s=20.0, progress=lambda what, _: said.append(what)
+    )
+    assert [change.rule for change in found.changes] == ["other", "of kernels", "compiles"]
+    assert "waiting for the C++ compiler" in said
+    assert len(waited_s) == 1
+    assert 0 < waited_s[0] < 20.0
 
 
 def test_a_predicted_loss_is_tried_last() -> None:

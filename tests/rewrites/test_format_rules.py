@@ -92,7 +92,10 @@ def test_operators_on_images_count_whatever_they_compute(monkeypatch: pytest.Mon
     ChannelsLast().predicted_ms(Times(7.0, (*on_images, *others)))
     backward = Call(aten.convolution_backward.default, (result, images, weight), cpu, 1, 1.0)
     ChannelsLast().predicted_ms(Times(7.0, (backward, *on_images[1:], *others)))
-    assert timed == [on_images, [backward, *on_images[1:]]]
+    fused_arguments = images, weight, None, None, [1, 1], [1, 1], [1, 1], 1, "relu", False
+    fused = Call(torch.ops.rooftop.conv_act.default, fused_arguments, cpu, 1, 1.0)
+    ChannelsLast().predicted_ms(Times(7.0, (fused, *on_images[1:], *others)))
+    assert timed == [on_images, [backward, *on_images[1:]], [fused, *on_images[1:]]]
 
 
 def test_without_convolutions_there_is_nothing_to_change() -> None:

@@ -90,6 +90,7 @@ class Extension:
 
     def __init__(self, name: str, source: Path) -> None:
         self.name, self.source = name, source
+        self._thread: threading.Thread | None = None
 
     @cached_property
     def path(self) -> Path:
@@ -160,7 +161,14 @@ class Extension:
             then(module)
         elif compiler() is not None and not self.failed.exists():
             name = f"rooftop-{self.name}"
-            threading.Thread(target=self._await, args=(then,), name=name, daemon=True).start()
+            self._thread = threading.Thread(target=self._await, args=(then,), name=name, daemon=True)
+            self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the compilation in the background, for at most this time. Return whether none is running."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, seconds))
+        return self._thread is None or not self._thread.is_alive()
 
     def _await(self, then: Callable[[Any], None]) -> None:
         with suppress(OSError):  # the cache may be read-only, which `rooftop doctor` reports

@@ -56,6 +56,11 @@ def build() -> None:
     _start(_extension.build())
 
 
+def wait(seconds: float) -> bool:
+    """Wait for the compilation in the background, for at most this time. Return whether none is running."""
+    return _extension.wait(seconds)
+
+
 def state() -> tuple[bool, str]:
     """For `rooftop doctor`: (whether known calls run without Python, now or later; the reason)."""
     return _extension.state()

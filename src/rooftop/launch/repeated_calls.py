@@ -25,10 +25,10 @@ from torch import Tensor
 from rooftop.launch import known_calls, native_calls
 from rooftop.launch.call_plans import Places, Unplanned, plan_of
 from rooftop.launch.lessons import Lesson
-from rooftop.launch.native_calls import HOPELESS, build, calls_made, reasons, state
+from rooftop.launch.native_calls import HOPELESS, ask, build, calls_made, reasons, state, wait
 from rooftop.launch.recorded_calls import recording_of
 
-__all__ = ["build", "calls_made", "forget", "in_python", "reasons", "repeated", "repeated_rows", "state"]
+__all__ = ["ask", "build", "calls_made", "forget", "in_python", "reasons", "repeated", "repeated_rows", "state", "wait"]
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 

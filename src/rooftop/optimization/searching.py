@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from rooftop.launch import repeated_calls
 from rooftop.optimization.as_before import Originals
 from rooftop.optimization.deadlines import Deadline, StoppedError
 from rooftop.optimization.draws import Arguments, Draw, tensors_of
@@ -45,6 +46,8 @@ long."""
 WORTH_A_TRY = 0.5
 """A rule is tried if this share of the time that it needs is left: the estimate may be wrong, and a deadline stops
 it."""
+WAIT_SHARE = 0.4
+"""The share of the time left that a search waits for the C++ part of our kernels' calls, once per machine."""
 LEAST_SAVED = 0.1
 """Share of a step's memory that a rule must save to be kept for it."""
 
@@ -64,6 +67,13 @@ class Result:
     after_ms: float
     noise: float
     without_ms: float | None = None
+
+
+def _ready(rule: Rule) -> bool:
+    """Whether a rule can be tried now. While the C++ part of our kernels' calls is compiled, Python makes these calls,
+    and a rule with many of them would seem slow.
+    """
+    return not rule.opaque or repeated_calls.wait(0.0)
 
 
 class Search:
@@ -144,13 +154,15 @@ class Search:
 
     def _search(self, rules: Sequence[Rule]) -> None:
         possible = [rule for rule in rules if self._fits(rule)]
+        if self.plain.device.type == "cuda" and any(rule.opaque for rule in possible):
+            repeated_calls.ask()
         wall = self._rounds.timed({"": self.plain})[""].median_ms
         self._rounds.step_s = wall / 1e3
         times = self._profiles.begin(self.plain, wall)
         possible = [rule for rule in possible if self._has_work(rule, times)]
         forecasts = {rule.name: of for rule in possible if (of := self._forecast(rule, times)) is not None}
         known = [rule for rule in possible if rule.name in forecasts]
-        self._order = TrialOrder(known, forecasts, times, self.min_gain * wall, self.ends - time.perf_counter())
+        self._order = TrialOrder(known, forecasts, times, self.min_gain * wall, self._left_s(), _ready)
         order: list[Rule] = []
         while self._order.waiting:
             following = self._order.peek(self._profiles.now, self._left_s())
@@ -158,6 +170,9 @@ class Search:
                 needed_s = self._needed_s(following, compiled=False)
                 self._try_again(order, forecasts, promising=True, until=self.ends - needed_s)
             rule = self._order.take(self._profiles.now, self._left_s())
+            if not _ready(rule):
+                self.progress("waiting for the C++ compiler", 0.1 + 0.8 * len(order) / len(known))
+                repeated_calls.wait(WAIT_SHARE * self._left_s())
             self.progress(rule.name, 0.1 + 0.8 * len(order) / len(known))
             order.append(rule)
             change = self._tried(rule, forecasts[rule.name][1])

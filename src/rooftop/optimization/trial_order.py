@@ -7,7 +7,7 @@ not left slower than with torch.compile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rooftop.rewrites import Rule, Times
 
@@ -36,6 +36,8 @@ class TrialOrder:
         times: times of the original's step.
         loss_ms: a larger predicted loss makes a rule that applies at once the last one.
         left_s: seconds of the whole search.
+        ready: whether a rule can be tried now. Rules that apply at once and are not ready come after the others of
+            these.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class TrialOrder:
         times: Times,
         loss_ms: float,
         left_s: float,
+        ready: Callable[[Rule], bool] = lambda rule: True,
     ) -> None:
+        self._ready = ready
         self._forecasts, self._loss_ms, self._pace = forecasts, loss_ms, 1.0
         self.waiting = sorted(rules, key=self._urgency)
         self._first = self._too_late(times, left_s)
@@ -96,6 +100,12 @@ class TrialOrder:
         loses = at_once and gain_ms < -self._loss_ms
         return not rule.saves_memory, loses, not at_once, -gain_ms / (1.0 if at_once else seconds)
 
+    def _first_ready(self) -> Rule:
+        at_once = [rule for rule in self.waiting if self._forecasts[rule.name][0] <= 0 and not rule.saves_memory]
+        if self.waiting[0] not in at_once:
+            return self.waiting[0]
+        return next((rule for rule in at_once if self._ready(rule)), self.waiting[0])
+
     def _waiting_for(self, name: str) -> Rule | None:
         return next((rule for rule in self.waiting if rule.name == name), None)
 
@@ -110,7 +120,7 @@ class TrialOrder:
 
     def _next(self, times: Times, left_s: float) -> Rule:
         """The first rule. Of the whole model and its blocks, the one that fits into the time."""
-        first, whole, blocks = self.waiting[0], self._waiting_for(WHOLE), self._waiting_for(BLOCKS)
+        first, whole, blocks = self._first_ready(), self._waiting_for(WHOLE), self._waiting_for(BLOCKS)
         if whole is None or blocks is None or first not in (whole, blocks):
             return first
         fits = self.seconds(whole, times) <= min(left_s, WHOLE_FIRST * self.seconds(blocks, times))

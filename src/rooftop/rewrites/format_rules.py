@@ -15,6 +15,7 @@ from rooftop.rewrites.structures import mapped
 from rooftop.rewrites.timed_alone import alone_ms, repeated, shape_of_result
 
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
+FUSED = "rooftop::conv_act"
 VIEWS = ("view", "permute", "transpose", "expand", "slice", "select", "as_strided", "detach", "alias")
 """Operators that compute nothing, by a part of their names."""
 
@@ -93,7 +94,7 @@ def _of_images(calls: Sequence[Call]) -> list[Call]:
     """The calls whose first argument is an image: it has the shape of a convolution's argument or result."""
     shapes: set[torch.Size] = set()
     for call in calls:
-        if call.operator is torch.ops.aten.convolution.default:
+        if call.operator is torch.ops.aten.convolution.default or call.operator.name() == FUSED:
             shapes |= {call.arguments[0].shape, shape_of_result(call)}
         elif "convolution_backward" in call.operator.name():
             shapes |= {each.shape for each in call.arguments[:2]}  # the gradient of the result, and the argument

@@ -62,9 +62,10 @@ def launch_ms(run: Callable[[], object], device: torch.device, calls: int = CALL
 
 
 def shape_of_result(call: Call) -> torch.Size:
-    """The shape of the result of a call, whose tensors have no data."""
+    """The shape of the first result of a call, whose tensors have no data."""
     with torch.no_grad():
-        return torch.Size(call.operator(*call.arguments).shape)
+        result = call.operator(*call.arguments)
+    return torch.Size((result[0] if isinstance(result, tuple) else result).shape)
 
 
 def filled(call: Call) -> tuple[Any, ...]:

@@ -13,8 +13,11 @@ import triton.language as tl
 
 from rooftop.kernels.operands.triton_kernels.activations import activated
 
+SIZES = ("rows", "height", "width", "lines", "pixels", "w_channel", "w_line", "w_pixel")
+"""Arguments whose values compile no other kernel."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=SIZES)
 def conv_act_depthwise(
     x, weight, y, residual, bias,  # (N, H, W, C), (C, KH, KW) with strides, (N, OH, OW, C) twice, (C,)
     rows, units, height, width, lines, pixels, w_channel, w_line, w_pixel,  # rows: N OH; lines, pixels: OH, OW
