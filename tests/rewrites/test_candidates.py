@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
 
-from rooftop.rewrites.candidates import Candidate
+from rooftop.rewrites import ChannelsLast, FuseConvolutions, Kernels, Liger, Pools, Times
+from rooftop.rewrites.candidates import NOTHING, Call, Candidate
 from rooftop.rewrites.structures import mapped, signature
 
 
@@ -52,3 +54,20 @@ def test_tensors_of_a_structure_are_freed_at_once() -> None:
         assert seen() is None
     finally:
         gc.enable()
+
+
+def test_rules_say_at_once_that_a_step_has_no_operator_of_theirs() -> None:
+    aten, cpu = torch.ops.aten, torch.device("cpu")
+
+    def absent(*operators: Any) -> list[str]:
+        times = Times(1.0, tuple(Call(operator, (), cpu, 1, 1.0) for operator in operators))
+        rules = (FuseConvolutions(), ChannelsLast(), Pools(), Kernels(), Liger())
+        return [rule.name for rule in rules if rule.absent(times) == NOTHING]
+
+    assert absent() == [], "the operators are not known"
+    assert absent(aten.mm.default) == ["fuse-convolutions", "channels-last", "pools", "kernels", "liger-kernel"]
+    assert absent(aten.convolution.default, aten.cudnn_batch_norm.default) == ["pools", "kernels", "liger-kernel"]
+    assert absent(aten.convolution_backward.default, aten.silu.default) == ["pools", "kernels"]
+    assert absent(aten.max_pool2d_with_indices.default, aten.rsqrt.default) == ["fuse-convolutions", "channels-last"]
+    assert absent(aten.native_layer_norm.default) == ["fuse-convolutions", "channels-last", "pools"]
+    assert absent(aten._log_softmax.default) == ["fuse-convolutions", "channels-last", "pools", "liger-kernel"]

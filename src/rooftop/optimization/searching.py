@@ -30,6 +30,7 @@ from rooftop.optimization.rounds import Rounds
 from rooftop.optimization.timing import same_state, step_of, untouched
 from rooftop.optimization.trial_order import AGAIN, BLOCKS, WHOLE, TrialOrder
 from rooftop.rewrites import RULES, Candidate, Rule, Times
+from rooftop.rewrites.candidates import NOTHING
 from rooftop.words import in_a_line
 
 Progress = Callable[[str, float], None]
@@ -239,7 +240,7 @@ class Search:
         self.kept = [rule for rule in possible if candidate.changes[rule.name]]
         for rule in possible:
             where = candidate.changes[rule.name]
-            verdict, reason = ("kept", "by the plan") if where else ("no gain", "there is nothing to change")
+            verdict, reason = ("kept", "by the plan") if where else ("no gain", NOTHING)
             self.changes.append(Change(rule.name, verdict, reason, where, error=error, first_call_s=seconds))
 
     def _fits(self, rule: Rule) -> bool:
@@ -348,7 +349,7 @@ class Search:
             candidate = self._built(rules)
             where = candidate.changes[rule.name]
             if not where:
-                return replace(change, verdict="no gain", reason="there is nothing to change")
+                return replace(change, verdict="no gain", reason=NOTHING)
             with deadline:  # not while rules are applied: torch.fx would leave what it replaces for a trace
                 self._first_call(candidate)
             first_s = time.perf_counter() - began

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from rooftop.nn.copies import copy_sharing_tensors
 from rooftop.words import counted
 
+NOTHING = "there is nothing to change"
+"""The reason why a rule has no gain if the model has nothing that it changes."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -135,6 +138,10 @@ class Times:
     def count(self, *names: str) -> int:
         """Number of calls of the operators whose names contain one of these parts."""
         return sum(call.count for call in self.calls if any(name in call.operator.name() for name in names))
+
+    def lack(self, *names: str) -> str | None:
+        """`NOTHING` if the operators are known and none of their names contains one of these parts, else None."""
+        return NOTHING if self.calls and not self.count(*names) else None
 
     def gain_ms(self, device_ms: float, calls: int = 0) -> float:
         """The gain in ms if a step saves `device_ms` of device time and `calls` calls of operators.

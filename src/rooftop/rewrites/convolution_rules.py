@@ -59,6 +59,9 @@ class FuseConvolutions(Rule):
     def refusal(self, candidate: Candidate) -> str | None:
         return only_on_gpu(candidate)
 
+    def absent(self, times: Times) -> str | None:
+        return times.lack("convolution")
+
     def predicted_ms(self, times: Times) -> float:
         convolutions = convolutions_of(times.calls)
         shapes = {shape_of_result(call) for call in convolutions}
@@ -102,6 +105,9 @@ class Pools(Rule):
 
     def refusal(self, candidate: Candidate) -> str | None:
         return only_on_gpu(candidate)
+
+    def absent(self, times: Times) -> str | None:
+        return times.lack("max_pool")
 
     def predicted_ms(self, times: Times) -> float:
         return times.gain_ms(times.of("max_pool") / 2)

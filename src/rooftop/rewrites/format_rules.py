@@ -28,6 +28,9 @@ class ChannelsLast(Rule):
     name = "channels-last"
     trains = True
 
+    def absent(self, times: Times) -> str | None:
+        return times.lack("convolution")
+
     def predicted_ms(self, times: Times) -> float:
         # the forward copies weights, and the backward their gradients
         copies = 2 * times.count("convolution_backward")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rooftop.nn.hooks import has_hooks
 from rooftop.nn.recognizing import recognized
 from rooftop.rewrites.candidates import Candidate, Rule, Times, names_of, only_on_gpu
-from rooftop.rewrites.module_rules import Norms, gain_norms
+from rooftop.rewrites.module_rules import OF_NORMS, Norms, gain_norms
 
 PACKAGE, FUNCTIONS = "liger_kernel", "liger_kernel.transformers.functional"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -40,6 +40,9 @@ class Liger(Rule):
         if reason := only_on_gpu(candidate):
             return reason
         return None if importlib.util.find_spec(PACKAGE) else "not installed: pip install liger-kernel"
+
+    def absent(self, times: Times) -> str | None:
+        return times.lack(*OF_NORMS, "silu", "sigmoid")
 
     def predicted_ms(self, times: Times) -> float:
         functions = importlib.import_module(FUNCTIONS)

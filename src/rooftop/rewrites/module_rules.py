@@ -19,6 +19,9 @@ OPERATORS_OF_A_NORM = ("aten::pow", "aten::mean", "aten::rsqrt")
 long, and there are seven operators in all."""
 BY_HAND, CALLS = 2.5, 7
 LAYER_NORM, SOFTMAX = "aten::native_layer_norm", "aten::_softmax"
+OF_NORMS = ("layer_norm", "rms_norm", "vector_norm", "sqrt", "pow")
+"""Parts of the names of operators; each layer norm and RMS norm runs one of these."""
+OF_KERNELS = (*OF_NORMS, "softmax", "embedding", "nll_loss", "cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class Kernels(Rule):
 
     def refusal(self, candidate: Candidate) -> str | None:
         return only_on_gpu(candidate)
+
+    def absent(self, times: Times) -> str | None:
+        return times.lack(*OF_KERNELS)
 
     def predicted_ms(self, times: Times) -> float:
         return gain_norms(times, OURS, share_of(times, SOFTMAX, _softmax) * times.of(SOFTMAX))
