@@ -844,7 +844,7 @@ def test_a_compilation_leaves_time_for_other_rules() -> None:
     assert limit(blocks, compiles, left_s=10.0) == (10.0, ""), "the whole model does not fit anyway"
 
 
-def test_rules_whose_calls_are_being_compiled_come_after_the_others_that_apply_at_once(
+def test_rules_that_wait_for_the_cpp_compiler_come_after_other_quick_rules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiling, waited_s, said = [True], list[float](), list[str]()
@@ -852,7 +852,6 @@ def test_rules_whose_calls_are_being_compiled_come_after_the_others_that_apply_a
     def wait(seconds: float) -> bool:
         if seconds > 0:
             waited_s.append(seconds)
-            compiling.clear()
         return not compiling
 
     monkeypatch.setattr(repeated_calls, "wait", wait)
@@ -860,14 +859,20 @@ def test_rules_whose_calls_are_being_compiled_come_after_the_others_that_apply_a
     class OfKernels(Forecast):
         opaque = True
 
-    rules = [OfKernels("of kernels", 2.0), Forecast("other", 1.0), Forecast("compiles", 0.5, 1.0)]
+    kernels = [OfKernels("of kernels", 2.0), OfKernels("more", 1.5)]
+    rules = [*kernels, Forecast("loses", -5.0), Forecast("other", 1.0), Forecast("compiles", 0.5, 1.0)]
     found = rooftop.optimize(
         sleepy(), torch.randn(2, 6), rules=rules, budget_s=20.0, progress=lambda what, _: said.append(what)
     )
-    assert [change.rule for change in found.changes] == ["other", "of kernels", "compiles"]
+    assert [change.rule for change in found.changes] == ["other", "of kernels", "more", "compiles", "loses"]
     assert "waiting for the C++ compiler" in said
-    assert len(waited_s) == 1
+    assert len(waited_s) == 1, "once, even if the compilation is not over"
     assert 0 < waited_s[0] < 20.0
+
+
+def test_a_budget_may_be_infinite() -> None:
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Forecast("gains", 2.0)], budget_s=math.inf)
+    assert [change.rule for change in found.changes] == ["gains"]
 
 
 def test_a_predicted_loss_is_tried_last() -> None:

@@ -121,7 +121,7 @@ class Doubling(nn.Module):
 def test_versions_of_a_search_do_not_count_for_other_models(
     graphs: list[fx.GraphModule], make: Callable[[], nn.Module]
 ) -> None:
-    """PyTorch gives up after eight versions of a function, and silently runs it without compiled code."""
+    """PyTorch stops compiling a function after eight versions, and then silently runs it uncompiled."""
     for size in range(2, 12):
         candidate = Candidate.of(make(), None, training=False)
         Compile().apply(candidate)
@@ -130,3 +130,51 @@ def test_versions_of_a_search_do_not_count_for_other_models(
     other = torch.compile(make())
     assert torch.equal(other(torch.ones(12)), torch.full((12,), 2.0))
     assert len(graphs) == 11
+
+
+def test_each_kind_of_block_has_its_own_versions(graphs: list[fx.GraphModule]) -> None:
+    class Kind(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factor, self.layer = factor, nn.Sequential(nn.ReLU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.factor * self.layer(x)
+
+    model = nn.Sequential(*(Kind(factor) for factor in (1.0, 2.0, 3.0, 4.0) for _ in range(3)))
+    candidate = Candidate.of(model.eval(), None, training=False)
+    CompileBlocks().apply(candidate)
+    for size in range(2, 8):
+        before = len(graphs)
+        candidate.call(torch.ones(size))
+        assert len(graphs) == before + 4
+
+
+@pytest.mark.parametrize("rule", [Compile(), CompileBlocks()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_arguments_may_have_any_name(graphs: list[fx.GraphModule], rule: Any, replaced: bool) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.ReLU())
+
+        def forward(self, x: Tensor, *, module: float = 1.0, call: float = 1.0, self_: float = 1.0) -> Tensor:
+            return self.layer(x) * module * call * self_
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Named() for _ in range(3))
+
+        def forward(self, x: Tensor, *, module: float = 1.0, call: float = 1.0) -> Tensor:
+            for block in self.blocks:
+                x = block(x, module=module, call=call)
+            return x
+
+    candidate = Candidate.of(Model().eval(), None, training=False)
+    if replaced:
+        model = candidate.model
+        candidate.call = lambda x, **named: model(x, **named)
+    rule.apply(candidate)
+    assert torch.equal(candidate.call(torch.ones(2), module=2.0, call=0.25), torch.full((2,), 0.125))
+    assert graphs

@@ -101,6 +101,12 @@ def test_convolutions_of_sequences_and_volumes_are_not_fused() -> None:
     assert convolution_rules.share_inside([]) == 0.0
 
 
+def test_one_number_may_stand_for_both_sides() -> None:
+    options = [2], [1], [1], False, [0], 1
+    images, weight = convolution().arguments[:2]
+    assert convolution_rules.share_inside([call(aten.convolution.default, images, weight, None, *options)]) == 1.0
+
+
 def test_operators_that_only_sound_like_convolutions_are_none() -> None:
     with torch.library._scoped_library("rooftop_test", "DEF") as library:
         library.define("convolution_stats(Tensor x) -> (Tensor, Tensor)")

@@ -161,13 +161,16 @@ class Extension:
             then(module)
         elif compiler() is not None and not self.failed.exists():
             name = f"rooftop-{self.name}"
-            self._thread = threading.Thread(target=self._await, args=(then,), name=name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._await, args=(then,), name=name, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the compilation in the background, for at most this time. Return whether none is running."""
+        """Wait for the compilation in the background, for at most this time. Return whether it is over or was never
+        started.
+        """
         if self._thread is not None:
-            self._thread.join(max(0.0, seconds))
+            self._thread.join(min(max(0.0, seconds), threading.TIMEOUT_MAX))
         return self._thread is None or not self._thread.is_alive()
 
     def _await(self, then: Callable[[Any], None]) -> None:

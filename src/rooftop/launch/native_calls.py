@@ -57,7 +57,9 @@ def build() -> None:
 
 
 def wait(seconds: float) -> bool:
-    """Wait for the compilation in the background, for at most this time. Return whether none is running."""
+    """Wait for the compilation in the background, for at most this time. Return whether it is over or was never
+    started.
+    """
     return _extension.wait(seconds)
 
 

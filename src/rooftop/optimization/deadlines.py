@@ -59,7 +59,7 @@ class Deadline:
             self._raised = False
 
     def _watch(self) -> None:
-        seconds = max(0.0, self._seconds)
+        seconds = min(max(0.0, self._seconds), threading.TIMEOUT_MAX)
         while not self._over.wait(seconds):
             with self._lock:
                 if not self._over.is_set():

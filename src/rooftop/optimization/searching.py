@@ -48,7 +48,7 @@ WORTH_A_TRY = 0.5
 """A rule is tried if this share of the time that it needs is left: the estimate may be wrong, and a deadline stops
 it."""
 WAIT_SHARE = 0.4
-"""The share of the time left that a search waits for the C++ part of our kernels' calls, once per machine."""
+"""The largest share of the time left for which a search waits for the C++ launcher of our kernels."""
 LEAST_SAVED = 0.1
 """Share of a step's memory that a rule must save to be kept for it."""
 
@@ -68,13 +68,6 @@ class Result:
     after_ms: float
     noise: float
     without_ms: float | None = None
-
-
-def _ready(rule: Rule) -> bool:
-    """Whether a rule can be tried now. While the C++ part of our kernels' calls is compiled, Python makes these calls,
-    and a rule with many of them would seem slow.
-    """
-    return not rule.opaque or repeated_calls.wait(0.0)
 
 
 class Search:
@@ -129,6 +122,7 @@ class Search:
         self._profiles = Profiles(step, self.given, original, self.plain)
         self._order = TrialOrder([], {}, Times(0.0, ()), 0.0, 0.0)
         self._trial_s: dict[str, float] = {}  # of each rule, the time of its last trial
+        self._waited = False  # for the C++ launcher
         self._compile_s = 0.0  # the time in which the best candidate was compiled
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
@@ -163,7 +157,7 @@ class Search:
         possible = [rule for rule in possible if self._has_work(rule, times)]
         forecasts = {rule.name: of for rule in possible if (of := self._forecast(rule, times)) is not None}
         known = [rule for rule in possible if rule.name in forecasts]
-        self._order = TrialOrder(known, forecasts, times, self.min_gain * wall, self._left_s(), _ready)
+        self._order = TrialOrder(known, forecasts, times, self.min_gain * wall, self._left_s(), self._ready)
         order: list[Rule] = []
         while self._order.waiting:
             following = self._order.peek(self._profiles.now, self._left_s())
@@ -171,9 +165,10 @@ class Search:
                 needed_s = self._needed_s(following, compiled=False)
                 self._try_again(order, forecasts, promising=True, until=self.ends - needed_s)
             rule = self._order.take(self._profiles.now, self._left_s())
-            if not _ready(rule):
+            if not self._ready(rule):
                 self.progress("waiting for the C++ compiler", 0.1 + 0.8 * len(order) / len(known))
                 repeated_calls.wait(WAIT_SHARE * self._left_s())
+                self._waited = True
             self.progress(rule.name, 0.1 + 0.8 * len(order) / len(known))
             order.append(rule)
             change = self._tried(rule, forecasts[rule.name][1])
@@ -281,6 +276,12 @@ class Search:
         except Exception as error:
             self.changes.append(Change(rule.name, "failed", f"its prediction: {in_a_line(error)}"))
             return None
+
+    def _ready(self, rule: Rule) -> bool:
+        """Whether a rule can be tried now. While the C++ launcher of our kernels is compiled, Python launches them, and
+        a rule with many launches would seem slower than it is.
+        """
+        return not rule.opaque or self._waited or repeated_calls.wait(0.0)
 
     def _left_s(self) -> float:
         return self.ends - time.perf_counter()

@@ -36,8 +36,7 @@ class TrialOrder:
         times: times of the original's step.
         loss_ms: a larger predicted loss makes a rule that applies at once the last one.
         left_s: seconds of the whole search.
-        ready: whether a rule can be tried now. Rules that apply at once and are not ready come after the others of
-            these.
+        ready: whether a rule can be tried now. A rule that applies at once but is not ready comes after those that are.
     """
 
     def __init__(
@@ -95,14 +94,15 @@ class TrialOrder:
         return left_s, ""
 
     def _urgency(self, rule: Rule) -> tuple[bool, bool, bool, float]:
+        """(saves no memory, is predicted to lose, compiles, negative gain); the smallest comes first."""
         seconds, gain_ms = self._forecasts[rule.name]
         at_once = seconds <= 0
         loses = at_once and gain_ms < -self._loss_ms
         return not rule.saves_memory, loses, not at_once, -gain_ms / (1.0 if at_once else seconds)
 
     def _first_ready(self) -> Rule:
-        at_once = [rule for rule in self.waiting if self._forecasts[rule.name][0] <= 0 and not rule.saves_memory]
-        if self.waiting[0] not in at_once:
+        at_once = [rule for rule in self.waiting if not any(self._urgency(rule)[1:3])]
+        if self.waiting[0].saves_memory or self.waiting[0] not in at_once:
             return self.waiting[0]
         return next((rule for rule in at_once if self._ready(rule)), self.waiting[0])
 

@@ -107,23 +107,27 @@ class CompileBlocks(Rule):
 
 
 def compile_in_place(modules: Sequence[nn.Module], **options: Any) -> None:
-    """Let `torch.compile` compile the calls of modules; equal modules share their compiled code.
+    """Let `torch.compile` compile the calls of modules. Modules of the same kind (see `counted_blocks`) share compiled
+    code.
 
-    PyTorch keeps compiled code at the code object of a function, with a limit on its number of versions. If that were a
-    class's `forward`, the versions of a search would count for all modules of the class. If it reached the limit,
-    PyTorch would silently run other modules without compiled code. So each call of this function has its own code
-    object.
+    PyTorch stores compiled versions at a code object, and limits their number. With the code of a class's `forward`, a
+    search could reach the limit, and PyTorch would then silently run other modules of the class uncompiled. So each
+    call of this function creates a code object for each kind. After a graph break inside `forward`, PyTorch stores the
+    rest at the code of the class again.
     """
-    compiled = torch.compile(_with_own_code(_run_module), **options)
+    compiled: dict[str, Callable[..., Any]] = {}
     for module in modules:
-        module._compiled_call_impl = partial(compiled, module)
+        kind = _kind(module)
+        if kind not in compiled:
+            compiled[kind] = torch.compile(_with_own_code(_run_module), **options)
+        module._compiled_call_impl = partial(compiled[kind], module)
 
 
-def _run_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def _run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 

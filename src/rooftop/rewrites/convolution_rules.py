@@ -122,8 +122,8 @@ def convolutions_of(calls: Sequence[Call]) -> list[Call]:
 
 
 def share_inside(convolutions: Sequence[Call]) -> float:
-    """The share of the convolutions' results whose kernels also compute the operations after them. It is that of relu
-    on Hopper; with other activations and on other GPUs there may be fewer such kernels.
+    """The share of the convolutions' results whose kernels also compute the operations after them, for relu on a Hopper
+    GPU of 132 SMs. For other activations and GPUs there may be fewer such kernels.
     """
     results = {id(call): call.count * shape_of_result(call).numel() for call in convolutions}
     inside = sum(results[id(call)] for call in convolutions if _is_inside(call))
@@ -134,7 +134,8 @@ def _is_inside(call: Call) -> bool:
     images, weight, _, stride, padding, dilation, transposed, _, groups = call.arguments[:9]
     if call.operator is not torch.ops.aten.convolution.default or images.dim() != 4 or transposed:
         return False
-    geometry = geometry_of(images, weight, stride, padding, dilation, groups)
+    pairs = (each * 2 if len(each) == 1 else each for each in (stride, padding, dilation))
+    geometry = geometry_of(images, weight, *pairs, groups)
     last, boxes = images.is_contiguous(memory_format=torch.channels_last), copied(images, weight, None, geometry)
     problem = Problem(geometry, False, False, images.dtype, "cuda", True, last, boxes, True, HOPPER_SMS, 9)
     return choose(problem).backend not in ("library", "reference")
