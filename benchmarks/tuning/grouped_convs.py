@@ -6,8 +6,10 @@
 The shapes are those of RegNet, ResNeXt, MobileNet, EfficientNet and ConvNeXt, in bfloat16. The ways are: `cudnn`, one
 call of cuDNN for everything; `library`, its convolution and one pass for bias and relu; `conv`, its convolution alone;
 `library, contiguous`, with images that are not channels last; and Rooftop's kernel with several tiles ("rows x columns
-x depth"), each checked against PyTorch first. Figures are microseconds, in CUDA graphs whose operands do not stay in
-L2. `--quick` runs tiny sizes on the CPU, through the interpreter.
+x depth"; for depthwise convolutions "lines x columns x pixels of a line"), each checked against PyTorch first. "Usual
+weights" have PyTorch's layout instead of the one that the depthwise kernel reads fastest. Figures are microseconds, in
+CUDA graphs whose operands do not stay in L2. `--depthwise` times only groups of one channel. `--quick` runs tiny sizes
+on the CPU, through the interpreter.
 """
 
 from __future__ import annotations
@@ -149,7 +151,7 @@ def measure(shape: Shape, batch: int, device: str, seconds: float) -> dict[str, 
         plan = ConvPlan("depthwise", tile, "")
         forward_usual = lambda x: forward(plan, x, usual, bias, None, geometry, "relu", False)[0]  # noqa: E731
         ways["usual weights: " + label(tile)] = forward_usual, sets
-    planned = plan_of(first, weight, bias, None, geometry, "relu", False)  # adds the tile of the plan
+    planned = plan_of(first, weight, bias, None, geometry, "relu", False)  # the plan's tile may not be one of these
     taken = label(planned.tile) if planned.tile else planned.backend
     if planned.tile:
         ways[taken] = by(planned.backend, planned.tile), sets

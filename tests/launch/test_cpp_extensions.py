@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import warnings
 from pathlib import Path
 
@@ -10,6 +12,22 @@ import pytest
 from rooftop.launch import cpp_extensions, native_calls
 from rooftop.launch.cpp_extensions import Extension, asked
 from rooftop.scene.streaming import page_reader
+
+
+def test_a_compilation_in_the_background_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROOFTOP_COMPILED_CALLS", raising=False)
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
+    monkeypatch.setattr(cpp_extensions, "compiler", lambda: ("g++",))
+    compiled = threading.Event()
+    monkeypatch.setattr(Extension, "_await", lambda self, then: compiled.wait())
+    extension = Extension("part", tmp_path / "part.cpp")
+    extension.source.write_text("")
+    assert extension.wait(math.inf), "nothing is compiled yet"
+    extension.ask(lambda module: None, "Python")
+    assert not extension.wait(-1.0)
+    assert not extension.wait(0.01)
+    threading.Timer(0.1, compiled.set).start()
+    assert extension.wait(math.inf)
 
 
 @pytest.mark.parametrize("value", ["false", "off", "WAIT", "2", "-1"])

@@ -56,7 +56,7 @@ def test_tensors_of_a_structure_are_freed_at_once() -> None:
         gc.enable()
 
 
-def test_rules_say_at_once_that_a_step_has_no_operator_of_theirs() -> None:
+def test_rules_report_that_a_step_has_none_of_their_operators() -> None:
     aten, cpu = torch.ops.aten, torch.device("cpu")
 
     def absent(*operators: Any) -> list[str]:

@@ -406,13 +406,13 @@ def depthwise_network() -> nn.Module:
 
 
 def calibrated(model: nn.Module, x: Tensor) -> nn.Module:
-    """In evaluation mode, with norms that have seen these images."""
+    """The model in evaluation mode, with statistics of these images in its norms."""
     model.train()(x)
     return model.eval()
 
 
 def laid_out(model: nn.Module) -> list[bool]:
-    """For each depthwise convolution, whether its weights are as the kernel reads them fastest."""
+    """For each depthwise convolution, whether its weights are stored as (KH, KW, C)."""
     found = [each for each in model.modules() if isinstance(each, nn.Conv2d) and each.groups == 48]
     return [is_fastest(each.weight) for each in found if each.weight is not None]
 

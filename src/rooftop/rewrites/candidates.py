@@ -19,7 +19,7 @@ from rooftop.nn.copies import copy_sharing_tensors
 from rooftop.words import counted
 
 NOTHING = "there is nothing to change"
-"""The reason why a rule has no gain if the model has nothing that it changes."""
+"""The reason why a rule has no gain if the model has nothing that the rule could change."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,9 @@ class Times:
         return sum(call.count for call in self.calls if any(name in call.operator.name() for name in names))
 
     def lack(self, *names: str) -> str | None:
-        """`NOTHING` if the operators are known and none of their names contains one of these parts, else None."""
+        """Return `NOTHING` if no known operator's name contains one of these parts. Return None otherwise, or if the
+        operators are not known.
+        """
         return NOTHING if self.calls and not self.count(*names) else None
 
     def gain_ms(self, device_ms: float, calls: int = 0) -> float:

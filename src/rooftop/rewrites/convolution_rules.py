@@ -134,8 +134,8 @@ def _is_inside(call: Call) -> bool:
     images, weight, _, stride, padding, dilation, transposed, _, groups = call.arguments[:9]
     if call.operator is not torch.ops.aten.convolution.default or images.dim() != 4 or transposed:
         return False
-    pairs = (each * 2 if len(each) == 1 else each for each in (stride, padding, dilation))
-    geometry = geometry_of(images, weight, *pairs, groups)
+    stride, padding, dilation = (each * 2 if len(each) == 1 else each for each in (stride, padding, dilation))
+    geometry = geometry_of(images, weight, stride, padding, dilation, groups)
     last, boxes = images.is_contiguous(memory_format=torch.channels_last), copied(images, weight, None, geometry)
     problem = Problem(geometry, False, False, images.dtype, "cuda", True, last, boxes, True, HOPPER_SMS, 9)
     return choose(problem).backend not in ("library", "reference")

@@ -17,7 +17,7 @@ from rooftop.rewrites.timed_alone import alone_ms, repeated, shape_of_result
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
 FUSED = "rooftop::conv_act"
 VIEWS = ("view", "permute", "transpose", "expand", "slice", "select", "as_strided", "detach", "alias")
-"""Operators that compute nothing, by a part of their names."""
+"""Parts of the names of operators that only make views."""
 
 
 class ChannelsLast(Rule):
@@ -94,7 +94,9 @@ def _channels_last(tensor: Tensor) -> Tensor:
 
 
 def _of_images(calls: Sequence[Call]) -> list[Call]:
-    """The calls whose first argument is an image: it has the shape of a convolution's argument or result."""
+    """The calls whose first argument is an image: it has the shape of a convolution's argument or result. Views
+    are left out.
+    """
     shapes: set[torch.Size] = set()
     for call in calls:
         if call.operator is torch.ops.aten.convolution.default or call.operator.name() == FUSED:

@@ -128,8 +128,8 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
 
 
 def lay_out_depthwise(model: nn.Module) -> None:
-    """Store the weights of fused depthwise convolutions in half precision as their kernel reads them fastest. It runs
-    on a GPU, if images are channels last.
+    """Store the weights of fused depthwise convolutions in half precision as (KH, KW, C), which their kernel reads
+    fastest. That kernel needs a GPU and images that are channels last: the caller checks this.
     """
     for module in model.modules():
         if isinstance(vars(module).get("forward"), _Computing):

@@ -62,7 +62,7 @@ def launch_ms(run: Callable[[], object], device: torch.device, calls: int = CALL
 
 
 def shape_of_result(call: Call) -> torch.Size:
-    """The shape of the first result of a call, whose tensors have no data."""
+    """The shape of the first result of a call."""
     with torch.no_grad():
         result = call.operator(*call.arguments)
     return torch.Size((result[0] if isinstance(result, tuple) else result).shape)

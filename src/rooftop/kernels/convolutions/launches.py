@@ -395,7 +395,7 @@ def _depthwise(
 
 
 def channels_fastest(weight: Tensor) -> Tensor:
-    """The weights (C, 1, KH, KW) of a depthwise convolution as (KH, KW, C), which its kernel reads fastest."""
+    """The same weights (C, 1, KH, KW) of a depthwise convolution, stored as (KH, KW, C), the fastest for its kernel."""
     return weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
 
 

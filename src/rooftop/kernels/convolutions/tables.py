@@ -32,8 +32,8 @@ class ConvTile:
             "gathered": programs load by pointers. "depthwise": programs load by pointers and compute no matrix
             product; each channel is a group.
         rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap per step; powers of 2.
-            For "depthwise", `rows` counts lines, and `depth` is the number of pixels of each line, which need not be a
-            power of 2.
+            For "depthwise", `rows` counts lines of the result, and `depth` is the number of neighbouring pixels
+            computed in each line, which need not be a power of 2.
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
         group: rows of tiles in a band; L2 caches the operands of a band.
         parts: number of parts in which the epilogue stores a tile's pixels (not gathered).
@@ -191,14 +191,14 @@ MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also takes shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
 # Channels of a group for which cuDNN's fused call takes about as long as its convolution alone. For other groups it
-# takes up to 15 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
+# takes up to 21 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
 GROUPS_OF_CUDNN = (4, 8, 16, 32, 64, 128)
 LEAST_OF_GROUP = 16  # smallest operand of a tensor-core instruction
-# The same file has other groups at batches of 1 and 128. At 1 the kernel takes 0.15 to 1.18 times as long as cuDNN and
-# a pass. At 128 it takes 0.62 to 0.84 times as long, but 1.3 to 1.7 times for the groups of `_library_has_groups`.
+# For other groups (the same file), the kernel takes 0.15 to 1.18 times as long as cuDNN and a pass at batch 1. At batch
+# 128 it takes 0.62 to 0.84 times as long, but 1.3 to 1.7 times for the groups of `_library_is_faster`.
 FEW_OF_GROUPS = ConvTile("gathered", 64, 64, 64, 4, 4)
 MANY_OF_GROUPS = ConvTile("gathered", 128, 64, 64, 8, 3)
-FEW_TILES = 8  # for each SM; between the two batches
+FEW_TILES = 8  # tiles per SM; more count as many. No batch between 1 and 128 was measured.
 # Depthwise convolutions (tune_depthwise.json). The kernel takes 0.53 to 0.85 times as long as cuDNN and a pass at batch
 # 128, and 0.59 to 0.68 times at batch 1. A program computes runs of pixels below each other.
 RUNS_OF_CHANNELS = 512  # in a program
@@ -282,23 +282,23 @@ def _of_groups(problem: Problem, library: Backend) -> ConvPlan:
     tile = FEW_OF_GROUPS
     tiles = -(-geometry.rows // tile.rows) * -(-out_channels // tile.columns) * geometry.groups
     if tiles > FEW_TILES * problem.sms:
-        if _library_has_groups(geometry):
+        if _library_is_faster(geometry):
             return ConvPlan("library", None, f"{reason} and many pixels")
         tile = MANY_OF_GROUPS
     return ConvPlan("gathered", fitted(tile, problem), reason)
 
 
-def _library_has_groups(geometry: Geometry) -> bool:
-    """Whether cuDNN was faster for many pixels with such groups: two groups of 24 channels, and 4 to 16 groups of 56
-    channels with a stride of 1.
+def _library_is_faster(geometry: Geometry) -> bool:
+    """Whether cuDNN and a pass should be faster for many pixels. They were for two groups of 24 channels, and for 4 to
+    16 groups of 56 channels with a stride of 1; the bounds extend this to similar groups.
     """
     channels, _ = geometry.of_group
     return geometry.groups < 4 if channels <= 32 else channels <= 64 and geometry.stride == (1, 1)
 
 
 def depthwise_tile(geometry: Geometry, sms: int) -> ConvTile:
-    """The tile of a depthwise convolution. If there are few programs, or if windows do not overlap much, runs are
-    short.
+    """The tile of a depthwise convolution. Runs are short if there are few programs, or if the horizontal stride is
+    above 1.
     """
     channels = geometry.channels
     columns = min(MOST_COLUMNS_OF_RUNS, max(8, power_of_two(channels)))

@@ -14,7 +14,7 @@ import triton.language as tl
 from rooftop.kernels.operands.triton_kernels.activations import activated
 
 SIZES = ("rows", "height", "width", "lines", "pixels", "w_channel", "w_line", "w_pixel")
-"""Arguments whose values compile no other kernel."""
+"""Arguments that Triton does not specialize: new values reuse the compiled kernel."""
 
 
 @triton.jit(do_not_specialize=SIZES)
