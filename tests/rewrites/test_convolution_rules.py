@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rooftop.rewrites import FoldNorms, FuseConvolutions, Times, convolution_rules, module_rules
+from rooftop.rewrites import FoldNorms, FuseConvolutions, Pools, Times, convolution_rules, module_rules
 from rooftop.rewrites.candidates import Call, Candidate
 from rooftop.rewrites.convolution_rules import shape_of_result
 
@@ -140,3 +140,17 @@ def test_a_folded_norm_leaves_a_bias_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module_rules, "alone_ms", lambda run, device: (run(), next(times))[1])
     on_gpu = Times(9.0, (norm,), device_ms=9.0, host_ms=1.0)
     assert FoldNorms().predicted_ms(on_gpu) == pytest.approx(0.5)
+
+
+def test_a_pool_gains_what_the_kernel_gains_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[tuple[Any, ...]] = [([3, 3], [2, 2], [1, 1], [1, 1], True), ([2], [], [0], [1]), ([2],)]
+    for arguments in options:
+        pool = call(aten.max_pool2d_with_indices.default, empty(2, 8, 10, 10), *arguments, ms=2.0)
+        assert Pools().predicted_ms(Times(9.0, (pool,))) == pytest.approx(1.0)
+        times = iter((4.0, 1.0))  # PyTorch's, and the kernel's
+        monkeypatch.setattr(module_rules, "alone_ms", lambda run, device, times=times: (run(), next(times))[1])
+        on_gpu = Times(9.0, (pool,), device_ms=9.0, host_ms=1.0)
+        assert Pools().predicted_ms(on_gpu) == pytest.approx(1.5)
+    unbatched = call(aten.max_pool2d_with_indices.default, empty(8, 10, 10), [2], ms=2.0)
+    monkeypatch.setattr(module_rules, "alone_ms", lambda run, device: run() is None or 1.0)
+    assert Pools().predicted_ms(Times(9.0, (unbatched,), device_ms=9.0, host_ms=1.0)) == 0.0

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from rooftop.kernels import max_pool2d
 from rooftop.kernels.convolutions.conv_acts import geometry_of
 from rooftop.kernels.convolutions.launches import copied
 from rooftop.kernels.convolutions.tables import Problem, choose
@@ -23,7 +25,7 @@ from rooftop.rewrites.timed_alone import alone_ms, filled, shape_of_result
 
 JOINED = ("relu", "gelu", "silu", "sigmoid", "hardtanh", "hardswish", "aten::add")
 """Parts of the names of operators that a convolution can compute with its sum."""
-NORMS = ("batch_norm",)
+NORMS, MAX_POOL = ("batch_norm",), "max_pool2d_with_indices"
 CONVOLUTIONS = ("aten::convolution", "aten::_convolution")
 HOPPER_SMS = 132
 
@@ -107,10 +109,11 @@ class Pools(Rule):
         return only_on_gpu(candidate)
 
     def absent(self, times: Times) -> str | None:
-        return times.lack("max_pool")
+        return times.lack(MAX_POOL)
 
     def predicted_ms(self, times: Times) -> float:
-        return times.gain_ms(times.of("max_pool") / 2)
+        share = share_of(times, MAX_POOL, _pooled) if times.device_ms is not None else 0.5
+        return times.gain_ms(share * times.of(MAX_POOL))
 
     def apply(self, candidate: Candidate) -> str:
         return some(len(replace_pools(candidate.model)), "max pool")
@@ -157,6 +160,18 @@ def bias_ms(call: Call) -> float:
         with_bias = alone_ms(lambda: call.operator(input, weight, bias, *rest), call.device)
         without = alone_ms(lambda: call.operator(input, weight, None, *rest), call.device)
     return call.ms * max(0.0, 1 - without / with_bias) if with_bias > 0 else 0.0
+
+
+def _pooled(
+    input: Tensor, kernel: list[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,), ceil_mode: bool = False,
+) -> object:  # fmt: skip
+    """A max pool without indices, of images."""
+    if input.dim() != 4:
+        return functional.max_pool2d(input, kernel, list(stride) or None, list(padding), list(dilation), ceil_mode)
+    sizes = (each if len(each) != 1 else each[0] for each in (kernel, stride or kernel, padding, dilation))
+    window, steps, padded, apart = sizes
+    return max_pool2d(input, window, steps, padded, apart, ceil_mode)
 
 
 def _passed(input: Tensor, *_: Any) -> object:

@@ -15,13 +15,13 @@ def replace_pools(model: nn.Module) -> dict[str, str]:
     """Let `kernels.max_pool2d` compute each `nn.MaxPool2d` of a model, in place, for inference.
 
     Returns:
-        The kind of each replaced pool, by module name. Pools that return indices, round up, are subclasses or have
-        another forward are not replaced.
+        The kind of each replaced pool, by module name. Pools that return indices, are subclasses or have another
+        forward are not replaced.
     """
     replaced = {}
     for name, module in model.named_modules():
         as_usual = type(module) is nn.MaxPool2d and "forward" not in vars(module)
-        if as_usual and not module.return_indices and not module.ceil_mode:
+        if as_usual and not module.return_indices:
             module.__dict__["forward"] = _Pooling(module)
             replaced[name] = "MaxPool2d"
     return replaced
@@ -37,4 +37,4 @@ class _Pooling:
         pool, input = self.pool, value_of(input)
         if not isinstance(input, Tensor) or input.dim() != 4 or input.dtype not in FLOATS:
             return nn.MaxPool2d.forward(pool, input)  # an unbatched image, or arguments that PyTorch refuses
-        return max_pool2d(input, pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+        return max_pool2d(input, pool.kernel_size, pool.stride, pool.padding, pool.dilation, bool(pool.ceil_mode))

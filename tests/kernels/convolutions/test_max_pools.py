@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rooftop.kernels import max_pool2d
@@ -22,6 +24,10 @@ CASES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((3, 1, 8, 5), {"kernel_size": (2, 3), "stride": 1, "dilation": (3, 1), "padding": 1}),
     ((0, 4, 6, 6), {"kernel_size": 2}),
     ((2, 8, 1, 1), {"kernel_size": 1}),
+    ((2, 6, 8, 9), {"kernel_size": 3, "stride": 2, "ceil_mode": True}),  # the pools of GoogLeNet and SqueezeNet
+    ((1, 3, 7, 6), {"kernel_size": (2, 3), "stride": (3, 5), "padding": 1, "ceil_mode": True}),
+    ((1, 2, 4, 3), {"kernel_size": 5, "stride": 4, "ceil_mode": True}),  # no window is wholly inside
+    ((1, 2, 9, 8), {"kernel_size": 2, "stride": 3, "dilation": 3, "padding": 1, "ceil_mode": True}),
 ]
 
 
@@ -45,6 +51,22 @@ def assert_as_torch(x: Tensor, **options: Any) -> None:
 def test_the_largest_of_each_window(shape: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype) -> None:
     torch.manual_seed(sum(shape))
     assert_as_torch(image(*shape, dtype=dtype), **options)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_rounding_up_is_that_of_torch(data: st.DataObject) -> None:
+    size, kernel, stride, dilation = (data.draw(st.integers(1, most)) for most in (12, 5, 6, 3))
+    options = {"kernel_size": kernel, "stride": stride, "padding": data.draw(st.integers(0, kernel // 2))}
+    options |= {"dilation": dilation, "ceil_mode": True}
+    x = image(1, 2, size, data.draw(st.integers(1, 12)))
+    try:
+        expected = F.max_pool2d(x, **options)
+    except RuntimeError:
+        with pytest.raises(ValueError, match="the window does not fit"):
+            max_pool2d(x, **options)
+        return
+    assert torch.equal(max_pool2d(x, **options), expected)
 
 
 def test_windows_wholly_below_zero_and_what_is_not_finite() -> None:
@@ -77,7 +99,8 @@ def test_what_the_kernel_does_not_take_is_pytorchs(layout: str) -> None:
 def test_operator_checks_of_torch_library() -> None:
     operator = torch.ops.rooftop.max_pool2d.default
     for x in (image(2, 3, 7, 8), image(2, 3, 7, 8).contiguous()):
-        torch.library.opcheck(operator, (x, [3, 2], [2, 1], [1, 1], [1, 2]))
+        for ceil_mode in (False, True):
+            torch.library.opcheck(operator, (x, [3, 2], [2, 1], [1, 1], [1, 2], ceil_mode))
 
 
 def test_compiled_whole() -> None:
@@ -109,6 +132,7 @@ def test_it_has_no_gradient_and_says_so() -> None:
         ((torch.zeros(1, 1, 4, 4), 2.0), TypeError, "kernel_size must be an integer or two, got 2.0"),
         ((torch.zeros(1, 1, 4, 4), 2, 0), ValueError, "stride must be at least 1, got 0"),
         ((torch.zeros(1, 1, 4, 4), (2, 2, 2)), TypeError, "kernel_size must be an integer or two"),
+        ((torch.zeros(1, 1, 4, 4), 2, 2, 0, 1, 1), TypeError, "ceil_mode must be True or False, got 1"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
@@ -123,6 +147,7 @@ def test_the_largest_of_each_window_on_a_gpu(shape: tuple[int, ...], dtype: torc
     x = image(*shape, dtype=dtype, device="cuda")
     assert_as_torch(x, kernel_size=3, stride=2, padding=1)
     assert_as_torch(x, kernel_size=2)
+    assert_as_torch(x, kernel_size=3, stride=2, ceil_mode=True)
     x[0, 0, 2, 2] = math.nan
     assert_as_torch(x, kernel_size=3, stride=2, padding=1)
 

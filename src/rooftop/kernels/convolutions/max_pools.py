@@ -36,6 +36,7 @@ class MaxPool(NamedTuple):
     stride: Sequence[int]
     padding: Sequence[int]
     dilation: Sequence[int]
+    ceil_mode: bool
 
     def run(self) -> Tensor:
         plan = launches.pool_plan_of(self.x, _geometry(*self))
@@ -48,9 +49,9 @@ class MaxPool(NamedTuple):
         return self.x.new_empty(shape).to(memory_format=self._format())
 
     def in_pytorch(self) -> Tensor:
-        x, kernel, *others = self
-        stride, padding, dilation = map(list, others)
-        y = functional.max_pool2d(x, list(kernel), stride, padding, dilation)
+        x, *window, ceil_mode = self
+        kernel, stride, padding, dilation = map(list, window)
+        y = functional.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
         return y.contiguous(memory_format=self._format())
 
     def _format(self) -> torch.memory_format:
@@ -61,7 +62,7 @@ class MaxPool(NamedTuple):
         """Flops: one comparison for each element of each window. Only pixels inside windows count as read."""
         from rooftop.cost.formulas.windows import touched_bytes
 
-        x, *window = self
+        x, *window, _ = self
         read = touched_bytes(x, made.shape[2:], *window)
         return Cost(read, distinct_bytes([made]), {precision_of(x.dtype): made.numel() * math.prod(self.kernel)})
 
@@ -70,11 +71,14 @@ _max_pool2d = declare("max_pool2d", MaxPool, known=True)
 
 
 def _geometry(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> Geometry:
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    ceil_mode: bool,
+) -> Geometry:  # fmt: skip
     (batch, channels, height, width), (down, right), (lines, pixels) = x.shape, stride, padding
     window, apart = (kernel[0], kernel[1]), (dilation[0], dilation[1])
-    return Geometry(batch, channels, height, width, channels, window, (down, right), (lines, pixels), apart)
+    return Geometry(
+        batch, channels, height, width, channels, window, (down, right), (lines, pixels), apart, 1, ceil_mode
+    )
 
 
 # ---- public ----------------------------------------------------------------------------------------------------
@@ -83,8 +87,9 @@ def _geometry(
 @repeated
 @recorded_whole
 def max_pool2d(
-    input: Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, dilation: Pair = 1
-) -> Tensor:
+    input: Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, dilation: Pair = 1,
+    ceil_mode: bool = False,
+) -> Tensor:  # fmt: skip
     """The largest value in each window, for inference, with the arguments of `torch.nn.functional.max_pool2d`.
 
     A kernel of this library computes it if the input is channels last, as `.to(memory_format=torch.channels_last)`
@@ -94,6 +99,7 @@ def max_pool2d(
         input: (N, C, H, W), bfloat16, float16, float32 or float64.
         kernel_size, stride, padding, dilation: a number, or a pair (vertical, horizontal). A stride of None means the
             kernel size. Padding has the value -inf, and is at most half of the kernel size.
+        ceil_mode: whether a last window that is only partly in the image has a result, too.
 
     Returns:
         (N, C, OH, OW), channels last if input is; NaN if a window contains one.
@@ -103,7 +109,7 @@ def max_pool2d(
         ValueError: shapes or sizes do not match.
         NotImplementedError: the input needs a gradient, or forward-mode differentiation is active.
     """
-    window = _window("max_pool2d", input, kernel_size, stride, padding, dilation)
+    window = _window("max_pool2d", input, kernel_size, stride, padding, dilation, ceil_mode)
     no_tangents("max_pool2d", input)
     if torch.is_grad_enabled() and input.requires_grad:
         raise NotImplementedError(
@@ -113,31 +119,34 @@ def max_pool2d(
 
 
 def max_pool2d_plan(
-    input: Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, dilation: Pair = 1
-) -> PoolPlan:
+    input: Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, dilation: Pair = 1,
+    ceil_mode: bool = False,
+) -> PoolPlan:  # fmt: skip
     """Return how `max_pool2d` would compute a call, and the reason, without computing it. Arguments and errors are
     those of `max_pool2d`, except for the errors about gradients.
     """
-    window = _window("max_pool2d_plan", input, kernel_size, stride, padding, dilation)
+    window = _window("max_pool2d_plan", input, kernel_size, stride, padding, dilation, ceil_mode)
     return launches.pool_plan_of(input, _geometry(input, *window))
 
 
 def _window(
-    name: str, x: Tensor, kernel_size: Pair, stride: Pair | None, padding: Pair, dilation: Pair
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """(kernel, stride, padding, dilation), checked."""
+    name: str, x: Tensor, kernel_size: Pair, stride: Pair | None, padding: Pair, dilation: Pair, ceil_mode: bool
+) -> tuple[list[int], list[int], list[int], list[int], bool]:
+    """(kernel, stride, padding, dilation, ceil_mode), checked."""
     check_tensors(name, FLOATS, input=x)
     kernel = list(two_integers(name, "kernel_size", kernel_size, 1))
     padded = list(two_integers(name, "padding", padding, 0))
     apart = list(two_integers(name, "dilation", dilation, 1))
     steps = kernel if stride is None else list(two_integers(name, "stride", stride, 1))
+    if type(ceil_mode) is not bool:
+        raise TypeError(f"{name}: ceil_mode must be True or False, got {ceil_mode!r}")
     if x.dim() != 4 or 0 in x.shape[1:]:
         raise ValueError(f"{name}: expected input (N, C, H, W) with channels and pixels, got {tuple(x.shape)}")
     if any(2 * p > k for p, k in zip(padded, kernel, strict=True)):
         raise ValueError(f"{name}: padding must be at most half of kernel_size {kernel}, got {padded}")
-    if min(_geometry(x, kernel, steps, padded, apart).out) < 1:
+    if min(_geometry(x, kernel, steps, padded, apart, ceil_mode).out) < 1:
         raise ValueError(
             f"{name}: the window does not fit into the input, {tuple(x.shape)} with kernel_size={kernel}, "
             f"padding={padded}, dilation={apart}: pad the input"
         )
-    return kernel, steps, padded, apart
+    return kernel, steps, padded, apart, ceil_mode

@@ -64,6 +64,9 @@ class Geometry(NamedTuple):
     """The shapes of a convolution: x (batch, channels, height, width) and weight (out_channels, channels / groups,
     *kernel). The other attributes are pairs (vertical, horizontal). It is a tuple, which is fast to create and hash,
     since each call does both.
+
+    Attributes:
+        ceil: whether a last window that is only partly in the image counts, too (pools only).
     """
 
     batch: int
@@ -76,16 +79,13 @@ class Geometry(NamedTuple):
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int = 1
+    ceil: bool = False
 
     @property
     def out(self) -> tuple[int, int]:
         """The number of lines of the result and of pixels per line; negative if the window does not fit."""
-        height, width = (
-            (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-            for size, kernel, stride, padding, dilation in zip(
-                (self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True
-            )
-        )
+        sides = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        height, width = (_windows(*side, self.ceil) for side in sides)
         return height, width
 
     @property
@@ -111,6 +111,17 @@ class Geometry(NamedTuple):
     def pointwise(self) -> bool:
         """Whether the convolution is a matrix product: its window is a single pixel and visits every pixel."""
         return self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1
+
+
+def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
+    """The number of windows along one side. With `ceil`, the last one may end behind the image and its padding, but
+    starts before the padding's end side.
+    """
+    after_first = size + 2 * padding - dilation * (kernel - 1) - 1
+    if not ceil:
+        return after_first // stride + 1
+    count = -(-after_first // stride) + 1
+    return count - 1 if (count - 1) * stride >= size + padding else count
 
 
 @dataclass(frozen=True)
