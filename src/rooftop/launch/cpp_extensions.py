@@ -166,9 +166,7 @@ class Extension:
             self._thread = thread
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the compilation in the background, for at most this time. Return whether it is over or was never
-        started.
-        """
+        """Wait at most this long for the compilation in the background. Return True if it has ended or never began."""
         if self._thread is not None:
             self._thread.join(min(max(0.0, seconds), threading.TIMEOUT_MAX))
         return self._thread is None or not self._thread.is_alive()

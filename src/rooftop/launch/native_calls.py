@@ -57,9 +57,7 @@ def build() -> None:
 
 
 def wait(seconds: float) -> bool:
-    """Wait for the compilation in the background, for at most this time. Return whether it is over or was never
-    started.
-    """
+    """Wait at most this long for the compilation in the background. Return True if it has ended or never began."""
     return _extension.wait(seconds)
 
 

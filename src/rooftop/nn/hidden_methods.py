@@ -18,7 +18,7 @@ METHODS = (
 
 
 def check_methods(model: nn.Module, name: str) -> None:
-    """Check that no attribute of a model hides a method that Rooftop and PyTorch call on it.
+    """Check that no attribute of a model hides a method of `nn.Module` that Rooftop and PyTorch call.
 
     Args:
         name: the public function, for the error.

@@ -48,7 +48,7 @@ WORTH_A_TRY = 0.5
 """A rule is tried if this share of the time that it needs is left: the estimate may be wrong, and a deadline stops
 it."""
 WAIT_SHARE = 0.4
-"""The largest share of the time left for which a search waits for the C++ launcher of our kernels."""
+"""A search waits for the C++ launcher of our kernels for at most this share of the time left."""
 LEAST_SAVED = 0.1
 """Share of a step's memory that a rule must save to be kept for it."""
 

@@ -116,7 +116,7 @@ def times_of(
 
 
 def _copies_ms(candidate: Candidate, step: Step, given: Arguments) -> float:
-    """The device time of copying all arguments and results of a call; 0 on a CPU."""
+    """The device time in ms that copies of all arguments and results of a call take; 0 on a CPU."""
     if candidate.device.type != "cuda":
         return 0.0
     results, _ = step.run(candidate.call, candidate.model, anew(given))

@@ -140,8 +140,8 @@ class Times:
         return sum(call.count for call in self.calls if any(name in call.operator.name() for name in names))
 
     def lack(self, *names: str) -> str | None:
-        """Return `NOTHING` if no known operator's name contains one of these parts. Return None otherwise, or if the
-        operators are not known.
+        """`NOTHING` if no operator of the step has a name with one of these parts. None if one has, or if the operators
+        are not known.
         """
         return NOTHING if self.calls and not self.count(*names) else None
 

@@ -209,8 +209,8 @@ class Followers:
         return (*steps, name)
 
     def _opened(self, node: fx.Node, prefix: str) -> fx.Node | None:
-        """The call of the folded norm that takes a folded convolution's result; None if this trace has no such call,
-        because the model takes another path than when the norm was folded.
+        """The call of the folded norm that takes a folded convolution's result. None if this trace has no such call: it
+        then follows another path through the model than the trace by which the norm was folded.
         """
         while (user := _only(node)) is not None and user.op == "call_module":
             if isinstance(vars(self._module(user, prefix)).get("forward"), Opening):

@@ -20,7 +20,7 @@ long, and there are seven operators in all."""
 BY_HAND, CALLS = 2.5, 7
 LAYER_NORM, SOFTMAX = "aten::native_layer_norm", "aten::_softmax"
 OF_NORMS = ("layer_norm", "rms_norm", "vector_norm", "sqrt", "pow")
-"""Parts of the names of operators; each layer norm and RMS norm runs one of these."""
+"""Parts of names of operators. Every layer norm and RMS norm calls an operator with one of these parts."""
 OF_KERNELS = (*OF_NORMS, "softmax", "embedding", "nll_loss", "cross_entropy")
 
 

@@ -2,10 +2,10 @@
 
 Libraries join a batch norm with its activation in one class, such as timm's `BatchNormAct2d`: a subclass of
 `nn.BatchNorm2d` whose forward normalizes, and then calls its modules `drop` and `act`. No rule may fold a subclass,
-since its forward may do anything. So torch.fx traces this forward alone. It may contain only `batch_norm` with the
-module's own tensors, and then calls of the module's own modules, one after the other. It must change nothing in the
-module. `split` then adds an `nn.BatchNorm2d` with the same tensors (the part). It replaces the forward: the new one
-calls the part, then the other modules. Rules then see ordinary modules.
+since its forward may do anything. So torch.fx traces this forward alone. The trace may contain only one `batch_norm` of
+the module's own tensors, and then the module's own modules, each called with the result before it. The forward must not
+change the module. `split` then adds an `nn.BatchNorm2d` with the same tensors (the part). It replaces the forward: the
+new one calls the part, then the other modules. Rules then see ordinary modules.
 
 The trace shows one path only. So each call checks that the module's public attributes that are numbers, strings or None
 have not changed. Other attributes, and the modes of its modules, are not checked.

@@ -99,7 +99,7 @@ def max_pool2d(
         input: (N, C, H, W), bfloat16, float16, float32 or float64.
         kernel_size, stride, padding, dilation: a number, or a pair (vertical, horizontal). A stride of None means the
             kernel size. Padding has the value -inf, and is at most half of the kernel size.
-        ceil_mode: whether a last window that is only partly in the image has a result, too.
+        ceil_mode: round the size of the result up, not down. The last window may then reach beyond the padded image.
 
     Returns:
         (N, C, OH, OW), channels last if input is; NaN if a window contains one.

@@ -66,7 +66,7 @@ class Geometry(NamedTuple):
     since each call does both.
 
     Attributes:
-        ceil: whether a last window that is only partly in the image counts, too (pools only).
+        ceil: whether the size of the result is rounded up, as `ceil_mode` of a pool does (pools only).
     """
 
     batch: int
