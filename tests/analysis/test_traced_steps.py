@@ -14,9 +14,10 @@ from rooftop.analysis import profiling
 from rooftop.analysis.instruments import Plain
 from rooftop.analysis.kernel_times import KernelTimes
 from rooftop.analysis.program import Program
-from rooftop.analysis.traced_steps import QUESTIONS, TracingQuestions
+from rooftop.analysis.traced_steps import TracingQuestions
 from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.sequences import StepClock
+from rooftop.hardware.tracing_questions import QUESTIONS
 
 ASK = [
     lambda: torch.compiler.is_compiling(),

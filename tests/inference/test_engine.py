@@ -6,7 +6,6 @@ import copy
 import hashlib
 import pickle
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from rooftop.cost import CountingMode
 from rooftop.inference import Engine
 from rooftop.models.detr.network import Detr
 from rooftop.models.vision.resnet import BasicBlock, ResNet
-from rooftop.rewrites.graphs import Graph, Graphs, UncapturedError, waits, waits_in_a_capture
+from rooftop.rewrites.graphs import Graph, Graphs, UncapturedError
 from rooftop.rewrites.structures import signature
 from rooftop.testing import assert_as_accurate
 
@@ -455,70 +454,6 @@ def test_a_state_is_noticed() -> None:
         with torch.inference_mode():
             engine.model(torch.ones(1))
         assert engine._state() != before
-
-
-def noted_sync_modes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Note the sync debug modes that are set, as a machine without a GPU cannot set them."""
-    modes: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    return modes
-
-
-def test_waits_are_told_by_their_lines_and_only_those_of_this_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = noted_sync_modes(monkeypatch)
-    shown: list[str] = []
-    monkeypatch.setattr(warnings, "showwarning", lambda message, *rest: shown.append(str(message)))
-
-    def wait() -> None:
-        warnings.warn("called a synchronizing CUDA operation (Triggered internally)", UserWarning, stacklevel=1)
-
-    def call() -> None:
-        thread = threading.Thread(target=wait)
-        thread.start()
-        thread.join()
-        warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
-        warnings.warn("the model's own", UserWarning, stacklevel=1)
-
-    assert waits(call) == []
-    line = wait.__code__.co_firstlineno + 1
-    assert waits(wait) == [f"{__file__}:{line}"]
-    assert shown == ["the model's own"]
-    with pytest.raises(ZeroDivisionError):
-        waits(lambda: 1 / 0)
-    assert modes == ["warn", 0] * 3
-
-
-def test_a_call_that_asks_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the waits of a capture count; other threads still learn that they are not captured."""
-    noted_sync_modes(monkeypatch)
-    asked = lambda: False  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", asked)
-    elsewhere: list[bool] = []
-
-    def ask() -> None:
-        elsewhere.append(torch.cuda.is_current_stream_capturing())
-
-    def wait() -> None:
-        warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
-
-    def call() -> None:
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
-        if not torch.cuda.is_current_stream_capturing():
-            wait()
-
-    def refuses() -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("captured")
-        wait()
-
-    line = wait.__code__.co_firstlineno + 1
-    assert waits_in_a_capture(call) == []
-    assert elsewhere == [False] * 3
-    assert waits_in_a_capture(wait) == waits_in_a_capture(refuses) == [f"{__file__}:{line}"]
-    assert torch.cuda.is_current_stream_capturing is asked
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------

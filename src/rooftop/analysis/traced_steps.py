@@ -11,21 +11,11 @@ compiled parts is not watched, because the replaced functions would be compiled 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
-import torch
-
-QUESTIONS = (
-    (torch.compiler, "is_compiling"),
-    (torch.compiler, "is_dynamo_compiling"),
-    (torch.cuda, "is_current_stream_capturing"),
-)
-TOLD_THE_TRUTH = {"torch", "rooftop"}
+from rooftop.hardware.tracing_questions import answered
 
 
 class TracingQuestions:
@@ -44,38 +34,11 @@ class TracingQuestions:
             self.asked = True
             return original(*args)
 
-        with _answered(notice):
+        with answered(notice):
             yield
 
     @contextmanager
     def affirmed(self) -> Iterator[None]:
         """Tell the program that it is being compiled and captured."""
-        with _answered(lambda original, *args: True):
+        with answered(lambda original, *args: True):
             yield
-
-
-@contextmanager
-def _answered(answer: Callable[..., bool]) -> Iterator[None]:
-    """Replace PyTorch's functions by `answer(original, *arguments)`, except for callers that always get the true
-    answer.
-
-    A module that is first imported in the block keeps the replacement. After the block, the replacement answers like
-    the original.
-    """
-    is_over = False
-
-    def answering(original: Callable[..., bool]) -> Callable[..., bool]:
-        @wraps(original)
-        def question(*args: Any) -> bool:
-            asker = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
-            return original(*args) if is_over or asker in TOLD_THE_TRUTH else answer(original, *args)
-
-        return question
-
-    try:
-        with ExitStack() as patched:
-            for module, name in QUESTIONS:
-                patched.enter_context(patch.object(module, name, answering(getattr(module, name))))
-            yield
-    finally:
-        is_over = True

@@ -14,13 +14,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
 from torch import Tensor
 
 from rooftop.hardware.graphs import captured_into
+from rooftop.hardware.tracing_questions import CAPTURING, answered
 from rooftop.words import in_a_line
+
+T = TypeVar("T")
 
 capturing = threading.Lock()  # a process makes one capture at a time
 
@@ -173,8 +176,8 @@ def capture(
         state: must return the same value before and after the first run. If it does not, a graph would replay stale
             state that the model keeps from call to call.
         compared: whether the results and the time of the graph are compared with the call's. Then a call that
-            synchronizes only outside of captures is captured (see `waits_in_a_capture`); its graph may take another
-            path through the model.
+            synchronizes only outside of captures is captured (see `waits_in_a_capture`); its graph takes another path
+            through the model.
 
     Raises:
         UncapturedError: the first run succeeded, but the state changed, the host synchronizes with the GPU, or the
@@ -184,53 +187,106 @@ def capture(
     """
     current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
+
+    def record() -> tuple[torch.cuda.CUDAGraph, Any, int]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), captured_into(graph, stream, pool):
+            reserved = torch.cuda.memory_reserved(stream.device)
+            captured = call()
+            return graph, captured, torch.cuda.memory_reserved(stream.device) - reserved
+
     try:
         # This context resets the current stream even if a failed capture does not.
-        with capturing, torch.cuda.stream(stream):
-            with torch.no_grad():
-                before = state()
-                outputs = call()
-                if state() != before:
-                    raise UncapturedError("the model changes its buffers in each call", outputs)
-                if found := (waits_in_a_capture if compared else waits)(call):
-                    raise UncapturedError(f"the host waits for the GPU at {found[0]}", outputs)
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.inference_mode(), captured_into(graph, stream, pool):
-                    reserved = torch.cuda.memory_reserved(stream.device)
-                    captured = call()
-                    grown = torch.cuda.memory_reserved(stream.device) - reserved
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                free_generator(stream.device)
-                raise UncapturedError(in_a_line(error), outputs) from error
+        with capturing, torch.cuda.stream(stream), torch.no_grad():
+            before = state()
+            outputs = call()
+            if state() != before:
+                raise UncapturedError("the model changes its buffers in each call", outputs)
+            graph, captured, grown = recorded(record, call, outputs, stream, compared)
     finally:
         current.wait_stream(stream)
     held = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
     return Graph(inputs, captured, graph.replay, graph.pool(), held + grown)
 
 
-def waits_in_a_capture(call: Callable[[], Any]) -> list[str]:
-    """The lines at which the host would wait during a capture of the call, and which would end the capture.
+def recorded(
+    record: Callable[[], T], call: Callable[[], Any], outputs: Any, stream: torch.cuda.Stream, compared: bool
+) -> T:
+    """Return `record()`, which captures `call` on `stream`. First run the call again, to detect GPU synchronization.
 
-    Some models wait for the GPU only outside of captures. Those of transformers ask it whether they need a mask, but in
-    a capture they always use one. So a call that waits runs twice more, while
-    `torch.cuda.is_current_stream_capturing` returns True in this thread. The first of these two runs does one-time
-    work, such as compiling. The function returns the waits of the second one.
+    Some models run other operators in a capture: older versions of transformers then build an attention mask that masks
+    nothing, and attention with a mask is slower. So if the call does not wait for the GPU, the model is told that there
+    is no capture. If it waits, or this capture fails, the model gets the true answer.
+
+    Args:
+        outputs: results of the call, for the error.
+        compared: see `capture`.
+
+    Raises:
+        UncapturedError: the host synchronizes with the GPU, or the capture failed.
+        OutOfMemoryError: the capture needs more memory.
     """
     found = waits(call)
     if not found:
-        return []
-    here, asked = threading.get_ident(), torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: threading.get_ident() == here or asked()
+        with unaware(stream) as audience:
+            try:
+                return record()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                free_generator(stream.device)
+                if not audience.asked:
+                    raise UncapturedError(in_a_line(error), outputs) from error
+    elif compared:
+        found = waits_in_a_capture(call, found)
+    if found:
+        raise UncapturedError(f"the host waits for the GPU at {found[0]}", outputs)
     try:
-        call()
-        return waits(call)
+        return record()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        free_generator(stream.device)
+        raise UncapturedError(in_a_line(error), outputs) from error
+
+
+@dataclass
+class Audience:
+    """Whether the model has asked whether it is captured."""
+
+    asked: bool = False
+
+
+@contextmanager
+def unaware(stream: torch.cuda.Stream) -> Iterator[Audience]:
+    """In the block, tell the model that `stream` captures no graph. PyTorch and Rooftop get the true answer, and so do
+    askers on other streams.
+    """
+    audience = Audience()
+
+    def answer(original: Callable[[], bool]) -> bool:
+        audience.asked = True
+        return original() and torch.cuda.current_stream() != stream
+
+    with answered(answer, [CAPTURING]):
+        yield audience
+
+
+def waits_in_a_capture(call: Callable[[], Any], found: list[str]) -> list[str]:
+    """The lines at which the host would wait during a capture of a call that waits at `found` outside of captures.
+
+    Some models wait for the GPU only outside of captures. Those of transformers ask it whether they need a mask, but in
+    a capture they always use one. So the call runs twice more, while everyone in this thread is told that it is
+    captured. The first of these two runs does one-time work, such as compiling. The function returns the waits of the
+    second one.
+    """
+    here = threading.get_ident()
+    try:
+        with answered(lambda original: threading.get_ident() == here or original(), [CAPTURING], told_the_truth=()):
+            call()
+            return waits(call)
     except Exception:  # the call refuses captures
         return found
-    finally:
-        torch.cuda.is_current_stream_capturing = asked
 
 
 def waits(call: Callable[[], Any]) -> list[str]:

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.hardware.graphs import captured_into
-from rooftop.rewrites.graphs import UncapturedError, capturing, free_generator, waits_in_a_capture
+from rooftop.rewrites.graphs import UncapturedError, capturing, recorded
 from rooftop.rewrites.structures import mapped, signature
-from rooftop.words import in_a_line
 
 MOST_PAIRS = 4
 Gradients = list[Tensor | None]
@@ -299,28 +298,24 @@ class _Capture:
         device, stream = self.device, self._stream
         current = torch.cuda.current_stream(device)
         stream.wait_stream(current)
+
+        def record() -> Recorded:
+            first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            reserved = torch.cuda.memory_reserved(device)
+            with captured_into(first, stream, self._pool):
+                captured = forward()
+            with captured_into(second, stream, self._pool):
+                gradients = backward(captured)
+            grown = torch.cuda.memory_reserved(device) - reserved
+            return Recorded(captured, gradients, first.replay, second.replay, grown)
+
         try:
             with capturing, torch.cuda.device(device), torch.cuda.stream(stream), _quiet_about_streams():
                 outputs = forward()
                 backward(outputs)
-                if found := waits_in_a_capture(lambda: backward(forward())):
-                    raise UncapturedError(f"the host waits for the GPU at {found[0]}", outputs)
-                first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-                reserved = torch.cuda.memory_reserved(device)
-                try:
-                    with captured_into(first, stream, self._pool):
-                        captured = forward()
-                    with captured_into(second, stream, self._pool):
-                        gradients = backward(captured)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:
-                    free_generator(device)
-                    raise UncapturedError(in_a_line(error), outputs) from error
-                grown = torch.cuda.memory_reserved(device) - reserved
+                return recorded(record, lambda: backward(forward()), outputs, stream, compared=True)
         finally:
             current.wait_stream(stream)
-        return Recorded(captured, gradients, first.replay, second.replay, grown)
 
 
 @contextmanager
