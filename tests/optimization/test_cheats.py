@@ -285,3 +285,49 @@ def test_only_the_same_bits_where_they_are_asked_for() -> None:
     assert verdict == "refused"
     assert reason.endswith("only bit-identical results were requested")
     assert tried(lambda call, candidate: quick(candidate), exact=True)[1] == "kept"
+
+
+class Sleepy(nn.Module):
+    """A linear layer with two pauses, which changes may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.pauses = [0.002, 0.001]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pause in self.pauses:
+            time.sleep(pause)
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class WithoutPause(Rule):
+    """Leave out one pause, and pass the result to `then`."""
+
+    def __init__(self, name: str, place: int, then: Call) -> None:
+        self.name, self.place, self.then = name, place, then
+
+    def apply(self, candidate: Candidate) -> str:
+        model, call = candidate.model, candidate.call
+        assert isinstance(model, Sleepy)
+        model.pauses = [pause for pause in model.pauses if pause != Sleepy().pauses[self.place]]
+        candidate.call = lambda x: self.then(call(x))
+        return "a pause"
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_turns_wrong_at_the_end_is_left_out_and_the_rest_stays(first: bool) -> None:
+    ended = [False]
+
+    def progress(what: str, fraction: float) -> None:
+        ended[0] |= what == "the result"
+
+    right = WithoutPause("right", 1 - first, lambda y: y)
+    tires = WithoutPause("tires", int(first), lambda y: y + 1 if ended[0] else y * (1 + 2**-22))
+    x, model = torch.randn(4, 8), Sleepy().eval()
+    found = rooftop.optimize(model, x, rules=[right, tires], progress=progress)
+    assert {change.rule: change.verdict for change in found.changes} == {"right": "kept", "tires": "refused"}
+    assert "other values, after many calls: result 0 is off by" in found.changes[-1].reason + found.changes[0].reason
+    assert found.after_ms < found.before_ms
+    with torch.no_grad():
+        assert torch.equal(found.module(x), found.undo()(x))

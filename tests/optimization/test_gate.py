@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rooftop.optimization import tensor_floats
+from rooftop.optimization.accuracy import RefusedError
 from rooftop.optimization.draws import Draw
-from rooftop.optimization.gate import Gate, Known, RefusedError
+from rooftop.optimization.gate import Gate, Known
 from rooftop.optimization.outcomes import Outcome, Step
 from rooftop.rewrites.candidates import Candidate
 
@@ -36,7 +38,7 @@ def judged(sizes: dict[str, float]) -> float:
     given: Any = ((), {})
     known = Known(Draw("the given inputs", given), outcome(dict.fromkeys(names, 1.0)), exact)
     gate = Gate(nn.Identity(), Step(True), [known])
-    return gate._compare(outcome(sizes), known)
+    return gate._compare(outcome(sizes), known, Candidate.of(nn.Identity(), None, training=True))
 
 
 def gradients(*sizes: float) -> dict[str, float]:
@@ -47,6 +49,70 @@ def test_each_gradient_may_be_off_by_twice_the_original() -> None:
     assert judged(gradients(1.9, *[1.1] * 9)) == pytest.approx(0.95, abs=1e-3)
     with pytest.raises(RefusedError, match="gradient of 3 is off by"):
         judged(gradients(1.0, 1.0, 1.0, 2.1, *[1.0] * 9))
+
+
+class Noisy(nn.Module):
+    """A scale of each row, with an error of `size` that depends on the values as rounding errors do."""
+
+    def __init__(self, size: float, seed: int) -> None:
+        super().__init__()
+        self.size, self.seed = size, seed
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = (x * self.weight).sum(1)
+        if x.dtype == torch.float64:
+            return exact
+        generator = torch.Generator().manual_seed(self.seed + int(x.double().sum() * 1e6))
+        return exact + self.size * torch.randn(len(x), generator=generator)
+
+
+def noisy(seed: int, size: float = ERROR, rows: int = 1, special: bool = False) -> tuple[Gate, Candidate]:
+    """A gate for a few results with random errors of `ERROR`, and a change with errors of `size`."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = lambda: Draw("other values", ((torch.rand(rows, 64, generator=generator),), {}))  # noqa: E731
+    first = replace(drawn(), what="the given inputs")
+    tried = [first, Draw("constant inputs", ((torch.full((rows, 64), 0.5 + seed / 1e3),), {}), special=True)]
+    gate = Gate.of(Noisy(ERROR, 0), Step(False), tried[: 1 + special], 60.0, more=drawn)
+    return gate, Candidate.of(Noisy(size, 1000 + seed), None, training=False)
+
+
+def verdicts(**options: Any) -> list[bool]:
+    """Whether the change is right, for 40 seeds."""
+    found = []
+    for seed in range(40):
+        gate, candidate = noisy(seed, **options)
+        try:
+            assert gate.judge(candidate) <= 1
+            found.append(True)
+        except RefusedError:
+            found.append(False)
+    return found
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_bad_luck_with_a_few_elements_is_told_from_a_larger_error(special: bool) -> None:
+    """One element has twice another one's error in every third case."""
+    assert sum(verdicts(special=special)) >= 34
+    assert sum(verdicts(special=special, size=5 * ERROR, rows=4)) <= 2
+
+
+def test_without_more_inputs_bad_luck_counts() -> None:
+    for seed in range(10):
+        gate, candidate = noisy(seed)
+        gate.more = None
+        with suppress(RefusedError):
+            gate.judge(candidate)
+            continue
+        return
+    pytest.fail("no case had bad luck")
+
+
+def test_a_change_that_is_far_off_needs_no_more_inputs() -> None:
+    gate, candidate = noisy(0, size=1e3 * ERROR)
+    gate.more = lambda: pytest.fail("asks for more inputs")
+    with pytest.raises(RefusedError, match="the given inputs: result 0 is off by"):
+        gate.judge(candidate)
 
 
 def test_results_may_be_off_by_twice_the_original() -> None:

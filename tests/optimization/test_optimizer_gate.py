@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rooftop.optimization.gate import RefusedError
+from rooftop.optimization.accuracy import RefusedError
 from rooftop.optimization.optimizer_gate import check_steps, parameters_after
 from rooftop.rewrites.optimizer_rules import fused
 

@@ -199,7 +199,7 @@ class AddsMask(nn.Module):
 @pytest.mark.gpu
 @pytest.mark.parametrize("careful", [False, True])
 def test_a_graph_takes_the_path_of_the_model_that_is_not_captured(careful: bool) -> None:
-    x = torch.rand(64, device="cuda")
+    x = torch.rand(64, device="cuda", dtype=torch.bfloat16)
     engine = Engine(AddsMask(careful).eval().cuda())
     engine(x), engine(x)
     assert torch.equal(engine(x), x + careful)

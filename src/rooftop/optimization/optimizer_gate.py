@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftop.optimization.gate import RefusedError, as_accurate
+from rooftop.optimization.accuracy import RefusedError, as_accurate
 from rooftop.optimization.outcomes import SEED
 from rooftop.optimization.timing import same_state
 

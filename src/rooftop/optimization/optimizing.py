@@ -28,7 +28,7 @@ from rooftop.rewrites.candidates import set_mode
 from rooftop.words import did_you_mean
 
 GATE_SHARE = 0.25
-"""Share of the budget for the original's results on special values."""
+"""Share of the budget for the original's results on special values, and for comparisons of doubtful results."""
 
 
 def optimize(
@@ -109,7 +109,7 @@ def optimize(
         check_taken(twin, step, tried)
 
         def gate() -> Gate:
-            return Gate.of(twin, step, _in_order(tried), GATE_SHARE * budget_s, exact)
+            return Gate.of(twin, step, _in_order(tried), GATE_SHARE * budget_s, exact, fresh)
 
         proven = [given, *(each.given for each in claimed)]
 

@@ -6,6 +6,7 @@ and kept if it is correct.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -18,10 +19,11 @@ import torch
 from torch import nn
 
 from rooftop.launch import repeated_calls
+from rooftop.optimization.accuracy import RefusedError
 from rooftop.optimization.as_before import Originals
 from rooftop.optimization.deadlines import Deadline, StoppedError
 from rooftop.optimization.draws import Arguments, Draw, tensors_of
-from rooftop.optimization.gate import Gate, RefusedError
+from rooftop.optimization.gate import Gate
 from rooftop.optimization.optimized import Change
 from rooftop.optimization.optimizer_gate import check_steps
 from rooftop.optimization.outcomes import Step, copied
@@ -479,7 +481,11 @@ class Search:
             self._gate_of(self.kept).judge_on(self.best, replace(self.fresh(), what="other values, after many calls"))
             self._nothing_changed()
         except Exception as error:
-            self._give_up(str(error) if isinstance(error, RefusedError) else in_a_line(error))
+            reason = str(error) if isinstance(error, RefusedError) else in_a_line(error)
+            if self.planned:
+                self._give_up(reason)
+            else:
+                self._leave_out_the_worst(reason)
             return self._result()
         ms = {name: before_ms * (1 - statistics.median(shares)) for name, shares in gains.items()}
         noise = max(gains["after"]) - min(gains["after"])
@@ -498,6 +504,39 @@ class Search:
         if not rules or len(rules) == len(self.kept):
             return {}
         return {"without": self._run(rules)}
+
+    def _leave_out_the_worst(self, reason: str) -> None:
+        """Refuse the kept rule that added the largest error, and prove the others without it. If they fail, too, give
+        up all.
+        """
+        errors = {each.rule: each.error or 0.0 for each in self.changes if each.verdict == "kept"}
+        before = dict(zip(errors, [0.0, *itertools.accumulate(errors.values(), max)], strict=False))
+        worst = max(errors, key=lambda name: errors[name] - before[name])
+        late = time.perf_counter() > self._limit
+        left_out = {worst: reason}
+        left_out |= {
+            rule.name: f"without {worst}, it would compile again, and {BUDGET_OVER}"
+            for rule in self.kept
+            if late and rule.kind == "compile" and rule.name != worst
+        }
+        self._refuse(left_out)
+        rest = [rule for rule in self.kept if rule.name not in left_out]
+        self.kept, self.best = [], self.plain
+        if not rest:
+            return
+        try:
+            candidate = self._run(rest)
+            self._proven(candidate, self._gate_of(rest))
+            self.kept, self.best = rest, candidate
+        except Exception as error:
+            why = str(error) if isinstance(error, RefusedError) else in_a_line(error)
+            self._refuse({rule.name: f"without {worst}: {why}" for rule in rest})
+
+    def _refuse(self, reasons: Mapping[str, str]) -> None:
+        self.changes = [
+            replace(each, verdict="refused", reason=reasons[each.rule]) if each.rule in reasons else each
+            for each in self.changes
+        ]
 
     def _give_up(self, reason: str, verdict: str = "refused") -> None:
         self.changes = [

@@ -1,0 +1,142 @@
+"""The error of a changed model's results, relative to the error that is allowed.
+
+A result may have at most twice the original's error, measured against float64, plus one rounding
+(`rooftop.testing.assert_as_accurate`). The limit applies to the worst element and to the root mean square.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALLOWED = 2.0
+"""The allowed error of a change, as a multiple of the original's error, as in `rooftop.testing`."""
+
+
+class RefusedError(Exception):
+    """Raised for a change that is not correct, with the reason; the search catches it."""
+
+
+class InaccurateError(RefusedError):
+    """Raised for a result with a larger error than allowed.
+
+    Attributes:
+        share: the error as a multiple of the allowed error; above 1.
+    """
+
+    def __init__(self, what: str, name: str, errors: Errors, usual: float) -> None:
+        super().__init__(f"{what}: {name} is {errors}")
+        self.share = errors.share(usual)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of one result of a change and of the original, on one or more inputs.
+
+    Attributes:
+        count: number of finite elements.
+        worst, rounding: the change's error, and the rounding of the true value, of the worst element.
+        largest, plain: the largest error of the change, and of the original.
+        squares, plain_squares, rounding_squares: sums of squares of all errors and roundings.
+    """
+
+    count: int = 0
+    worst: float = 0.0
+    rounding: float = 0.0
+    largest: float = 0.0
+    plain: float = 0.0
+    squares: float = 0.0
+    plain_squares: float = 0.0
+    rounding_squares: float = 0.0
+
+    @classmethod
+    def of(cls, name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str) -> Errors:
+        """Compare results.
+
+        Args:
+            got, eager: results of the change and of the original.
+            truth: the float64 model's result.
+
+        Raises:
+            RefusedError: NaN and infinities are in other places than the original's.
+        """
+        kind = torch.finfo(got.dtype)
+        got, eager, truth = got.double(), eager.double(), truth.to(got.device).double()
+        for special, test in (("NaN", torch.isnan), ("infinite", torch.isinf)):
+            mine, expected, exact = test(got), test(eager), test(truth)
+            if bool((mine & ~expected).any()):
+                raise RefusedError(f"{what}: {name} has {int((mine & ~expected).sum())} {special} elements too many")
+            if bool((~mine & expected & exact).any()):
+                raise RefusedError(f"{what}: {name} lacks {int((~mine & expected & exact).sum())} {special} elements")
+        finite = got.isfinite() & eager.isfinite() & truth.isfinite()
+        got, eager, truth = got[finite], eager[finite], truth[finite]
+        if got.numel() == 0:
+            return cls()
+        rounding = kind.eps * truth.abs() + kind.tiny
+        error, plain = (got - truth).abs(), (eager - truth).abs()
+        worst = (error - rounding).argmax()
+        sums = (each.square().sum() for each in (error, plain, rounding))
+        found = torch.stack([error[worst], rounding[worst], error.max(), plain.max(), *sums])
+        return cls(got.numel(), *found.tolist())
+
+    def __add__(self, other: Errors) -> Errors:
+        """The errors on the inputs of both."""
+        worst = max(self, other, key=lambda each: each.worst - each.rounding)
+        return Errors(
+            self.count + other.count,
+            worst.worst,
+            worst.rounding,
+            max(self.largest, other.largest),
+            max(self.plain, other.plain),
+            self.squares + other.squares,
+            self.plain_squares + other.plain_squares,
+            self.rounding_squares + other.rounding_squares,
+        )
+
+    def share(self, usual: float) -> float:
+        """The error as a multiple of the allowed error.
+
+        Args:
+            usual: a lower bound of the original's error.
+        """
+        if not self.count:
+            return 0.0
+        rms, plain, rounding = self._means()
+        of_worst = self.worst / (ALLOWED * max(self.plain, usual) + self.rounding)
+        return max(of_worst, rms / (ALLOWED * max(plain, usual) + rounding))
+
+    def _means(self) -> tuple[float, float, float]:
+        """Root mean squares of the change's error, the original's error and the rounding."""
+        rms, plain, rounding = (
+            math.sqrt(each / self.count) for each in (self.squares, self.plain_squares, self.rounding_squares)
+        )
+        return rms, plain, rounding
+
+    def __str__(self) -> str:
+        rms, plain, _ = self._means()
+        return (
+            f"off by up to {self.largest:.3g}, the original by {self.plain:.3g} "
+            f"(root mean square {rms:.3g} and {plain:.3g})"
+        )
+
+
+def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str, usual: float) -> float:
+    """The error of a result as a multiple of the allowed error, at most 1.
+
+    Args:
+        got, eager: results of the change and of the original.
+        truth: the float64 model's result.
+        usual: a lower bound of the original's error: its error on the given inputs, in TF32, or its sensitivity.
+
+    Raises:
+        InaccurateError: the error is larger.
+        RefusedError: NaN and infinities are in other places than the original's.
+    """
+    errors = Errors.of(name, got, eager, truth, what)
+    share = errors.share(usual)
+    if not share <= 1:
+        raise InaccurateError(what, name, errors, usual)
+    return share
