@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rooftop.optimization import tensor_floats
-from rooftop.optimization.accuracy import RefusedError
+from rooftop.optimization.accuracy import Errors, RefusedError
 from rooftop.optimization.draws import Draw
 from rooftop.optimization.gate import Gate, Known
 from rooftop.optimization.outcomes import Outcome, Step
@@ -95,6 +95,19 @@ def test_bad_luck_with_a_few_elements_is_told_from_a_larger_error(special: bool)
     """One element has twice another one's error in every third case."""
     assert sum(verdicts(special=special)) >= 34
     assert sum(verdicts(special=special, size=5 * ERROR, rows=4)) <= 2
+
+
+def test_errors_add_up() -> None:
+    exact = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
+    errors = Errors() + Errors.of("", exact.float(), exact.float(), exact, "")
+    assert errors.share(0.0) == 0.0
+    errors += Errors.of("", exact[:1].float() + 0.25, exact[:1].float() - 0.25, exact[:1], "")
+    assert (errors.count, errors.worst, errors.largest, errors.plain) == (4, 0.25, 0.25, 0.25)
+    assert 0.499 < errors.share(0.0) < 0.5
+    assert errors.share(0.5) < 0.25
+    assert Errors().share(0.0) == 0.0
+    empty = torch.full((2,), torch.nan)
+    assert Errors.of("", empty, empty, empty.double(), "").count == 0
 
 
 def test_without_more_inputs_bad_luck_counts() -> None:

@@ -64,6 +64,39 @@ def test_training_is_the_same_over_many_steps() -> None:
     assert model.frozen.grad is None
 
 
+class Heads(nn.Module):
+    """Two results of a shared layer, and one of the input alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right, self.apart = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.body(x).relu()
+        return self.left(hidden), self.right(hidden), self.apart(x.detach())
+
+
+@pytest.mark.parametrize("first", [(0,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+def test_an_unused_result_gives_no_gradients(first: tuple[int, ...]) -> None:
+    """Zeros instead would let an optimizer decay the weights of an unused head. What a loss uses may change."""
+    torch.manual_seed(0)
+    plain, model = Heads(), Heads()
+    model.load_state_dict(plain.state_dict())
+    replayed = TrainingReplays(model, model, CPU, run_again)
+    for used in (first, (0,), (0, 1, 2), first):
+        grads = []
+        for call, own in ((plain, plain), (replayed, model)):
+            own.zero_grad()
+            x = torch.linspace(-1, 1, 12).view(2, 6).requires_grad_()
+            results = call(x)
+            sum((results[i] * (i + 1)).square().sum() for i in used).backward()
+            grads.append({"x": x.grad, **{name: p.grad for name, p in own.named_parameters()}})
+        assert {name for name, g in grads[0].items() if g is None} == {n for n, g in grads[1].items() if g is None}
+        for name, grad in grads[0].items():
+            if grad is not None:
+                torch.testing.assert_close(grads[1][name], grad, msg=name)
+
+
 def test_gradients_add_up_and_belong_to_the_caller() -> None:
     plain, model, replayed = pair()
     weight = model.layers[3].weight

@@ -84,6 +84,8 @@ class Errors:
 
     def __add__(self, other: Errors) -> Errors:
         """The errors on the inputs of both."""
+        if not self.count:
+            return other
         worst = max(self, other, key=lambda each: each.worst - each.rounding)
         return Errors(
             self.count + other.count,

@@ -57,12 +57,14 @@ class _Pair:
         inputs: tensors into which calls copy their inputs.
         slopes: tensors into which backward copies the gradients of outputs; None for outputs without a gradient.
         result: the structure of the result, with the outputs in it.
+        sources: for each gradient, the numbers of the outputs that depend on its input.
     """
 
     inputs: list[Tensor]
     slopes: Gradients
     result: Any
     recorded: Recorded
+    sources: list[set[int]]
 
 
 class _Turn:
@@ -140,8 +142,10 @@ class TrainingReplays:
         place_of = {id(tensor): place for tensor, place in zip(given, places, strict=True)}
         own_args, own_kwargs = mapped((args, kwargs), lambda tensor: place_of[id(tensor)])
         parameters = self._parameters()
+        inputs = [place for place in places if place.requires_grad]
         found: list[Any] = []
         slopes: Gradients = []
+        sources: list[set[int]] = []
 
         def forward() -> list[Tensor]:
             outputs: list[Tensor] = []
@@ -158,12 +162,21 @@ class TrainingReplays:
 
         def backward(outputs: list[Tensor]) -> Gradients:
             pairs = [(t, slope) for t, slope in zip(outputs, slopes, strict=True) if slope is not None]
-            inputs = [place for place in places if place.requires_grad]
             if not pairs or not (inputs or parameters):
                 raise UncapturedError("no result has a gradient", found[0])
+            if not sources:  # the first run
+                sources.extend(set() for _ in (*inputs, *parameters))
+                for number, (output, slope) in enumerate(zip(outputs, slopes, strict=True)):
+                    if slope is None:
+                        continue
+                    for source, gradient in zip(sources, gradients_of([output], [slope], True), strict=True):
+                        source |= {number} if gradient is not None else set()
             lost, starts = zip(*pairs, strict=True)
+            return gradients_of(lost, starts, False)
+
+        def gradients_of(lost: Sequence[Tensor], starts: Sequence[Tensor], again: bool) -> Gradients:
             wanted = {id(each): each for each in (*inputs, *aliases, *parameters)}
-            gradients = torch.autograd.grad(lost, list(wanted.values()), starts, allow_unused=True)
+            gradients = torch.autograd.grad(lost, list(wanted.values()), starts, again, allow_unused=True)
             of = dict(zip(wanted, gradients, strict=True))
             of_parameters = (_sum_of({id(a), id(p)}, of) for a, p in zip(aliases, parameters, strict=True))
             return [*(of[id(each)] for each in inputs), *of_parameters]
@@ -173,12 +186,13 @@ class TrainingReplays:
         # in the order of the inputs of `_Replay`
         gradients = iter(recorded.gradients)
         every = [next(gradients) if each.requires_grad else None for each in (*places, *parameters)]
+        following = iter(sources)
+        of_every = [next(following) if each.requires_grad else set() for each in (*places, *parameters)]
         outputs = [output.detach() for output in recorded.outputs]
         detached = dict(zip(map(id, recorded.outputs), outputs, strict=True))
         result = mapped(found[0], lambda output: detached[id(output)])
-        return _Pair(
-            places, slopes, result, Recorded(outputs, every, recorded.forward, recorded.backward, recorded.bytes)
-        )
+        recorded = Recorded(outputs, every, recorded.forward, recorded.backward, recorded.bytes)
+        return _Pair(places, slopes, result, recorded, of_every)
 
 
 class _Replay(torch.autograd.Function):
@@ -187,6 +201,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: TrainingReplays, pair: _Pair, turn: _Turn, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.owner, ctx.pair, ctx.turn = owner, pair, turn
+        ctx.set_materialize_grads(False)  # an output without a gradient gives none to its inputs
         for place, tensor in zip(pair.inputs, tensors, strict=False):  # parameters follow
             place.detach().copy_(tensor, non_blocking=True)
         pair.recorded.forward()
@@ -207,15 +222,18 @@ class _Replay(torch.autograd.Function):
             )
         for place, slope in zip(pair.slopes, slopes, strict=True):
             if place is not None:
-                place.copy_(slope)
+                place.zero_() if slope is None else place.copy_(slope)
         pair.recorded.backward()
         ctx.turn.done = True
-        found = [gradient for gradient in pair.recorded.gradients if gradient is not None]
+        used = {number for number, slope in enumerate(slopes) if slope is not None}
+        every = pair.recorded.gradients
+        gradients = [each if used & of else None for each, of in zip(every, pair.sources, strict=True)]
+        found = [gradient for gradient in gradients if gradient is not None]
         copies = [torch.empty_like(gradient) for gradient in found]
-        torch._foreach_copy_(copies, found)  # copies all in few launches
+        if found:
+            torch._foreach_copy_(copies, found)  # copies all in few launches
         following = iter(copies)
-        gradients = (None if gradient is None else next(following) for gradient in pair.recorded.gradients)
-        return None, None, None, *gradients
+        return None, None, None, *(None if gradient is None else next(following) for gradient in gradients)
 
 
 def _autocast(device: torch.device) -> Hashable:
