@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -34,6 +37,47 @@ def test_it_stops_what_takes_too_long() -> None:
     with pytest.raises(StoppedError), Deadline(0.1):
         compiles_for(LONG_S)
     assert time.perf_counter() - began < LONG_S / 2
+
+
+def test_it_stops_waiting_in_the_main_thread() -> None:
+    """A compiler waits for its worker processes, in a lock without a time limit or in a system call."""
+    never = threading.Lock()
+    never.acquire()
+    for wait in (never.acquire, lambda: time.sleep(LONG_S), lambda: subprocess.run(["sleep", "150"], check=True)):
+        began = time.perf_counter()
+        with pytest.raises(StoppedError), Deadline(0.1):
+            wait()
+        assert time.perf_counter() - began < LONG_S / 2
+
+
+def test_it_stops_what_takes_too_long_in_another_thread() -> None:
+    stopped = []
+
+    def run() -> None:
+        with pytest.raises(StoppedError), Deadline(0.1):
+            compiles_for(LONG_S)
+        with Deadline(60.0):
+            compiles_for(0.01)
+        stopped.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(LONG_S / 2)
+    assert stopped
+
+
+def test_no_handler_of_a_signal_is_left_and_deadlines_nest() -> None:
+    before = [signal.getsignal(number) for number in signal.valid_signals()]
+    with pytest.raises(StoppedError), Deadline(60.0), Deadline(0.05):
+        compiles_for(LONG_S)
+    for seconds in (0.0, 0.0001, 0.001):
+        for _ in range(30):
+            deadline = Deadline(seconds)
+            with suppress(StoppedError), deadline:
+                compiles_for(0.0001)
+            deadline.end()
+    compiles_for(0.1)
+    assert [signal.getsignal(number) for number in signal.valid_signals()] == before
 
 
 def test_what_is_done_in_time_is_left_alone() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import threading
 import time
 from contextlib import suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 
 AGAIN_S = 5.0
 """If code that is not Python is running, or a callback swallows the exception, it is raised again after this time."""
@@ -22,7 +23,8 @@ class StoppedError(BaseException):
 class Deadline:
     """A `with` block that raises `StoppedError` in this thread after `seconds`.
 
-    Python raises it between two bytecode instructions, so a call into C++ first runs to its end.
+    Python raises it between two bytecode instructions, so a call into C++ first runs to its end. In the main thread, a
+    signal also ends waiting, which compilers do for their worker processes. Other threads end waiting first.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -31,8 +33,13 @@ class Deadline:
         self._over = threading.Event()
         self._raised = False  # the exception is scheduled, but not raised yet
         self._lock = threading.Lock()
+        self._signal = 0  # 0: none
 
     def __enter__(self) -> Deadline:
+        if threading.current_thread() is threading.main_thread():
+            self._signal = _unused_signal()
+        if self._signal:
+            signal.signal(self._signal, self._by_signal)
         threading.Thread(target=self._watch, daemon=True, name="rooftop deadline").start()
         return self
 
@@ -57,13 +64,34 @@ class Deadline:
             with suppress(StoppedError):
                 time.sleep(ON_ITS_WAY_S)
             self._raised = False
+        if self._signal and threading.get_ident() == self._thread:
+            signal.signal(self._signal, signal.SIG_DFL)  # first handles a signal that has arrived
+            self._signal = 0
 
     def _watch(self) -> None:
         seconds = min(max(0.0, self._seconds), threading.TIMEOUT_MAX)
         while not self._over.wait(seconds):
             with self._lock:
                 if not self._over.is_set():
-                    self._raised = True
-                    raised = ctypes.py_object(StoppedError)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), raised)
+                    self._raise()
             seconds = AGAIN_S
+
+    def _raise(self) -> None:
+        if self._signal:
+            signal.pthread_kill(self._thread, self._signal)
+            return
+        self._raised = True
+        raised = ctypes.py_object(StoppedError)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), raised)
+
+    def _by_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._over.is_set():
+            raise StoppedError
+
+
+def _unused_signal() -> int:
+    """The number of a real-time signal that has no handler; 0 if the system has none."""
+    if not hasattr(signal, "SIGRTMIN"):
+        return 0
+    numbers = range(signal.SIGRTMAX, signal.SIGRTMIN, -1)
+    return next((number for number in numbers if signal.getsignal(number) is signal.SIG_DFL), 0)
