@@ -19,7 +19,7 @@ WHOLE_FIRST = 2.0
 """The whole model is compiled before its blocks if that is estimated to take at most this many times as long."""
 LIMIT_OF_BLOCKS = 3.0
 """If blocks are compiled first, they may take this multiple of their estimate, and whatever the whole model leaves."""
-LEFT_AT_ONCE = 0.15
+LEFT_AT_ONCE = 0.25
 """If the whole model is compiled first of all, it leaves this share of the time for the rules that apply at once."""
 LATE = 0.6
 """The whole model is compiled first of all if that takes more than this share of the time that is left."""
@@ -90,7 +90,7 @@ class TrialOrder:
             return min(left_s, max(LIMIT_OF_BLOCKS * seconds, left_s - needed)), WHOLE
         forecasts = [self._forecasts[each.name] for each in self.waiting]
         if rule.name == WHOLE and any(seconds <= 0 < gain_ms for seconds, gain_ms in forecasts):
-            return max((1 - LEFT_AT_ONCE) * left_s, min(left_s, seconds)), "the other rules"
+            return (1 - LEFT_AT_ONCE) * left_s, "the other rules"
         return left_s, ""
 
     def _urgency(self, rule: Rule) -> tuple[bool, bool, bool, float]:
@@ -113,7 +113,7 @@ class TrialOrder:
         """The rule that compiles the whole model, if it promises the largest gain, and if there would be no time for it
         after the others."""
         whole = self._waiting_for(WHOLE)
-        if whole is None or not LATE * left_s < self.seconds(whole, times) <= left_s:
+        if whole is None or not LATE * left_s < self.seconds(whole, times) <= (1 - LEFT_AT_ONCE) * left_s:
             return None
         others = [self._forecasts[rule.name][1] for rule in self.waiting if rule.kind != whole.kind]
         return whole if self._forecasts[WHOLE][1] >= max(others, default=0.0) else None
