@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rooftop.kernels.convolutions.launches import is_fastest
 from rooftop.rewrites import Candidate, ChannelsLast, Times, format_rules
 from rooftop.rewrites.candidates import Call
+
+CPU = torch.device("cpu")
 
 
 class Network(nn.Module):
@@ -96,6 +99,35 @@ def test_operators_on_images_count_whatever_they_compute(monkeypatch: pytest.Mon
     fused = Call(torch.ops.rooftop.conv_act.default, fused_arguments, cpu, 1, 1.0)
     ChannelsLast().predicted_ms(Times(7.0, (fused, *on_images[1:], *others)))
     assert timed == [on_images, [backward, *on_images[1:]], [fused, *on_images[1:]]]
+
+
+def test_fused_depthwise_convolutions_are_timed_with_weights_as_they_will_be_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    images, weight = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((2, 8, 9, 9), (8, 1, 3, 3)))
+    seen: list[Tensor] = []
+
+    def conv_act(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+        seen.append(weight)
+        return x
+
+    conv_act.name = lambda: "rooftop::conv_act"  # type: ignore[attr-defined]
+    call = Call(conv_act, (images, weight, None, None, [1, 1], [1, 1], [1, 1], 8, "relu", False), CPU, 1, 1.0)
+    monkeypatch.setattr(format_rules, "alone_ms", lambda run, device: float(run() is not None))
+    assert format_rules.gain_channels_last([call]) == 0.0
+    assert [each.shape for each in seen] == [weight.shape, weight.shape]
+    assert [is_fastest(each) for each in seen] == [False, True]
+
+
+@pytest.mark.parametrize("slow_ms", [1.0, 20.0])
+def test_only_the_slowest_operators_are_timed(monkeypatch: pytest.MonkeyPatch, slow_ms: float) -> None:
+    images = torch.empty(2, 3, 8, 8, device="meta")
+    times = [slow_ms, *[0.1] * 20]
+    calls = [Call(torch.ops.aten.relu.default, (images,), CPU, 1, ms) for ms in times]
+    timed: list[object] = []
+    monkeypatch.setattr(format_rules, "alone_ms", lambda run, device: timed.append(run) or 1.0)
+    assert format_rules.gain_channels_last(calls) == 0.0
+    assert len(timed) == 2 * (1 if slow_ms == 20.0 else 18)
 
 
 def test_without_convolutions_there_is_nothing_to_change() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftop.kernels.convolutions.launches import channels_fastest
+from rooftop.kernels.operands.dtypes import HALVES
 from rooftop.nn.hooks import has_hooks
 from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, only_on_gpu, some
 from rooftop.rewrites.fusing import lay_out_depthwise
@@ -136,6 +138,10 @@ def gain_channels_last(calls: Sequence[Call]) -> float:
 
 def _last_ms(call: Call) -> float:
     given = mapped(call.arguments, lambda t: torch.ones_like(t, device=call.device, memory_format=_of(t)))
+    if call.operator.name() == FUSED:
+        images, weight, *others = given
+        if 1 < images.shape[1] == weight.shape[0] and weight.shape[1] == 1 and weight.dtype in HALVES:
+            given = images, channels_fastest(weight), *others  # as `lay_out_depthwise` stores it
     return alone_ms(lambda: call.operator(*given), call.device)
 
 
