@@ -297,7 +297,8 @@ def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Ten
     if isinstance(value, FakeTensor) and value.device.type == "cpu" and value.dtype == kind:
         return value
     if value.layout != torch.strided or value.is_nested or value.is_quantized:
-        raise ValueError("sparse, nested and quantized tensors have no fake versions")
+        kind_of = "sparse" if value.layout != torch.strided else "nested" if value.is_nested else "quantized"
+        raise ValueError(f"times cannot be predicted with a {kind_of} tensor: pass dense ones")
     meta = torch.empty_strided(value.shape, value.stride(), dtype=kind, device="meta")
     fake: Tensor = FakeTensor(mode, meta, torch.device("cpu"))
     return fake.requires_grad_(value.requires_grad)

@@ -271,7 +271,9 @@ class ReportContents:
 
     @property
     def pace(self) -> str:
-        """The limit of a loop of such steps, and the latency of one step alone; "" if no GPU was timed."""
+        """A sentence that says whether the GPU or the host limits a loop of steps, and how long one step alone takes;
+        "" if no GPU was timed.
+        """
         summary = self.summary
         if self.predicted or summary.latency_ms is None:
             return ""

@@ -38,7 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.hardware.module_paths import inner_modules, own_parameters
 
-MOST_INNER_STEPS = 16  # most steps of the leading marker in one step of a coarser marker; more are an epoch, not a step
+MOST_INNER_STEPS = 16  # maximum steps of the leading marker in one step of a coarser marker; more are an epoch
 MOST_THREADS = 16  # largest number of threads kept by name: a program may start new threads at each step
 # if another optimizer has made this many steps since the leading optimizer's last step, the program no longer uses the
 # leading optimizer

@@ -46,7 +46,7 @@ def _draw_none(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _find_one_sequence(find: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     def find_real(positions: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        # runs although its result is dropped, because its inner operators are counted
+        # `find` runs even if its result is unused, because the operators inside it are counted
         found = find(positions, *args, **kwargs)
         return None if isinstance(found, FakeTensor) else found
 

@@ -47,7 +47,7 @@ MOST_STARTS = 3  # the run fails after this many failed starts
 MOST_THREADS = 16  # maximum decoding threads of a worker, each of which may hold a whole photograph
 MOST_DECODERS = 32  # maximum decoding processes of a worker
 CORES_OF_TORCH = 4  # in a worker with decoding processes, torch gets one thread per this many cores
-SWITCH_S = 0.0002  # most seconds that a worker's thread waits for the GIL: its decoding threads run often, but shortly
+SWITCH_S = 0.0002  # maximum seconds that a worker's thread waits for the GIL: decoding threads run often, but shortly
 PATIENCE_S = 5.0  # seconds that a worker gets to exit by itself
 
 

@@ -36,7 +36,7 @@ WAYS = ("here", "threads", "processes")
 TRIAL_HERE = 2  # batches in the trial of "here"; the first one includes warm-up
 MOST_TRIAL = 4  # maximum number of batches in the trial of another way
 MOST_WORKERS = 32  # for workers=0
-WORKERS_OF_A_CPU = 16  # maximum workers per CPU; more would only take memory, even if they wait for a slow disk
+WORKERS_OF_A_CPU = 16  # maximum workers per CPU; more take memory and gain nothing, even with a slow disk
 
 
 class LoadedBatch(NamedTuple):

@@ -116,7 +116,7 @@ def cuda_part(part: str) -> Finding | None:
     except ImportError:  # the line of the requirement nvidia-ml-py reports this
         gpus = 0
     if not gpus:
-        return None  # the finding of the driver reports this
+        return None  # the finding about the driver reports this
     found = f"torch uses none of {counted(gpus, 'GPU')}"
     if torch.version.cuda is None:
         command = ""

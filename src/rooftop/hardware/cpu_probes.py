@@ -93,7 +93,7 @@ def _bandwidths(samples: Samples) -> None:
 
 
 def _without_launch(seconds: float, launch_s: float) -> float:
-    """The time minus the cheapest call's time, but at least half of the time, because a smaller difference is noise."""
+    """The time minus the cheapest call's time. If less than half of the time remains, which is noise, half of it."""
     return max(seconds - launch_s, seconds / 2)
 
 

@@ -274,8 +274,8 @@ class Ensemble(nn.Module):
         return {**self.__dict__, "_threads": None}
 
     def _check_places(self) -> None:
-        """Check that each parameter and buffer is on its model's device. (A parameter that two models share has moved
-        with the last model.)
+        """Check that each parameter and buffer is on its model's device. A parameter that two models share fails: it is
+        on the device of the last one.
         """
         for number, (model, device) in enumerate(zip(self.models, self.devices, strict=True)):
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

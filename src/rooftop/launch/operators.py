@@ -347,7 +347,7 @@ class _Places(NamedTuple):
 
 
 def _are_values(kept: Any) -> bool:
-    """Whether a kept object that is not a tensor is a plain value, and thus equal in every call with the same facts."""
+    """Whether an object that is kept for backward has only plain values, so that it is equal in equal calls."""
     if isinstance(kept, list | tuple):
         return all(map(_are_values, kept))
     if isinstance(kept, dict):

@@ -77,7 +77,7 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 
 def repeated_rows(*varying: int) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Decorate a function whose known calls run without Python, also with other numbers of rows.
+    """Decorate a function: a call like an earlier one repeats its launches without Python, also with other row counts.
 
     Its operators read varying sizes by `row_counts.size`, allocate memory of such sizes by `row_counts.allocate`, and
     compute with them only by operations of `Count`. A call has positional arguments only.

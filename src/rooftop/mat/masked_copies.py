@@ -104,8 +104,12 @@ def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[i
 
 
 def _dims(source: Tensor | None, target: Tensor, mask: Tensor) -> tuple[Dims, int]:
-    """Merge dimensions that all tensors step through with one stride. Return (size, steps of source, target and mask)
-    of each dimension but the last, outermost first, and the last one's count of contiguous numbers."""
+    """Merge dimensions that all tensors step through with one stride.
+
+    Returns:
+        (size, steps of source, target and mask) of each dimension except the last one, outermost first; and the number
+        of contiguous numbers in the last dimension.
+    """
     nowhere = (0,) * target.dim()
     strides = [nowhere if source is None else source.stride(), target.stride(), mask.stride()]
     dims = merged(target.shape[:-1], *(each[:-1] for each in strides))

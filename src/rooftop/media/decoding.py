@@ -27,7 +27,7 @@ from rooftop.media.suspicions import Suspicions
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-# Most pixels of one frame: a header of a few bytes may claim any size. 16K (15360 x 8640) fits.
+# Maximum pixels of one frame: a header of a few bytes may claim any size. 16K (15360 x 8640) fits.
 MAX_PIXELS = 1 << 27
 
 KEY_FRAMES_ONLY = frozenset(

@@ -270,8 +270,8 @@ class _Workshop:
 def _running(
     words: Sequence[str], folder: Path, environment: Mapping[str, str], lock: IO[str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a process; if the block is left early, end it and all its child processes. make then deletes incomplete
-    files.
+    """Start a process. If the block is left early, end the process and all its child processes; the program `make` then
+    deletes incomplete files.
 
     The child processes inherit the lock. So if only this process is killed, no second build starts while they still
     run.

@@ -198,6 +198,7 @@ def _check(name: str, model: nn.Module, report: LoadReport, tensors: dict[str, T
             f"or strict=False to keep a new head for {expected} classes"
         )
     raise WeightsError(
-        f"{report.path} (keys of {report.origin}) does not fit {name}: {report.problems()}. {len(report.used)} keys "
-        f"fit: strict=False loads those, load_report lists all. {fitting(tensors)}".rstrip()
+        f"{report.path} (keys named as in {report.origin}) does not fit {name}: {report.problems()}. "
+        f"{len(report.used)} keys fit: strict=False loads only these, and load_report lists every key. "
+        f"{fitting(tensors)}".rstrip()
     )

@@ -324,7 +324,9 @@ class Gate:
         missing, more = sorted(eager.values.keys() - got.values.keys()), sorted(got.values.keys() - eager.values.keys())
         if missing or more:
             raise RefusedError(
-                f"{what}: {f'no {missing[0]}' if missing else f'also {more[0]}, which the original lacks'}"
+                f"{what}: it has no {missing[0]}"
+                if missing
+                else f"{what}: it also has {more[0]}, which the original does not have"
             )
         if got.shared != eager.shared:
             one, other = sorted(got.shared ^ eager.shared)[0]

@@ -388,7 +388,7 @@ class _State:
         return ""
 
     def changed(self) -> str:
-        """What changed in the original since the proof; "" if nothing did."""
+        """What changed in the original since this module was proven; "" if nothing did."""
         if not self._as_it_was():
             if [module.training for module in self.modules] != self.modes:
                 return "because parts of it are in another mode: optimize the model in this mode"

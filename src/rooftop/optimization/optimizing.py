@@ -189,8 +189,10 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
         InputError: the file is not a plan, or it names unknown rules.
     """
     mine = _rules(own) if own is not None else []
-    if any(rule in RULES for rule in mine):
-        raise ValueError("optimize: a plan defines the rules: with plan=, pass only your own rules")
+    if built_in := [rule.name for rule in mine if rule in RULES]:
+        raise ValueError(
+            f"optimize: with plan=, pass only rules that you wrote, got {', '.join(built_in)}: the plan names Rooftop's"
+        )
     try:
         plan = json.loads(Path(path).read_text(encoding="utf-8"))
         version, names, surroundings = plan["version"], plan["rules"], plan.get("surroundings", {})

@@ -415,7 +415,7 @@ class Search:
                 raise RefusedError(f"{rule.name}: {reason}")
             where = rule.apply(candidate)
             if not isinstance(where, str):
-                raise TypeError(f"apply of {rule.name} must say in words what it changed, got {where!r}")
+                raise TypeError(f"apply of {rule.name} must return a str that says what it changed, got {where!r}")
             candidate.changes[rule.name] = where
         self._nothing_changed()
         return candidate

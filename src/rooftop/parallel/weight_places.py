@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightPlaces:
-    """The places of a model's parameters, each with the parameter that it had at creation.
+    """For each parameter of a model: its module and name, and the tensor that it had when this object was created.
 
     Args:
         model: the model whose parameters an optimizer, hooks or graphs use.

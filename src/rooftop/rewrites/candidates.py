@@ -178,7 +178,7 @@ class Times:
 
 @dataclass
 class Candidate:
-    """A copy of a model that rules change.
+    """A copy of a model; rules change the copy.
 
     Attributes:
         model: the copy. It shares the original's tensors until a rule replaces one.

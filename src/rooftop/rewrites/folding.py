@@ -342,7 +342,7 @@ def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Gr
     """The graphs of the largest traceable parts, by name; no part contains another.
 
     A module with optional arguments is traced only within its caller, whose call shows which arguments are given. A
-    module whose forward was replaced is also traced only within its caller: as the root of a trace, torch.fx would take
+    module whose forward was replaced is also traced only within its caller: at the root of a trace, torch.fx would use
     the forward of its class.
     """
     graphs: dict[str, fx.Graph] = {}

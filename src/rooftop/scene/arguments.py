@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 MAX_SIDE = 16384  # pixels
 LEAST, MOST = 1e-30, 1e30  # limit of lengths: float32 can hold them, and their products with a mesh's lengths
 
-MOST_SHOWN = 200  # most characters of a given value in a message
+MOST_SHOWN = 200  # maximum characters of a given value in a message
 
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short, whole_pixels
 
-MOST_ASIDE = 2.0**19  # most pixels from the picture's corner to the axis: half of the rasterizer's range
+MOST_ASIDE = 2.0**19  # maximum pixels from the picture's corner to the axis: half of the rasterizer's range
 
 
 @dataclass(frozen=True, eq=False)

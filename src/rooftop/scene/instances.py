@@ -14,7 +14,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 REMOVED = -1  # stands for the mesh of a removed instance
 GROWTH = 1.5  # factor by which a full array grows
-FEW_CHANGES = 1024  # most rows of the log in a small scene; in a large one, half the number of instances
+FEW_CHANGES = 1024  # maximum rows of the log in a small scene; in a large one, half the number of instances
 
 
 class Instances:

@@ -43,7 +43,7 @@ def _pointwise(flops: Flops) -> Formula:
 
 
 cover(POINTWISE, _pointwise)
-# For each class: subtract from the target's score, add the margin, clamp, add up.
+# For each class: its score minus the target's, plus the margin, clamped at 0, added to the sum.
 cost_of("aten::multi_margin_loss")(streaming(4, per="self"))
 cost_of("aten::multi_margin_loss_backward")(streaming(4, per="self"))
 # The same work for each target. The number of targets depends on values, so one target is counted.

@@ -62,7 +62,7 @@ def paged_attention_reference(
 
 
 def _gathered(stored: Tensor, pages: Tensor) -> Tensor:
-    """The positions (B, H_k, W * P, D) of pages (B, W), in order; arbitrary values for a page outside the cache."""
+    """The keys or values (B, H_k, W * P, D) at all positions of pages (B, W), in order; arbitrary for other pages."""
     found = stored[pages.long().clamp(0, stored.shape[0] - 1)]  # (B, W, H_k, P, D)
     return found.transpose(1, 2).flatten(2, 3)
 

@@ -287,7 +287,8 @@ def linear_cross_entropy(
     check_index("linear_cross_entropy", ignore_index)
     if reduction == "none":
         raise ValueError(
-            "linear_cross_entropy: reduction must be 'mean' or 'sum', because forward computes the gradients"
+            "linear_cross_entropy: reduction must be 'mean' or 'sum', got 'none': forward already computes the "
+            "gradients, which needs a scalar loss"
         )
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"linear_cross_entropy: chunk_size must be a positive int, got {chunk_size!r}")

@@ -100,6 +100,6 @@ GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # bytes of a tile of x, and warp
 SHARE_ELEMENTS = 1 << 15  # largest tile of the kernel that counts ties and writes the gradient
 SHARE_WIDTH_BYTES = 128  # least bytes of a row of that tile, for a contiguous kept dimension
 SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # bytes of a tile, and least number of warps
-# Most elements of a thread. With small integers, a tile limited only in bytes would need too many registers.
+# Maximum elements of a thread. With small integers, a tile limited only in bytes would need too many registers.
 LANE_ELEMENTS = 32
 COMBINED = 4096  # maximum number of partial results in a program of four or more warps

@@ -25,6 +25,7 @@ from rooftop.models.conv_lstm.network import NextFrameNetwork, predict_frames
 from rooftop.models.loading import KERAS, load
 from rooftop.models.weights.dialects import NEXT_FRAME, converted
 from rooftop.models.weights.files import read_weights, weights_file
+from rooftop.words import counted
 
 LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601: Keras and Pillow convert to grey with these weights
 
@@ -77,8 +78,9 @@ def _options(path: Path) -> dict[str, Any]:
     ):
         raise WeightsError(
             f"{path} is not from a network that predicts the next frame: expected three ConvLSTM2D layers, the first "
-            f"for grey or colour frames, and a convolution; got {len(kernels)} of "
-            f"{[tuple(each.shape) for each in kernels]} and {len(heads)} of {[tuple(each.shape) for each in heads]}"
+            f"for grey or colour frames, and a convolution; got {counted(len(kernels), 'ConvLSTM2D layer')} with "
+            f"kernels {[tuple(each.shape) for each in kernels]} and {counted(len(heads), 'convolution')} with kernels "
+            f"{[tuple(each.shape) for each in heads]}"
         )
     return {
         "channels": kernels[0].shape[1],

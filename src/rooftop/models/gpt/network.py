@@ -305,7 +305,7 @@ class Gpt(nn.Module):
             ValueError: a cache is combined with sequence parallelism.
         """
         if cache is not None and self.split_along is not None:
-            raise ValueError("Gpt: sequence_parallel does not support a cache: build the model without it")
+            raise ValueError("Gpt: a cache cannot be used with sequence_parallel: build the model without the latter")
         x = input if self.embedding is None else self.embedding(input, positions)
         update: Tensor | None = None
         if rotation is None and self.config.position == "rope":
@@ -449,8 +449,8 @@ def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix:
         return
     if not torch.equal(embedding, head):
         raise WeightsError(
-            f"{prefix}head.output.weight of the state dict is not {prefix}embedding.tokens.weight, but the model ties "
-            "them, and one of the two would be lost: build it with tied=False (dataclasses.replace(config, tied=False))"
+            f"in the state dict, {prefix}head.output.weight differs from {prefix}embedding.tokens.weight, but the "
+            "model ties them: build it with tied=False (dataclasses.replace(config, tied=False))"
         )
 
 

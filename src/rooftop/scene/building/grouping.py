@@ -16,7 +16,7 @@ LEAST, MOST = 8, 32
 USUAL = 20  # clusters of a group that meshoptimizer aims at; its groups have at most 11/8 as many, which is 27
 GROUP_BYTES = layouts.PAGE_BYTES - 4 * (
     layouts.PAGE_WORDS + layouts.GROUP_WORDS + 1
-)  # most bytes of a group's clusters: a page for this group alone
+)  # maximum bytes of a group's clusters: a page for this group alone
 
 
 def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[np.float32], sizes: Ints) -> Ints:

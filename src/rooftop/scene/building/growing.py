@@ -24,12 +24,12 @@ Ints = npt.NDArray[np.int64]
 
 # seeds (triangles beside earlier clusters where the next may begin): at most in all, and new ones per cluster
 MOST_SEEDS, NEW_SEEDS = 256, 4
-LEAF = 8  # most triangles of a leaf of the tree
+LEAF = 8  # maximum triangles of a leaf of the tree
 SEARCHES = 64  # this many searches without a tree take as long as building the tree
 NONE = -1
 MANY = 1 << 62
-# State of a vertex as one number: NEW if the cluster does not have it yet, plus TWO_LEFT or ONE_LEFT if two triangles
-# or one are left around it. The sum over a triangle's corners determines its priority.
+# State of a vertex as one number: NEW if the cluster does not have it yet, plus TWO_LEFT or ONE_LEFT if exactly two
+# or one of its triangles are left. The sum over a triangle's corners determines its priority.
 NEW, TWO_LEFT, ONE_LEFT = 1, 4, 16
 
 

@@ -42,7 +42,7 @@ V = TypeVar("V", bound=np.generic)
 
 # triangles of the given mesh per piece; no cluster extends from one piece into another
 PIECE_TRIANGLES = 1 << 14
-MOST_TRIANGLES = 1 << 16  # most triangles of a batch
+MOST_TRIANGLES = 1 << 16  # maximum triangles of a batch
 # A batch has 1 / SHARE of the triangles that are left. So batches become smaller towards the end of a stage, and up to
 # SHARE workers finish at about the same time.
 SHARE = 32

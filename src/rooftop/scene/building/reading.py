@@ -23,7 +23,7 @@ from rooftop.scene.building.part_materials import PartMaterial
 from rooftop.scene.materials import Material
 
 Floats = npt.NDArray[np.float64]
-HEAD_BYTES = 1 << 16  # most bytes of a PLY file in which the end of its header is searched
+HEAD_BYTES = 1 << 16  # maximum bytes of a PLY file in which the end of its header is searched
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from rooftop.scene.rendering.targets import Outputs
 from rooftop.scene.rendering.uploads import Inputs
 
 Sizes = tuple[tuple[int, int], ...]
-# most chains of a renderer: one draws only cameras; the others also draw shadow maps that are redrawn occasionally
+# maximum chains of a renderer: one draws only cameras; the others also draw shadow maps that are redrawn occasionally
 MOST_CHAINS = 4
-MOST_KINDS = 8  # most combinations of outputs for which a chain caches tensors
-MOST_TEXELS = 2**27  # most texels (8 bytes each) of all cached chains except the last one
+MOST_KINDS = 8  # maximum combinations of outputs for which a chain caches tensors
+MOST_TEXELS = 2**27  # maximum texels (8 bytes each) of all cached chains except the last one
 
 
 @dataclass

@@ -48,8 +48,8 @@ SUBPIXEL_BITS, SUBPIXEL_SHIFT = wp.constant(8), wp.constant(wp.int64(8))
 SUBPIXELS = wp.constant(256.0)
 # largest extent of a small triangle, in 1/256 pixel: products of two such numbers fit into int32
 SMALL_EXTENT = wp.constant(64 << 8)
-SMALL_PIXELS = wp.constant(256)  # most pixels in the box of a small triangle
-GUARD = wp.constant(float(1 << 20))  # most pixels from the picture's corner: products of such numbers fit into int64
+SMALL_PIXELS = wp.constant(256)  # maximum pixels in the box of a small triangle
+GUARD = wp.constant(float(1 << 20))  # maximum pixels from the picture's corner: products of such numbers fit into int64
 TILE_BITS = wp.constant(5)
 TILE = wp.constant(32)
 # side of a tile in pixels, and the distance from its first to its last pixel in 1/256 pixel

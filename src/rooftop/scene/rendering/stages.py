@@ -34,7 +34,7 @@ from rooftop.scene.streaming import streamed_cull
 from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
-MOST_GRAPHS = 4  # most graphs for one memory: of a first frame and of later frames, each with and without timings
+MOST_GRAPHS = 4  # maximum graphs for one memory: of a first frame and of later frames, each with and without timings
 OF_BASE_PASS = {"normal", "uv", "color", "vertex_color"}
 OF_DEPTH_TARGETS = {
     *("depth", "coverage", "triangle", "instance", "cluster", "level", "material", "material_depth", "velocity")

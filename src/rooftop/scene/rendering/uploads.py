@@ -22,7 +22,7 @@ from rooftop.scene.streaming.pool import Pool
 LENS = 8  # numbers per view
 MOST_WORDS = 2**31 - 1  # the most elements of an array of Warp; `clusters.word_at` can read beyond them
 STAGED_WORDS = 2**20  # words of the pinned memory from which the device copies
-MOST_PAGES = 2**20  # most pages of a mesh: page and cluster take 31 bits of an entry
+MOST_PAGES = 2**20  # maximum pages of a mesh: page and cluster take 31 bits of an entry
 
 
 class Meshes:

@@ -13,7 +13,7 @@ from rooftop.scene.rendering.host_rows import HostRows
 from rooftop.scene.streaming import admission
 from rooftop.scene.streaming.page_graph import Ints
 
-MOST_ROWS = 1024  # most rows of one launch
+MOST_ROWS = 1024  # maximum rows of one launch
 COUNTS = (16, 128, MOST_ROWS)  # a launch has one of these numbers of rows, because `Launches` keeps one launch for each
 
 

@@ -60,7 +60,7 @@ class Pages:
 
 
 def _triangles(frame: GBuffer, _: Pages) -> Tensor:
-    """Numbers for triangles that also differ between neighbouring clusters."""
+    """A number for each triangle. Triangles of different clusters have different numbers."""
     return torch.where(frame["cluster"][0] >= 0, frame["cluster"][0].long() * MAX_TRIANGLES + frame["triangle"][0], -1)
 
 

@@ -168,7 +168,7 @@ class Viewpoint:
         return replace(self, eye=_vector(self.eye + by), target=_vector(self.target + by))
 
     def _turned(self, direction: Floats, azimuth_degrees: float, elevation_degrees: float) -> Floats:
-        """Turn a direction around `up`, and then upwards as far as the limit of elevation allows; its length stays."""
+        """Turn a direction by the azimuth around `up`, and by the elevation up to its limit; keep its length."""
         length = float(np.linalg.norm(direction))
         x, y, z = around(self.up) @ (direction / length)
         azimuth = math.degrees(math.atan2(y, x)) + azimuth_degrees

@@ -85,7 +85,7 @@ class Feed:
         """Yield the parts of a step. The caller must take all parts of a step before it takes those of another step.
 
         Raises:
-            InputError: damaged samples are skipped, and no sample of a part can be read.
+            InputError: no sample of a part can be read. (If damaged samples are not skipped, the first one raises.)
         """
         if step != self._next or (self.lengths.epoch_of(step)[1] == 0 and not self._joined_epochs):
             self._go_to(step)

@@ -139,7 +139,7 @@ def _normalized(normalizer: Normalizer, batch: Sequence[Any]) -> tuple[Tensor, T
 
 
 def accuracies(model: nn.Module, batch: Sequence[Tensor], top: int = 0) -> dict[str, Tensor]:
-    """Whether each image's class is the most probable class, and with many classes whether it is in the top ones."""
+    """Whether each image's class is the most probable one; if `top` is given, also whether it is in the `top` ones."""
     images, labels = batch
     logits = model(images)
     found = {"accuracy": (logits.argmax(1) == labels).float()}

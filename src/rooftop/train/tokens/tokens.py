@@ -121,12 +121,12 @@ class Tokens:
                 if least < 0 or most >= vocabulary:
                     wrong = least if least < 0 else most
                     raise InputError(
-                        f"{self.source} has the token {wrong}, but a vocabulary of {vocabulary} has 0 to "
+                        f"{self.source} has the token {wrong}, but in a vocabulary of {vocabulary}, tokens are 0 to "
                         f"{vocabulary - 1}: "
                         + (
-                            f"text takes at least {BYTES}"
+                            f"for text, use a vocabulary of at least {BYTES}"
                             if self.text
-                            else "enlarge it, or check the integer type of the file"
+                            else "enlarge the vocabulary, or check the integer type of the file"
                         )
                     )
                 done += len(chunk)
