@@ -146,7 +146,8 @@ class Augment:
         hue: maximum change of the hue in colour jitter, as a fraction of the colour circle, up to 0.5; 0: off.
         rand_augment: number of operations of RandAugment; 0: off. Source: Cubuk et al. 2020, arXiv:1909.13719.
         magnitude: strength of RandAugment's operations, from 0 to 10.
-        rand_augment_on: "cpu" or "gpu": what applies RandAugment's operations; the pixels are the same. On a GPU, Rooftop's image tasks set "gpu".
+        rand_augment_on: "cpu" or "gpu": what applies RandAugment's operations; the pixels are the same. On a GPU,
+            Rooftop's image tasks set "gpu".
         erase: probability of random erasing. Source: Zhong et al. 2020, arXiv:1708.04896.
         repeats: copies of each sample in a batch, each with its own augmentation. An epoch has the same number of
             steps, so it has fewer different samples. Source: Hoffer et al. 2020, arXiv:1901.09335.
