@@ -365,7 +365,7 @@ class Locked(nn.Linear):
         (
             {"args": [torch.eye(3).to_sparse()]},
             InputError,
-            "sparse, nested and quantized tensors have no fake versions",
+            "times cannot be predicted with a sparse tensor: pass dense ones",
         ),
         ({"dtype": "bf16"}, TypeError, r"predict\(dtype='bf16'\): expected a floating-point dtype"),
         ({"dtype": torch.int8}, TypeError, "expected a floating-point dtype"),

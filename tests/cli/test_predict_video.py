@@ -201,7 +201,11 @@ def _keras_layer(file: object, kind: str, number: int, inner: str, *tensors: tor
         (["walk.mkv", "--weights", "text.mp4"], 1, "text.mp4 is damaged or not a file of weights"),
         (["walk.mkv", "--weights", "other.pth"], 1, "other.pth: no weights of a network of the next frame"),
         (["walk.mkv", "--weights", "part.pth"], 1, "part.pth is not from a network that predicts the next frame"),
-        (["walk.mkv", "--weights", "bias.pth"], 1, "bias.pth (keys of rooftop) does not fit next_frame_network"),
+        (
+            ["walk.mkv", "--weights", "bias.pth"],
+            1,
+            "bias.pth (keys named as in rooftop) does not fit next_frame_network",
+        ),
         (["walk.mkv", "--weights", "nan.pth"], 1, "the weights are damaged"),
         (
             ["walk.mkv", "--weights", "c.pth", "--grey"],

@@ -97,7 +97,7 @@ def test_a_rule_that_fails_in_any_method_is_noted() -> None:
     reasons = {change.rule: (change.verdict, change.reason) for change in found.changes}
     assert {verdict for verdict, _ in reasons.values()} == {"failed"}
     assert all("a mistake" in reason for name, (_, reason) in reasons.items() if name != "silent")
-    assert "apply of silent must say in words what it changed, got None" in reasons["silent"][1]
+    assert "apply of silent must return a str that says what it changed, got None" in reasons["silent"][1]
 
 
 def test_random_states_and_modes_of_autograd_stay(proven: Proven) -> None:

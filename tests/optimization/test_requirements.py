@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a name of ours": (lambda: rooftop.optimize(linear(), X, rules=[Named()]), "two rules are named 'compile'"),
     "a plan and rules": (
         lambda: rooftop.optimize(linear(), X, plan="plan.json", rules=["compile"]),
-        "with plan=, pass only your own rules",
+        "with plan=, pass only rules that you wrote, got compile",
     ),
 }
 

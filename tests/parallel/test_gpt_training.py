@@ -479,7 +479,7 @@ WRONG = {
         "differ from step to step and cannot be combined with a",
     ),
     "short": (["--seq-length", "400"], "has 400 tokens, but a sequence of 400 needs 401"),
-    "vocabulary": (["--vocab-size", "30"], "has the token 30, but a vocabulary of 30 has 0 to 29"),
+    "vocabulary": (["--vocab-size", "30"], "has the token 30, but in a vocabulary of 30, tokens are 0 to 29"),
     "missing": (["--data-path", "nowhere.bin"], "nowhere.bin does not exist"),
     "load": (["--load", "nowhere"], "no training was saved in nowhere"),
 }

@@ -62,11 +62,13 @@ def test_a_vocabulary_must_have_all_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     Tokens([ROW], "row").check_vocabulary(
         1 << 16, lambda what, fraction: pytest.fail("the dtype bounds the tokens, so nothing is read")
     )
-    with pytest.raises(InputError, match="row has the token 9, but a vocabulary of 9 has 0 to 8: enlarge it"):
+    with pytest.raises(
+        InputError, match="row has the token 9, but in a vocabulary of 9, tokens are 0 to 8: enlarge the vocabulary"
+    ):
         Tokens([ROW], "row").check_vocabulary(9)
     with pytest.raises(InputError, match="row has the token -1"):
         Tokens([np.array([0, -1])], "row").check_vocabulary(9)
-    with pytest.raises(InputError, match="text takes at least 256"):
+    with pytest.raises(InputError, match="for text, use a vocabulary of at least 256"):
         Tokens([np.array([200], np.uint8)], "row", text=True).check_vocabulary(128)
 
 

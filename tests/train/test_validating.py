@@ -277,7 +277,7 @@ def test_validation_tokens_must_be_in_the_vocabulary(tmp_path: Path, capsys: pyt
     np.save(tmp_path / "valid.npy", np.arange(100) % 12)
     words = ["--vocab-size", "11", "--valid-data-path", str(tmp_path / "valid.npy")]
     assert called(tmp_path / "train.npy", *words) == 2
-    assert "valid.npy has the token 11, but a vocabulary of 11 has 0 to 10" in capsys.readouterr().err
+    assert "valid.npy has the token 11, but in a vocabulary of 11, tokens are 0 to 10" in capsys.readouterr().err
 
 
 def test_a_folder_for_curves_that_cannot_be_made(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:

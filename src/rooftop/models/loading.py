@@ -104,7 +104,7 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
     if strict:
         _check(name, model, report, tensors)
     elif not report.used:
-        raise WeightsError(f"no key of {path} (keys of {report.origin}) fits {name}: {report.problems()}")
+        raise WeightsError(f"no key of {path} (keys named as in {report.origin}) fits {name}: {report.problems()}")
     if report.differing_keys:
         warnings.warn(f"{path}: {report.differences()}", stacklevel=2)
     model.load_state_dict({key: tensors[key] for key in report.used}, strict=False)

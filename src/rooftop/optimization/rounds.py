@@ -64,6 +64,9 @@ class Rounds:
     def last(self, candidates: dict[str, Candidate], late: Late) -> tuple[float, dict[str, list[float]]]:
         """Time the candidates in more rounds if the first rounds do not show that "after" is faster than "before".
 
+        Args:
+            late: whether the first rounds are enough in any case.
+
         Returns:
             (ms of a step of "before", each candidate's gain over it in each round, as a share of a step)
         """

@@ -477,7 +477,7 @@ class Search:
         try:
             as_called = replace(self.best, call=self.wrap(self.best))
             rounds = {"before": self.plain, "after": as_called, **self._uncompiled()}
-            before_ms, gains = self._rounds.last(rounds, lambda: time.perf_counter() > self._limit)
+            before_ms, gains = self._rounds.last(rounds, lambda: self.planned or time.perf_counter() > self._limit)
             self._gate_of(self.kept).judge_on(self.best, replace(self.fresh(), what="other values, after many calls"))
             self._nothing_changed()
         except Exception as error:
