@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import rooftop
 from rooftop.optimization import Optimized
+from rooftop.optimization.draws import Draw
+from rooftop.optimization.gate import Gate
 from rooftop.rewrites import Candidate, Rule
 
 Call = Callable[..., Any]
@@ -331,3 +333,33 @@ def test_what_turns_wrong_at_the_end_is_left_out_and_the_rest_stays(first: bool)
     assert found.after_ms < found.before_ms
     with torch.no_grad():
         assert torch.equal(found.module(x), found.undo()(x))
+
+
+@pytest.mark.parametrize("wrong_once", [False, True])
+def test_an_inexact_rule_is_not_blamed_for_a_wrong_one(wrong_once: bool) -> None:
+    """The wrong rule is exact until the end. There, it is wrong for one draw, or from then on."""
+    ended, seen = [False], list[Tensor]()
+
+    def progress(what: str, fraction: float) -> None:
+        ended[0] |= what == "the result"
+
+    def turns_wrong(y: Tensor) -> Tensor:
+        if not ended[0] or (wrong_once and not any(torch.equal(y, each) for each in seen)):
+            return y
+        return y + 1
+
+    def last_draw(self: Gate, candidate: Candidate, draw: Draw) -> None:
+        if ended[0]:
+            with torch.no_grad():
+                seen.append(self.original(*draw.given[0]))
+        judge_on(self, candidate, draw)
+
+    judge_on = Gate.judge_on
+    inexact = WithoutPause("inexact", 0, lambda y: y * (1 + 2**-22))
+    wrong = WithoutPause("wrong", 1, turns_wrong)
+    x, model = torch.randn(4, 8), Sleepy().eval()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Gate, "judge_on", last_draw)
+        found = rooftop.optimize(model, x, rules=[wrong, inexact], progress=progress)
+    verdicts = {change.rule: change.verdict for change in found.changes}
+    assert verdicts["wrong"] == "refused", verdicts

@@ -106,6 +106,8 @@ def test_errors_add_up() -> None:
     assert 0.499 < errors.share(0.0) < 0.5
     assert errors.share(0.5) < 0.25
     assert Errors().share(0.0) == 0.0
+    tiny = torch.full((4,), 1.3e-180, dtype=torch.float64)  # squares of its roundings are 0
+    assert Errors.of("", tiny.nextafter(tiny + 1), tiny, tiny, "").share(0.0) <= 1
     empty = torch.full((2,), torch.nan)
     assert Errors.of("", empty, empty, empty.double(), "").count == 0
 

@@ -107,8 +107,8 @@ class Errors:
         if not self.count:
             return 0.0
         rms, plain, rounding = self._means()
-        of_worst = self.worst / (ALLOWED * max(self.plain, usual) + self.rounding)
-        return max(of_worst, rms / (ALLOWED * max(plain, usual) + rounding))
+        of_worst = _ratio(self.worst, ALLOWED * max(self.plain, usual) + self.rounding)
+        return max(of_worst, _ratio(rms, ALLOWED * max(plain, usual) + rounding))
 
     def _means(self) -> tuple[float, float, float]:
         """Root mean squares of the change's error, the original's error and the rounding."""
@@ -142,3 +142,10 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
     if not share <= 1:
         raise InaccurateError(what, name, errors, usual)
     return share
+
+
+def _ratio(error: float, allowed: float) -> float:
+    """The error relative to what is allowed. That is 0 if squares of tiny float64 numbers underflow; then the worst
+    element decides.
+    """
+    return error / allowed if allowed else 0.0

@@ -474,18 +474,19 @@ class Search:
         if not self.kept:
             timing = self._rounds.timed({"": self.plain})[""]
             return Result(self.plain, timing.median_ms, timing.median_ms, timing.spread)
+        last = replace(self.fresh(), what="other values, after many calls")
+        judged = False
         try:
             as_called = replace(self.best, call=self.wrap(self.best))
             rounds = {"before": self.plain, "after": as_called, **self._uncompiled()}
             before_ms, gains = self._rounds.last(rounds, lambda: self.planned or time.perf_counter() > self._limit)
-            self._gate_of(self.kept).judge_on(self.best, replace(self.fresh(), what="other values, after many calls"))
+            judged = True
+            self._gate_of(self.kept).judge_on(self.best, last)
             self._nothing_changed()
         except Exception as error:
             reason = str(error) if isinstance(error, RefusedError) else in_a_line(error)
-            if self.planned:
+            if self.planned or not judged or not self._leave_one_out(reason, last):
                 self._give_up(reason)
-            else:
-                self._leave_out_the_worst(reason)
             return self._result()
         ms = {name: before_ms * (1 - statistics.median(shares)) for name, shares in gains.items()}
         noise = max(gains["after"]) - min(gains["after"])
@@ -505,38 +506,30 @@ class Search:
             return {}
         return {"without": self._run(rules)}
 
-    def _leave_out_the_worst(self, reason: str) -> None:
-        """Refuse the kept rule that added the largest error, and prove the others without it. If they fail, too, give
-        up all.
+    def _leave_one_out(self, reason: str, last: Draw) -> bool:
+        """Refuse one kept rule, without which the others are right on the draw on which all together were wrong. First
+        try the rules that added the largest errors. Return whether there is such a rule.
         """
         errors = {each.rule: each.error or 0.0 for each in self.changes if each.verdict == "kept"}
         before = dict(zip(errors, [0.0, *itertools.accumulate(errors.values(), max)], strict=False))
-        worst = max(errors, key=lambda name: errors[name] - before[name])
-        late = time.perf_counter() > self._limit
-        left_out = {worst: reason}
-        left_out |= {
-            rule.name: f"without {worst}, it would compile again, and {BUDGET_OVER}"
-            for rule in self.kept
-            if late and rule.kind == "compile" and rule.name != worst
-        }
-        self._refuse(left_out)
-        rest = [rule for rule in self.kept if rule.name not in left_out]
-        self.kept, self.best = [], self.plain
-        if not rest:
-            return
-        try:
-            candidate = self._run(rest)
-            self._proven(candidate, self._gate_of(rest))
+        for worst in sorted(errors, key=lambda name: before[name] - errors[name]):
+            rest = [rule for rule in self.kept if rule.name != worst]
+            late = time.perf_counter() > self._limit
+            if not rest or (late and any(rule.kind == "compile" for rule in rest)):  # it would compile again
+                continue
+            try:
+                candidate, gate = self._run(rest), self._gate_of(rest)
+                gate.judge_on(candidate, last)
+                self._proven(candidate, gate)
+            except Exception:  # this was not the wrong rule, or not the only one
+                self.originals.restore()
+                continue
+            self.changes = [
+                replace(each, verdict="refused", reason=reason) if each.rule == worst else each for each in self.changes
+            ]
             self.kept, self.best = rest, candidate
-        except Exception as error:
-            why = str(error) if isinstance(error, RefusedError) else in_a_line(error)
-            self._refuse({rule.name: f"without {worst}: {why}" for rule in rest})
-
-    def _refuse(self, reasons: Mapping[str, str]) -> None:
-        self.changes = [
-            replace(each, verdict="refused", reason=reasons[each.rule]) if each.rule in reasons else each
-            for each in self.changes
-        ]
+            return True
+        return False
 
     def _give_up(self, reason: str, verdict: str = "refused") -> None:
         self.changes = [
