@@ -97,6 +97,38 @@ def test_an_unused_result_gives_no_gradients(first: tuple[int, ...]) -> None:
                 torch.testing.assert_close(grads[1][name], grad, msg=name)
 
 
+class Once(torch.autograd.Function):
+    """A backward that runs once, as that of compiled code which reuses the memory of what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.done = False
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        assert not ctx.done
+        ctx.done = True
+        return gradient * 2
+
+
+def test_a_backward_runs_once_for_each_forward() -> None:
+    class Compiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = Heads()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return self.heads(Once.apply(x))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Compiled()
+    replayed = TrainingReplays(model, model, CPU, run_again)
+    replayed(torch.randn(2, 6, requires_grad=True))[1].sum().backward()
+    assert model.heads.left.weight.grad is None
+    assert model.heads.right.weight.grad is not None
+
+
 def test_gradients_add_up_and_belong_to_the_caller() -> None:
     plain, model, replayed = pair()
     weight = model.layers[3].weight

@@ -164,19 +164,14 @@ class TrainingReplays:
             pairs = [(t, slope) for t, slope in zip(outputs, slopes, strict=True) if slope is not None]
             if not pairs or not (inputs or parameters):
                 raise UncapturedError("no result has a gradient", found[0])
-            if not sources:  # the first run
-                sources.extend(set() for _ in (*inputs, *parameters))
-                for number, (output, slope) in enumerate(zip(outputs, slopes, strict=True)):
-                    if slope is None:
-                        continue
-                    for source, gradient in zip(sources, gradients_of([output], [slope], True), strict=True):
-                        source |= {number} if gradient is not None else set()
-            lost, starts = zip(*pairs, strict=True)
-            return gradients_of(lost, starts, False)
-
-        def gradients_of(lost: Sequence[Tensor], starts: Sequence[Tensor], again: bool) -> Gradients:
             wanted = {id(each): each for each in (*inputs, *aliases, *parameters)}
-            gradients = torch.autograd.grad(lost, list(wanted.values()), starts, again, allow_unused=True)
+            if not sources:  # the first run
+                reached = [_leaves(t) if slope is not None else set() for t, slope in zip(outputs, slopes, strict=True)]
+                leaves = [{id(each)} for each in inputs]
+                leaves += [{id(a), id(p)} for a, p in zip(aliases, parameters, strict=True)]
+                sources.extend({i for i, found in enumerate(reached) if found & each} for each in leaves)
+            lost, starts = zip(*pairs, strict=True)
+            gradients = torch.autograd.grad(lost, list(wanted.values()), starts, allow_unused=True)
             of = dict(zip(wanted, gradients, strict=True))
             of_parameters = (_sum_of({id(a), id(p)}, of) for a, p in zip(aliases, parameters, strict=True))
             return [*(of[id(each)] for each in inputs), *of_parameters]
@@ -240,6 +235,23 @@ def _autocast(device: torch.device) -> Hashable:
     """The state of autocast, which changes what a call computes."""
     enabled = torch.is_autocast_enabled(device.type)
     return enabled, torch.get_autocast_dtype(device.type) if enabled else None
+
+
+def _leaves(output: Tensor) -> set[int]:
+    """Which leaves of autograd's graph an output depends on, by identity."""
+    if output.grad_fn is None:
+        return {id(output)}
+    found: set[int] = set()
+    nodes: set[Any] = {output.grad_fn}
+    waiting = [output.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        news = {following for following, _ in node.next_functions if following is not None} - nodes
+        nodes |= news
+        waiting += news
+    return found
 
 
 def _sum_of(keys: set[int], gradients: Mapping[int, Tensor | None]) -> Tensor | None:
