@@ -25,11 +25,12 @@ class InaccurateError(RefusedError):
 
     Attributes:
         share: the error as a multiple of the allowed error; above 1.
+        count: number of finite elements of the result.
     """
 
-    def __init__(self, what: str, name: str, errors: Errors, usual: float) -> None:
-        super().__init__(f"{what}: {name} is {errors}")
-        self.share = errors.share(usual)
+    def __init__(self, what: str, name: str, errors: Errors, usual: float, relative: bool = False) -> None:
+        super().__init__(f"{what}: {name} is {errors}{', relative to its size' if relative else ''}")
+        self.share, self.count = errors.share(usual), errors.count
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,14 @@ class Errors:
         sums = (each.square().sum() for each in (error, plain, rounding))
         found = torch.stack([error[worst], rounding[worst], error.max(), plain.max(), *sums])
         return cls(got.numel(), *found.tolist())
+
+    def relative_to(self, size: float) -> Errors:
+        """The errors divided by a size."""
+        return Errors(
+            self.count,
+            *(each / size for each in (self.worst, self.rounding, self.largest, self.plain)),
+            *(each / size / size for each in (self.squares, self.plain_squares, self.rounding_squares)),
+        )
 
     def __add__(self, other: Errors) -> Errors:
         """The errors on the inputs of both."""

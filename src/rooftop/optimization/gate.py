@@ -8,6 +8,7 @@ arguments, shared memory. If the float64 model does not run, only identical bits
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,12 +37,14 @@ from rooftop.rewrites.candidates import Candidate
 from rooftop.rewrites.structures import mapped
 from rooftop.words import in_a_line
 
-MORE_DRAWS = 8
-"""Further inputs on which a doubtful result is compared."""
+MORE_DRAWS, MOST_DRAWS = 8, 24
+"""Further inputs on which a doubtful result is compared. If its error is still too large, as many follow, up to the
+second number."""
 LEAST_DRAWS = 3
-"""Its number of inputs if time is short."""
-HOPELESS = 8.0
-"""A larger error, as a multiple of the allowed error, is not doubtful."""
+"""The number of these inputs if time is short."""
+HOPELESS, HOPELESS_OF_FEW, FEW = 8.0, 1e3, 16
+"""A larger error, as a multiple of the allowed error, is not doubtful. The second number is for results with at most
+`FEW` elements: the original's error of one element may be almost 0 by chance."""
 ROUNDED_64 = 1e-9
 """The allowed difference of float64 sums in another order, relative to the largest value."""
 MORE_CALLS = 6
@@ -110,8 +113,9 @@ class Gate:
         in_tensor_floats: by draw, the original's outcome in TF32, for draws that needed it.
         lowered: the original in a lower precision, which the user has allowed. A change must be as accurate as this
             model.
-        more: draws inputs of the same spread as the given ones, for doubtful results; None: these are wrong.
+        more: draws inputs like given arguments, for doubtful results; None: doubtful results are wrong.
         more_s: approximate seconds for a comparison on more inputs.
+        ends: when this comparison must end, by `time.perf_counter`.
     """
 
     original: nn.Module
@@ -126,8 +130,9 @@ class Gate:
     shifts: dict[str, Outcome | None] = field(default_factory=dict)
     in_tensor_floats: dict[str, tuple[Draw, Outcome | None]] = field(default_factory=dict)
     lowered: Candidate | None = None
-    more: Callable[[], Draw] | None = None
+    more: Callable[[Arguments], Draw] | None = None
     more_s: float = 0.0
+    ends: float = math.inf
 
     @classmethod
     def of(
@@ -137,7 +142,7 @@ class Gate:
         drawn: Sequence[Draw],
         seconds: float,
         exact: bool = False,
-        more: Callable[[], Draw] | None = None,
+        more: Callable[[Arguments], Draw] | None = None,
     ) -> Gate:
         """Run the original on each draw, in its own dtype and in float64.
 
@@ -350,7 +355,7 @@ class Gate:
             try:
                 worst = max(worst, self._compare_one_of(known, name, value, what))
             except InaccurateError as error:
-                if error.share > HOPELESS:
+                if error.share > (HOPELESS if error.count > FEW else HOPELESS_OF_FEW):
                     raise
                 doubtful[name] = error
         return max(worst, self._on_more_draws(got, known, candidate, doubtful, what)) if doubtful else worst
@@ -375,44 +380,58 @@ class Gate:
             InaccurateError: a result's error is larger than allowed over all these inputs.
         """
         found = {name: Errors() for name in doubtful}
+        usual = {name: self._usual_error(name) for name in doubtful}
+        ends, count = min(time.perf_counter() + self.more_s, self.ends), 0
 
         def note(values: Mapping[str, Tensor], of: Known) -> None:
             for name in doubtful:
                 if of.truth is None or name not in values or values[name].shape != of.eager.values[name].shape:
                     raise doubtful[name]
-                errors = Errors.of(name, values[name], of.eager.values[name], of.truth.values[name], of.draw.what)
-                found[name] += errors
+                truth = of.truth.values[name]
+                errors = Errors.of(name, values[name], of.eager.values[name], truth, of.draw.what)
+                usual[name] = max(usual[name], errors.plain)
+                found[name] += errors.relative_to(_size(truth))
 
+        def too_large() -> list[str]:
+            return [name for name, errors in found.items() if not errors.share(in_tensor_floats[name]) <= 1]
+
+        in_tensor_floats = {}
+        for name in doubtful:
+            truth = known.truth.values[name] if known.truth is not None else None
+            size = _size(truth) if truth is not None else 1.0
+            in_tensor_floats[name] = self._error_in_tensor_floats(known, name) / size
         if not known.draw.special:  # special values have errors of another size
             note(got, known)
-        ends, count = time.perf_counter() + self.more_s, 0
-        while count < (MORE_DRAWS if time.perf_counter() < ends else LEAST_DRAWS):
-            other = self._one_more(next(iter(doubtful.values())))
+        while count < (MORE_DRAWS if time.perf_counter() < ends else LEAST_DRAWS) or (
+            count < MOST_DRAWS and time.perf_counter() < ends and (count % MORE_DRAWS or too_large())
+        ):
+            other = self._one_more(known.draw, next(iter(doubtful.values())))
             note(self._changed(candidate, other.draw).values, other)
             count += 1
-        worst = 0.0
-        for name, errors in found.items():
-            usual = max(self._usual_error(name), self._error_in_tensor_floats(known, name))
-            worst = max(worst, errors.share(usual))
-            if not worst <= 1:
-                raise InaccurateError(f"{what} and {count} others", name, errors, usual)
-            if known.draw.special:
-                eager, truth = known.eager.values[name], known.truth.values[name]  # type: ignore[union-attr]
-                worst = max(worst, as_accurate(name, got[name], eager, truth, what, max(errors.plain, usual)))
+        for name in too_large():
+            inputs = f"{what} and {count} others"
+            raise InaccurateError(inputs, name, found[name], in_tensor_floats[name], relative=True)
+        worst = max(errors.share(in_tensor_floats[name]) for name, errors in found.items())
+        for name in doubtful if known.draw.special else ():
+            eager, truth = known.eager.values[name], known.truth.values[name]  # type: ignore[union-attr]
+            worst = max(worst, as_accurate(name, got[name], eager, truth, what, usual[name]))
         return worst
 
-    def _one_more(self, error: InaccurateError) -> Known:
-        """The original's results for more inputs.
+    def _one_more(self, draw: Draw, error: InaccurateError) -> Known:
+        """The original's results for more inputs like a draw, with the spread of the given ones if its values are
+        special.
 
         Raises:
             InaccurateError: the given one, if there are no such inputs.
         """
+        like = self.known[0].draw if draw.special else draw
         try:
-            if self.more is not None:
-                return self._known(self.more())
+            found = self._known(self.more(like.given)) if self.more is not None else None
         except Exception:
             raise error from None
-        raise error
+        if found is None or not _same_kinds(found.draw, like):
+            raise error
+        return found
 
     def _compare_one_of(self, known: Known, name: str, got: Tensor, what: str) -> float:
         eager, truth = known.eager.values[name], None if known.truth is None else known.truth.values.get(name)
@@ -480,6 +499,12 @@ class Gate:
         if first.truth is None or name not in first.eager.values or name not in first.truth.values:
             return 0.0
         return _difference(first.eager.values[name], first.truth.values[name], finite=True)
+
+
+def _size(truth: Tensor) -> float:
+    """The root mean square of the finite elements; 1 if they are 0."""
+    finite = truth[truth.isfinite()].double()
+    return float(_rms(finite)) or 1.0 if finite.numel() else 1.0
 
 
 def doubled(given: Arguments) -> Arguments:
@@ -550,11 +575,13 @@ def _same_draws(known: Known) -> bool:
 
 
 def _alike(one: Known, other: Known) -> bool:
-    pairs = list(zip(tensors_of(one.draw.given), tensors_of(other.draw.given), strict=False))
-    same = len(tensors_of(one.draw.given)) == len(tensors_of(other.draw.given))
-    return (
-        same and all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs) and other.draw.what == "other values"
-    )
+    return _same_kinds(one.draw, other.draw) and other.draw.what == "other values"
+
+
+def _same_kinds(one: Draw, other: Draw) -> bool:
+    """Whether the tensors of two draws have the same shapes and dtypes."""
+    ours, theirs = ([(t.shape, t.dtype) for t in tensors_of(each.given)] for each in (one, other))
+    return ours == theirs
 
 
 def _same_bits(one: Outcome, other: Outcome) -> bool:

@@ -90,8 +90,8 @@ def optimize(
     given: Arguments = (args, kwargs)
     key_of(given)  # raises for values that a key cannot represent
 
-    def fresh() -> Draw:
-        return drawn() if draw is not None else others(given, generator)
+    def fresh(like: Arguments = given) -> Draw:
+        return drawn() if draw is not None else others(like, generator)
 
     def drawn(what: str = "") -> Draw:
         return Draw(what, (check_drawn(draw()), kwargs), needed="what draw() gives")  # type: ignore[misc]

@@ -448,6 +448,7 @@ class Search:
         key = tuple(rule.name for rule in lowering)
         if key not in self._gates:
             self._gates[key] = self._gate_of([]).lower(self._built(lowering)) if lowering else self._make_gate()
+            self._gates[key].ends = self._limit
         return self._gates[key]
 
     @property
