@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,10 +35,13 @@ def check_arguments(
         raise ValueError("optimize: loss and optimizer are for a training step: pass train=True")
     if loss is not None and not callable(loss):
         raise TypeError(f"optimize: loss must be a function of the output, got {type(loss).__name__}")
-    if not isinstance(min_gain, int | float) or not 0 <= min_gain < 1:
+    if isinstance(min_gain, bool) or not isinstance(min_gain, int | float) or not 0 <= min_gain < 1:
         raise ValueError(f"optimize: min_gain must be a share from 0 to 1, such as 0.02, got {min_gain!r}")
-    if not isinstance(budget_s, int | float) or not budget_s > 0:
+    number = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
+    if not number or not budget_s > 0:
         raise ValueError(f"optimize: budget_s must be seconds above 0, got {budget_s!r}")
+    if isinstance(budget_s, int) and budget_s > sys.float_info.max:
+        raise ValueError("optimize: budget_s is larger than a float can be: for no limit, pass float('inf')")
     _check_model(module)
     if optimizer is not None:
         _check_optimizer(optimizer, module)
