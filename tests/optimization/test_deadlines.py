@@ -80,6 +80,36 @@ def test_no_handler_of_a_signal_is_left_and_deadlines_nest() -> None:
     assert [signal.getsignal(number) for number in signal.valid_signals()] == before
 
 
+HANDLED_BY_C = """
+import ctypes, os, signal
+from rooftop.optimization.deadlines import Deadline, StoppedError
+
+libc = ctypes.CDLL(None)
+calls = []
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(calls.append)
+libc.signal(signal.SIGRTMAX, handler)
+with Deadline(60):
+    pass
+os.kill(os.getpid(), signal.SIGRTMAX)
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+try:
+    with Deadline(0.1):
+        while True:
+            sum(range(100))
+except StoppedError:
+    pass
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+print("done", len(calls))
+"""
+
+
+def test_signals_that_others_handle_or_block_are_left_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANDLED_BY_C], capture_output=True, text=True, timeout=LONG_S, check=False
+    )
+    assert (done.stdout, done.returncode) == ("done 1\n", 0), done.stderr
+
+
 def test_what_is_done_in_time_is_left_alone() -> None:
     for seconds in (0.0, 0.001, 0.01):
         with Deadline(seconds + 5):

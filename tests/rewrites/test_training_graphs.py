@@ -129,6 +129,15 @@ def test_a_backward_runs_once_for_each_forward() -> None:
     assert model.heads.right.weight.grad is not None
 
 
+def test_a_second_derivative_is_refused() -> None:
+    """Without an error, the gradient of a penalty would be lost."""
+    model = Heads()
+    replayed = TrainingReplays(model, model, CPU, run_again)
+    x = torch.randn(2, 6, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(replayed(x)[0].sum(), x, create_graph=True)
+
+
 def test_gradients_add_up_and_belong_to_the_caller() -> None:
     plain, model, replayed = pair()
     weight = model.layers[3].weight

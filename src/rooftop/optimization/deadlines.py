@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 
 AGAIN_S = 5.0
@@ -65,7 +66,8 @@ class Deadline:
                 time.sleep(ON_ITS_WAY_S)
             self._raised = False
         if self._signal and threading.get_ident() == self._thread:
-            signal.signal(self._signal, signal.SIG_DFL)  # first handles a signal that has arrived
+            signal.signal(self._signal, signal.SIG_IGN)  # handles a signal that has arrived, drops a later one
+            signal.signal(self._signal, signal.SIG_DFL)
             self._signal = 0
 
     def _watch(self) -> None:
@@ -90,8 +92,16 @@ class Deadline:
 
 
 def _unused_signal() -> int:
-    """The number of a real-time signal that has no handler; 0 if the system has none."""
-    if not hasattr(signal, "SIGRTMIN"):
+    """The number of a real-time signal that nothing handles, ignores or blocks; 0 if there is none, or if this is not
+    known, as outside of Linux.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
         return 0
+    lines = (line.split() for line in status.splitlines() if line.startswith(("SigCgt", "SigIgn", "SigBlk")))
+    masks = [int(mask, 16) for _, mask in lines]
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     numbers = range(signal.SIGRTMAX, signal.SIGRTMIN, -1)
-    return next((number for number in numbers if signal.getsignal(number) is signal.SIG_DFL), 0)
+    free = (n for n in numbers if n not in blocked and not any(mask >> (n - 1) & 1 for mask in masks))
+    return next((number for number in free if signal.getsignal(number) is signal.SIG_DFL), 0)

@@ -42,7 +42,7 @@ MORE_DRAWS, MOST_DRAWS = 8, 24
 second number."""
 LEAST_DRAWS = 3
 """The number of these inputs if time is short."""
-HOPELESS, HOPELESS_OF_FEW, FEW = 8.0, 1e3, 16
+HOPELESS, HOPELESS_OF_FEW, FEW = 8.0, 100.0, 16
 """A larger error, as a multiple of the allowed error, is not doubtful. The second number is for results with at most
 `FEW` elements: the original's error of one element may be almost 0 by chance."""
 ROUNDED_64 = 1e-9

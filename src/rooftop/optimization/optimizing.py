@@ -25,7 +25,7 @@ from rooftop.optimization.requirements import check_arguments, check_drawn, chec
 from rooftop.optimization.searching import Progress, Search
 from rooftop.rewrites import RULES, Candidate, Rule
 from rooftop.rewrites.candidates import set_mode
-from rooftop.words import did_you_mean
+from rooftop.words import did_you_mean, in_a_line
 
 GATE_SHARE = 0.25
 """Share of the budget for the original's results on special values, and for comparisons of doubtful results."""
@@ -94,7 +94,13 @@ def optimize(
         return drawn() if draw is not None else others(like, generator)
 
     def drawn(what: str = "") -> Draw:
-        return Draw(what, (check_drawn(draw()), kwargs), needed="what draw() gives")  # type: ignore[misc]
+        try:
+            made = draw()  # type: ignore[misc]
+        except Exception as error:
+            raise ValueError(
+                f"optimize: draw() raised {in_a_line(error)}: it must create arguments each time it is called"
+            ) from error
+        return Draw(what, (check_drawn(made), kwargs), needed="what draw() gives")
 
     with torch.inference_mode(False), torch.enable_grad(), as_before(module) as originals:
         set_mode(module, train)

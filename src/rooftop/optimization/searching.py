@@ -51,6 +51,8 @@ WORTH_A_TRY = 0.5
 it."""
 WAIT_SHARE = 0.4
 """A search waits for the C++ launcher of our kernels for at most this share of the time left."""
+GRACE_S = 2.0
+"""At the end, the first call without a wrong rule may exceed the budget by these seconds."""
 LEAST_SAVED = 0.1
 """Share of a step's memory that a rule must save to be kept for it."""
 
@@ -475,18 +477,17 @@ class Search:
         if not self.kept:
             timing = self._rounds.timed({"": self.plain})[""]
             return Result(self.plain, timing.median_ms, timing.median_ms, timing.spread)
-        last = replace(self.fresh(), what="other values, after many calls")
-        judged = False
+        last: Draw | None = None
         try:
             as_called = replace(self.best, call=self.wrap(self.best))
             rounds = {"before": self.plain, "after": as_called, **self._uncompiled()}
             before_ms, gains = self._rounds.last(rounds, lambda: self.planned or time.perf_counter() > self._limit)
-            judged = True
+            last = replace(self.fresh(), what="other values, after many calls")
             self._gate_of(self.kept).judge_on(self.best, last)
             self._nothing_changed()
         except Exception as error:
             reason = str(error) if isinstance(error, RefusedError) else in_a_line(error)
-            if self.planned or not judged or not self._leave_one_out(reason, last):
+            if self.planned or last is None or not self._leave_one_out(reason, last):
                 self._give_up(reason)
             return self._result()
         ms = {name: before_ms * (1 - statistics.median(shares)) for name, shares in gains.items()}
@@ -518,11 +519,15 @@ class Search:
             late = time.perf_counter() > self._limit
             if not rest or (late and any(rule.kind == "compile" for rule in rest)):  # it would compile again
                 continue
+            deadline = Deadline(max(self._limit - time.perf_counter(), GRACE_S))
             try:
-                candidate, gate = self._run(rest), self._gate_of(rest)
+                candidate, gate = self._built(rest), self._gate_of(rest)
+                with deadline:
+                    self._first_call(candidate)
                 gate.judge_on(candidate, last)
                 self._proven(candidate, gate)
-            except Exception:  # this was not the wrong rule, or not the only one
+            except (Exception, StoppedError):  # this was not the wrong rule, or not the only one
+                deadline.end()
                 self.originals.restore()
                 continue
             self.changes = [

@@ -207,8 +207,12 @@ class _Replay(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "rooftop.optimize: CUDA graphs have no second derivatives (create_graph=True): leave the rule "
+                "cuda-graphs out"
+            )
         pair: _Pair = ctx.pair
         if ctx.turn.done or ctx.turn.number != ctx.owner.turns:
             raise RuntimeError(
