@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftop.optimization.accuracy import Errors, InaccurateError, RefusedError, as_accurate
+from rooftop.optimization.accuracy import InaccurateError, RefusedError, as_accurate
+from rooftop.optimization.doubts import Doubts, is_hopeless, size
 from rooftop.optimization.draws import Arguments, Draw, tensors_of
 from rooftop.optimization.outcomes import (
     SEED,
@@ -37,14 +38,6 @@ from rooftop.rewrites.candidates import Candidate
 from rooftop.rewrites.structures import mapped
 from rooftop.words import in_a_line
 
-MORE_DRAWS, MOST_DRAWS = 8, 24
-"""Further inputs on which a doubtful result is compared. If its error is still too large, as many follow, up to the
-second number."""
-LEAST_DRAWS = 3
-"""The number of these inputs if time is short."""
-HOPELESS, HOPELESS_OF_FEW, FEW = 8.0, 100.0, 16
-"""A larger error, as a multiple of the allowed error, is not doubtful. The second number is for results with at most
-`FEW` elements: the original's error of one element may be almost 0 by chance."""
 ROUNDED_64 = 1e-9
 """The allowed difference of float64 sums in another order, relative to the largest value."""
 MORE_CALLS = 6
@@ -355,7 +348,7 @@ class Gate:
             try:
                 worst = max(worst, self._compare_one_of(known, name, value, what))
             except InaccurateError as error:
-                if error.share > (HOPELESS if error.count > FEW else HOPELESS_OF_FEW):
+                if is_hopeless(error):
                     raise
                 doubtful[name] = error
         return max(worst, self._on_more_draws(got, known, candidate, doubtful, what)) if doubtful else worst
@@ -368,53 +361,29 @@ class Gate:
         doubtful: Mapping[str, InaccurateError],
         what: str,
     ) -> float:
-        """The largest error of doubtful results over more inputs.
-
-        A gradient with a few elements is a small sample of errors. Among the gradients of a hundred layers, some have
-        twice the original's error by chance. Over more inputs, only results that are less accurate have that.
-
-        Args:
-            doubtful: the error of each doubtful result.
+        """The largest error of doubtful results over more inputs (see `doubts`).
 
         Raises:
             InaccurateError: a result's error is larger than allowed over all these inputs.
         """
-        found = {name: Errors() for name in doubtful}
-        usual = {name: self._usual_error(name) for name in doubtful}
-        ends, count = min(time.perf_counter() + self.more_s, self.ends), 0
-
-        def note(values: Mapping[str, Tensor], of: Known) -> None:
-            for name in doubtful:
-                if of.truth is None or name not in values or values[name].shape != of.eager.values[name].shape:
-                    raise doubtful[name]
-                truth = of.truth.values[name]
-                errors = Errors.of(name, values[name], of.eager.values[name], truth, of.draw.what)
-                usual[name] = max(usual[name], errors.plain)
-                found[name] += errors.relative_to(_size(truth))
-
-        def too_large() -> list[str]:
-            return [name for name, errors in found.items() if not errors.share(in_tensor_floats[name]) <= 1]
-
-        in_tensor_floats = {}
-        for name in doubtful:
-            truth = known.truth.values[name] if known.truth is not None else None
-            size = _size(truth) if truth is not None else 1.0
-            in_tensor_floats[name] = self._error_in_tensor_floats(known, name) / size
+        first = next(iter(doubtful.values()))
+        if known.truth is None:
+            raise first
+        truths = known.truth.values
+        in_tensor_floats = {name: self._error_in_tensor_floats(known, name) / size(truths[name]) for name in doubtful}
+        doubts = Doubts(doubtful, in_tensor_floats, {name: self._usual_error(name) for name in doubtful})
         if not known.draw.special:  # special values have errors of another size
-            note(got, known)
-        while count < (MORE_DRAWS if time.perf_counter() < ends else LEAST_DRAWS) or (
-            count < MOST_DRAWS and time.perf_counter() < ends and (count % MORE_DRAWS or too_large())
-        ):
-            other = self._one_more(known.draw, next(iter(doubtful.values())))
-            note(self._changed(candidate, other.draw).values, other)
+            doubts.note(got, known.eager.values, truths, known.draw.what)
+        ends, count = min(time.perf_counter() + self.more_s, self.ends), 0
+        while doubts.need_more(count, ends):
+            other = self._one_more(known.draw, first)
+            truth = None if other.truth is None else other.truth.values
+            doubts.note(self._changed(candidate, other.draw).values, other.eager.values, truth, other.draw.what)
             count += 1
-        for name in too_large():
-            inputs = f"{what} and {count} others"
-            raise InaccurateError(inputs, name, found[name], in_tensor_floats[name], relative=True)
-        worst = max(errors.share(in_tensor_floats[name]) for name, errors in found.items())
+        worst = doubts.judge(f"{what} and {count} others")
         for name in doubtful if known.draw.special else ():
-            eager, truth = known.eager.values[name], known.truth.values[name]  # type: ignore[union-attr]
-            worst = max(worst, as_accurate(name, got[name], eager, truth, what, usual[name]))
+            eager = known.eager.values[name]
+            worst = max(worst, as_accurate(name, got[name], eager, truths[name], what, doubts.usual[name]))
         return worst
 
     def _one_more(self, draw: Draw, error: InaccurateError) -> Known:
@@ -499,12 +468,6 @@ class Gate:
         if first.truth is None or name not in first.eager.values or name not in first.truth.values:
             return 0.0
         return _difference(first.eager.values[name], first.truth.values[name], finite=True)
-
-
-def _size(truth: Tensor) -> float:
-    """The root mean square of the finite elements; 1 if they are 0."""
-    finite = truth[truth.isfinite()].double()
-    return float(_rms(finite)) or 1.0 if finite.numel() else 1.0
 
 
 def doubled(given: Arguments) -> Arguments:

@@ -230,17 +230,18 @@ def recorded(
     if not found:
         with unaware(stream) as audience:
             try:
-                return record()
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                free_generator(stream.device)
+                return _recorded_once(record, outputs, stream)
+            except UncapturedError:
                 if not audience.asked:
-                    raise UncapturedError(in_a_line(error), outputs) from error
+                    raise
     elif compared:
         found = waits_in_a_capture(call, found)
     if found:
         raise UncapturedError(f"the host waits for the GPU at {found[0]}", outputs)
+    return _recorded_once(record, outputs, stream)
+
+
+def _recorded_once(record: Callable[[], T], outputs: Any, stream: torch.cuda.Stream) -> T:
     try:
         return record()
     except torch.OutOfMemoryError:
@@ -259,8 +260,8 @@ class Audience:
 
 @contextmanager
 def unaware(stream: torch.cuda.Stream) -> Iterator[Audience]:
-    """In the block, tell the model that `stream` captures no graph. PyTorch and Rooftop get the true answer, and so do
-    askers on other streams.
+    """In the block, tell the model that `stream` captures no graph. PyTorch, Rooftop and code on other streams get the
+    true answer.
     """
     audience = Audience()
 

@@ -150,7 +150,7 @@ class _Numbers:
         self._memories: dict[int, Tensor] = {}
 
     def of(self, value: Any) -> Any:
-        """A number for a symbol. For a tensor, one with known sizes; two of these share memory if the originals did."""
+        """A symbol's number, or a copy of a tensor with known sizes. Copies share memory if the given tensors do."""
         if isinstance(value, _SYMBOLS):
             return self._number(value)
         if not isinstance(value, FakeTensor) or value.layout != torch.strided:

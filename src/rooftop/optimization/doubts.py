@@ -1,0 +1,100 @@
+"""Doubtful results: their error is somewhat larger than allowed, so they are compared on more inputs.
+
+A gradient with a few elements is a small sample of errors. Among the gradients of a hundred layers, some have twice the
+original's error by chance. Over more inputs, only results that are less accurate have that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from rooftop.optimization.accuracy import Errors, InaccurateError
+
+MORE_DRAWS, MOST_DRAWS = 8, 24
+"""The number of these inputs. If an error is still too large, as many follow, up to the second number."""
+LEAST_DRAWS = 3
+"""The number of inputs if time is short."""
+HOPELESS, HOPELESS_OF_FEW, FEW = 8.0, 100.0, 16
+"""A larger error, as a multiple of the allowed error, is not doubtful. The second number is for results with at most
+`FEW` elements: the original's error of one element may be almost 0 by chance."""
+
+
+def is_hopeless(error: InaccurateError) -> bool:
+    """Whether an error is too large to be bad luck."""
+    return error.share > (HOPELESS if error.count > FEW else HOPELESS_OF_FEW)
+
+
+class Doubts:
+    """Errors of doubtful results, summed over inputs.
+
+    Args:
+        errors: by the name of each result, its error on the first input.
+        in_tensor_floats: the original's error in TF32 on that input, relative to the size of the result; 0 if none.
+        usual: the original's largest error on the given inputs.
+
+    Attributes:
+        usual: the original's largest error on any of the inputs.
+    """
+
+    def __init__(
+        self,
+        errors: Mapping[str, InaccurateError],
+        in_tensor_floats: Mapping[str, float],
+        usual: Mapping[str, float],
+    ) -> None:
+        self._errors, self._in_tensor_floats, self.usual = errors, in_tensor_floats, dict(usual)
+        self._found = {name: Errors() for name in errors}
+
+    def note(
+        self, got: Mapping[str, Tensor], eager: Mapping[str, Tensor], truth: Mapping[str, Tensor] | None, what: str
+    ) -> None:
+        """Add the errors on one input, relative to the size of each result.
+
+        Args:
+            got, eager, truth: results of the change, of the original, and of the float64 model, if it runs.
+            what: a description of the input.
+
+        Raises:
+            InaccurateError: a result cannot be compared on this input.
+            RefusedError: NaN and infinities are in other places than the original's.
+        """
+        for name, error in self._errors.items():
+            if truth is None or name not in got or got[name].shape != eager[name].shape:
+                raise error
+            errors = Errors.of(name, got[name], eager[name], truth[name], what)
+            self.usual[name] = max(self.usual[name], errors.plain)
+            self._found[name] += errors.relative_to(size(truth[name]))
+
+    def need_more(self, count: int, ends: float) -> bool:
+        """Whether another input is needed.
+
+        Args:
+            count: number of inputs so far.
+            ends: when the comparison should end, by `time.perf_counter`.
+        """
+        if time.perf_counter() > ends:
+            return count < LEAST_DRAWS
+        return count < MORE_DRAWS or (count < MOST_DRAWS and (count % MORE_DRAWS > 0 or self._worst()[0] > 1))
+
+    def judge(self, what: str) -> float:
+        """The largest error, as a fraction of the allowed error.
+
+        Raises:
+            InaccurateError: it is above 1.
+        """
+        share, name = self._worst()
+        if not share <= 1:
+            raise InaccurateError(what, name, self._found[name], self._in_tensor_floats[name], relative=True)
+        return share
+
+    def _worst(self) -> tuple[float, str]:
+        return max((errors.share(self._in_tensor_floats[name]), name) for name, errors in self._found.items())
+
+
+def size(truth: Tensor) -> float:
+    """The root mean square of the finite elements; 1 if there are none, or if they are 0."""
+    finite = truth[truth.isfinite()].double()
+    return float(finite.square().mean().sqrt()) or 1.0 if finite.numel() else 1.0
