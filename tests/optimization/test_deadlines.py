@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -78,6 +79,25 @@ def test_no_handler_of_a_signal_is_left_and_deadlines_nest() -> None:
             deadline.end()
     compiles_for(0.1)
     assert [signal.getsignal(number) for number in signal.valid_signals()] == before
+
+
+def test_ctrl_c_in_the_same_moment_is_not_lost() -> None:
+    """Both signals wait until a call into C ends."""
+    timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))
+    deadline = Deadline(0.1)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt), deadline:
+        sum(range(20_000_000))
+    deadline.end()
+    timer.join()
+
+
+def test_a_deadline_that_has_passed_at_once_ends() -> None:
+    for _ in range(50):
+        deadline = Deadline(0.0)
+        with suppress(StoppedError), deadline:
+            compiles_for(0.001)
+        assert deadline._over.is_set()
 
 
 HANDLED_BY_C = """

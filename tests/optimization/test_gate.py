@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from rooftop.optimization import tensor_floats
 from rooftop.optimization.accuracy import Errors, RefusedError
-from rooftop.optimization.draws import Draw
+from rooftop.optimization.draws import Draw, draws, neighbour, others
 from rooftop.optimization.gate import Gate, Known
 from rooftop.optimization.outcomes import Outcome, Step
 from rooftop.rewrites.candidates import Candidate
@@ -72,7 +72,10 @@ def noisy(seed: int, size: float = ERROR, rows: int = 1, special: bool = False) 
     generator = torch.Generator().manual_seed(seed)
     drawn = lambda like=None: Draw("other values", ((torch.rand(rows, 64, generator=generator),), {}))  # noqa: E731
     first = replace(drawn(), what="the given inputs")
-    tried = [first, Draw("constant inputs", ((torch.full((rows, 64), 0.5 + seed / 1e3),), {}), special=True)]
+    tried = [
+        first,
+        Draw("constant inputs", ((torch.full((rows, 64), 0.5 + seed / 1e3),), {}), special=True, uniform=True),
+    ]
     gate = Gate.of(Noisy(ERROR, 0), Step(False), tried[: 1 + special], 60.0, more=drawn)
     return gate, Candidate.of(Noisy(size, 1000 + seed), None, training=False)
 
@@ -95,6 +98,73 @@ def test_bad_luck_with_a_few_elements_is_told_from_a_larger_error(special: bool)
     """One element has twice another one's error in every third case, and sometimes a hundred times."""
     assert sum(verdicts(special=special)) >= 34
     assert sum(verdicts(special=special, size=5 * ERROR, rows=4)) <= 2
+
+
+class Gained(nn.Module):
+    """Blocks with gains, whose gradients have one element each. `split`: sums in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        self.gains = nn.ParameterList(torch.tensor(0.3) for _ in range(8))
+        self.split = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, gain in zip(self.layers, self.gains, strict=True):
+            first, second = functional.layer_norm(x, (32,)).split(16, -1)
+            if self.split:
+                weights = layer.weight.split(16, 1)
+                x = x + gain * (first @ weights[0].t() + functional.linear(second, weights[1], layer.bias)).tanh()
+            else:
+                x = x + gain * layer(torch.cat([first, second], -1)).tanh()
+        return x
+
+
+def test_sums_in_another_order_are_right_for_gradients_of_one_element() -> None:
+    found = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model, x, target = Gained(), torch.randn(4, 12, 32), torch.randn(4, 12, 32)
+        step = Step(True, lambda y, target=target: ((y - target) ** 2).mean())
+        generator = torch.Generator().manual_seed(seed)
+        tried = draws(((x,), {}), generator)
+        gate = Gate.of(model, step, tried, 60.0, more=lambda like, own=generator: others(like, own))
+        candidate = Candidate.of(model, None, training=True)
+        candidate.model.split = True
+        with suppress(RefusedError):
+            found.append(gate.judge(candidate))
+    assert len(found) >= 7
+    assert max(found) > 0.9, "no case had bad luck"
+
+
+@pytest.mark.parametrize("share", [0.2, 0.05])
+def test_an_error_near_the_given_inputs_is_found_in_one_element(share: float) -> None:
+    """The result may be almost 0 for other inputs. Relative to its size, the original's error is then large."""
+    accepted, count = 0, 0
+    for seed in range(30):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).bfloat16()
+        x = torch.randn(1, 64).bfloat16()
+        generator = torch.Generator().manual_seed(seed)
+        gate = Gate.of(
+            model, Step(False), draws(((x,), {}), generator), 60.0, more=lambda g, own=generator: others(g, own)
+        )
+        with torch.no_grad():
+            right = model(x)
+        if float(right.abs()) < 0.1:
+            continue  # the original's rounding errors have this size
+        count += 1
+
+        def wrong(x: Tensor, model: nn.Module = model, right: Tensor = right) -> Tensor:
+            y: Tensor = model(x)
+            near = (y - right).abs() <= 0.05 * right.abs()
+            return torch.where(near, y * (1 + share), y)
+
+        with suppress(RefusedError):
+            gate.judge(replace(Candidate.of(model, None, training=False), call=wrong))
+            accepted += 1
+    assert count > 15
+    assert accepted <= (2 if share < 0.1 else 0)
 
 
 def test_errors_add_up() -> None:
@@ -319,3 +389,18 @@ def test_only_operands_lose_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     with tensor_floats.InTensorFloats() as mode:
         assert torch.equal(functional.conv1d(x.detach().double(), w.double())[0, 0, 0], w.double()[0, 0, 0] ** 2)
     assert not mode.used
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_neighbours_differ_by_a_few_roundings(dtype: torch.dtype) -> None:
+    x = torch.linspace(-3, 900, 700).cos().to(dtype).view(7, 100)[:, ::2].requires_grad_()
+    given: Any = ((x, torch.arange(5), 2.5), {"zeros": torch.zeros(3), "empty": torch.empty(0, 4)})
+    (other, numbers, scalar), named = neighbour(given, torch.Generator().manual_seed(0))
+    apart = ((other.double() - x.double()) / x.double()).detach().abs() / torch.finfo(dtype).eps
+    assert 3 < float(apart.max()) <= 5
+    assert bool((apart > 0).double().mean() > 0.5)
+    assert (other.requires_grad, other.is_leaf, other.dtype) == (True, True, dtype)
+    assert numbers is given[0][1]
+    assert scalar == 2.5
+    assert torch.equal(named["zeros"], torch.zeros(3))
+    assert named["empty"].shape == (0, 4)

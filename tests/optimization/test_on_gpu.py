@@ -218,8 +218,13 @@ def test_a_model_that_waits_only_outside_of_captures_is_a_graph() -> None:
     class Masks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if not torch.cuda.is_current_stream_capturing() and bool((x < 0.5).all()):
-                return x.sin() * 2
-            return torch.where(x < 0.5, x.sin() * 2, x.cos())
+                return self.many_sines(x)
+            return torch.where(x < 0.5, self.many_sines(x), x.cos())
+
+        def many_sines(self, x: Tensor) -> Tensor:  # so many launches that a graph is faster even on a busy GPU
+            for _ in range(40):
+                x = x.sin() * 1.01
+            return x
 
     x = torch.rand(64, 64, device="cuda") / 2
     found = rooftop.optimize(Masks().eval(), x, rules=["cuda-graphs"])

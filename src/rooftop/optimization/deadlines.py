@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -41,8 +42,12 @@ class Deadline:
             self._signal = _unused_signal()
         if self._signal:
             signal.signal(self._signal, self._by_signal)
-        threading.Thread(target=self._watch, daemon=True, name="rooftop deadline").start()
-        return self
+        try:
+            threading.Thread(target=self._watch, daemon=True, name="rooftop deadline").start()
+            return self
+        except BaseException:  # `__exit__` is not called then
+            self.end()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is StoppedError:
@@ -87,7 +92,8 @@ class Deadline:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), raised)
 
     def _by_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self._over.is_set():
+        interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)  # Ctrl-C came in the same moment, and goes first
+        if not self._over.is_set() and not interrupted:
             raise StoppedError
 
 

@@ -2,6 +2,10 @@
 
 A gradient with a few elements is a small sample of errors. Among the gradients of a hundred layers, some have twice the
 original's error by chance. Over more inputs, only results that are less accurate have that.
+
+The best further inputs are neighbours of the doubtful ones: their values differ by a few roundings. The true results
+then have almost the same size, but other rounding errors. Without floating-point inputs there are no neighbours, so
+other inputs of the same shapes are drawn, and errors are compared relative to the size of the results.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ LEAST_DRAWS = 3
 HOPELESS, HOPELESS_OF_FEW, FEW = 8.0, 100.0, 16
 """A larger error, as a multiple of the allowed error, is not doubtful. The second number is for results with at most
 `FEW` elements: the original's error of one element may be almost 0 by chance."""
+SAME_SIZE = 1.5
+"""Largest ratio of sizes of results that count as almost the same."""
 
 
 def is_hopeless(error: InaccurateError) -> bool:
@@ -32,8 +38,10 @@ class Doubts:
 
     Args:
         errors: by the name of each result, its error on the first input.
-        in_tensor_floats: the original's error in TF32 on that input, relative to the size of the result; 0 if none.
+        in_tensor_floats: the original's error in TF32 on that input; 0 if none.
         usual: the original's largest error on the given inputs.
+        truth: the float64 model's results on the first input.
+        near: whether the other inputs are neighbours of the first one, so that all results have the same size.
 
     Attributes:
         usual: the original's largest error on any of the inputs.
@@ -44,8 +52,12 @@ class Doubts:
         errors: Mapping[str, InaccurateError],
         in_tensor_floats: Mapping[str, float],
         usual: Mapping[str, float],
+        truth: Mapping[str, Tensor],
+        near: bool,
     ) -> None:
-        self._errors, self._in_tensor_floats, self.usual = errors, in_tensor_floats, dict(usual)
+        self._errors, self.usual, self._near = errors, dict(usual), near
+        self._sizes = {name: size(truth[name]) for name in errors}
+        self._in_tensor_floats = {name: in_tensor_floats[name] / self._sizes[name] for name in errors}
         self._found = {name: Errors() for name in errors}
 
     def note(
@@ -66,7 +78,7 @@ class Doubts:
                 raise error
             errors = Errors.of(name, got[name], eager[name], truth[name], what)
             self.usual[name] = max(self.usual[name], errors.plain)
-            self._found[name] += errors.relative_to(size(truth[name]))
+            self._found[name] += errors.relative_to(self._sizes[name] if self._near else size(truth[name]))
 
     def need_more(self, count: int, ends: float) -> bool:
         """Whether another input is needed.
@@ -92,6 +104,11 @@ class Doubts:
 
     def _worst(self) -> tuple[float, str]:
         return max((errors.share(self._in_tensor_floats[name]), name) for name, errors in self._found.items())
+
+
+def have_one_size(one: Tensor, other: Tensor) -> bool:
+    """Whether two true results have almost the same size."""
+    return 1 / SAME_SIZE < size(one) / size(other) < SAME_SIZE
 
 
 def size(truth: Tensor) -> float:

@@ -14,6 +14,8 @@ from rooftop.rewrites.structures import mapped, signature
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Change = Callable[[Tensor], Tensor]
 LARGE = 1e3
+ROUNDINGS = 4
+"""Largest difference between neighbouring inputs, in roundings of their dtype."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Draw:
         what: a readable name: "NaN in the inputs".
         given: (args, kwargs).
         special: the values may make a model overflow or divide by zero.
+        uniform: all values of a tensor are equal.
         otherwise: arguments to try, in this order, if the model refuses `given`.
         needed: the error to raise if the model refuses all of them; "": skip the draw.
     """
@@ -31,6 +34,7 @@ class Draw:
     what: str
     given: Arguments
     special: bool = False
+    uniform: bool = False
     otherwise: tuple[Arguments, ...] = ()
     needed: str = ""
 
@@ -48,12 +52,12 @@ def draws(given: Arguments, generator: torch.Generator) -> list[Draw]:
     ]
     if any(t.is_floating_point() and t.numel() for t in tensors_of(given)):
         found += [
-            Draw(what, mapped(given, _floats(change)), special=True)
-            for what, change in (
-                ("constant inputs", lambda t: torch.full_like(t, float(t.double().mean()))),
-                (f"inputs {LARGE:g} times as large", lambda t: t * LARGE),
-                ("inputs of -0.0", lambda t: torch.full_like(t, -0.0)),
-                ("NaN in the inputs", with_nan),
+            Draw(what, mapped(given, _floats(change)), special=True, uniform=uniform)
+            for what, uniform, change in (
+                ("constant inputs", True, lambda t: torch.full_like(t, float(t.double().mean()))),
+                (f"inputs {LARGE:g} times as large", False, lambda t: t * LARGE),
+                ("inputs of -0.0", True, lambda t: torch.full_like(t, -0.0)),
+                ("NaN in the inputs", False, with_nan),
             )
         ]
     return found
@@ -141,6 +145,17 @@ def _on(device: torch.device, generator: torch.Generator) -> torch.Generator:
     if generator.device.type == device.type:
         return generator
     return torch.Generator(device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
+
+
+def neighbour(given: Arguments, generator: torch.Generator) -> Arguments:
+    """The given arguments, with each floating-point value changed by at most `ROUNDINGS` roundings; 0 stays 0."""
+
+    def changed(tensor: Tensor) -> Tensor:
+        own, device = _on(tensor.device, generator), tensor.device
+        steps = torch.randint(-ROUNDINGS, ROUNDINGS + 1, tensor.shape, generator=own, device=device)
+        return torch.empty_like(tensor).copy_(tensor.double() * (1 + torch.finfo(tensor.dtype).eps * steps.double()))
+
+    return mapped(given, _floats(changed))  # type: ignore[no-any-return]
 
 
 def non_contiguous(tensor: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ STEPS, PROOF_STEPS, LAST_STEPS = 10, 30, 16
 (with those in float64), and at the end."""
 NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s are needed"
 BUDGET_OVER = "the budget was used up: give a larger one"
-STOPPED = "its first call was stopped after {seconds:.0f} s, because the budget was used up: give a larger one"
-LEFT = "its first call was stopped after {seconds:.0f} s, to leave time for {other}: give a larger budget"
+STOPPED = "its first call was stopped after {seconds:.1f} s, because the budget was used up: give a larger one"
+LEFT = "its first call was stopped after {seconds:.1f} s, to leave time for {other}: give a larger budget"
 HOPELESS = 0.2
 """If the compiler with some of the kept rules costs this share of a step, it is not tried with others: that takes
 long."""

@@ -226,15 +226,15 @@ def recorded(
         UncapturedError: the host synchronizes with the GPU, or the capture failed.
         OutOfMemoryError: the capture needs more memory.
     """
-    found = waits(call)
-    if not found:
-        with unaware(stream) as audience:
-            try:
+    with unaware(stream) as audience:  # also in the run before, in which compiled code adapts to the replaced function
+        found = waits(call)
+        try:
+            if not found:
                 return _recorded_once(record, outputs, stream)
-            except UncapturedError:
-                if not audience.asked:
-                    raise
-    elif compared:
+        except UncapturedError:
+            if not audience.asked:
+                raise
+    if found and compared:
         found = waits_in_a_capture(call, found)
     if found:
         raise UncapturedError(f"the host waits for the GPU at {found[0]}", outputs)
