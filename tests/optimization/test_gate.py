@@ -167,6 +167,36 @@ def test_an_error_near_the_given_inputs_is_found_in_one_element(share: float) ->
     assert accepted <= (2 if share < 0.1 else 0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "times", "right"), [(torch.float32, 7, True), (torch.bfloat16, 2, True), (torch.bfloat16, 7, False)]
+)
+def test_luck_for_constant_inputs_is_limited(dtype: torch.dtype, times: float, right: bool) -> None:
+    """For constant inputs the original is almost exact by luck, and a change is off by `times` the limit."""
+    x = torch.linspace(-2, 900, 24 * 8).cos().view(8, 24).to(dtype)
+    constant = Draw("constant inputs", ((torch.full_like(x, 1.25),), {}), special=True, uniform=True)
+    original = nn.Linear(24, 24).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    given = Draw("the given inputs", ((x,), {}))
+    gate = Gate.of(original, Step(False), [given, constant], 60.0, more=lambda like: others(like, generator))
+    known = gate.known[1]
+    assert known.truth is not None
+    exact = known.truth.values["result 0"]
+    limit = (
+        2 * float((known.eager.values["result 0"].double() - exact).abs().max()) + torch.finfo(dtype).eps * exact.abs()
+    )
+    off = (exact + times * 0.9 * limit).to(dtype)
+
+    def changed(x: Tensor) -> Tensor:
+        return off if bool((x == 1.25).all()) else original(x)  # type: ignore[no-any-return]
+
+    candidate = replace(Candidate.of(original, None, training=False), call=changed)
+    if right:
+        assert gate.judge(candidate) <= 1
+    else:
+        with pytest.raises(RefusedError, match="constant inputs"):
+            gate.judge(candidate)
+
+
 def test_errors_add_up() -> None:
     exact = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
     errors = Errors() + Errors.of("", exact.float(), exact.float(), exact, "")

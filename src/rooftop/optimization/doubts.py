@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from rooftop.optimization.accuracy import Errors, InaccurateError
@@ -24,6 +25,8 @@ LEAST_DRAWS = 3
 HOPELESS, HOPELESS_OF_FEW, FEW = 8.0, 100.0, 16
 """A larger error, as a multiple of the allowed error, is not doubtful. The second number is for results with at most
 `FEW` elements: the original's error of one element may be almost 0 by chance."""
+LUCK_IN_HALF = 3.0
+"""Largest error in half precision, as a multiple of the allowed error, that may be luck for uniform inputs."""
 SAME_SIZE = 1.5
 """Largest ratio of sizes of results that count as almost the same."""
 
@@ -31,6 +34,13 @@ SAME_SIZE = 1.5
 def is_hopeless(error: InaccurateError) -> bool:
     """Whether an error is too large to be bad luck."""
     return error.share > (HOPELESS if error.count > FEW else HOPELESS_OF_FEW)
+
+
+def may_be_luck(error: InaccurateError, dtype: torch.dtype) -> bool:
+    """Whether a doubtful error for uniform inputs may be right. If all elements have the same rounding error, the
+    original's error may be small by luck. Such a result is compared on the given inputs instead.
+    """
+    return torch.finfo(dtype).bits >= 32 or error.share <= LUCK_IN_HALF
 
 
 class Doubts:

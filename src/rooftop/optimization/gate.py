@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.optimization.accuracy import InaccurateError, RefusedError, as_accurate
-from rooftop.optimization.doubts import Doubts, have_one_size, is_hopeless
+from rooftop.optimization.doubts import Doubts, have_one_size, is_hopeless, may_be_luck
 from rooftop.optimization.draws import Arguments, Draw, neighbour, tensors_of
 from rooftop.optimization.outcomes import (
     SEED,
@@ -369,8 +369,7 @@ class Gate:
             InaccurateError: a result's error is larger than allowed over all these inputs.
         """
         first, base = next(iter(doubtful.values())), known
-        # If all elements have the same rounding error, the original's may be small by luck.
-        lucky = known.draw.uniform and all(got[name].dtype in (torch.float32, torch.float64) for name in doubtful)
+        lucky = known.draw.uniform and all(may_be_luck(error, got[name].dtype) for name, error in doubtful.items())
         if lucky or (known.draw.special and not self._has_neighbours(known, doubtful)):
             base = self.known[0]
         if known.truth is None or base.truth is None or self.more is None:
