@@ -8,9 +8,10 @@ arguments, shared memory. If the float64 model does not run, only identical bits
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -368,43 +369,58 @@ class Gate:
         Raises:
             InaccurateError: a result's error is larger than allowed over all these inputs.
         """
-        first, base = next(iter(doubtful.values())), known
+        first, base, near = next(iter(doubtful.values())), known, None
         lucky = known.draw.uniform and all(may_be_luck(error, got[name].dtype) for name, error in doubtful.items())
-        if lucky or (known.draw.special and not self._has_neighbours(known, doubtful)):
+        if not lucky:
+            near = self._near(known, doubtful)
+        if lucky or (known.draw.special and near is None):
             base = self.known[0]
-        if known.truth is None or base.truth is None or self.more is None:
+            near = self._near(base, doubtful)
+        if known.truth is None or base.truth is None or self.more is None or doubtful.keys() - base.truth.values.keys():
             raise first
         in_tensor_floats = {name: self._error_in_tensor_floats(base, name) for name in doubtful}
         usual = {name: self._usual_error(name) for name in doubtful}
-        near = self._has_neighbours(base, doubtful)
-        doubts = Doubts(doubtful, in_tensor_floats, usual, base.truth.values, near)
+        doubts = Doubts(doubtful, in_tensor_floats, usual, base.truth.values, near is not None)
         if base is known:
             doubts.note(got, known.eager.values, known.truth.values, known.draw.what)
-        ends, count = min(time.perf_counter() + self.more_s, self.ends), 0
+        following, count = self._following(base.draw, near), 0
+        ends = min(time.perf_counter() + self.more_s, self.ends)
         while doubts.need_more(count, ends):
-            other = self._neighbour(base.draw, count) if near else self._one_more(base.draw)
+            other = next(following)
             if other is None:
                 raise first
             truth = None if other.truth is None else other.truth.values
             doubts.note(self._changed(candidate, other.draw).values, other.eager.values, truth, other.draw.what)
             count += 1
-        worst = doubts.judge(f"{what} and {count} {'of almost the same values' if near else 'others'}")
+        worst = doubts.judge(f"{what} and {count} {'others' if near is None else 'of almost the same values'}")
         for name in () if lucky or base is known else doubtful:
             eager, truths = known.eager.values[name], known.truth.values
             worst = max(worst, as_accurate(name, got[name], eager, truths[name], what, doubts.usual[name]))
         return worst
 
-    def _has_neighbours(self, known: Known, doubtful: Mapping[str, InaccurateError]) -> bool:
-        """Whether all doubtful results change if the inputs change by a few roundings. Those for special inputs must
-        keep their size."""
+    def _near(self, known: Known, doubtful: Mapping[str, InaccurateError]) -> Known | None:
+        """The original's results for a neighbour of a draw. None if a doubtful result does not change there, or if one
+        for special inputs changes its size.
+        """
         other = self._neighbour(known.draw, 0)
         if other is None or other.truth is None or known.truth is None:
-            return False
+            return None
         ours, theirs = known.truth.values, other.truth.values
-        pairs = [(ours[name], theirs[name]) for name in doubtful if name in theirs]
+        pairs = [(ours[name], theirs[name]) for name in doubtful if name in ours and name in theirs]
         alike = all(one.shape == other.shape and not torch.equal(one, other) for one, other in pairs)
         same_sizes = not known.draw.special or all(have_one_size(*pair) for pair in pairs)
-        return alike and same_sizes and len(pairs) == len(doubtful)
+        return other if alike and same_sizes and len(pairs) == len(doubtful) else None
+
+    def _following(self, draw: Draw, near: Known | None) -> Iterator[Known | None]:
+        """The original's results for inputs like a draw: for its neighbours, beginning with `near`, or for other values
+        if that is None.
+        """
+        if near is None:
+            while True:
+                yield self._one_more(draw)
+        yield near
+        for number in itertools.count(1):
+            yield self._neighbour(draw, number)
 
     def _neighbour(self, draw: Draw, number: int) -> Known | None:
         """The original's results for inputs that differ from a draw's by a few roundings; None if it refuses them."""
