@@ -424,7 +424,9 @@ def test_only_operands_lose_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_neighbours_differ_by_a_few_roundings(dtype: torch.dtype) -> None:
     x = torch.linspace(-3, 900, 700).cos().to(dtype).view(7, 100)[:, ::2].requires_grad_()
-    given: Any = ((x, torch.arange(5), 2.5), {"zeros": torch.zeros(3), "empty": torch.empty(0, 4)})
+    odd = torch.tensor([0.0, torch.inf, 1.0, torch.nan, 0.5, -torch.inf, torch.finfo(dtype).max]).to(dtype)
+    named = {"zeros": torch.zeros(3), "empty": torch.empty(0, 4), "odd": odd, "nan": torch.tensor(torch.nan)}
+    given: Any = ((x, torch.arange(5), 2.5), named)
     (other, numbers, scalar), named = neighbour(given, torch.Generator().manual_seed(0))
     apart = ((other.double() - x.double()) / x.double()).detach().abs() / torch.finfo(dtype).eps
     assert 3 < float(apart.max()) <= 5
@@ -432,5 +434,9 @@ def test_neighbours_differ_by_a_few_roundings(dtype: torch.dtype) -> None:
     assert (other.requires_grad, other.is_leaf, other.dtype) == (True, True, dtype)
     assert numbers is given[0][1]
     assert scalar == 2.5
+    assert float(other.detach().max()) <= float(x.detach().max())
     assert torch.equal(named["zeros"], torch.zeros(3))
+    assert torch.equal(named["odd"].isfinite(), odd.isfinite())
+    assert torch.equal(named["odd"].isnan(), odd.isnan())
+    assert named["nan"].isnan()
     assert named["empty"].shape == (0, 4)

@@ -148,12 +148,21 @@ def _on(device: torch.device, generator: torch.Generator) -> torch.Generator:
 
 
 def neighbour(given: Arguments, generator: torch.Generator) -> Arguments:
-    """The given arguments, with each floating-point value changed by at most `ROUNDINGS` roundings; 0 stays 0."""
+    """The given arguments, with each floating-point value changed by at most `ROUNDINGS` roundings.
+
+    Values stay in the range of their tensor, since a model may need probabilities, for example. 0, NaN and infinities
+    stay as they are.
+    """
 
     def changed(tensor: Tensor) -> Tensor:
+        finite = tensor[tensor.isfinite()].double()
+        if not finite.numel():
+            return tensor
         own, device = _on(tensor.device, generator), tensor.device
         steps = torch.randint(-ROUNDINGS, ROUNDINGS + 1, tensor.shape, generator=own, device=device)
-        return torch.empty_like(tensor).copy_(tensor.double() * (1 + torch.finfo(tensor.dtype).eps * steps.double()))
+        moved = tensor.double() * (1 + torch.finfo(tensor.dtype).eps * steps.double())
+        moved = moved.clamp(finite.min(), finite.max())
+        return torch.empty_like(tensor).copy_(torch.where(tensor.isfinite(), moved, tensor.double()))
 
     return mapped(given, _floats(changed))  # type: ignore[no-any-return]
 
