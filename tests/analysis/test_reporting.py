@@ -207,12 +207,12 @@ def test_two_states_of_the_heap_are_told_apart(measured: Profile, ceilings: Ceil
     (note,) = noted(OtherState(PageFaults(3.0, 0.1), steps(80.0)))
     assert note.startswith("A step took 7,001 pages of memory from the system at first, and 3 pages later (")
     assert "lasted 80 ms" in note
-    assert "this makes some 20 ms of launch gap" in note
+    assert "this adds about 20 ms to the launch gap" in note
     assert "MALLOC_TRIM_THRESHOLD_" in note
     (slower_later,) = noted(OtherState(PageFaults(20_000.0, 30.0), steps(120.0)))
     assert "launch gap" not in slower_later
     (only_labelled,) = noted(None, PageFaults(12.0, 0.0))
     threads = torch.get_num_threads()
-    assert f"this makes some {12 * (1 + 1 / threads) / 2:.3g} ms of launch gap" in only_labelled
+    assert f"this adds about {12 * (1 + 1 / threads) / 2:.3g} ms to the launch gap" in only_labelled
     assert noted(None) == []
     assert noted(None, PageFaults(20_000.0, 30.0)) == []  # the records of a long step use additional pages

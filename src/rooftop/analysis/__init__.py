@@ -1,5 +1,5 @@
-"""Where the time goes: compare a step of a program with the roofs of its operators, of its modules and of the whole
-step.
+"""Compare the measured time of a program's step with the roofs (lower bounds) of its operators, its modules and the
+whole step.
 """
 
 from rooftop.analysis.analyzing import analyze

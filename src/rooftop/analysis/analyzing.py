@@ -38,19 +38,19 @@ def analyze(
     """Measure how far one step of a model is from the limits of this machine, and why.
 
     The model runs on its parameters' device, with the arguments unchanged. Afterwards its weights, buffers, gradients
-    and train flags, the arguments and the random state are as before. With `optimizer`, the steps of the optimizer do
-    change the weights. If the step changes an argument (a cache of keys and values), each run begins with the original
+    and train flags, the arguments and the random state are as before. If `optimizer` is given, its steps change the
+    weights. If the step changes an argument (a cache of keys and values), each run begins with the original
     argument.
 
     Args:
-        target: an `nn.Module`, which runs in eval mode without gradients, or with `train=True` forward and backward in
-            training mode. Or any other callable, which is called directly.
+        target: an `nn.Module` or any other callable. A module runs in eval mode without gradients; with `train=True`
+            it runs forward and backward in training mode. Any other callable is called directly.
         *args, **kwargs: arguments of the program.
         train: also run the backward pass.
         optimizer: also step this optimizer.
         loss: computes the loss from the output. Without `loss`, a one-element output is the loss; other outputs get
             fixed random gradients.
-        compile: compile the target with `torch.compile` first: True, or one of its modes ("reduce-overhead").
+        compile: compile the target first: True, or a mode of `torch.compile` ("reduce-overhead").
         trace: also write the profiler's trace of one step to this file, for Perfetto or chrome://tracing.
         ceilings: ceilings to compare with. None measures the ceilings that the step needs on this machine (cached,
             under 30 s the first time) and raises any ceiling that an operator has surpassed.

@@ -4,11 +4,11 @@
 tensors. Nearly all operators are the same on CPU and GPU. Some composite operators call different operators on each
 device; `rooftop.analysis.gpu_operators.CHOSEN_BY_DEVICE` has the GPU's version of each.
 
-The table takes effect at these places, so that no caller is missed:
+The table is applied at several levels of PyTorch, so that no caller is missed:
 
     dispatcher      a kernel for the autograd key of the CPU: calls from Python, C++ (`F.multi_head_attention_forward`,
                     TorchScript) and the backward pass all pass through it
-    dispatch mode   the same under `torch.inference_mode`, where composite operators skip autograd
+    dispatch mode   applies the table under `torch.inference_mode`, where composite operators skip the autograd key
     foreach         optimizers and `clip_grad_norm_` ask PyTorch which devices have kernels for lists of tensors
     autocast `torch.autocast("cuda")` casts, but by the CPU's list of operators, since the tensors are on the CPU
 
@@ -37,15 +37,15 @@ from rooftop.analysis.gpu_recurrent import RECURRENT_SHAPES
 from rooftop.hardware.observing import LightMode
 
 _THREAD = threading.local()
-_LOCK = threading.Lock()  # guards the two below: kernels and lists of types belong to the process
+_LOCK = threading.Lock()  # guards `_users` and `_registered`, which belong to the whole process
 _users = 0
 _registered = ExitStack()
 
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Let composite operators on this thread's CPU tensors call, in a `with` block, the operators that they call on an
-    NVIDIA GPU.
+    """Within the block, let composite operators on this thread's CPU tensors call the operators that they would call on
+    an NVIDIA GPU.
 
     Enter this after every other dispatch mode that must see the operators.
     """
@@ -153,8 +153,9 @@ def _let_autocast_reach_the_cpu(stack: ExitStack) -> None:
 
 
 def _let_flex_attention_have_gradients(stack: ExitStack) -> None:
-    """Allow a function that refuses tensors that require a gradient on a CPU. A program that uses this function has
-    imported its module.
+    """Let flex attention accept CPU tensors that require a gradient, which it refuses by itself.
+
+    A program that uses flex attention has already imported the module.
     """
     module = sys.modules.get("torch.nn.attention.flex_attention")
     refuse = getattr(module, "_validate_device", None)

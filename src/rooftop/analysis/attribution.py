@@ -1,8 +1,8 @@
-"""The module, and the phase of the step, of an operator: forward, backward or optimizer.
+"""Find the module and the phase (forward, backward or optimizer) to which an operator belongs.
 
 Forward: hooks on every module report which modules are running (see `running_calls`).
-Backward: the running node gives the module that created it (see `node_makers`); a node that accumulates a gradient
-gives its parameter, whose owner is the module.
+Backward: the module is the one that created the running autograd node (see `node_makers`). For a node that accumulates
+    a gradient, the module is the one that owns the parameter.
 Optimizer: hooks around `Optimizer.step`. Work in a closure that is passed to `step` (LBFGS, Lightning) counts as
 forward and backward, not as optimizer.
 
@@ -88,12 +88,12 @@ class ModuleTracker:
 
     Args:
         root: the module whose scopes have no prefix; None: the first module that is called.
-        inside: follow modules as they run. Compiled code calls none of these hooks; `observe` then reports inputs and
-            outputs.
+        inside: follow modules with hooks as they run. Compiled code calls no hooks, so there the caller reports inputs
+            and outputs with `observe`.
 
     Attributes:
-        traffic: scope -> ModuleTraffic of this step. `restart()` clears it for the next step.
-        elsewhere: whether modules ran in their own threads, where operators are not seen.
+        traffic: scope -> ModuleTraffic of this step. `restart()` clears the traffic for the next step.
+        elsewhere: whether modules ran in other threads, where the tracker sees no operators.
         uncounted: class of each module and optimizer whose memory traffic could not be counted -> the reason.
     """
 
@@ -103,7 +103,7 @@ class ModuleTracker:
         self.uncounted: dict[str, str] = {}
         self._thread = threading.get_ident()
         self._optimizers = WeakIdKeyDictionary()  # optimizers whose `step` ran -> number of steps
-        self._optimizer_traffic: OptimizerTraffic | None = None  # only a snapshot has it
+        self._optimizer_traffic: OptimizerTraffic | None = None  # set only in a snapshot
         self._paths = ModulePaths()
         self._running = RunningCalls()  # each call of a module, with the backward node that called it, or None
         self._makers = NodeMakers()
@@ -127,7 +127,7 @@ class ModuleTracker:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow modules as they run inside the block, unless `inside` is True already.
+        """Follow modules as they run inside the block (with `inside=True` the tracker does so anyway).
 
         Code that is compiled inside the block would contain the hooks, or not compile at all.
         """
@@ -138,7 +138,7 @@ class ModuleTracker:
             leaving = register_module_forward_hook(self._leaving, with_kwargs=True, always_call=True)
             hooks.callback(entering.remove)
             hooks.callback(leaving.remove)
-            # `remove` leaves this hook, which makes torch take the slow path through each module
+            # `remove` leaves this entry behind, which makes torch take the slow path through each module
             hooks.callback(_global_forward_hooks_with_kwargs.pop, leaving.id, None)
             hooks.enter_context(_unwarned())
             self._is_following = True
@@ -314,8 +314,8 @@ class ModuleTracker:
             self._optimizing = max(0, self._optimizing - 1)
 
     def _closure_outside(self, args: Any, kwargs: Any) -> Any:
-        """The arguments of `Optimizer.step`, the optimizer first. A closure among them is replaced by a closure that
-        marks its work as outside the optimizer.
+        """The arguments of `Optimizer.step`, the optimizer first. A closure among the arguments is replaced by a
+        closure that marks its work as outside the optimizer.
 
         None, which means no change, if there is no closure.
         """

@@ -22,7 +22,7 @@ LEAST_NOISE = 0.01  # relative difference between the wall times of two runs of 
 
 @dataclass(frozen=True)
 class Change:
-    """One quantity before and after; None where it did not exist. Times are in ms.
+    """One quantity before and after a change; None if the quantity did not exist. Times are in ms.
 
     Attributes:
         name: the name of a figure, an operator as "aten::add (backward)", or a module's path.
@@ -43,11 +43,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The changes from one report to the other.
+    """The changes from the first report to the second.
 
     Attributes:
         speedup: wall time before divided by wall time after.
-        noise: relative noise; a smaller change of the wall time means nothing.
+        noise: relative noise of the wall time; a smaller change of the wall time is not significant.
         figures: figures of the step, in the order of the report.
         operators, modules: the largest change first.
         differences: other differences (device, inputs, versions, mode), each as a sentence.
@@ -108,7 +108,7 @@ def _operators(report: Report) -> Totals:
 
 
 def _leaves(node: ModuleNode, path: str = "") -> Totals:
-    """Modules without children, by path. Their times do not overlap."""
+    """Modules without children, by path. The times of these modules do not overlap."""
     if not node.children:
         return {path or "(model)": (node.measured_ms, node.calls)}
     found: dict[str, tuple[float, int]] = {}

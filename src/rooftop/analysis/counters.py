@@ -8,8 +8,9 @@ moved, and how busy the kernels kept the chip:
       -> one `KernelCounters` for each launch, one `KernelRow` for each kernel     `parse_counters`, `kernel_rows`
 
 ncu runs the kernels one at a time and empties the caches before each. So a kernel finds its inputs in DRAM, although in
-the real step they may still be in L2. A kernel's last results may still be in L2 when ncu reads the counters. So a
-kernel may move fewer bytes than required. If it moves far more, a better kernel would avoid that traffic.
+the real step the inputs may still be in L2. A kernel's last results may still be in L2 when ncu reads the counters. So
+a kernel may move fewer bytes than required. If a kernel moves far more bytes than required, a better kernel would avoid
+that traffic.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class KernelCounters:
     Attributes:
         name: the same as in PyTorch's profiler and `OperatorRow.kernels`.
         ms: duration, with empty caches at its start.
-        dram_read_bytes, dram_written_bytes: between L2 and DRAM.
-        l2_bytes: through L2, both ways.
+        dram_read_bytes, dram_written_bytes: bytes moved between L2 and DRAM.
+        l2_bytes: bytes moved through L2, both read and written.
         issue_percent: executed instructions, as a share of the largest possible number.
         tensor_percent: time in which the tensor cores worked, as a share of the duration.
         occupancy_percent: resident warps of an active multiprocessor, as a share of the largest possible number.
@@ -178,8 +179,8 @@ def hardware_counters(arguments: Sequence[str], timeout_s: float = TIMEOUT_S) ->
         timeout_s: time limit of the command. For a step of thousands of kernels, ncu takes minutes.
 
     Raises:
-        MeasurementError: there is no GPU, no ncu or no permission to read the counters. Or the command failed, ran no
-            kernel or did not finish in time. The message says what to do.
+        MeasurementError: there is no GPU, no ncu or no permission to read the counters. The error is also raised if the
+            command failed, ran no kernel or did not finish in time. The message says what to do.
     """
     if not torch.cuda.is_available():
         raise MeasurementError(NO_GPU.format(torch=torch.__version__))
@@ -249,7 +250,7 @@ def _run(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
 
 
 def _complaint(found: str, output: str) -> str:
-    """The error, with ncu's message and the program's last lines."""
+    """The text of an error: ncu's first messages and the last line of the program's output."""
     lines = [line for line in (found + "\n" + output).splitlines() if line.startswith(("==ERROR==", "==WARNING=="))]
     last = [line for line in output.splitlines() if line.strip() and not line.startswith("==")][-1:]
     words = " ".join(line.split("==", 2)[-1].strip().removeprefix("rooftop: error: ") for line in [*lines[:2], *last])

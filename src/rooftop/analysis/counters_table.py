@@ -17,7 +17,7 @@ from rooftop.analysis.report import Report
 from rooftop.analysis.report_contents import OperatorRow
 
 REREADING = 1.3
-"""From this ratio of moved to counted bytes on, the report says that a kernel moves data more than once."""
+"""If a kernel moves more than this many times the counted bytes, the report says that it moves data more than once."""
 LEAST_BYTES = 1 << 18
 """Kernels with fewer bytes than this get no ratio. On an H200, a kernel that needs 4 bytes reads 5 kB: its own code and
 constants."""
@@ -29,8 +29,8 @@ class Counted:
 
     Attributes:
         bytes: None if no operator launches the kernel, or if an operator that launches it has no cost formula.
-        shared: whether some of these operators also launch other kernels. Their bytes are divided among the kernels in
-            proportion to the moved bytes, so the ratio is that of the operators.
+        shared: whether some of these operators also launch other kernels. The bytes of such an operator are divided
+            among its kernels in proportion to the moved bytes, so the ratio is that of the operator.
     """
 
     bytes: float | None
@@ -102,7 +102,7 @@ def _notes(rows: Sequence[KernelRow], counted: dict[str, Counted]) -> list[str]:
 
 
 def _dram_ceiling(report: Report) -> float:
-    """Bytes/s, read and written."""
+    """DRAM bandwidth in bytes/s, reads and writes together; nan if unknown."""
     rates = [level["rate"] for level in report.ceilings["levels"] if level["capacity_bytes"] is None]
     return float(rates[0]) if rates else math.nan
 

@@ -1,8 +1,8 @@
 """Remove fake tensors that a predicted program has stored: they have no values, so the program cannot use them later.
 
 Programs store results for later: masks in a `functools.lru_cache`, tables in a global or in an attribute of a class.
-Rooftop restores the earlier contents of the places that it knows. If fake tensors are still stored elsewhere, an error
-names the place.
+Rooftop restores the earlier contents of every cache, global and class attribute that it can reach. If a fake tensor is
+still stored elsewhere, an error names its location.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 _MADE_BY_CODE = 1 << 9
 """Flag of classes that are created at run time (Py_TPFLAGS_HEAPTYPE)."""
 MOST_STEPS = 30
-"""Find the name under which a program stores a fake tensor."""
+"""Largest number of levels of referrers that the search for the owner of a fake tensor follows."""
 
 
 @contextmanager
 def fakes_taken_out(roots: Iterable[Any], mode: FakeTensorMode) -> Iterator[list[Any]]:
     """After the block, restore every container that is reachable from the roots and holds fake tensors of the mode.
 
-    Other changes stay: a library that has initialized itself must not be initialized again. The context yields a list,
-    to which the owners of the restored containers are added.
+    Other changes stay, because a library that has initialized itself must not be initialized again. The context
+    yields a list, to which the owners of the restored containers are added.
     """
     containers = _Reached(roots).containers
     owners: list[Any] = []
@@ -67,7 +67,7 @@ def _holds_fakes(values: list[Any], mode: FakeTensorMode) -> bool:
 class _Reached(Held):
     """A search that also follows classes and their methods, caches of functions, and attributes of tensors.
 
-    It skips installed packages that do not use PyTorch: they have much code but no tensors.
+    The search skips installed packages that do not use PyTorch: they have much code but no tensors.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -124,7 +124,7 @@ def _is_outside_libraries(module: object) -> bool:
 
 
 def _of_class(kind: type) -> Iterator[Container]:
-    """The attributes of a class, the functions behind them, and its base classes."""
+    """The attributes of a class, the functions of its methods and properties, and its base classes."""
 
     def read() -> list[Any]:
         return [part for entry in vars(kind).items() if not entry[0].startswith("__") for part in entry]
@@ -152,7 +152,7 @@ def _of_class(kind: type) -> Iterator[Container]:
 
 
 def _of_named_modules(function: types.FunctionType) -> Iterator[Container]:
-    """The globals of other modules that a function may name: "tables.MASKS"."""
+    """The globals of other modules that a function may refer to by name, such as "tables.MASKS"."""
     for _, module in globals_by_name(function):
         if isinstance(module, types.ModuleType) and _is_outside_libraries(module.__name__):
             names = vars(module)
@@ -189,7 +189,7 @@ def require_no_fakes(mode: FakeTensorMode, name: str, emptied: list[Any]) -> Non
         emptied: caches that may still hold fake tensors, but can no longer return them.
 
     Raises:
-        InputError: the program stores a fake tensor. The message names the place.
+        InputError: the program stores a fake tensor. The message says where the tensor is stored.
     """
     for generation in (1, 2):  # most remaining fake tensors are young garbage that is not yet collected
         if not _fakes_of(mode):
@@ -208,12 +208,11 @@ def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
 
 
 def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
-    """The first place in the program that keeps one of these tensors.
+    """The name of the first global, class attribute or cache of the program that stores one of these tensors.
 
-    The place is the name of a global, a class attribute or a cache. If there is none, it is the class of an object that
-    holds the tensor.
+    If no such owner exists, the class of an object that refers to one of the tensors.
 
-    None if only PyTorch, variables of running functions or emptied places refer to these tensors.
+    None if only PyTorch, variables of running functions or emptied caches refer to these tensors.
     """
     frontier: list[Any] = [*fakes]
     seen = {id(each) for each in (*fakes, fakes, frontier, emptied, *emptied)}
@@ -236,12 +235,12 @@ def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
         seen |= {id(each) for each in frontier}
         if not frontier:
             break
-    # `gc` does not list objects frozen by `gc.freeze`, and one of them may lead to an emptied place.
+    # `gc` does not list objects frozen by `gc.freeze`, and one of these may lead to an emptied cache.
     return None if leads_to_emptied or gc.get_freeze_count() else by_class
 
 
 def _name_of(holder: Any, held: set[int]) -> str | None:
-    """The program's name for the contents of this class, cache or module's globals; None for other holders."""
+    """The name under which a class, a cache or a module's globals store a `held` object; None for other holders."""
     if isinstance(holder, _CACHE):
         return f"the cache of {_full_name(holder)}"
     if isinstance(holder, type):
@@ -255,7 +254,7 @@ def _name_of(holder: Any, held: set[int]) -> str | None:
 
 
 def _is_end(holder: Any) -> bool:
-    """Whether a search for holders stops at this object, because holders of classes, modules and frames are
+    """Whether the search for referrers stops at this object: objects that refer to classes, modules or frames are
     irrelevant."""
     return isinstance(holder, (type, types.ModuleType, types.FrameType)) or _is_of_module(holder)
 

@@ -22,7 +22,7 @@ class Findings:
 
     Attributes:
         operators: the operators, in order of execution.
-        rows: the operators, grouped.
+        rows: the operators, grouped by name, phase, shapes and dtype.
         summary, gaps: the step as a whole.
         ceilings: ceilings to compare with.
         plain: the run under the profiler alone; None if the step was not run.
@@ -66,7 +66,7 @@ class Findings:
     def quiet_wall_ms(self) -> float:
         """Wall time with the host at its fastest. The GPU then either runs kernels back to back or waits for the host.
 
-        The GPU's time between two kernels of a stream is about the same as inside a graph.
+        The GPU's time between two kernels of a stream is about the same as between two kernels of a CUDA graph.
         """
         least_ms = self.summary.wall_ms if self.best_ms is None else self.best_ms
         if self.host_ms is None:
@@ -85,7 +85,7 @@ class Findings:
 
     @property
     def host_works(self) -> bool:
-        """Whether a GPU's step has operators on the CPU other than counters."""
+        """Whether the CPU does more work in a GPU's step than update counters."""
         return self.host_work >= LEAST_WORK
 
     @property
@@ -117,8 +117,8 @@ class Findings:
         return torch.device(self.ceilings.kind)
 
     def undisturbed_ms(self, labelled_ms: float) -> float:
-        """The time of operators in a plain step. All operators together take at most the time in which the device is
-        busy in that step.
+        """Scale the time of operators in a labelled step to a plain step, in which all operators together take at most
+        the device's busy time.
         """
         return labelled_ms * self._undisturbed
 
@@ -135,8 +135,8 @@ class Findings:
         and without the change.
 
         Args:
-            labelled_ms: time of the operators.
-            more_host_ms: additional host time to launch them.
+            labelled_ms: time that the change saves in operators, in a labelled step.
+            more_host_ms: additional host time to launch the changed operators.
         """
         busy_ms = self.undisturbed_ms(labelled_ms)
         if self.host_ms is None:
@@ -151,14 +151,15 @@ class Findings:
         return self.summary.wall_ms - max(busy_ms, self.launched_ms(outside))
 
     def launched_ms(self, operators: int) -> float:
-        """Host time for this many operators, at the average of the step; 0 if unknown."""
+        """Host time to launch this many operators, from the step's average per operator; 0 if unknown."""
         return (self.host_ms or 0.0) * operators / max(1, len(self.operators))
 
     def saved_by_ms(self, after_ms: Sequence[float], more_host_ms: float = 0.0) -> float:
         """Like `saved_ms`, but from each operator's time after the change (labelled, in order of execution).
 
-        In one part of the step the GPU may wait for the host, while in another part the host is far ahead. So gains of
-        small operators are lost if the host launches no faster, and large operators at the end run after all launches.
+        In one part of the step the GPU may wait for the host, while in another part the host is far ahead. So
+        faster small operators save nothing where the GPU waits for the host. Large operators at the end run after all
+        launches, so their gains count in full.
         """
         now_ms = [op.measured_ms for op in self.operators]
         most_ms = self.saved_ms(sum(now_ms) - sum(after_ms), more_host_ms)
@@ -178,7 +179,8 @@ class Findings:
         return done_ms
 
     def _launched(self, part: float) -> float:
-        """The fraction of the host's time after which it has launched this part of the step."""
+        """The fraction of the host's launch time after which the host has launched the fraction `part` of the
+        kernels."""
         pace = self.plain.launched if self.plain is not None else ()
         return (
             pace[min(len(pace) - 1, round(part * len(pace)) - 1)] if len(pace) > 1 and part * len(pace) >= 1 else part
@@ -186,7 +188,8 @@ class Findings:
 
 
 def waits_for_device(op: MeasuredOperator) -> bool:
-    """Whether the host waits for an operator: only for copies to the host or from pageable memory."""
+    """Whether the host waits for an operator. For a copy, the host waits only if the copy goes to the host or comes
+    from pageable memory."""
     if not op.record.place:
         return False
     is_copy = op.record.name in ("aten::copy_", "aten::_to_copy")

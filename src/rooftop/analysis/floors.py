@@ -1,7 +1,7 @@
-"""Compare each operator and each module with its roofs.
+"""Compare each operator and each module with its roofs. A module has two roofs:
 
-    op roof     sum of the roofs of its operators
-    fused roof  its inputs, parameters and outputs moved once, all its flops, in one kernel
+    op roof     sum of the roofs of the module's operators
+    fused roof  the module as one kernel: inputs, parameters and outputs moved once, and all flops
 
 In training the backward pass also moves each tensor once: it reads the output's gradient, the inputs and the
 parameters, and writes gradients of inputs and parameters. A fused roof is never above the op roof. If the sum over

@@ -1,14 +1,14 @@
 """Restore the arguments of a step: caches of keys and values, states, lists, tensors.
 
 A step is run many times. If the step changes an object (a cache that grows by a token, a counter), each run would solve
-a different problem, and the caller would get the object changed. So Rooftop restores containers and attributes that the
-first runs change before each further run, and all objects at the end. It also restores small tensors that a run writes
-in place (positions, lengths) before each run. It restores other tensors only at the end, because they do not affect
-sizes.
+a different problem, and the caller's object would stay changed. So Rooftop finds the containers and attributes that the
+first runs change, and restores them before each further run. At the end Rooftop restores all objects. Small tensors
+that a run writes in place (positions, lengths) are also restored before each run. Other tensors are restored only at
+the end, because their values do not affect sizes.
 
-The same applies to the target's own state: attributes of its modules, closures and globals of its functions. Objects
-that the first run creates for later runs (a mask) stay until the end. Logs are never restored: lists of numbers, and
-variables that hold numbers. If a callable trains, all of its state keeps the changes of the runs.
+The target's own state is restored in the same way: attributes of its modules, closures and globals of its functions.
+Objects that the first run creates for later runs (a mask) stay until the end. Logs (lists of numbers, and variables
+that are numbers) are never restored. If a callable changes weights (trains), none of its state is restored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GivenObjects:
     """The initial state of a step's arguments and of its target.
 
     Args:
-        target: the target; None ignores the target's own state.
+        target: the target of the step; None ignores the target's own state.
 
     Attributes:
         changed: class names of the objects that the first runs changed.
@@ -72,13 +72,13 @@ class GivenObjects:
         """Whether the tensor has its original shape again."""
         try:
             value.lay_out()
-        except RuntimeError as error:  # the tensor is a view that has become part of a graph
+        except RuntimeError as error:  # the tensor is a view that has become part of an autograd graph
             self._lost.append(first_line(error))
             return False
         return True
 
     def look(self) -> None:
-        """Find what a run changed. Called after each run; only the first runs are inspected."""
+        """Find the objects that a run changed. Called after each run, but only the first runs are inspected."""
         if self._looks == LOOKS:
             return
         self._looks += 1
@@ -140,13 +140,13 @@ class _State:
     """The state of a step's target that lasts from run to run.
 
     Args:
-        target: a module or another callable; None keeps nothing.
+        target: a module or another callable; None: no state is kept.
         others: ids of the arguments, which `GivenObjects` restores itself.
 
     Attributes:
         containers: containers with their initial contents.
-        changing: containers that later runs change, too.
-        trains: whether a target that is not a module changes weights. The state then keeps the changes of the runs.
+        changing: containers that runs after the first run also change.
+        trains: whether the target is not a module and changes weights. If so, no state is restored.
     """
 
     def __init__(self, target: Any, others: set[int]) -> None:
@@ -167,8 +167,10 @@ class _State:
         return [container for container in held.containers if id(container.owner) not in self._others]
 
     def small_tensors(self, besides: list[Tensor]) -> list[Tensor]:
-        """Small tensors that may determine how a run starts (positions, lengths), except tensors of PyTorch's
-        modules."""
+        """Small tensors that may determine how a run starts (positions, lengths).
+
+        Floating-point buffers and buffers of PyTorch's own modules are excluded.
+        """
         modules = self._target.modules() if isinstance(self._target, nn.Module) else ()
         kept = {id(b) for m in modules for b in m._buffers.values() if b is not None and _is_figure(m, b)}
         kept |= {id(tensor) for tensor in besides}
@@ -176,7 +178,7 @@ class _State:
         return [t for t in dense if id(t) not in kept and t.nbytes <= SMALL_BYTES]
 
     def look(self) -> None:
-        """Find what a run changed. Called after each run. The first run may create objects that later runs use."""
+        """Find the state that a run changed. Called after each run. The first run may create objects for later runs."""
         if any(weight._version != version for weight, version in self._weights):
             self.trains = True
             self.containers, self.changing, self._weights = [], [], []
@@ -190,7 +192,7 @@ class _State:
         self.changing = self.changed() if growing else []
         if all(
             id(container.owner) in known for container in growing
-        ):  # without this, a restored run would begin without the first run's additions
+        ):  # restore only these, so that objects that the first run created for later runs stay
             owners = {id(container.owner) for container in growing}
             self.changing = [each for each in self.changing if id(each.owner) in owners]
 
@@ -200,7 +202,7 @@ class _State:
 
 
 def _is_figure(module: nn.Module, buffer: Tensor) -> bool:
-    """Whether a buffer is a statistic, or a counter of PyTorch's own modules, and so not a position."""
+    """Whether a buffer is a statistic (floating point) or belongs to a module of PyTorch, and so is not a position."""
     return buffer.is_floating_point() or type(module).__module__.startswith("torch.")
 
 
@@ -214,7 +216,7 @@ class _Value:
         self._storage, self._layout = tensor.untyped_storage(), _layout(tensor)
         self._before = tensor.detach().to("cpu", copy=True)
         small = self._version is not None and tensor.nbytes <= SMALL_BYTES
-        self.here: Any = tensor.detach().clone() if small else None  # on its device
+        self.here: Any = tensor.detach().clone() if small else None  # a copy on the tensor's device
 
     def is_written(self) -> bool:
         """Whether the step wrote to the tensor; unknown for tensors made under `torch.inference_mode`."""
@@ -224,13 +226,13 @@ class _Value:
         return self.is_written() or self.is_moved()
 
     def is_moved(self) -> bool:
-        """Whether the tensor has another shape, refers to other memory, or has become part of a graph."""
+        """Whether the tensor's shape or memory has changed since the start, or the tensor now requires gradients."""
         same = _layout(self.tensor) == self._layout
         same = same and self.tensor.untyped_storage()._cdata == self._storage._cdata
         return not same or self.tensor.requires_grad
 
     def lay_out(self) -> None:
-        """Restore the tensor's shape, memory and place outside the graph, without gradients."""
+        """Restore the tensor's shape and memory, and detach the tensor from the autograd graph."""
         if not self.is_moved():
             return
         if self.tensor.grad_fn is not None:
@@ -252,7 +254,7 @@ def _layout(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 def _is_left(tensor: Tensor) -> bool:
     """Whether the tensor needs no restoring. Only optimizers change weights, and meta tensors have no values."""
-    with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse to answer
+    with torch._C.DisableTorchFunctionSubclass():  # a tensor subclass may raise on these attributes
         return isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.device.type == "meta"
 
 

@@ -1,5 +1,5 @@
 """Scaled dot-product attention as PyTorch computes it on an NVIDIA GPU: in one kernel if a kernel supports the call,
-and product by product if none does.
+otherwise as separate matrix products and a softmax.
 
 This file follows PyTorch's ATen/native/transformers/attention.cpp and cuda/sdp_utils.cpp, for Ampere and later GPUs.
 """
@@ -30,10 +30,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention in one kernel if a GPU has a kernel for these shapes, dtypes and masks, and product by product
-    if not."""
+    """Compute attention in one kernel if a GPU has a kernel for these shapes, dtypes and masks, otherwise as separate
+    matrix products and a softmax."""
     if query.dim() == 3 and all(t.dim() == 3 for t in (key, value)) and torch.__version__ >= TorchVersion("2.14"):
-        # this release and later ones treat (H, S, D) as a batch of one
+        # since PyTorch 2.14, tensors (H, S, D) count as a batch of one
         mask = attn_mask.unsqueeze(0) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         query, key, value = (t.unsqueeze(0) for t in (query, key, value))
         output = attention(func, query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -8,7 +8,7 @@ devices and lists the operators that differ.
 |---|---|---|
 | `lstm`, `gru`, `rnn_tanh`, `rnn_relu`, also packed | products step by step, or oneDNN | `_cudnn_rnn` |
 | `lstm_cell`, `gru_cell` | gates by elementwise operators | `_thnn_fused_lstm_cell`, `_thnn_fused_gru_cell` |
-| `scaled_dot_product_attention` | one kernel, not with dropout | flash, efficient or cuDNN attention |
+| `scaled_dot_product_attention` | one kernel, except with dropout | flash, efficient or cuDNN attention |
 | `rms_norm` | elementwise operators | `_fused_rms_norm` |
 | `dropout` | random numbers, division, product | `native_dropout` |
 """
@@ -83,4 +83,4 @@ CHOSEN_BY_DEVICE: dict[Any, Callable[..., Any]] = {
     aten.rms_norm.default: _rms_norm,
     aten.dropout.default: _dropout,
 }
-"""The GPU's version of each operator. It takes the operator, then the operator's arguments."""
+"""The GPU's version of each operator. Each function takes the operator, then the operator's arguments."""

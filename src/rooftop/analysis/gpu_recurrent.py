@@ -1,8 +1,8 @@
-"""Recurrent layers and cells as on an NVIDIA GPU: one cuDNN call for all layers and steps, and cells with fused
-gates.
+"""Run recurrent layers and cells with the operators that PyTorch uses on an NVIDIA GPU: one cuDNN call for all layers
+and time steps, and cells with fused gates.
 
-This file follows PyTorch's ATen/native/RNN.cpp and ATen/native/cudnn/RNN.cpp. Its functions take the operator, then its
-arguments.
+This file follows PyTorch's ATen/native/RNN.cpp and ATen/native/cudnn/RNN.cpp. Each function takes the operator, then
+the operator's arguments.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _values(tensor: Tensor, func: Any) -> list[int]:
 
 
 def _runs(batch_sizes: Sequence[int]) -> Iterator[tuple[slice, int, slice]]:
-    """Runs of time steps with equal batch size: the steps, their batch size, and their rows when packed."""
+    """Yield each run of time steps with equal batch size: (slice of steps, batch size, slice of packed rows)."""
     step = row = 0
     for size, equal in groupby(batch_sizes):
         steps = len(list(equal))
@@ -134,7 +134,7 @@ def _pad(
     func: Any, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
     sizes = _values(batch_sizes, func)
-    # Same as on the CPU, but PyTorch's version reads the values of the batch sizes, which fake tensors lack.
+    # PyTorch's CPU version computes the same result, but reads the batch sizes' values, which fake tensors lack.
     padded = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), padding_value)
     for steps, size, rows in _runs(sizes):
         padded[steps, :size] = data[rows].unflatten(0, (-1, size))
@@ -188,7 +188,7 @@ RECURRENT: dict[Any, Callable[..., Any]] = {
     aten.lstm_cell.default: _lstm_cell,
     aten.gru_cell.default: _gru_cell,
 }
-"""Operators that depend on the device, and the GPU's version of each."""
+"""Recurrent operators whose implementation depends on the device, and the GPU's version of each."""
 
 # Shapes of results of operators without a fake implementation in PyTorch.
 

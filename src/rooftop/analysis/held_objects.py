@@ -37,7 +37,7 @@ _TRAINING = ("torch.amp", "torch.optim")
 """Packages whose objects hold the state of a training. These objects are followed only if nothing is computed."""
 _CODE = (types.FunctionType, types.MethodType, partial, _lru_cache_wrapper, staticmethod, classmethod, property, type)
 _OF_ANY_MODULE = {*vars(nn.Module()), "_is_full_backward_hook"}
-"""Attributes that every module has: its parts, hooks and mode."""
+"""Attributes that every module has: its submodules, parameters, hooks and mode."""
 
 
 class Held:
@@ -52,8 +52,8 @@ class Held:
         installed: follow globals that are functions or classes of installed packages as well.
 
     Attributes:
-        containers: each with its contents, in order.
-        tensors: each once.
+        containers: the containers with their initial contents, in the order of the search.
+        tensors: the tensors, each only once.
         complete: False if there are more than `MOST_ENTRIES` entries. Entries beyond this limit are not visited.
     """
 
@@ -118,7 +118,7 @@ def left_as_they_were(targets: Iterable[Any], logs: bool = True) -> Iterator[Non
 
 
 class _Gradient:
-    """`grad` and `requires_grad` of a leaf tensor. Other tensors are left alone."""
+    """`grad` and `requires_grad` of a leaf tensor. Tensors that are not leaves are left unchanged."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -138,8 +138,8 @@ class _Gradient:
 
 @cache
 def _is_closed(kind: type[Any], training: bool = False) -> bool:
-    """Whether the search stops at objects of this class. For example, it stops at iterators, because they cannot be set
-    back.
+    """Whether the search stops at objects of this class. For example, the search stops at iterators, because iterators
+    cannot be set back.
     """
     if issubclass(kind, Tensor):
         return False
@@ -203,7 +203,8 @@ class Container:
         self._write(self.items)
 
     def logs(self) -> bool:
-        """Whether this is a plain container or a variable that has held only numbers and text, then and now."""
+        """Whether this is a plain container or a variable that contained only numbers and text, at the start and
+        now."""
         plain = type(self.owner) in (list, dict, set, deque, OrderedDict, defaultdict, types.CellType)
         return plain and all(map(_is_plain, chain(self.items, self.now())))
 
@@ -260,8 +261,8 @@ def _containers_of(value: Any, of_modules: bool, installed: bool) -> Iterator[Co
 
 
 def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
-    """A container of a mapping's keys and values, alternating. It writes with the methods of `dict`, even if a subclass
-    overrides them."""
+    """A container of a mapping's keys and values, alternating. The container writes with the methods of `dict`, even if
+    a subclass overrides these methods."""
     kind: type[MutableMapping[Any, Any]] = OrderedDict if isinstance(mapping, OrderedDict) else dict
 
     def write(items: list[Any]) -> None:
@@ -293,7 +294,7 @@ def _of_module(module: nn.Module) -> Iterator[Container]:
 
 
 def _of_class(kind: type) -> Iterator[Container]:
-    """The attributes of a class. Its methods are only followed."""
+    """The attributes of a class. The search only follows the methods of the class, and never restores them."""
     code = (*_CODE, types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType)
     named = {name: part for name, part in vars(kind).items() if not (name.startswith("__") and name.endswith("__"))}
     yield _passed(kind, [part for name, part in vars(kind).items() if isinstance(part, _CODE)])
@@ -361,7 +362,7 @@ def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], ta
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object itself; None if it can have none."""
     if isinstance(value, threading.local):
-        return vars(value)  # a `threading.local` gives the attributes of this thread
+        return vars(value)  # `vars` of a `threading.local` returns the attributes of this thread
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -1,6 +1,7 @@
 """Operators that ran on the CPU during a step on a GPU, such as data augmentation, or a model that was never moved.
 
-The GPU's roof does not apply to them. The time of these operators is host time, so it is part of the launch gap.
+The GPU's roof does not apply to operators on the CPU. The time of these operators is host time, so it is part of the
+launch gap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The instruments that watch a step. Each instrument is a context around one step and has its `result` afterwards.
+"""The instruments that watch a step. Each instrument is a context manager around one step. An instrument's `result` is
+set at the end of the step.
 
     Plain      the profiler alone: the device's busy time, memory over time, waits, transfers
     Labelled   every operator by name, module and time (the counting mode and, on a GPU, the profiler)
@@ -48,15 +49,15 @@ class Plain:
     """One step under the profiler alone.
 
     Attributes:
-        busy_ms: time during which the device works: the union of its kernels; 0 on a CPU.
-        kernels: work on the device.
+        busy_ms: time during which the device works: the union of its kernels; 0 on a CPU.        kernels: kernels,
+            copies and fills on the device.
         memory: (ms since the start of the step, bytes allocated) at each change.
         waiting_ms: time for which the device is idle after the host waited for it, because the host launches the next
             work only after that wait.
         loading_ms: time for which the step waited for a `DataLoader`.
         compiled: whether compiled code ran.
-        launched: for each piece of work, when the host launched it, as a fraction of the time in which the host
-        launches all work; ascending.
+        launched: for each kernel, copy or fill, the time of its launch as a fraction of the time in which the host
+            launches all of them; ascending.
     """
 
     busy_ms: float
@@ -70,7 +71,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Labelled:
-    """One step by operator.
+    """One step, broken down by operator.
 
     Attributes:
         records: the operators in order of execution.
@@ -113,7 +114,7 @@ class MeasuredOperator:
 
 
 def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
-    """Check before any run that the trace file can be written. If it cannot, the profiler itself only prints a message.
+    """Check before any run that the trace file can be written. The profiler itself would only print a message.
 
     Raises:
         ValueError: the trace cannot be written.
@@ -128,7 +129,7 @@ def require_folder_of(trace: str | os.PathLike[str] | None) -> None:
 
 
 class PlainInstrument:
-    """See `Plain`.
+    """Measure one step under the profiler alone (see `Plain`).
 
     Args:
         device: the device on which the step runs.
@@ -216,7 +217,7 @@ def _memory_timeline(events: Iterable[Any], device: torch.device, base_bytes: in
 
 
 class _HostClock:
-    """A timer of the `with` block; one instance serves one run."""
+    """Time each `with` block of one run by the host's clock."""
 
     def __init__(self) -> None:
         self.times_ms: list[float] = []
@@ -232,7 +233,8 @@ class _HostClock:
 
 
 class LabelledInstrument:
-    """The instrument for `Labelled`. `tracker` must be active; it gives the module and the phase of each operator.
+    """Measure one step by operator (see `Labelled`). `tracker` must be active: it finds the module and phase
+    of each operator.
 
     Attributes:
         full_at: time (`time.perf_counter`) at which `limit` operators had been recorded; later operators ran
@@ -281,7 +283,8 @@ RECORDED_OBJECTS = 200_000  # the objects in the records of some 15,000 operator
 def _seldom_collecting() -> Iterator[None]:
     """Within the block, let Python collect garbage only after 200,000 new objects instead of 700.
 
-    Each collection visits all records so far, which are not garbage. Visiting them takes longer than making them.
+    Each collection visits all records so far, which are not garbage. Visiting the records takes longer than making
+    them.
     """
     first, *others = gc.get_threshold()
     ours = (max(first, RECORDED_OBJECTS), *others)
@@ -305,7 +308,7 @@ def _label(index: int) -> AbstractContextManager[Any]:
 
 
 class CompiledInstrument:
-    """The instrument that makes a `Labelled` for compiled code, whose `graphs` are known."""
+    """Measure one step of compiled code by operator (see `Labelled`). `graphs` are the compiled graphs, by key."""
 
     def __init__(self, device: torch.device, graphs: Mapping[str, CompiledGraph]) -> None:
         self._device, self._graphs = device, graphs
@@ -330,7 +333,7 @@ class CompiledInstrument:
 
 
 FASTER = 3
-"""Only the fastest runs count: one in this many labelled runs."""
+"""Only the fastest labelled runs count: one of every `FASTER` runs."""
 
 
 def medians(
@@ -339,13 +342,13 @@ def medians(
     """Each operator's median time over the fastest runs. If the runs differ in operators or sizes, only the last run
     counts.
 
-    Other work on the host can only make a run longer. For the same reason, the wall time is the lower tenth of the
-    steps. The result includes the median time of kernels without an operator. If runs differ, a note is added to
-    `notes`.
+    Other work on the host can only make a run longer. Because other work only lengthens runs, the wall time is a 10th
+    percentile (see `hardware.sequences`). The result includes the median time of kernels without an operator. If runs
+    differ, a note is added to `notes`.
 
     Args:
-        undisturbed: the time of each kernel without labels. If the labelled runs launched the same kernels, these times
-            are used.
+        undisturbed: the time of each kernel without labels. If the labelled runs launched the same kernels, the times
+            in `undisturbed` are used.
     """
     last = runs[-1]
     ran = [(record.name, record.shapes) for record in last.records]

@@ -1,9 +1,9 @@
 """Find the operator of each kernel: join the profiler's events through their correlation ids.
 
-The profiler gives one flat list: operators and labels with the thread and time at which they ran on the host, calls of
-the CUDA runtime, and kernels with the time at which they ran on the device. A kernel has two ids: the id of the
+The profiler returns one flat list of events: operators and labels (with host thread and time), calls of the CUDA
+runtime, and kernels (with their time on the device). A kernel has two ids: the id of the
 innermost operator that was open at its launch (`linked_correlation_id`), and the id of the runtime call that launched
-it (`correlation_id`). Either id gives a host time, and the label that was open at that time gives the operator.
+it (`correlation_id`). Either id leads to a host time, and the label that was open at that time identifies the operator.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def device_kernels(events: Iterable[Any]) -> list[Kernel]:
 
 
 def _is_work(event: Any) -> bool:
-    """Whether a device event is work. Newer profilers name its kind; waiting for an event or a stream is not work."""
+    """Whether a device event is a kernel, copy or fill, not a wait for an event or a stream.
+
+    Older profilers do not report the type of an event, so all their events count.
+    """
     kind = event.activity_type() if hasattr(event, "activity_type") else ""
     return not kind or kind in ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")
 
@@ -56,8 +59,8 @@ def busy_ms(kernels: Iterable[Kernel]) -> float:
 
 
 def kernels_by_label(events: Sequence[Any], prefix: str) -> tuple[dict[int, list[Kernel]], list[Kernel]]:
-    """The kernels by the number of the label `prefix + number` in which they were launched, and the kernels launched
-    outside any label."""
+    """Group kernels by the number of the label `prefix + number` in which each kernel was launched. Also return the
+    kernels that were launched outside any label."""
     kernels = device_kernels(events)
     host = [e for e in events if e.device_type().name != "CUDA"]
     labels = _Labels((e for e in host if e.name().startswith(prefix)), prefix)

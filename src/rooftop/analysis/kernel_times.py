@@ -1,4 +1,4 @@
-"""The time of each kernel of a step while only the profiler watches.
+"""The time of each kernel of a step that runs under the profiler alone, without labels.
 
 Labels slow the host down. Between two labelled kernels the GPU is idle, so the next kernel runs at other clocks and
 finds other data in the cache. So labels only show which operator launched which kernel. The kernel's time comes from a
@@ -21,7 +21,7 @@ from rooftop.hardware.traces import Trace
 
 WATCHED_S, MOST_WATCHED_STEPS = 0.3, 10
 MOST_WATCHED_KERNELS = 6_000  # the profiler needs some 0.2 ms for each kernel
-LEAD = 1  # steps of a watched sequence that are not counted
+LEAD = 1  # number of first steps of a watched sequence that are not counted
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class KernelTimes:
     Attributes:
         names: name of each kernel.
         ms: median time of each kernel over the steps.
-        busy_ms: median time of a step during which the device works: work that overlaps counts once.
+        busy_ms: time for which the device works in a step (median over the steps); work that overlaps counts once.
         steps: number of watched steps.
     """
 
@@ -55,7 +55,7 @@ def in_launch_order(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def times_of_sequence(kernels: Sequence[Kernel], steps: int, lead: int) -> KernelTimes | None:
-    """The kernels of the last of several steps; None if not all steps launched the same kernels.
+    """The kernels of one step, with median times over several steps; None if the steps launched different kernels.
 
     Args:
         kernels: kernels of all steps.

@@ -31,7 +31,7 @@ def likely_ceilings(device: torch.device) -> Ceilings:
 
 
 def machine_ceilings(profile: Profile, progress: Progress = lambda what, fraction: None) -> tuple[Ceilings, list[str]]:
-    """The ceilings that a step needs, raised by its operators; with notes for the reader.
+    """The ceilings that a step needs, raised if its operators surpassed them, and notes for the report.
 
     A step needs the rates of its operators' precisions and of bfloat16, which advice may propose. A step that copies
     also needs the rates between host and device. Only missing ceilings are measured now.
@@ -45,8 +45,8 @@ def machine_ceilings(profile: Profile, progress: Progress = lambda what, fractio
 def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, list[str]]:
     """The ceilings of a program that has run. The likely ceilings were measured before the run.
 
-    The measurement needs memory that the program left free. If it runs out of memory, the likely ceilings are used,
-    with a note.
+    The measurement needs memory that the program left free. If the measurement runs out of memory, the likely ceilings
+    are used, with a note.
     """
     try:
         with _torch_as_before(likely):

@@ -1,13 +1,14 @@
-"""The module that created a node of autograd's graph.
+"""Find the module that created a node of autograd's graph.
 
 Autograd numbers its nodes in the order in which a thread creates them. So each change of the running module is noted
 with the next number, and a node belongs to the module that was running when its number was assigned.
 
 Nodes are also created during the backward pass: a reentrant checkpoint runs its modules again and differentiates their
 results, and `create_graph=True` records a graph of the backward pass itself. Such nodes belong to the module that runs
-again. If no module runs again, they belong to the maker of the running node. Each thread has its own numbers, and on a
-GPU the backward pass has its own thread. If two threads assigned the same number, it means the node that can still run,
-since a checkpoint's recomputed nodes run at once or never. If both nodes can still run, the maker is unknown.
+again. If no module runs again, the nodes belong to the maker of the running node. Each thread has its own numbers, and
+on a GPU the backward pass has its own thread. If two threads assigned the same number, the number refers to the node
+that can still run, because a checkpoint's recomputed nodes run at once or never. If both nodes can still run, the maker
+is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 
 _next_number = torch._C._autograd._get_sequence_nr
-"""The number that this thread will give to its next node."""
+"""Return the number that autograd will assign to this thread's next node."""
 
 
 @dataclass
@@ -45,22 +46,22 @@ class _Made:
         return self.scopes[position] if position >= 0 else None
 
     def may_run(self, number: int) -> bool:
-        """Whether this thread has created a node with that number for an ordinary backward pass (a pass that no node
-        starts).
+        """Whether this thread has created a node with that number for an ordinary backward pass (a pass that no
+        other node started).
         """
         position = bisect_right(self.numbers, number) - 1
         return position >= 0 and number < self.next and self.run_later[position]
 
     def ran(self, number: int) -> None:
-        """Record that a nested backward pass has run the node with that number. No later pass will run it or the nodes
-        created with it."""
+        """Record that a nested backward pass has run the node with that number. No later pass will run this node or the
+        nodes created with it."""
         position = bisect_right(self.numbers, number) - 1
         if position >= 0:
             self.run_later[position] = False
 
 
 class NodeMakers:
-    """The makers of the nodes of one step, which runs in this thread."""
+    """The scope that created each autograd node of one step. The step runs in the thread that creates this object."""
 
     def __init__(self) -> None:
         self._made: dict[int, _Made] = {}  # the nodes by thread; the first thread is the step's

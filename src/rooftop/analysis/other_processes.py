@@ -1,9 +1,10 @@
-"""Find the work, and its CPU time, that a script does in other processes. The script's report does not include that
-work.
+"""Find the processes that a script starts, and their CPU time. The script's report does not include the work of these
+processes.
 
 Rooftop notes each process when the script starts it: `multiprocessing` (hogwild, `mp.spawn`), the workers of a
-`DataLoader`, other programs. It reads the CPU time of these processes from time to time while they live. For processes
-that end between two readings, it uses the operating system's total over all child processes that were waited for.
+`DataLoader`, other programs. Rooftop reads the CPU time of these processes from time to time while they live. For
+processes that end between two readings, Rooftop uses the operating system's total over all child processes that were
+waited for.
 """
 
 from __future__ import annotations

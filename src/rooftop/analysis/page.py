@@ -30,7 +30,7 @@ PREDICTED_PARTS = (  # in a prediction, kernels run at their roofs and have no g
     ("launch gap", "launch_gap_ms", "launched eagerly, the device would wait for the host: graphs, larger batches"),
 )
 ON_CPU = {"launch_gap_ms": "time between operators, in Python, PyTorch and the system: larger batches, fewer operators"}
-"""Other wording for a CPU, since no host launches its work."""
+"""Meanings of the parts that differ on a CPU, because no host launches its work."""
 RANK_PARTS = (
     ("own", "what the rank needs by itself"),
     ("transfer", "exposed communication, without the time spent waiting: collectives while nothing else runs"),
@@ -91,7 +91,7 @@ def _interval(summary: Mapping[str, Any]) -> str:
     return text.partition("(")[2].removesuffix(")")
 
 
-COLUMNS = (  # columns of the operators: (heading, whether it holds numbers)
+COLUMNS = (  # columns of the operator table: (heading, whether its cells are numbers)
     *(("operator", False), ("phase", False), ("shapes", False), ("dtype", False), ("calls", True), ("measured", True)),
     *(("share", True), ("roof", True), ("% of roof", True), ("bound", False), ("gap", True)),
 )

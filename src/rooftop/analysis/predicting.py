@@ -2,8 +2,8 @@
 
 The step runs on fake tensors, which have shapes but no data. So neither the other machine nor its memory is needed, and
 a laptop can predict a model of 7 billion parameters. Each operator is assumed to take its roof time on the other
-machine, so the report is a lower bound. The kernel gap is zero. The launch gap is the time by which eager launches
-exceed the kernels.
+machine, so the report is a lower bound. The kernel gap is zero. The launch gap is the time by which the eager
+launches take longer than the kernels.
 
 If the ceilings are those of a GPU, the step uses the operators that PyTorch chooses on a GPU
 (`rooftop.analysis.as_on_gpu`), and matrix products use TF32 if PyTorch's settings allow it.
@@ -64,8 +64,8 @@ def predict(
 ) -> Report:
     """Predict the shortest possible time of one step of a model on the machine with these ceilings.
 
-    Nothing is computed, and the model does not change, even if a callable holds it. Results that the program caches (in
-    a `functools.lru_cache`, a global, an attribute of a class) are removed.
+    Nothing is computed, and the model does not change, even if the target is a callable that uses the model. Results
+    that the program caches (in a `functools.lru_cache`, a global, an attribute of a class) are removed.
 
     Args:
         target: a module or callable; its weights may be real, fake (see `fake_tensors`) or on the meta device.
@@ -75,7 +75,7 @@ def predict(
         loss: as for `analyze`.
         optimizer: also predict a step of the optimizer that this function creates from the parameters
             (`torch.optim.AdamW`).
-        dtype: cast floating-point weights and arguments to this.
+        dtype: cast floating-point weights and arguments to this dtype.
         name: the target's name in the report.
 
     Raises:
@@ -152,10 +152,10 @@ def predict(
 
 @dataclass(frozen=True)
 class _CountedStep:
-    """The counts of a step on fake tensors. It holds none of these tensors.
+    """The counted operators of a step on fake tensors. This object refers to none of the fake tensors.
 
     Attributes:
-        ended: the mode that made the fake tensors; None if the caller's mode is still active.
+        ended: the `FakeTensorMode` that made the fake tensors and has ended; None if the caller's mode is still active.
         emptied: see `fake_leftovers`.
     """
 
@@ -180,7 +180,7 @@ def _counted_step(
 ) -> _CountedStep:
     """Run a step on fake tensors as a kind of device ("cpu", "cuda") would run it.
 
-    The caller runs this in a copy of the context, so that changes of context variables are lost afterwards.
+    The caller runs this function in a copy of the context, so that changes of context variables are lost afterwards.
     """
     on_gpu = kind == "cuda"
     is_inside = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -223,8 +223,8 @@ def _works(record: Record) -> bool:
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Within the block, make new tensors fake, without data. A model that is built here takes no memory, however large
-    it is."""
+    """Within the block, make new tensors fake, without data. A model that is built inside the block takes no memory,
+    however large it is."""
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with (
         answered_without_values(),
@@ -253,8 +253,8 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
 
 
 class _DeviceCounting(CountingMode):
-    """Count the device's work. Updates of an optimizer's step counters run on the host, so they are not counted. Their
-    fake tensors hold values as constants."""
+    """Count the device's work. Updates of an optimizer's step counters run on the host, so they are not counted. The
+    fake tensors of step counters hold values as constants."""
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._locate()[1] == "optimizer":
@@ -318,7 +318,7 @@ class _FakeCopies(TorchFunctionMode):
     def of(self, value: Any) -> Any:
         """The copy of a model or of an argument. An argument may be any object that holds tensors.
 
-        An object that holds no tensor and cannot be copied is returned itself.
+        An object that contains no tensor and cannot be copied is returned unchanged.
         """
         held = Held([value], everything=True)
         objects = [value, *(each for container in held.containers for each in container.items)]
@@ -389,7 +389,7 @@ class _Untouched(LightMode):
         self._twins: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._states: dict[torch.optim.Optimizer, dict[Any, Any]] = {}
         self._hooks = ExitStack()
-        self._scales = False  # whether an optimizer is stepping that reads numbers only to scale its steps
+        self._scales = False  # whether the optimizer that is stepping reads numbers only to scale its steps
 
     def __enter__(self) -> _Untouched:
         self._hooks.callback(register_optimizer_step_pre_hook(self._optimizer_entering).remove)

@@ -1,6 +1,6 @@
 """Measure a step: wall time, latency, busy time of the device, time of each operator, memory over time.
 
-There are several kinds of runs, because each disturbs something (see `instruments`):
+There are several kinds of runs, because each kind of run disturbs something (see `instruments`):
 
 1. steps in sequence give the wall time, single steps the latency (see `rooftop.hardware.sequences`);
 2. a run under the profiler alone gives memory over time and the host's waits;
@@ -59,21 +59,21 @@ WARM_UP_STEPS = 2
 COMPILED_WARM_UP_STEPS = 5  # steps to compile, warm up and capture CUDA graphs, forward and backward
 BLOCK_S = 0.25  # seconds of one block of steps in sequence
 BLOCKS_S, LEAST_BLOCKS, MOST_BLOCKS = 3.0, 2, 10
-"""All blocks together take about `BLOCKS_S` seconds. The other two limit the number of blocks."""
+"""All blocks together take about `BLOCKS_S` seconds. `LEAST_BLOCKS` and `MOST_BLOCKS` limit the number of blocks."""
 AGREEMENT, QUIET_BLOCKS = 0.03, 4
 """After `QUIET_BLOCKS` blocks, further blocks are skipped if the interval of the wall time, divided by the wall time,
 is at most `AGREEMENT`."""
-ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20  # seconds and numbers of single steps, measured twice
+ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20  # for single steps, which are measured twice
 QUEUE_LENGTH = 1000  # a GPU's queue holds about this many launches; then the host must wait
 LABELLED_S = 1.5  # seconds of all labelled runs of a program together
 # Least and most labelled runs. On a GPU one run is enough if it launched the same kernels as the steps without labels,
-# because their times are known.
+# because the kernels' times are then known.
 LEAST_LABELLED, MOST_LABELLED = 3, 9
 LONG_LABELLED_S = 4.0  # after this time, two labelled runs are enough
 _measuring = threading.RLock()
-"""Makes analyses in several threads take turns. They would disturb each other, and a second simultaneous profiler
-crashes the process with a segmentation fault (PyTorch 2.13)."""
-UNEXPLAINED = 0.01  # share of the wall time; kernels that together exceed the wall time by more contradict it
+"""Makes analyses in several threads take turns. Two analyses would disturb each other, and a second simultaneous
+profiler crashes the process with a segmentation fault (PyTorch 2.13)."""
+UNEXPLAINED = 0.01  # kernels that together exceed the wall time by more than this share contradict the wall time
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Profile:
         compilation: the work of `torch.compile`; None if nothing is compiled.
         load: other programs' use of the CPU during the measurement.
         faults: page faults of a plain step.
-        labelled_faults: page faults of a labelled step. Both are 0 on a GPU.
+        labelled_faults: page faults of a labelled step. `faults` and `labelled_faults` are 0 on a GPU.
         pulse: the CPU's speed during the measurement; None on a GPU and for a recorded program.
-        otherwise: page faults and time of later plain steps, if they have other numbers of page faults than the first
-            steps.
-        notes: facts about this measurement that a reader should know.
+        otherwise: page faults and time of later plain steps, if their number of page faults differs from that of the
+            first steps.
+        notes: remarks on this measurement that a reader should know.
     """
 
     device: torch.device
@@ -225,8 +225,8 @@ def _labelled_runs(
     times: KernelTimes | None,
     progress: Progress,
 ) -> tuple[list[Labelled], ModuleTracker, PageFaults]:
-    """Run as many labelled steps as fit into their time. Return them with the tracker and the page faults of the last
-    step.
+    """Run as many labelled steps as fit into their time. Return the labelled steps with the tracker and the page faults
+    of the last step.
 
     On a CPU, blocks of plain steps run between the first labelled runs. Plain and labelled runs are compared, so both
     must see the same machine.

@@ -1,9 +1,9 @@
 """One step of the user's program, in a form that can be run repeatedly.
 
-For a module the step is a forward pass without gradients. In training it is forward, backward and, if an optimizer is
-given, the optimizer's step. Any other callable is called directly. Afterwards all changes by the step are undone: in a
-module (buffers, gradients, train flags), in the arguments, in the target's own state (see `given_objects`), and in the
-random state.
+For a module the step is a forward pass without gradients. In training the step is forward, backward and, if an
+optimizer is given, the optimizer's step. Any other callable is called directly. Afterwards all changes by the step are
+undone: in a module (buffers, gradients, train flags), in the arguments, in the target's own state (see
+`given_objects`), and in the random state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Program:
         args, kwargs: arguments of the program, the same at every step.
         train: also run the backward pass. The loss is `loss(output)`. Without `loss`, an output of one element is the
             loss itself, and other outputs get fixed random gradients.
-        optimizer: steps after each backward pass (it changes the parameters).
+        optimizer: an optimizer, which steps after each backward pass and so changes the parameters.
         compile: compile the target with `torch.compile`: True, or one of its modes ("reduce-overhead").
 
     Raises:
@@ -90,8 +90,8 @@ class Program:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter or tensor argument on an accelerator. If none is on an accelerator, the
-        CPU."""
+        """The device of the first parameter or tensor argument on an accelerator. If no parameter or tensor argument is
+        on an accelerator, the CPU."""
         tensors = [
             *(self.module.parameters() if self.module is not None else ()),
             *tensors_in([self.args, self.kwargs]),

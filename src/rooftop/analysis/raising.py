@@ -1,9 +1,10 @@
-"""Measure operators above their roof again, alone, and raise the ceilings if the second measurement confirms the first.
+"""Measure operators above their roof (faster than the ceilings allow) again, each alone. Raise the ceilings if the
+second measurement confirms the first.
 
 A ceiling is an upper bound. An operator above its roof shows that a ceiling was measured too low, or that its cost or
 its time is wrong. So Rooftop runs the operator again alone, on freshly written tensors of its shapes, as in a program.
 If the operator is again faster than its roof, the ceiling that set the roof is raised, for this report and all later
-reports. If not, the row keeps its flag.
+reports. If the second measurement does not confirm the first, the operator's row keeps its flag.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.figures import in_words
 from rooftop.hardware.measuring import keep
 
-ABOVE = 1.005  # an operator above its roof exceeds it by more than this ratio; less is within the clock's resolution
+ABOVE = 1.005  # smallest ratio of roof to measured time that counts as above; less is within the clock's resolution
 MOST_REPEATED = 24  # largest number of operators of one report that are measured again
 REPEATS = 8
 
@@ -31,8 +32,8 @@ REPEATS = 8
 def raised_and_kept(
     ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: torch.device
 ) -> tuple[Ceilings, list[str]]:
-    """Raise this machine's ceilings by operators above their roof, and store them. Also returns a note for the
-    reader."""
+    """Raise this machine's ceilings to the rates of operators above their roof, and store the ceilings. Also return a
+    note for the report."""
     known = [op for op in operators if comparable(op.record, ceilings).cost is not None]
     higher, count = raised(ceilings, known, device)
     if not count:
@@ -51,7 +52,7 @@ def raised(ceilings: Ceilings, operators: Sequence[MeasuredOperator], device: to
 
     Args:
         operators: operators of a step, with costs in precisions that the ceilings include.
-        device: the device on which they ran.
+        device: the device on which the operators ran.
     """
     above: dict[CallSpec, list[MeasuredOperator]] = defaultdict(list)
     for op in operators:

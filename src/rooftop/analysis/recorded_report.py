@@ -1,4 +1,4 @@
-"""Make the report of a recording from its steady steps, or from the best other data if there are too few."""
+"""Make the report of a recording from its steady steps or, if these are too few, from the best other data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def recorded_report(
         needed: number of steps of a complete recording.
         traced: whether a trace was requested.
         profiled: whether the program used PyTorch's profiler itself.
-        least: number of steps without which no report is possible, if the profiler begins late; 0 if it does not.
+        least: smallest number of steps for which a report is possible, if the profiler begins late; 0 if it does not.
         notes: notes at the beginning of the report.
 
     Raises:
@@ -96,7 +96,8 @@ def recorded_report(
 
 
 def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
-    """The coarsest kind of step that occurred at least twice. If none did, any kind of step that was watched."""
+    """The coarsest kind of step that occurred at least twice. If no kind of step occurred twice, any kind that was
+    watched."""
     for laps in recorded:
         if laps.is_complete or (laps.steps > 1 and _watched(laps)):
             return laps
@@ -118,7 +119,7 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
 
 
 def _watched(laps: Laps) -> list[Watched]:
-    """The labelled stretches of steps that contain an operator. Later stretches are better examples."""
+    """The labelled stretches of steps that contain an operator. Later stretches represent the program better."""
     candidates = [laps.labelled, [laps.early] if laps.early else [], [laps.whole] if laps.whole else []]
     return next((found for found in candidates if found and found[-1].labelled.records), [])
 
@@ -126,8 +127,8 @@ def _watched(laps: Laps) -> list[Watched]:
 def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
     """The wall time of unwatched steps, and a note if it comes from the steps before the profiler.
 
-    There are few steps before the profiler. Their time counts only if later steps, with CUPTI still attached, are
-    slower by more than the variation.
+    There are few steps before the profiler. The time of these first steps counts only if later steps, with CUPTI still
+    attached, are slower by more than the variation.
     """
     after = StepTime.of_loop(laps.steady_ms) if laps.steady_ms else None
     if not laps.steady_before_ms:
@@ -171,7 +172,7 @@ def _steps(count: int) -> str:
 
 
 def _beginning(laps: Laps, start_up: StartUp | None, label_ms: float) -> list[str]:
-    """The time that the wall time excludes: the start-up and the first steps."""
+    """A sentence about the time that the wall time excludes: the start-up and the first steps."""
     first = laps.laps[:FIRST_STEPS]
     if not first:
         return []

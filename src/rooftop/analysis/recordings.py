@@ -6,12 +6,12 @@
             r.step()
     r.report.to_html("report.html")
 
-With `step()` at the end of each iteration, or with steps that Rooftop finds itself (`step_finding`), each step has a
-stage (`stages`). The first steps warm up, one step runs under the profiler alone, a few are labelled, the next are
-timed undisturbed, and the rest run unwatched. A block without steps counts as one step. It is labelled as a whole.
-Labels slow the host down, so their cost is measured and subtracted from the block's wall time. The first of several
-steps is labelled too, in case too few follow. Nothing is compiled in labelled steps, because PyTorch would not compile
-code later that it has run under labels.
+The program marks its steps with `step()`, or Rooftop finds them (`step_finding`). Each step belongs to a stage
+(`stages`). The first steps warm up, one step runs under the profiler alone, a few are labelled, the next are
+timed undisturbed, and the rest run unwatched. A block without steps counts as one step. Such a block is labelled as a
+whole. Labels slow the host down, so their cost is measured and subtracted from the block's wall time. The first of
+several steps is labelled too, in case too few steps follow. Nothing is compiled in labelled steps, because PyTorch
+would not compile code later that it has run under labels.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _GivenUp(Exception):
 
 
 _open_recordings: list[Recording] = []
-"""The open recordings, the innermost last. Their instruments must be undone in reverse order, so only the last
+"""The open recordings, the innermost last. Their instruments must be undone in reverse order, so only the innermost
 recording may act."""
 
 
@@ -91,8 +91,8 @@ class Recording:
     """A recording of the `with` block. Afterwards, `report` has the result. Made by `rooftop.recording`.
 
     Attributes:
-        steps: number of ended steps: calls of `step()`, or steps that Rooftop found.
-        rank_row: this rank's part of some steps, if there are several ranks and this rank ran enough steps.
+        steps: number of completed steps: calls of `step()`, or steps that Rooftop found.
+        rank_row: this rank's measurements, if there are several ranks and this rank ran enough steps.
         notes: additional notes for the report.
     """
 
@@ -336,12 +336,12 @@ class Recording:
             self._begin() if self._left else self._next_stage()
 
     def _is_undecided(self) -> bool:
-        """Whether a coarser marker than that of this first step may be the real marker of steps."""
+        """Whether a coarser marker may still replace the marker of this first step."""
         coarsest = self._finder is None or self._finder.level == Level.OPTIMIZER
         return not coarsest and self._laps.steps < 2
 
     def _began_step(self) -> float:
-        # more finer steps than gradient accumulation takes are another phase of the program
+        # finer steps, if there are more than gradient accumulation takes, were another phase of the program
         finer = sum(laps.steps for laps in self._earlier)
         is_first = self._laps.steps == 1 and finer <= MOST_INNER_STEPS
         began_at = self._finder.began_at if self._finder is not None and is_first else None
@@ -363,7 +363,8 @@ class Recording:
 
     @property
     def _profiler_stays(self) -> bool:
-        """Whether CUPTI probably stays attached once a profiler has begun. With NCCL, which ranks use, it does."""
+        """Whether CUPTI probably stays attached once a profiler has begun. CUPTI does so with NCCL, which ranks use on
+        GPUs."""
         return self._one_of_ranks and self._device.type == "cuda"
 
     def _next_stage(self) -> None:
@@ -458,7 +459,7 @@ class Recording:
 
         Raises:
             RuntimeError: the block has not ended, or ended with an exception.
-            InputError: no operator ran in it.
+            InputError: no operator ran in the block.
         """
         if self._failed or self._open or not self._served:
             raise RuntimeError("there is no report: the recorded block has not ended, or ended with an exception")
@@ -504,7 +505,7 @@ class Recording:
 
     @property
     def _least(self) -> int:
-        """Number of steps without which no report is possible, if the profiler begins late; 0 if it does not."""
+        """Smallest number of steps for which a report is possible, if the profiler begins late; 0 if it does not."""
         if not self._profiler_stays:
             return 0
         names = [stage.name for stage in self._planned() for _ in range(stage.steps)]
@@ -562,9 +563,9 @@ def recording(
     Args:
         module: the model whose modules are named without a prefix; None: the first module that is called.
         device: the device of the work; None is the GPU if there is one.
-        ceilings: ceilings to compare with. None measures this machine before the block begins. After the block it
-            measures further ceilings that the program needs (cached), and raises any ceiling that an operator has
-            surpassed.
+        ceilings: ceilings to compare with. None measures this machine before the block begins. After the block the
+            recording measures further ceilings that the program needs (cached), and raises any ceiling that an operator
+            has surpassed.
         name: the program's name in the report.
         trace: also write the profiler's trace of one step to this file, for Perfetto, if the block runs enough steps.
         find_steps: find the steps (see `step_finding`), for a block that does not call `step()`.

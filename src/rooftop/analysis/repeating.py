@@ -1,9 +1,9 @@
-"""Repeat recorded calls alone, on other data, unchanged or in another dtype, layout or size.
+"""Time recorded calls again, each alone and on new data: unchanged, or in another dtype, layout or size.
 
 On a GPU the profiler times the operators' kernels; all calls share one profiler session. The tensors are created again
 before each run, so a call finds freshly written inputs, as in a program. On a CPU the host's clock times the calls.
-There a call may take a thousand times as long as the original (bfloat16 on a processor without bfloat16 instructions).
-So a slow call runs only once, and no call begins after `MOST_SECONDS`.
+On a CPU the changed call may take a thousand times as long as the original (bfloat16 on a processor without bfloat16
+instructions). So a slow call runs only once, and no call begins after `MOST_SECONDS`.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class _Repeated:
         return self.ms
 
     def accepted(self) -> bool:
-        """Whether PyTorch accepts the call and its memory suffices. This runs the call once, so that libraries choose
-        their kernels.
+        """Whether PyTorch accepts the call and the device has enough memory for it. This runs the call once, so that
+        libraries choose their kernels.
         """
         if _bytes(self._spec) > MOST_BYTES * _free_bytes(self._device):
             return False
@@ -164,11 +164,11 @@ class _Repeated:
 
 
 def tensor_like(spec: TensorSpec, form: Form, device: torch.device) -> Tensor:
-    """A tensor with the same shape and layout, except for the form's changes: zeros for integers, random floating-point
-    numbers.
+    """Create a tensor with the recorded shape and layout, changed by the form. Integers are zero, floating-point
+    numbers are random.
 
-    On a CPU, all numbers are equal. Calls take the same time with them, and drawing random numbers would take longer
-    than most calls.
+    On a CPU, all floating-point numbers are equal: this does not change the time of a call, and drawing random numbers
+    would take longer than most calls.
     """
     kind = form.dtype if form.dtype is not None and spec.dtype.is_floating_point else spec.dtype
     sides = len(spec.shape) - 2 if len(spec.shape) > 1 else 0
@@ -226,9 +226,9 @@ def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[
     mean, variance = given("running_mean"), given("running_var")
     weight = given("weight")
     bias = weight if backward else given("bias")
-    if backward and bias is not None:  # the operator returns the gradient of a parameter that it does not take
+    if backward and bias is not None:  # the backward operator returns the bias's gradient, but does not take the bias
         bias = torch.ones_like(bias)
-    # cuDNN's operator always has this argument
+    # cuDNN's backward operator has no such argument, because it is used only in training
     training = next((spec[name] for name in ("training", "train") if name in spec), True)
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
     return lambda: batch_norm(x, mean, variance, weight, bias, training), inputs

@@ -32,7 +32,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, repr=False)
 class Report(ReportContents):
-    """The result of `rooftop.analyze`, which can be shown as a table, JSON and HTML. Its attributes are those of
+    """The result of `rooftop.analyze`, which can be shown as a table, JSON and HTML. A report has the attributes of
     `ReportContents`."""
 
     def table(self, rows: int = 12) -> str:

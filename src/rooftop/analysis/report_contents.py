@@ -133,8 +133,8 @@ class Advice:
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A place where `torch.compile` broke a graph: "file:line", the reason, and the seconds that compiling the code
-    after it took."""
+    """A graph break of `torch.compile`: its position ("file:line"), the reason, and the seconds to compile the code
+    after the break."""
 
     line: str
     reason: str
@@ -232,16 +232,16 @@ class ReportContents:
     Attributes:
         target, mode ("inference", "training" or "callable"), inputs, created: what was analyzed and when (UTC).
         device, versions, ceilings: the machine, as plain dicts like those in the JSON.
-        summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that has
-            a real cost formula.
+        summary, gaps, coverage: the step as a whole; coverage is the fraction of the measured operator time that is
+            spent in operators with a cost formula.
         ops: operators, the longest time first.
         modules: the root of the module tree.
         advice: the largest gain first.
-        memory: (ms since the step began, allocated bytes) and `peak_bytes`.
+        memory, peak_bytes: curve of (ms since the step began, allocated bytes), and its maximum in bytes.
         compilation: the work of `torch.compile`; None if nothing is compiled.
         ranks: ranks of a distributed step; None in a single process. All other data are those of rank 0.
         predicted: whether this is a prediction, in which each operator takes its roof time (see `rooftop.predict`).
-        notes: facts about the measurement that a reader should know.
+        notes: remarks on the measurement that a reader should know.
     """
 
     target: str

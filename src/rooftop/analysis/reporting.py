@@ -153,7 +153,10 @@ def _crowded(profile: Profile) -> bool:
 
 
 def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
-    """The part of the CPU's pulse whose rate fell most, and that rate as a share of its best; None if no rate fell."""
+    """The test of the CPU's pulse ("product" or "read") whose rate fell most, and the rate as a share of its best.
+
+    None if no rate fell.
+    """
     if profile.pulse is None or torch.get_num_threads() != ceilings.threads:
         return None
     found = profile.pulse.share_of(ceilings.pulse)
@@ -161,7 +164,7 @@ def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
 
 
 def _drifted(profile: Profile) -> list[str]:
-    """Sentences about how much the CPU's speed varied during the measurement. If it varies within a few seconds,
+    """Sentences about how much the CPU's speed varied during the measurement. If the speed varies within seconds,
     another run of the program would measure another time.
     """
     if profile.pulse is None:
@@ -176,7 +179,7 @@ def _drifted(profile: Profile) -> list[str]:
 
 
 def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
-    """A note on the limits of the report, if repeated timings of a step disagreed."""
+    """A note on the uncertainty of the report, if the machine was disturbed or repeated timings of a step disagreed."""
     wall, slowed, drifted = profile.wall, _slowed(profile, ceilings), _drifted(profile)
     faults_ms = profile.faults.step_ms(torch.get_num_threads())
     if not (_crowded(profile) or slowed or drifted or faults_ms > NOISY * wall.ms) and wall.spread <= NOISY:
@@ -213,8 +216,8 @@ def _pages(count: float) -> str:
 
 
 def _two_states(profile: Profile) -> list[str]:
-    """A note, if operators were timed in steps with fewer page faults than the first steps. The heap was then in
-    another state.
+    """A note, if operators were timed in steps with fewer page faults than the first steps. In these steps the heap was
+    in another state (see `page_faults`).
     """
     faults, labelled, later = profile.faults, profile.labelled_faults, profile.otherwise
     if later is None and (labelled.count >= faults.count or faults.is_like(labelled)):
@@ -226,7 +229,7 @@ def _two_states(profile: Profile) -> list[str]:
         threads = torch.get_num_threads()
         part_ms, lasted = faults.step_ms(threads) - labelled.step_ms(threads), ""
     part_ms = min(part_ms, profile.wall.ms - profile.busy_ms)
-    gap = f"; operators were timed later: this makes some {time_text(part_ms)} of launch gap" if part_ms > 0 else ""
+    gap = f"; operators were timed later: this adds about {time_text(part_ms)} to the launch gap" if part_ms > 0 else ""
     return [
         f"A step took {_pages(faults.count)} of memory from the system at first, and {_pages(others.count)} later"
         f"{lasted}. The records of this analysis changed the heap, and malloc keeps or returns freed memory depending "
@@ -236,7 +239,8 @@ def _two_states(profile: Profile) -> list[str]:
 
 
 def _coverage(rows: Sequence[OperatorRow], profile: Profile) -> float:
-    """Fraction of the measured time whose operators have a cost formula. Kernels outside any operator have none."""
+    """Fraction of the measured time whose operators have a cost formula. Kernels outside any operator are
+    not covered."""
     total_ms = sum(row.measured_ms for row in rows) + profile.unattributed_ms
     covered_ms = sum(row.measured_ms for row in rows if row.bound != "uncovered")
     return covered_ms / total_ms if total_ms > 0 else 1.0

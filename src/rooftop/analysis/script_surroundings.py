@@ -1,7 +1,7 @@
 """Set up a script's environment while it runs: arguments, module path, current folder, output, stack size.
 
-After the script's last line, Rooftop makes the report in the folder and with the output from before the script. Then it
-restores the script's environment, since the script's threads and exit functions may still run.
+After the script's last line, Rooftop restores the folder and the output from before the script and makes the report.
+Then it restores the script's environment, because the script's threads and exit functions may still run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Surroundings:
     """Within the `with` block, set the script's environment; after the block, the earlier environment; after `again`,
     the environment that the script left.
 
-    If the earlier output is closed after the block, the script's output is used. If that is closed too, stderr is used.
+    If the earlier output is closed after the block, the script's output is used. If the script's output is closed too,
+    stderr is used.
     """
 
     def __init__(self, script: Path, arguments: Sequence[str]) -> None:
@@ -93,8 +94,8 @@ def _is_open(stream: Any) -> bool:
 
 @contextmanager
 def room_below() -> Iterator[None]:
-    """Raise the recursion limit by the stack frames that Rooftop uses, so that the script has as many as without
-    Rooftop."""
+    """Raise the recursion limit by the stack frames that Rooftop uses, so that the script can use as many frames
+    as without Rooftop."""
     limit, depth = sys.getrecursionlimit(), len(inspect.stack(0))
     sys.setrecursionlimit(limit + depth)
     try:

@@ -39,7 +39,7 @@ class ScriptRun:
         report: None if the script ran too little, and on all ranks except the first.
         status: exit status of the script.
         problem: one line that says why the script failed or has no report; "" if neither applies.
-        error: the exception that it raised; KeyboardInterrupt means Ctrl-C.
+        error: the exception that the script raised; KeyboardInterrupt means Ctrl-C.
         traceback: Python's output for the error; "" if the script's own `sys.excepthook` has printed it.
         resume: restores the script's final environment (`sys.argv`, `sys.path`, `sys.stdout`, the current folder,
             `__main__`) for threads and functions that run when the process exits.
@@ -152,7 +152,7 @@ def _hooked(hook: Callable[..., Any], failure: BaseException, trace: TracebackTy
 
 
 def _status(end: SystemExit, script: Path) -> tuple[int, str]:
-    """The exit status for `sys.exit(code)`: a text is printed, and means 1."""
+    """(exit status, problem) of `sys.exit(code)`. If `code` is a text, Python prints it, and the status is 1."""
     if end.code is None or isinstance(end.code, int):
         status = end.code or 0
         return status, f"{script} ended with exit status {status}" if status else ""
@@ -171,7 +171,7 @@ def _reported(
     problem: str = "",
     error: BaseException | None = None,
 ) -> ScriptRun:
-    """The report of a script that has ended. It covers the work of other processes and, on the first rank, all
+    """The report of a script that has ended. The report covers the work of other processes and, on the first rank, all
     ranks."""
     recorded.notes += [said for said in (others.said, recorded.said_of_threads) if said]
     ranks, missing = None, list[str]()
@@ -192,8 +192,8 @@ def _reported(
 
 
 def _device_of_rank(device: torch.device | str | None) -> torch.device | str | None:
-    """The GPU of this rank, chosen as programs under `torchrun` do. If the caller named a GPU by its number, that
-    GPU."""
+    """The GPU of this rank, chosen as programs under `torchrun` do. A GPU that the caller chose by its
+    number is kept."""
     if str(device) == "cpu" or not torch.cuda.is_available() or torch.device(device or "cuda").index is not None:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -204,8 +204,8 @@ def _run(script: Path, one_of_ranks: bool) -> None:
     """Run the script. A process that the script forked ends here, because only the first process reports.
 
     Args:
-        one_of_ranks: whether the script is one of several ranks. If so, its variables are deleted at its end, because
-            users of a process group must be gone before the group (see `process_groups_kept`).
+        one_of_ranks: whether the script is one of several ranks. If so, the script's variables are deleted at its end,
+            because users of a process group must be gone before the group (see `process_groups_kept`).
     """
     process = os.getpid()
     status = 1

@@ -1,11 +1,11 @@
 """Let a program's dispatch modes begin in one stage of a recording and end in another stage.
 
 A recording enters a dispatch mode for a labelled step and removes it afterwards, possibly from below the program's own
-contexts. PyTorch expects contexts to exit in reverse order of their entry. In another order, two kinds of contexts
-fail:
+contexts. PyTorch expects contexts to exit in reverse order of their entry. If contexts exit in another order, two kinds
+of contexts fail:
 
-    torch.inference_mode   restores the set of queried modes from its beginning
-    TorchDispatchMode      removes the last mode, whichever that is, and restores earlier flags
+    torch.inference_mode   turns dispatch modes on or off again as they were at its beginning
+    TorchDispatchMode      removes the innermost mode, even if that is another mode, and restores earlier flags
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""The stages of a recording: what it measures in each step, and the data that it keeps for each kind of step.
+"""The stages of a recording: the measurement made in each step, and the data kept for each kind of step.
 
     step of a script        1      2      3     4      5-7       8         9 and on
                             whole  early  warm  plain  labelled  settling  timed
 
 The steps `whole` and `early` are labelled: the report is based on them if too few steps follow. `warm` lets caches
-settle, `plain` runs under the profiler alone, `labelled` steps give each operator's time, `settling` lets the host run
-ahead again, and `timed` steps are undisturbed. If the program compiles code, its first steps are not watched. If the
+settle, `plain` runs under the profiler alone, `labelled` steps measure each operator's time, `settling` lets the host
+run ahead of the GPU again, and `timed` steps are undisturbed. If the program compiles code, its first steps run without
+profiler and labels. If the
 program is one of several ranks, a few more steps run under the profiler (`ranks`). Ranks on GPUs use NCCL, and then
 CUPTI stays attached after the profiler (see `hardware.cupti`) and slows later steps. So some steps are timed `before`
 the profiler begins. A step that does more than most steps, such as the last step before an evaluation, is not typical.
-It is not timed, and a watched stage that includes it is repeated.
+Such a step is not timed, and a watched stage that includes such a step is repeated.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 LABELLED = 3
 LONG_LABELLED_MS = 2000.0  # if the `early` step took longer than this, only one more step is labelled
 WARM_UP = 3  # steps that are not counted, while allocators and autotuners warm up
-COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # uncounted steps of a program that compiles code in them
-# undisturbed steps: the smallest number, and the steps and seconds that end the stage
+COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # steps that are not counted, if the program compiles code in them
+# stage `timed`: minimum number of steps; the stage ends after this many steps or seconds
 LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 1000, 10.0
 NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
 """Number of steps of a complete recording (more if the program compiles, or is one of several ranks)."""
 RANK_STEPS = 6  # number of steps of a rank under the profiler
-# undisturbed steps before a profiler that stays attached: the steps and seconds that end the stage
+# stage `before` ends after this many steps or seconds
 BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0
-MOST_REPEATS = 5  # largest number of repetitions of watched steps that differ from most steps
+MOST_REPEATS = 5  # largest number of times that watched stages are repeated because a step was not typical
 
-# most module calls (from outside any module) in one watched stage; the profiler keeps 50 kB even for a small call
+# largest number of module calls (from outside any module) in one watched stage; the profiler needs at least 50 kB each
 MOST_MODULE_CALLS = 3_000
-# a watched stage is not a step if it exceeds both limits: seconds, and usual durations of a step
+# a watched stage is given up if it takes longer than both limits: seconds, and multiples of the median step
 LONG_STAGE_S, LONG_STAGE_LAPS = 10.0, 20
 
 UNDISTURBED = ("warm", "before", "settling", "timed")
 Calls = tuple[int, int]
-"""Numbers of calls of modules and of backward in a step. They distinguish a step with an evaluation from a step
-without."""
+"""(module calls, backward calls) of a step. These numbers distinguish a step with an evaluation from a step without
+one."""
 NO_STEP: Calls = (-1, -1)
 """Marks a stretch of other work between two steps, such as the work between two trainings."""
 
@@ -64,11 +65,11 @@ class Stage:
 
 
 def stages(*, found: bool, compiled: bool, ranks: bool, stays: bool = False) -> list[Stage]:
-    """The stages of the steps, from the first one on.
+    """The stages of a recording, in order.
 
     Args:
-        found: whether the steps were found instead of reported by the program. If they were found, the first step
-            already shows whether the program compiles code.
+        found: whether the steps were found instead of reported by the program. If they are found, the recording knows
+            from the first step on whether the program compiles code.
         compiled: whether the program compiles code.
         ranks: whether this is one of several ranks.
         stays: whether CUPTI stays attached once a profiler has begun. If so, the profiler begins late.
@@ -95,7 +96,7 @@ def steps_needed(planned: Sequence[Stage]) -> int:
 
 @dataclass(frozen=True)
 class Lap:
-    """A step by the host's clock: its number (from 1), its stage, its time in ms, its calls of modules."""
+    """One step, timed by the host's clock: its number (from 1), stage, time in ms, and module and backward calls."""
 
     number: int
     stage: str
@@ -105,8 +106,8 @@ class Lap:
 
 @dataclass(frozen=True)
 class Watched:
-    """A labelled stretch of steps: the inputs and outputs of its modules, its time, its number of steps (0: a block
-    without steps), and whether the limit of records was reached before its end."""
+    """Labelled steps: their operators, the inputs and outputs of their modules, their total time, the number of steps
+    (0: a block without steps), and whether the limit of records was reached before the end (`cut`)."""
 
     labelled: Labelled
     seen: ModuleTracker
@@ -120,12 +121,12 @@ class Laps:
     """The recorded steps of one kind.
 
     Attributes:
-        steps: number of ended steps.
+        steps: number of completed steps.
         laps: the first steps, timed by the host's clock.
         whole, early: labelled steps for a program that ends soon.
         plain, labelled: the step under the profiler alone, and the labelled steps.
         timed_ms, timed_calls: durations of undisturbed steps, and the calls in each.
-        before_ms, before_calls: the same for steps before a profiler that stays attached.
+        before_ms, before_calls: durations and calls of steps that were timed before the profiler began.
         faults: page faults of a timed step; 0 on a GPU.
     """
 
@@ -144,7 +145,7 @@ class Laps:
 
     @property
     def usual_calls(self) -> Calls | None:
-        """The most frequent number of calls in a step; None until two steps have made the same calls."""
+        """The most frequent (module calls, backward calls) of a step; None until two steps agree."""
         counts = Counter([*(lap.calls for lap in self.laps if lap.number > 1), *self.timed_calls])
         calls, times = counts.most_common(1)[0] if counts else ((0, 0), 0)
         return calls if times > 1 else None
@@ -165,7 +166,7 @@ class Laps:
 
     @property
     def steady_before_ms(self) -> list[float]:
-        """The times of steps with the usual calls that were timed before a profiler that stays attached."""
+        """The times of the steps with the usual calls, timed before the profiler began."""
         return self._usual(self.before_ms, self.before_calls)
 
     def _usual(self, durations_ms: list[float], called: list[Calls]) -> list[float]:
@@ -178,7 +179,8 @@ class Laps:
 
     @property
     def undisturbed_ms(self) -> list[float]:
-        """The times of unwatched steps from the third step on. If there are none, from the second step on."""
+        """The times of unwatched steps from the third step on. If there are no such steps, of unwatched steps from the
+        second step on."""
         usual = self.usual_calls
         laps = [lap for lap in self.laps if lap.stage in UNDISTURBED and (usual is None or lap.calls == usual)]
         return [lap.ms for lap in laps if lap.number > 2] or [lap.ms for lap in laps if lap.number > 1]
@@ -187,8 +189,8 @@ class Laps:
 class StepClock:
     """Time steps from mark to mark. The clock never waits for the device: on a GPU the marks are events in a stream.
 
-    A host that runs ahead of its GPU passes some marks early and is held up at others. The GPU reaches each mark after
-    the work before the mark.
+    A host that runs ahead of its GPU passes some marks early and is held up at others. The GPU reaches each mark only
+    after the work before the mark.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,11 +1,11 @@
 """Find the ends of a program's steps if the program does not mark them.
 
-The program's events are counted as they occur. The coarsest marker so far leads, and each of its ends is the end of a
-step:
+The program's events are counted as they occur. The coarsest marker that has occurred so far is the leading marker: a
+step ends each time the leading marker ends. The markers, from coarse to fine:
 
     OPTIMIZER `Optimizer.step`, even if a GradScaler skips it
     BACKWARD `loss.backward()`, for a loop that updates its weights by hand
-    GRADIENT    `torch.autograd.grad`: the same
+    GRADIENT    `torch.autograd.grad`, also for a loop that updates its weights by hand
     CALL        the call of a module with parameters, from outside any module: inference
     BARE_CALL   the call of a module without parameters
 
@@ -13,8 +13,9 @@ A marker of a higher level takes the lead when it first occurs. So if a program 
 determines its steps. The first of several optimizers leads, unless another optimizer steps once for several steps of
 the first (a critic that trains five times as often as a generator).
 
-The finder replaces `nn.Module.__call__` to see module calls. It does not use hooks, because global hooks would be
-compiled into the program's code. The replacement function costs about 0.2 us a call and compiles to nothing.
+The finder replaces `nn.Module.__call__` to see module calls. The finder uses no hooks, because global hooks would be
+compiled into the program's code. The replacement function takes about 0.2 us a call, and `torch.compile`
+adds no code for it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.hardware.module_paths import inner_modules, own_parameters
 
-MOST_INNER_STEPS = 16  # maximum steps of the leading marker in one step of a coarser marker; more are an epoch
+MOST_INNER_STEPS = 16  # most steps of the leading marker in one step of a coarser marker; with more, it ends an epoch
 MOST_THREADS = 16  # largest number of threads kept by name: a program may start new threads at each step
 # if another optimizer has made this many steps since the leading optimizer's last step, the program no longer uses the
 # leading optimizer
@@ -56,18 +57,18 @@ class Level(IntEnum):
 
 
 class Watcher(Protocol):
-    """The interface to which a `StepFinder` reports. It calls these methods in the thread in which the finder was
+    """The interface to which a `StepFinder` reports. The finder calls these methods in the thread in which it was
     opened."""
 
     @property
     def in_charge(self) -> bool:
-        """Whether the watcher accepts reports now. If it does not, events are ignored."""
+        """Whether the watcher accepts reports now. If the watcher does not, events are ignored."""
 
     def work_begins(self, compiled: bool) -> None:
         """The first call of a module begins. `compiled`: whether `torch.compile` compiles the module."""
 
     def work_goes_on(self) -> None:
-        """A call of a module begins, from outside any module."""
+        """A module is called from outside any module, after the first call."""
 
     def leader_changes(self) -> None:
         """A coarser marker has occurred, so the steps so far were only parts of a step. `step_ends` follows."""
@@ -86,10 +87,10 @@ class StepFinder:
 
     Attributes:
         level: level of the leading marker; None until a marker has occurred.
-        began_at: the time (`time.perf_counter`) at which the first step of the leading kind began: its first call of a
-            module, with gradients if the program computes gradients. None if no module was called.
-        threads: CPU seconds of each other thread in calls of modules, by the thread's name. After `MOST_THREADS`
-            threads, all further threads count together under the name "".
+        began_at: the time (`time.perf_counter`) at which the first step began: the first call of a module, or the first
+            call with gradients enabled if the leading marker computes gradients. None if there was no such call.
+        threads: CPU seconds that each other thread spent in calls of modules, by the thread's name. After
+            `MOST_THREADS` threads, all further threads count together under the name "".
     """
 
     def __init__(self, watcher: Watcher) -> None:
@@ -158,8 +159,8 @@ class StepFinder:
         return wraps(original)(__call__)
 
     def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Handle a call of a module from outside any module. In other threads, and for recomputation in backward, only
-        the time is kept.
+        """Handle a call of a module from outside any module. In other threads only the CPU time is recorded, and
+        recomputation in backward is ignored.
         """
         thread = threading.get_ident()
         if torch._C._current_autograd_node() is not None:
@@ -252,8 +253,8 @@ class StepFinder:
         self._stepped = optimizer
 
     def _optimizer_ended(self, raised: bool) -> None:
-        """Handle the end of an optimizer's step, which ends the program's step. An optimizer that wraps another one has
-        stepped once its own step ends."""
+        """Handle the end of an optimizer's step, which ends the program's step. An optimizer that wraps
+        another optimizer has stepped when its own step ends."""
         if self._is_elsewhere():
             return
         if raised:  # the step raised, so its last hook did not run

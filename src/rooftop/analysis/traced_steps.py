@@ -3,7 +3,7 @@
 A program may ask PyTorch whether it is being compiled or captured, and then run other operators. For example,
 transformers omits an attention mask that masks nothing, but keeps it if reading the mask would break the capture.
 Attention with a mask is slower. Advice to compile or to capture must count such operators. So this module detects
-whether a program asks. If it does, some steps run with "yes" as the answer.
+whether a program asks. If a program asks, some steps run with "yes" as the answer.
 
 PyTorch itself asks as well (its optimizers refuse to be captured unprepared), and gets the true answer. A program with
 compiled parts is not watched, because the replaced functions would be compiled into these parts, in a separate graph.
@@ -19,8 +19,10 @@ from rooftop.hardware.tracing_questions import answered
 
 
 class TracingQuestions:
-    """Attributes:
-    asked: whether the program has asked while `noticed`.
+    """Answer the program's questions whether it is being compiled or captured.
+
+    Attributes:
+        asked: whether the program has asked inside `noticed`.
     """
 
     def __init__(self) -> None:

@@ -1,15 +1,15 @@
-"""Replacements for library functions that read values. They answer for fake tensors, which have no values.
+"""Replacements for library functions that read values. The replacements also accept fake tensors, which have no values.
 
-| function | why it looks | for fake tensors |
+| function | why it reads values | for fake tensors |
 |---|---|---|
 | `torch.nn.init.trunc_normal_` | draws until all values fit | draws nothing, as for meta tensors |
-| transformers' `find_packed_sequence_indices` | several sequences in a row need a separate mask | one |
+| transformers' `find_packed_sequence_indices` | several sequences in a row need a separate mask | one sequence a row |
 | `_ctc_loss`, and backward | the longest target sets the number of states | padded targets, or their mean |
-| `coalesce` of sparse tensors | equal indices become one | all are different, as costs count indices |
+| `coalesce` of sparse tensors | equal indices become one | all indices count as different |
 | `to_sparse` of dense tensors, sparse times sparse | only nonzero values are stored | refused, like `nonzero` |
 
-Without them, transformers would build a mask for every fake tensor, and a decoder would be counted without its causal
-kernel.
+Without these replacements, transformers would build a mask for every fake tensor, and a decoder would be
+counted without its causal kernel.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 @contextmanager
 def answered_without_values() -> Iterator[None]:
-    """Within the block, let these functions answer for fake tensors without reading values. Real tensors are not
-    affected."""
+    """Within the block, let the functions in `ANSWERED` accept fake tensors. Results for real tensors do not change."""
     with ExitStack() as stack:
         for module, name, answered in ANSWERED:
             loaded = sys.modules.get(module)
@@ -77,12 +76,12 @@ def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
 
 
 def _thnn_fused_lstm_cell(input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, *biases: Any) -> Any:
-    """(h', c', workspace). PyTorch's own function expects biases."""
+    """(h', c', workspace). PyTorch's own function for fake tensors requires biases."""
     return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(input_gates)
 
 
 def _clone(source: Tensor, **memory_format: Any) -> Tensor:
-    """Clone a sparse fake tensor. PyTorch's own function leaves the clone empty."""
+    """Clone a sparse fake tensor. PyTorch's own function for fake tensors leaves the clone empty."""
     if source.layout == torch.sparse_coo:
         return _of_the_same_entries(source, source.is_coalesced())
     made: Tensor = torch.ops.aten.clone.default(source, **memory_format)

@@ -1,6 +1,6 @@
 """The cost of one call of an operator: the bytes that must be moved and the flops that must be done.
 
-A `Cost` does not depend on the kernel. It is the least work of *any* implementation:
+A `Cost` does not depend on the kernel. A cost is the least work of *any* implementation:
 
 - each distinct element of each input is read once, and each element of each output is written once;
 - elements that a view repeats (`expand`, stride 0) count once; elements that a view skips do not count;
@@ -50,7 +50,7 @@ class Cost:
 
     @property
     def working_set_bytes(self) -> int:
-        """The distinct bytes that the work touches. A cache must hold all of them to serve the work."""
+        """The distinct bytes that the work touches. A cache must hold all of these bytes to serve the work."""
         return self.bytes - self.shared_bytes
 
     @property
@@ -85,7 +85,7 @@ class Call:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """All arguments by schema name, defaults filled in."""
+        """All arguments by schema name, including defaults."""
         signature = _signature(self.func)
         bound = dict(signature.defaults)
         bound.update(zip(bound, self.args, strict=False))
@@ -114,7 +114,7 @@ class Call:
         return self.read_tensors_except()
 
     def read_tensors_except(self, *unread: str) -> list[Tensor]:
-        """Input tensors in schema order, without the given arguments: the operator needs only their shapes."""
+        """Input tensors in schema order, without the given arguments, of which the operator needs only the shapes."""
         skipped = {*_signature(self.func).out, *unread}
         return list(tensors_in([value for name, value in self.arguments.items() if name not in skipped]))
 
@@ -204,7 +204,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
     """The strided tensors that hold a tensor's data: a sparse tensor's indices and, last, its values; for other
     tensors, the tensor itself.
 
-    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor in memory. There the batched tensor counts.
+    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor in memory. Then the batched tensor counts.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -234,7 +234,7 @@ def distinct_elements(tensor: Tensor) -> int:
     """Number of memory elements that a tensor covers. Repeated elements (stride 0) count once, and overlapping windows
     count at most their span.
 
-    For a sparse tensor, these are the elements of its values.
+    For a sparse tensor, the elements of its values count.
     """
     if is_sparse(tensor):
         return distinct_elements(parts(tensor)[-1])

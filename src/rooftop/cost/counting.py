@@ -84,8 +84,8 @@ class Record:
     Attributes:
         name: schema name, e.g. "aten::convolution".
         shapes: shape of each input tensor, in order; () for a nested tensor, which has no shape.
-        dtype: dtype of the first floating-point input, e.g. "bfloat16". If there is none, dtype of the first input or
-            output.
+        dtype: dtype of the first floating-point input, e.g. "bfloat16". If there is no such input, dtype of the first
+            input or output.
         device: the device on which the operator ran, e.g. "cuda:0".
         scope: the module that called the operator (see `rooftop.analysis`); "" outside all modules.
         phase: "forward", "backward" or "optimizer".
@@ -127,7 +127,7 @@ class CountingMode(ObservingMode):
 
     Args:
         locate: called at each operator, returns its (scope, phase).
-        around: called with the record's index, returns a context in which the operator runs, such as a label of the
+        around: called with the record's index, returns a context manager around the operator, such as a label of the
             profiler.
         limit: after this many records, operators run unrecorded, and `full_at` has the time at which the limit was
             reached (`time.perf_counter`).
@@ -196,7 +196,7 @@ class CountingMode(ObservingMode):
 
 
 _NO_PART_OF_THE_PROGRAM = {"prim", "profiler"}
-"""Namespaces of operators that are never recorded: prim gives fake tensors their device, profiler has the labels."""
+"""Namespaces of operators that are never recorded: `prim` reads devices of fake tensors, `profiler` sets labels."""
 
 
 def _is_traced() -> bool:

@@ -12,7 +12,7 @@ from rooftop.cost.registry import FORMULAS, RESOLVED, Formula
 
 
 def formula_for(func: torch._ops.OpOverload) -> Formula | None:
-    """The formula of an operator; None if it has none."""
+    """The formula of an operator; None if there is no formula."""
     try:
         return RESOLVED[func]
     except KeyError:

@@ -67,11 +67,11 @@ def raise_ceilings(ceilings: Ceilings, cost: Cost, ms: float, by: str) -> Ceilin
 
     Args:
         cost: cost of one operator.
-        ms: the operator's time: the best of several runs in which it ran alone.
+        ms: the operator's time: the best of several runs of the operator alone.
         by: text that names the operator in the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
 
     Raises:
-        ValueError: the operator exceeds its roof by more than ceilings can be wrong.
+        ValueError: the operator exceeds its roof by more than the factor `MOST_RAISE`.
     """
     before = roof(cost, ceilings)
     if before.ms > MOST_RAISE * ms:

@@ -1,4 +1,4 @@
-"""Find which parts work on this machine, and the commands that fix the other parts.
+"""Check which parts of the installation (driver, torch, compilers) work, and find commands that fix the other parts.
 
 No file here needs torch, so `rooftop doctor` runs even if torch is broken.
 """

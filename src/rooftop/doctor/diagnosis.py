@@ -1,4 +1,4 @@
-"""Find which parts work on this machine, and the command that fixes each problem.
+"""Check which parts of the installation (driver, torch, compilers) work, and find a command that fixes each problem.
 
 No table of versions is kept here. Three sources decide which versions fit: the metadata of the installed packages, the
 driver through NVML, and tiny test kernels. Each part is checked separately. An error in a check becomes a finding, and
@@ -32,8 +32,8 @@ from rooftop.words import in_a_line
 
 
 def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
-    """Check the named parts one after another (None: all parts). This takes seconds, runs tiny kernels on the GPUs, and
-    changes nothing."""
+    """Check the named parts one after another (None: all parts). The diagnosis takes seconds, runs tiny kernels on the
+    GPUs, and changes nothing."""
     findings = []
     for name, check, needed in PARTS if parts is None else parts:
         try:
@@ -232,7 +232,7 @@ def _compile(part: str) -> Finding:
 
 
 def _compiled_calls(part: str) -> Finding | None:
-    """Check the C++ part that makes repeated calls of kernels, if there is a GPU."""
+    """Check the C++ extension that launches repeated calls of kernels, if there is a GPU."""
     if not gpu_usable():
         return None
     usable, found = import_module("rooftop.launch.repeated_calls").state()
@@ -242,13 +242,13 @@ def _compiled_calls(part: str) -> Finding | None:
 
 
 def _page_reader(part: str) -> Finding | None:
-    """Check the C++ part that reads the pages of scenes, if scenes can be rendered here."""
+    """Check the C++ extension that reads the pages of streamed scenes, if scenes can be rendered here."""
     if not version_of("warp-lang"):
         return None
     usable, found = import_module("rooftop.scene.streaming.page_reader").extension.state()
     if usable:
         return Finding(part, "works", found)
-    return Finding(part, "absent", f"{found}, so Python reads the pages of streamed scenes, which holds up frames")
+    return Finding(part, "absent", f"{found}, so Python reads the pages of streamed scenes, which delays frames")
 
 
 # ---- optional parts ----------------------------------------------------------------------------------------------
@@ -276,15 +276,15 @@ def _jupyter(part: str) -> Finding:
 # ---- folders -----------------------------------------------------------------------------------------------------
 
 SMALL_SHARED_MEMORY_BYTES = 256 << 20
-"""Less shared memory than this is reported. One DataLoader worker keeps two batches in it: 147 MiB for 128 images of
-(3, 224, 224) in float32.
+"""Less shared memory than this is reported. One DataLoader worker keeps two batches in shared memory: 147 MiB for 128
+images of (3, 224, 224) in float32.
 """
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def _cache(part: str) -> Finding:
-    """Check that the folder of the ceilings, or the place where it will be made, is writable."""
+    """Check that the folder of the ceilings is writable, or the folder in which it will be created."""
     torch_here()  # the cache's module imports torch
     folder: Path = import_module("rooftop.hardware.measuring").cache_path(("",)).parent
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())

@@ -1,4 +1,4 @@
-"""The finding about one part of the machine, and functions that the checks of all parts share."""
+"""The finding about one part of the installation, and functions that the checks of all parts share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Status = Literal["works", "absent", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of checking one part.
+    """The result of checking one part of the installation (the driver, a compiler, a package).
 
     Attributes:
         status: "absent" means that the part is optional and not installed.
-        found: versions and facts.
+        found: text with the versions and properties that were found.
         problem: a description of the problem; "" if there is none.
         command: the command that fixes or installs the part; "" if there is nothing to do or no command is known.
         needed: whether Rooftop needs the part on this machine.

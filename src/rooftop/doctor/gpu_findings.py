@@ -107,16 +107,16 @@ def _gpus_in_machine() -> str:
 
 
 def cuda_part(part: str) -> Finding | None:
-    """Check that torch can use the driver's GPUs. If it cannot, find out why."""
+    """Check that torch can use the driver's GPUs. If torch can use no GPU, find the reason."""
     torch = torch_here()
     if torch.cuda.is_available():
         return Finding(part, "works", f"torch uses {counted(torch.cuda.device_count(), 'GPU')}, {build_of(torch)}")
     try:
         gpus = ask_driver().gpus
-    except ImportError:  # the line of the requirement nvidia-ml-py reports this
+    except ImportError:  # the finding about packages reports that nvidia-ml-py is missing
         gpus = 0
     if not gpus:
-        return None  # the finding about the driver reports this
+        return None  # the finding about the driver reports missing GPUs
     found = f"torch uses none of {counted(gpus, 'GPU')}"
     if torch.version.cuda is None:
         command = ""

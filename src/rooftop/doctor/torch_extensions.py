@@ -1,8 +1,8 @@
 """Check that packages whose compiled parts are linked against torch load with the installed torch.
 
 A package built for another torch, or for CUDA beside a CPU build of torch, installs silently but fails at import. The
-files of each package tell whether it is linked against torch. Each package is imported in a separate process, because a
-wrong ABI may crash it.
+files of each package show whether the package is linked against torch. Each package is imported in a separate process,
+because a wrong ABI may crash the process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rooftop.doctor.findings import Finding, torch_here
 from rooftop.doctor.requirements import asked_by, fits, version_of
 
 LINKED = (b"libc10.so", b"libtorch.so", b"libtorch_cpu.so", b"libtorch_python.so")
-"""Names that occur in a compiled part if it is linked against torch."""
+"""Names that occur in a shared library if it is linked against torch."""
 
 OF_TORCH_OR_CUDA = re.compile(r"undefined symbol|lib(torch|c10|cuda|cudart|cudnn|cu[a-z]+|nccl|nv[a-z]+)[\w.-]*\.so")
-"""Matches errors, related to torch, of a part that does not load. A part built for another FFmpeg is not a problem of
-torch."""
+"""Matches the error of a shared library that does not load because of torch or CUDA. An error because of FFmpeg, for
+example, does not match."""
 
 PATIENCE_S = 120
 """Seconds after which an import is given up, such as an import that compiles or downloads."""

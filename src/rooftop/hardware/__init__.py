@@ -1,17 +1,18 @@
-"""Describe this machine and measure its limits. Also tools for its memory, streams and GPUs.
+"""Describe this machine and measure its limits. The package also has tools for memory, streams and GPUs.
 
-    devices, measure_ceilings, ceilings_of    what a machine is, and what it can do: measured here, or read from a file
-    measure, compare                          how time is measured
-    memory_summary, track, release            memory in use, what a block of code needs, giving back
-    explained_memory, explain_memory          which tensors fill a GPU, and what would help
-    side_stream, on_stream, join              work on a second stream; check_streams finds what does not wait
-    select_devices, on_each, Ensemble         which GPUs to use, and several at a time
+    devices, measure_ceilings, ceilings_of    a machine's description and limits: measured here, or read from a file
+    measure, compare                          time one callable, or several in turns
+    memory_summary, track, release            memory in use, memory that a block of code needs, release of unused memory
+    explained_memory, explain_memory          which tensors fill a GPU, and how to reduce the memory
+    side_stream, on_stream, join              work on a second stream; check_streams finds missing waits
+    select_devices, on_each, Ensemble         choose GPUs, and use several at a time
     occupancy                                 warps of a kernel that a multiprocessor holds, and what limits them
     measure_crossover the size above which the GPU beats the CPU
-    diagnose                                  what works here and what does not
+    diagnose                                  check which features work on this machine
 
 Names are loaded on first use, so this package can be imported if torch is broken. Some names are defined in
-`rooftop.doctor` (below this package) and `rooftop.debugging` (above it).
+`rooftop.doctor`, which does not import this package when it is loaded, and in `rooftop.debugging`, which imports this
+package.
 """
 
 from __future__ import annotations

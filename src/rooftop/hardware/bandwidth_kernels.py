@@ -92,13 +92,13 @@ def write(target: Tensor, value: float, blocks: Blocks = LARGE, backwards: bool 
 
 
 def copy(source: Tensor, target: Tensor, blocks: Blocks = LARGE) -> None:
-    """target = source, cast to target's dtype. Both are contiguous and of equal size."""
+    """target = source, cast to target's dtype. Both tensors are contiguous and of equal size."""
     n = source.numel()
     _copy[(programs(source, blocks),)](source, target, n, BLOCK=blocks.elements, num_warps=blocks.warps)
 
 
 def triad(left: Tensor, right: Tensor, target: Tensor, scale: float, blocks: Blocks = LARGE) -> None:
-    """target = left + scale * right. All are contiguous and of equal size."""
+    """target = left + scale * right. All tensors are contiguous and of equal size."""
     n = left.numel()
     grid = (programs(left, blocks),)
     _triad[grid](left, right, target, scale, n, BLOCK=blocks.elements, num_warps=blocks.warps)

@@ -122,8 +122,8 @@ class Ceilings:
         """Upper bound of the bandwidth for work of this size, bytes/s.
 
         Start at the largest measured working set that is not larger than this working set. The bound is the fastest
-        rate of any pattern there or at any larger working set. So the bound is never too low, and never rises with the
-        working set. A rate that an operator reached also counts for smaller working sets, down to the next measured
+        rate of any pattern at that or at any larger working set. So the bound is never too low, and never rises with
+        the working set. A rate that an operator reached also counts for smaller working sets, down to the next measured
         working set.
 
         Args:
@@ -134,8 +134,8 @@ class Ceilings:
 
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
-        """The measured working sets. For each, the best rate of any pattern at this or a larger working set. Then the
-        same rates for in-place work.
+        """The measured working sets. For each, the best rate of any pattern at this or a larger working set. The second
+        entry has the same rates for in-place work.
         """
         found = []
         for in_place in (False, True):
@@ -206,8 +206,8 @@ class Ceilings:
         return self._with("kernel_floor_ms", self.kernel_floor_ms, floor, by, kernel_floor_ms=floor)
 
     def _with(self, figure: str, before: float, after: float, by: str, **changes: Any) -> Ceilings:
-        """These ceilings with one figure changed and a note of the change. If the figure is the same, these ceilings
-        themselves."""
+        """Return these ceilings with one figure changed, and with a record of the change. If the figure is equal,
+        return these ceilings themselves."""
         if before == after:
             return self
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -296,7 +296,7 @@ def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple
     return (*levels, MemoryLevel("DRAM", None, max(beyond)))
 
 
-BEYOND = 8  # times the largest cache: of a larger working set, the cache holds less than an eighth
+BEYOND = 8  # working sets of this many times the largest cache count as DRAM: at most an eighth of them is in the cache
 
 
 def _positive(value: float) -> float:

@@ -1,6 +1,6 @@
 """Measure the rates of collectives between the devices of this machine, as bus bandwidth.
 
-Bus bandwidth is the least number of bytes that each link must carry, divided by the time. It makes different
+Bus bandwidth is the least number of bytes that each link must carry, divided by the time. Bus bandwidth makes different
 collectives and numbers of devices comparable with the rate of the links. By the convention of nccl-tests, an all-reduce
 of S bytes over n devices counts 2 (n - 1) / n S bytes, an all-gather to S bytes (n - 1) / n S.
 

@@ -41,7 +41,7 @@ def missing_cores(conditions: Conditions) -> float:
 
 
 class Watch:
-    """A context around a measurement. When it ends, it sets `conditions`."""
+    """A context manager around a measurement, which sets `conditions` at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,8 +65,8 @@ class Watch:
             self._ask_for_state()
 
     def _ask_for_others(self) -> None:
-        """Record the GPU's utilization if another process uses the GPU. If none does, the utilization is this process's
-        own work.
+        """Record the GPU's utilization if another process uses the GPU. If no other process uses the GPU, the
+        utilization is this process's own work.
         """
         uuid = gpu_uuid(self._device.index or 0)
         with nvml_session() as nvml:

@@ -25,7 +25,7 @@ SHAPES = (
     *((256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (4096, 256, 1024), (512, 3072, 768), (512, 768, 3072)),
     *((2048, 2048, 512), (2048, 2048, 2048)),
 )
-"""(m, n, k) of matrix products, in the order of their work."""
+"""(m, n, k) of matrix products, in order of increasing work."""
 LAYOUTS = ("nn", "nt", "tn")
 # (batch, input and output channels, image side, kernel side)
 CONVOLUTIONS = ((4, 256, 14, 3), (8, 128, 28, 3), (4, 256, 28, 1))
@@ -45,7 +45,8 @@ Candidate = tuple[str, float, Call]
 
 
 def probe_cpu(parts: Collection[str], progress: Callable[[str, float], None]) -> tuple[Samples, dict[str, float]]:
-    """Measure samples of the figures of some parts. Also return the seconds that each part took in all rounds."""
+    """Measure the given parts ("launches", "memory", precisions), and return samples of their figures. Also return the
+    seconds that each part took in all rounds."""
     samples, seconds = Samples(), dict.fromkeys(parts, 0.0)
     for round_ in range(ROUNDS):
         for number, part in enumerate(parts):
@@ -82,8 +83,8 @@ def _cheapest_operator_s() -> list[float]:
 
 
 def _bandwidths(samples: Samples) -> None:
-    """Measure bandwidths. The time of an empty call is subtracted. For small working sets it would hide the cache's
-    rate."""
+    """Measure bandwidths. The time of an empty call is subtracted, because it would hide the cache's rate for small
+    working sets."""
     launch_s = min(_cheapest_operator_s())
     whole = torch.rand(WORKING_SETS[-1] // 4)
     for size in WORKING_SETS:
@@ -93,12 +94,12 @@ def _bandwidths(samples: Samples) -> None:
 
 
 def _without_launch(seconds: float, launch_s: float) -> float:
-    """The time minus the cheapest call's time. If less than half of the time remains, which is noise, half of it."""
+    """The time minus the cheapest call's time. If less than half of the time remains (noise), half of the time."""
     return max(seconds - launch_s, seconds / 2)
 
 
 def _patterns(whole: Tensor) -> Iterator[Candidate]:
-    """All patterns within one piece of memory, `whole` (n,) in float32."""
+    """All access patterns within one block of memory, `whole` (n,) in float32."""
     half, third = whole.numel() // 2, whole.numel() // 3
     total = torch.empty(())
     a, b = whole[:half], whole[half : 2 * half]
@@ -115,7 +116,7 @@ def _patterns(whole: Tensor) -> Iterator[Candidate]:
 
 
 def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
-    """Try the candidates for one figure in the order of their work, up to the first slow candidate."""
+    """Try the candidates for one figure in order of increasing work, up to the first slow candidate."""
     for figure, flops, call in candidates:
         times = _burst(call, BURST_S)
         samples.add(figure, (flops / seconds for seconds in times))
@@ -124,7 +125,7 @@ def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
 
 
 def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
-    """Measure matrix products on random data (on zeros they are faster)."""
+    """Matrix products on random data to try (zeros would be faster)."""
     for m, n, k in SHAPES:
         for layout in LAYOUTS:
             left = torch.randn(k, m).to(dtype).t() if layout[0] == "t" else torch.randn(m, k).to(dtype)
@@ -134,8 +135,8 @@ def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
-    """Measure convolutions. They run in another library than matrix products, and are up to twice as fast on some
-    CPUs."""
+    """Convolutions to try. Convolutions run in another library than matrix products, and are up to twice as fast on
+    some CPUs."""
     for batch, channels, side, kernel in CONVOLUTIONS:
         x = torch.randn(batch, channels, side, side).to(dtype)
         weight = torch.randn(channels, channels, kernel, kernel).to(dtype)

@@ -10,7 +10,8 @@ The measurement times three variants of the same eager call on the same random v
 
 Operands are in the caches of CPU and GPU, as if the program had just written them. Each call allocates its result, as
 in eager mode. torch keeps freed device and pinned memory for the next call. The CPU's allocator returns large blocks to
-the system (over 32 MiB with glibc), and the next call pays for fresh pages. So the CPU's time jumps at that size.
+the system (over 32 MiB with glibc), and the next call pays for fresh pages. So the CPU's time jumps at the size where
+blocks exceed this limit.
 
 The break-even size is where the times cross. Times are close to power laws of the size. So between two measured sizes,
 the logarithm of the times' ratio is interpolated linearly in the logarithm of the size. Nothing is extrapolated beyond
@@ -181,7 +182,7 @@ class Crossover:
 
 
 def find_break_even(times: Sequence[tuple[int, float, float]]) -> BreakEven:
-    """The size from which the second time is smaller.
+    """The size from which the GPU's time is smaller than the CPU's.
 
     Args:
         times: at least one (size, CPU ms, GPU ms), in rising order of size; all numbers are positive.
@@ -210,7 +211,7 @@ def measure_crossover(
 
     Args:
         operation: one of `OPERATIONS`.
-        sizes: the sizes to measure; None takes the operation's own, up to the first slow CPU call.
+        sizes: the sizes to measure; None: the operation's default sizes, up to the first slow CPU call.
         dtype: one of `DTYPES`.
         device: the GPU. "cpu" is also accepted, and compares the CPU with itself, to test this function.
         progress: called with (the current measurement, fraction done).
@@ -218,7 +219,7 @@ def measure_crossover(
 
     Raises:
         ValueError: the operation, dtype or device does not exist, or a size is not a positive integer.
-        MeasurementError: there is no GPU, or it lacks the memory.
+        MeasurementError: there is no GPU, or the GPU lacks the memory.
     """
     if operation not in OPERATIONS:
         raise ValueError(
@@ -271,8 +272,8 @@ def _checked(device: torch.device) -> torch.device:
 
 
 def _point(op: Operation, size: int, dtype: torch.dtype, device: torch.device, seconds: float) -> CrossoverPoint:
-    """Time all variants at one size: the CPU's by the host's clock, the two GPU variants interleaved, by device
-    events."""
+    """Time all variants at one size: the CPU variant by the host's clock, and the two GPU variants, interleaved, by
+    device events."""
     random = torch.Generator().manual_seed(size)
     inputs, parameters = (
         [torch.randn(shape, generator=random, device="cpu").to(dtype) for shape in shapes(size)]
@@ -302,7 +303,7 @@ def _resident(
 def _transferred(
     op: Operation, inputs: Sequence[Tensor], parameters: Sequence[Tensor], device: torch.device
 ) -> Callable[[], Tensor]:
-    """The call with inputs from the host. It returns when the result is complete in the host's memory."""
+    """The call with inputs from the host. The call returns when the result is complete in the host's memory."""
     cuda = device.type == "cuda"
     sources = [each.pin_memory() if cuda else each for each in inputs]
     kept = [parameter.to(device) for parameter in parameters]

@@ -46,8 +46,8 @@ def detach() -> bool:
     """Detach CUPTI from this process until a profiler begins again. Return True if CUPTI was attached and has been
     detached.
 
-    No profiler may be active. This waits for all work on the devices first, as CUPTI requires. CUPTI stays attached if
-    another thread may be in a call of the CUDA runtime.
+    No profiler may be active. This function first waits for all work on the devices, as CUPTI requires. CUPTI stays
+    attached if another thread may be in a call of the CUDA runtime.
     """
     global _library, stays_for
     stays_for = ""

@@ -23,7 +23,7 @@ from rooftop.hardware.topology import NvLink, Peer, nv_links, peers
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. Memory, caches and registers in bytes (registers: count), clocks in MHz, power in W.
+    """A GPU. Memory and caches are in bytes, registers are counted, clocks are in MHz, power is in W.
 
     `links` are the active NVLink links (None if the driver does not report them). `topology` is the connection to each
     other GPU.

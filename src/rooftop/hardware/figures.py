@@ -1,4 +1,5 @@
-"""Figures of a machine by name: the results of a ceilings measurement. Also decides which of two figures is better.
+"""Figures of a machine by name: the results of a ceilings measurement. This file also decides which of two figures is
+better.
 
     memory 25165824 copy              bytes/s of a pattern at a working set in bytes
     flops bf16, sustained bf16        flop/s in a short burst at full clocks, and in continuous work
@@ -7,7 +8,7 @@
     pulse product                     the present speed of a CPU (see `pulse`), which is not a ceiling
     kernel_floor_ms, launch_eager_ms, launch_graph_ms
 
-A figure is the best of its samples. It counts as reproduced if the second best sample is close.
+A figure is the best of its samples. A figure counts as reproduced if its second best sample is close.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def size_in_words(size: int) -> str:
 
 
 def part_in_words(words: str) -> str:
-    """The part (see `part_of`) of a figure, from the figure's name for readers. Also reads names of the first format
-    ("read 2 MiB")."""
+    """The part (see `part_of`) of a figure, from the figure's name for readers. The function also reads names of the
+    first format ("read 2 MiB")."""
     first, _, rest = words.partition(" ")
     if first in ("matrix", "convolution", "sustained"):
         return rest
@@ -75,7 +76,8 @@ def part_in_words(words: str) -> str:
 
 @dataclass(frozen=True)
 class Raise:
-    """A record that a program's operator exceeded a ceiling, which was raised (a kernel floor was lowered).
+    """A record that a program's operator exceeded a ceiling, so that the ceiling was raised (or the kernel floor
+    lowered).
 
     Attributes:
         figure: name of the figure.

@@ -86,10 +86,10 @@ def _measure_at(samples: Samples, device: torch.device, size: int, whole: Tensor
 
 
 def _preparations(source: Tensor | None, elsewhere: Tensor, sums: Tensor) -> Iterator[Work]:
-    """States of the caches when the timed kernel begins.
+    """Functions that set the contents of the caches before the timed kernel begins.
 
-    The caches hold one of four things: what the previous run of the call left, the unchanged input, the freshly written
-    input, or (for patterns that only write) other data that need no write-back.
+    The caches then contain one of these: the data of the previous run of the call, the unchanged input, the freshly
+    written input, or (for patterns that only write) other data that need no write-back.
     """
     yield nothing
     if source is None:
@@ -101,7 +101,7 @@ def _preparations(source: Tensor | None, elsewhere: Tensor, sums: Tensor) -> Ite
 
 
 def _patterns(whole: Tensor, sums: Tensor) -> Iterator[_Pattern]:
-    """All patterns within one piece of memory, `whole` (n,) in float32."""
+    """All access patterns within one block of memory, `whole` (n,) in float32."""
     total = torch.empty((), device=whole.device)
     half, third = _aligned(whole.numel() // 2), _aligned(whole.numel() // 3)
     sizes = (kernels.LARGE, kernels.SMALL)

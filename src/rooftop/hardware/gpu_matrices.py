@@ -34,7 +34,7 @@ DTYPES = {
 # n of the n x n x n matrix product that gives a first estimate of a precision's rate; on an H100 it takes longer than a
 # launch
 PILOT = 2048
-LONGEST_CALL_S = 8e-3  # products that take longer have no higher rate
+LONGEST_CALL_S = 8e-3  # longer products are not tried, because their rate is no higher
 BURST_S, PAUSE_S = 1e-3, 1e-3  # burst and pause of each candidate in the first round
 FINALISTS, FINAL_REPEATS, FINAL_PAUSE_S = 12, 8, 0.02
 SUSTAINED_S = 0.3
@@ -54,9 +54,9 @@ BATCHED = ((32, 1024, 1024, 1024), (64, 1024, 1024, 128), (128, 512, 512, 64), (
 CONVOLUTIONS = ((256, 64, 56, 3), (256, 128, 28, 3), (256, 256, 14, 3), (256, 512, 7, 3), (128, 256, 56, 1))
 """(batch, input and output channels, image side, kernel side)"""
 CONVOLVED = ("tf32", "fp16", "bf16")
-"""Precisions in which convolutions are tried. Not float32, because cuDNN's Winograd algorithm needs fewer operations
-than are counted. On an H100 it seems to reach twice the rate of any product, so all products would seem to reach half
-of their roof."""
+"""Precisions in which convolutions are tried. float32 is not one of them, because cuDNN's Winograd algorithm needs
+fewer operations than are counted: on an H100 such a convolution seems to reach twice the rate of any product, and all
+products would seem to reach at most half of their roof."""
 
 Call = Callable[[], object]
 
@@ -67,7 +67,7 @@ class Product:
 
     Attributes:
         layout: "nn", "nt", "tn": which operand is a transposed view.
-        bias: added by the same call.
+        bias: whether the same call adds a bias.
         batch: batch size of `bmm`.
     """
 
@@ -195,7 +195,8 @@ class _Operands:
         return product.most_elements <= self._elements
 
     def call(self, product: Product) -> Call:
-        """The product as a call. It sets the precision each time, because calls of several precisions alternate."""
+        """A function that computes the product. The function sets the precision each time, because several precisions
+        alternate."""
         b, m, n, k = product.batch, product.m, product.n, product.k
         left = self._taken(self._left, b, m, k, product.layout[0] == "t")
         right = self._taken(self._right, b, k, n, product.layout[1] == "t")
@@ -229,7 +230,8 @@ class _Operands:
 
 
 def _convolutions(device: torch.device, precision: str) -> list[_Candidate]:
-    """Convolutions to try. They run in another library, whose algorithms may need fewer operations than are counted."""
+    """Convolutions to try. Convolutions run in another library than products, and its algorithms may need fewer
+    operations than are counted."""
     dtype, candidates = DTYPES[precision], []
     for batch, channels, side, kernel in CONVOLUTIONS:
         x = torch.randn(batch, channels, side, side, device=device).to(dtype, memory_format=torch.channels_last)

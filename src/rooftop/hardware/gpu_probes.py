@@ -30,7 +30,8 @@ def parts_of(device: torch.device) -> tuple[str, ...]:
 def probe_gpu(
     device: torch.device, parts: Collection[str], l2_bytes: int, progress: Callable[[str, float], None]
 ) -> tuple[Samples, dict[str, float]]:
-    """Measure samples of the figures of some parts. Also return the seconds that each part took."""
+    """Measure the given parts ("launches", "memory", precisions, ...), and return samples of their figures. Also return
+    the seconds that each part took."""
     samples, seconds = Samples(), {}
     with torch.cuda.device(device):
         torch.cuda.empty_cache()  # the allocator's unused memory counts as free
@@ -62,8 +63,8 @@ def probe_gpu(
 
 
 def _launches(samples: Samples, device: torch.device) -> None:
-    """Measure the time for each of many tiny kernels, launched eagerly and from a graph, and the shortest duration of
-    any kernel.
+    """Measure the time per kernel in a series of tiny kernels, launched eagerly and from a graph. Also measure the
+    shortest duration of any kernel.
 
     The two launch times are measured in a sequence, between events. The profiler measures the duration of a kernel
     alone, in an eager launch or in a graph.
@@ -96,7 +97,7 @@ def _launches(samples: Samples, device: torch.device) -> None:
 
 
 def _sequence_ms(fn: Callable[[], object], device: torch.device, calls: int = 1, samples: int = 12) -> list[float]:
-    """ms per call of `fn`, which makes `calls` calls. The time is taken between events, after two warm-up runs."""
+    """ms per call for runs of `fn`, which makes `calls` calls. Events measure the time, after two warm-up runs."""
     times = []
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2 + samples):
@@ -127,7 +128,7 @@ def _copying(to: Tensor, source: Tensor) -> Callable[[], Any]:
 
 def _links(samples: Samples, device: torch.device) -> None:
     """Copies to the next GPU, and the best bus bandwidth of collectives over all GPUs."""
-    # imported here, because its processes run that file as their main module
+    # imported here, because processes that it starts run the file as their main module
     from rooftop.hardware.collectives import collective_rates
 
     count = torch.cuda.device_count()

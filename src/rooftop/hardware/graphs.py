@@ -12,7 +12,9 @@ import torch
 
 
 def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) -> Callable[[], object]:
-    """The call as a replay of a CUDA graph. Inputs and outputs stay at the addresses of the capture.
+    """Capture the call in a CUDA graph, and return a function that replays the graph.
+
+    Inputs and outputs stay at the addresses of the capture.
 
     Args:
         stream: stream of the capture. To capture a backward pass, first run its forward pass on this stream: autograd
@@ -67,7 +69,7 @@ def own_workspaces() -> Iterator[None]:
     reduce-overhead frees all workspaces, and newer versions of PyTorch free a stream's workspace when any of its graphs
     is deleted. The captured product would then overwrite other tensors
     (https://github.com/pytorch/pytorch/issues/193402). Freeing the workspaces before the capture makes PyTorch allocate
-    new ones in the graph's pool. Freeing them afterwards keeps other work out of that pool.
+    new ones in the graph's pool. Freeing the workspaces afterwards keeps other work out of the graph's pool.
     """
     if not torch.cuda.is_available():
         yield

@@ -1,7 +1,7 @@
 """The history of a machine's ceilings: every measurement and every raise, dated, with its conditions.
 
-A ceiling is the best of its history. So a measurement under load lowers no ceiling. If two processes measure at once,
-no measurement is lost: histories are merged like sets, in any order.
+A ceiling is the best value in its history. So a measurement under load lowers no ceiling. If two processes measure at
+once, no measurement is lost: histories are merged like sets, in any order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Measurement:
         at: UTC, ISO 8601.
         spread: for each figure, the relative distance of its best two samples.
         conditions: see `rooftop.hardware.conditions`.
-        disturbed: the disturbed figures. None means that spread and conditions decide.
+        disturbed: the disturbed figures. None means that `spread` and `conditions` determine which figures are
+            disturbed.
     """
 
     at: str
@@ -185,7 +186,7 @@ class History:
 
     def _disturbed_in_words(self, measured: Mapping[str, float]) -> tuple[str, ...]:
         """The disturbed figures, as names for readers. Of memory figures, only patterns that determine a working set's
-        rate count. If all working sets are disturbed, one name, "memory", stands for them."""
+        rate count. If all working sets are disturbed, the single name "memory" replaces their names."""
         others = sorted(name for name in measured if part_of(name) != "memory" and not name.startswith("pulse"))
         names = [name for name in others if self._disturbed(name)]
         by_size = _by_working_set(measured)
@@ -244,7 +245,7 @@ def history_of(ceilings: Ceilings) -> History:
 
 
 def _words_of(name: str) -> set[str]:
-    """The name of a figure in `Ceilings.disturbed`."""
+    """The names by which `Ceilings.disturbed` may refer to a figure."""
     if part_of(name) == "memory":
         return {"memory", f"memory {size_in_words(int(name.split()[1]))}"}
     return {in_words(name)}
@@ -303,7 +304,7 @@ Entry = TypeVar("Entry", Measurement, Raise)
 
 
 def _union(some: Iterable[Entry], others: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The distinct measurements, in order of time."""
+    """The distinct entries (measurements or raises) of both, in order of time."""
     by_text = {_text(each): each for entries in (some, others) for each in entries}
     return tuple(by_text[text] for text in sorted(by_text, key=lambda text: (by_text[text].at, text)))
 

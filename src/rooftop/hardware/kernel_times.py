@@ -102,6 +102,9 @@ def _device_work(events: Iterable[Any]) -> list[tuple[str, int]]:
 
 
 def _is_work(event: Any) -> bool:
-    """Whether a device event is work. Newer profilers name its kind; waiting for an event or a stream is not work."""
+    """Whether a device event is a kernel, copy or fill, not a wait for an event or a stream.
+
+    Older profilers do not report the type of an event, so all their events count.
+    """
     kind = event.activity_type() if hasattr(event, "activity_type") else ""
     return not kind or kind in ("kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset")

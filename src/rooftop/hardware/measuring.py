@@ -41,7 +41,7 @@ def measure_ceilings(
     Args:
         device: "cpu", "cuda", "cuda:1"; None is the GPU if there is one.
         refresh: measure again (under 30 s on a GPU, under 20 s on a CPU). The best of all measurements is kept.
-            `ceilings_history` shows the lower figures; `forget_ceilings` discards all.
+            `ceilings_history` shows all measurements; `forget_ceilings` discards all.
         progress: called with (the current measurement, fraction done).
         precisions: the matrix rates that are needed ("bf16"); None for all. Precisions that the device lacks are
             omitted.
@@ -73,7 +73,7 @@ def measure_ceilings(
 def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilings:
     """Write raised ceilings into the cache of a device, and return the best known values.
 
-    Two processes may call this at once without losing values.
+    Two processes may call this function at once without losing values.
 
     Raises:
         ValueError: the device is not on this machine, or the ceilings are those of another device.
@@ -105,7 +105,7 @@ def ceilings_history(device: torch.device | str | None = None) -> History | None
 
 
 def forget_ceilings(device: torch.device | str | None = None) -> bool:
-    """Delete the cached ceilings of a device. Return whether there were any.
+    """Delete the cached ceilings of a device. Return whether there were cached ceilings.
 
     Raises:
         ValueError: the device is not on this machine.

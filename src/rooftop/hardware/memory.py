@@ -99,7 +99,7 @@ def memory_summary() -> list[DeviceMemory]:
 
 
 def gpu_memory(index: int, free_bytes: int | None) -> DeviceMemory:
-    """The memory of one GPU, from its free bytes."""
+    """The memory of one GPU, whose free bytes are known or None."""
     total = torch.cuda.get_device_properties(index).total_memory
     fraction = torch.cuda.get_per_process_memory_fraction(index)
     return DeviceMemory(
@@ -134,8 +134,8 @@ def release() -> list[Released]:
 def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     """Measure the memory of a block of code. Blocks may be nested.
 
-    On a GPU, tracking reads the allocator's figures, which cover all threads. It resets PyTorch's peak counter at the
-    start. On the CPU, tracking counts, from 0, the storages that PyTorch operators create in the block. Earlier
+    On a GPU, tracking reads the allocator's figures, which cover all threads. Tracking resets PyTorch's peak counter at
+    the start. On the CPU, tracking counts, from 0, the storages that PyTorch operators create in the block. Earlier
     storages, workspaces of kernels, and allocations of compiled code (`torch.compile`) are not counted.
 
     Args:

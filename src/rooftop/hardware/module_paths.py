@@ -2,7 +2,8 @@
 
 A module with several parents runs under each parent, so the name depends on the call, not on the object. The name
 begins with the name of the innermost running module that contains the called module. The path from there to the called
-module follows. If no running module contains it, the name is the first path under which the model contains it.
+module follows. If no running module contains the called module, its name is the first path under which the model
+contains it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 OUTSIDE = None
-"""The scope of a module that no other module calls."""
+"""The caller's scope for a module that is called from outside any module."""
 
 
 class ModulePaths:

@@ -22,7 +22,7 @@ class Nvml:
         self._handles: dict[str, Any] = {}
 
     def handle(self, uuid: str | None) -> Any:
-        """The driver's handle of a GPU; None if the driver does not know it."""
+        """The driver's handle of a GPU; None if the driver does not know the GPU."""
         if uuid is None:
             return None
         if uuid not in self._handles:

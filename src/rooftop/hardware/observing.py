@@ -40,12 +40,12 @@ _COMPILER = "torch._dynamo.eval_frame"
 class LightMode(TorchDispatchMode):
     """A dispatch mode that does not import PyTorch's compiler, which takes seconds.
 
-    The compiler must not compile a mode's `__torch_dispatch__`. So PyTorch's class imports it at the mode's first
-    operator, to tell it. This class tells it only if the program has imported it before the mode begins. While such a
-    mode is active, its class is a subclass.
+    The compiler must not compile a mode's `__torch_dispatch__`. To mark this method, PyTorch's class imports the
+    compiler at the mode's first operator. This class marks the method only if the program has imported the compiler
+    before the mode begins. The marked method is in a subclass, which is the mode's class while the mode is active.
     """
 
-    _plain: Any = None  # the mode's own class, while the class is another
+    _plain: Any = None  # the mode's original class while `__class__` is the subclass; else None
 
     def __init_subclass__(cls, **options: Any) -> None:
         own = vars(cls).get("__torch_dispatch__")
@@ -79,7 +79,7 @@ def _not_compiled(mode: Any) -> Any:
 
 
 class ObservingMode(LightMode):
-    """A mode that passes each operator to `observe`, which runs and observes it."""
+    """A mode that passes each operator to `observe`, which runs the operator and observes it."""
 
     supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
 
@@ -109,7 +109,7 @@ class ObservingMode(LightMode):
             return meaning(*args, **(kwargs or {}))
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator and return its result. Each subclass must define this.
+        """Run the operator and return its result. Each subclass must define this method.
 
         An operator that takes functions has no schema. Control flow operators never reach this method.
         """
@@ -126,8 +126,8 @@ def uncompiled() -> Iterator[None]:
     """Disable compilation in the block, in all threads. If the program sets a compiler stance in the block, that stance
     stays.
 
-    The compiler takes seconds to import. So if the program has not imported it yet, compilation is disabled when the
-    program imports it.
+    The compiler takes seconds to import. So if the program has not imported the compiler yet, compilation is disabled
+    when the program imports the compiler.
     """
     global _users
     with _lock:
@@ -158,8 +158,8 @@ _FLAGS = (
 
 
 def _restore_flags(before: dict[str, Any]) -> None:
-    """Restore the flags by which PyTorch decides whether to compile. All threads share them, but each mode restores
-    what it found. So modes of two threads that overlap would leave them set."""
+    """Restore the flags by which PyTorch decides whether to compile. All threads share these flags, but each mode
+    restores the values that it found. So overlapping modes of two threads would leave the flags set."""
     if torch._C._len_torch_dispatch_stack() == 0:
         for name, value in before.items():
             if value is not None:
@@ -218,7 +218,8 @@ def _take_eager_stance(stack: ExitStack, compiler: Any) -> None:
 
 
 def _run_control_flow(stack: ExitStack) -> None:
-    """Let `torch.cond` and similar operators call their functions directly, wherever they are referenced."""
+    """Let `torch.cond` and similar functions run directly, even in modules that have imported these functions by
+    name."""
     for place, meaning in _CONTROL_FLOW.items():
         module, _, name = place.rpartition(".")
         public = getattr(sys.modules.get(module), name, None)
@@ -246,7 +247,7 @@ def _entry(place: str) -> types.CodeType:
 
 
 def run_control_flow(place: str, *arguments: Any, **options: Any) -> Any:
-    """The replacement for a function while a program is watched."""
+    """Run the replacement of a control flow function while a program is watched."""
     meaning, itself = _running[place]
     if torch.compiler.is_compiling():  # torch.export must record the operator itself into its graph
         return itself(*arguments, **options)
@@ -254,7 +255,7 @@ def run_control_flow(place: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _differentiate_what_functions_run(stack: ExitStack) -> None:
-    """Run control flow, and attention whose scores depend on other tensors, eagerly above autograd."""
+    """Run control flow eagerly above autograd, and also attention whose scores depend on other tensors."""
     for operator in _higher_order_ops.values():
         kernel = eager_meaning(operator)
         if kernel is None and operator.name() == "flex_attention":

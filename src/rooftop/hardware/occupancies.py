@@ -35,9 +35,10 @@ class Multiprocessor:
         shared_carveouts: possible sizes of shared memory in bytes, ascending; the rest of the on-chip memory is L1.
         shared_unit: allocation unit of a block's shared memory, in bytes.
         reserved_shared_bytes: bytes that the driver adds to each block.
-        registers: number of 32-bit registers. A block can use all of them.
+        registers: number of 32-bit registers. A block can use all registers.
         register_unit: allocation unit of a warp's registers.
-        sub_partitions: number of parts that share warps and registers (the calculator's "warp allocation granularity").
+        sub_partitions: number of sub-partitions that divide the warps and registers among themselves (the calculator's
+            "warp allocation granularity").
         max_registers_per_thread, max_threads_per_block: limits of any launch.
     """
 
@@ -88,7 +89,7 @@ MULTIPROCESSORS: dict[tuple[int, int], Multiprocessor] = {
 
 @dataclass(frozen=True)
 class Change:
-    """Another value for one resource of a launch, and the occupancy with it.
+    """Another value for one resource of a launch, and the occupancy with that value.
 
     Attributes:
         resource: "registers per thread", "bytes of shared memory per block" or "threads per block".
@@ -150,7 +151,8 @@ class Occupancy:
 
     @property
     def limiters(self) -> tuple[str, ...]:
-        """All resources with the lowest limit. If there are several, raising only one of them changes nothing."""
+        """All resources with the lowest limit. If several resources have the lowest limit, raising only one of these
+        limits changes nothing."""
         return tuple(name for name, limit in self.limits.items() if limit == self.blocks_per_multiprocessor)
 
     @property
@@ -298,7 +300,7 @@ def _register_limit(sm: Multiprocessor, warps: int, registers_per_thread: int) -
     per_warp = _round_up(registers_per_thread * WARP, sm.register_unit)
     if not per_warp:
         return None
-    # The check counts, for each sub-partition, as many of the block's warps as the fullest sub-partition holds.
+    # The check assumes that each sub-partition holds as many of the block's warps as the fullest sub-partition does.
     if per_warp * _round_up(warps, sm.sub_partitions) > sm.registers:
         return 0
     warps_per_partition = sm.registers // sm.sub_partitions // per_warp

@@ -1,9 +1,9 @@
 """Count page faults: memory pages that a program repeatedly requests from the system.
 
-The C library's `malloc` returns large pieces to the system when they are freed. A step on a CPU that allocates and
-frees its activations then requests the same pages each time, and the system first fills each page with zeros. This
-makes a convolutional network slower. Whether malloc returns memory depends on the rest of the heap. So a step runs in
-one of two states of the heap. An analysis, which uses memory, can change that state.
+The C library's `malloc` returns large blocks of memory to the system when they are freed. A step on a CPU that
+allocates and frees its activations then requests the same pages each time, and the system first fills each page with
+zeros. These page faults make a convolutional network slower. Whether malloc returns memory depends on the rest of the
+heap. So a step runs in one of two states of the heap. An analysis, which uses memory, can change that state.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PageFaults:
         return self.system_ms * (1 + 1 / threads) / 2
 
     def is_like(self, other: PageFaults) -> bool:
-        """Whether steps with these faults are in the same state: both have few faults, or about equally many."""
+        """Whether two steps ran in the same state of the heap: both have few page faults, or about equally many."""
         least, most = sorted((self.count, other.count))
         return most < MANY or most < 2 * least
 
@@ -59,7 +59,7 @@ NO_FAULTS = PageFaults()
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-# how much free memory a process keeps, and the largest piece that malloc keeps
+# how much free memory a process keeps, and the size of the largest block that malloc keeps
 KEPT_BYTES, KEPT_PIECE = 256 << 20, 32 << 20
 
 
@@ -75,9 +75,9 @@ def keep_memory() -> None:
     """Let this process keep the memory that it frees, for programs that decode photographs.
 
     By default glibc returns the memory to the system after each photograph, and the next photograph faults each page in
-    again. For a photograph of 500 x 375 pixels, that took 470 faults and 0.8 of its 2.1 ms.
+    again. For a photograph of 500 x 375 pixels, returning the memory caused 470 page faults, which took 0.8 of 2.1 ms.
     """
-    with suppress(AttributeError, OSError):  # another C library
+    with suppress(AttributeError, OSError):  # the C library is not glibc
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_THRESHOLD, KEPT_PIECE)
         library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

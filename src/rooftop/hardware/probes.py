@@ -1,4 +1,4 @@
-"""Run the measurements behind the ceilings: list the parts of a device, and measure some parts once.
+"""Run the measurements for the ceilings. A measurement has parts ("launches", "memory", "bf16", ...).
 
 On a GPU, every figure is computed from a kernel's shortest duration in the profiler, which also times operators. On a
 CPU, every figure is computed from the fastest of several bursts. A ceiling is the best result of the undisturbed
@@ -22,7 +22,7 @@ from rooftop.hardware.histories import History, Machine, Measurement
 
 
 def identity(device: torch.device) -> tuple[str, ...]:
-    """The facts on which the figures depend: device, driver, versions, threads."""
+    """The key of a device in the cache: device, driver, versions and threads, on which the figures depend."""
     v = versions()
     if device.type == "cuda":
         name = gpu_uuid(device.index or 0) or torch.cuda.get_device_name(device)
@@ -51,7 +51,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def probe(device: torch.device, parts: Collection[str], progress: Progress) -> History:
-    """Measure some parts once. The result is a history of its own.
+    """Measure some parts once. The result is a history with only this measurement.
 
     The measurement leaves clocks, flags, memory and random numbers unchanged.
     """

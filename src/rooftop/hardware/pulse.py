@@ -2,8 +2,8 @@
 
 Other virtual machines on the same host can slow a machine down unnoticed, and a warm laptop lowers its clocks. All
 steps then take longer, and since their times agree, nothing looks wrong. So two fixed pieces of work are timed when the
-ceilings are measured, and again with the steps that are compared with the ceilings. Each piece takes about as long as a
-step. A host may repeatedly take a core away for some milliseconds, which very short calls would miss.
+ceilings are measured, and again with the steps that are compared with the ceilings. Each piece of work takes about as
+long as a step. A host may repeatedly take a core away for some milliseconds, which very short calls would miss.
 
     product    a matrix product of 1024 x 1024 x 1024 in float32, flop/s
     read       a sum over 64 MiB, bytes/s
@@ -27,7 +27,7 @@ LEAST_CALLS, LEAST_S = 3, 0.03
 
 
 class Pulse:
-    """The rates of two fixed pieces of work, taken repeatedly during a measurement."""
+    """Measure the rates of two fixed pieces of work repeatedly during a measurement."""
 
     def __init__(self) -> None:
         self._taken: defaultdict[str, list[float]] = defaultdict(list)
@@ -48,7 +48,7 @@ class Pulse:
     @property
     def rates(self) -> dict[str, float]:
         """The median of the samples of each rate, by name; empty before `take`. (The best sample may come from a moment
-        without a step.)
+        in which no step ran.)
         """
         return {name: median(rates) for name, rates in self._taken.items()}
 

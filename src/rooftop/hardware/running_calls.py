@@ -47,8 +47,8 @@ class RunningCalls:
         return self._calls[-1].within if self._calls else None
 
     def settle(self, frame: FrameType | None) -> bool:
-        """Forget this thread's calls that neither this frame nor any of its callers runs. Return whether there were
-        any.
+        """Forget this thread's calls that neither this frame nor any of its callers runs. Return whether any call
+        was forgotten.
 
         Calls that began in another thread stay, because they wait for this thread: autograd runs backward passes in its
         own threads.

@@ -49,8 +49,9 @@ def select_devices(
         min_free_bytes: bytes that must be free on each GPU. The driver counts memory that torch caches in this process
             as used.
         min_capability: lowest compute capability, e.g. (9, 0).
-        near: a GPU with which the chosen GPUs will work. It is not chosen itself. GPUs connected to it by NVLink come
-            first, then GPUs whose memory it can access directly, then the rest. Each group is sorted by free memory.
+        near: a GPU with which the chosen GPUs will work. This GPU is not chosen itself. GPUs that NVLink connects to
+            `near` come first, then GPUs whose memory `near` can access directly, then all others. Each group is sorted
+            by free memory.
 
     Raises:
         DeviceSelectionError: fewer than `count` GPUs qualify.
@@ -146,8 +147,8 @@ def on_each(
             is named twice runs two jobs at a time.
 
     Returns:
-        The results, in the order of the jobs. Their tensors (in lists, tuples and dicts) are safe to use on the
-        calling thread's current stream.
+        The results, in the order of the jobs. Tensors in the results (in lists, tuples and dicts) are safe to use on
+        the calling thread's current stream.
 
     Raises:
         ValueError: there are no devices.
@@ -232,8 +233,8 @@ class Ensemble(nn.Module):
         """Run all models on the same arguments.
 
         Args:
-            *args, **kwargs: arguments of each model. Tensors in them (in lists, tuples and dicts) are copied to the
-                model's device, from any device.
+            *args, **kwargs: arguments of each model. Tensors in the arguments (in lists, tuples and dicts) are copied
+                to the model's device, from any device.
 
         Returns:
             (models, *shape of an output) on the first device, or the result of `combine`.
@@ -263,7 +264,7 @@ class Ensemble(nn.Module):
         return self.combine(gathered)
 
     def _running_threads(self) -> ThreadPoolExecutor:
-        """The threads, which are kept between calls, because starting a thread takes longer than handing it a call."""
+        """The threads, which are kept between calls, because starting a thread takes longer than passing it a call."""
         if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
             self._threads = ThreadPoolExecutor(len(self.devices), "rooftop-ensemble")
             self._process = os.getpid()
@@ -274,8 +275,8 @@ class Ensemble(nn.Module):
         return {**self.__dict__, "_threads": None}
 
     def _check_places(self) -> None:
-        """Check that each parameter and buffer is on its model's device. A parameter that two models share fails: it is
-        on the device of the last one.
+        """Check that each parameter and buffer is on its model's device. The check fails for a parameter that two
+        models share, because the parameter is on the last model's device.
         """
         for number, (model, device) in enumerate(zip(self.models, self.devices, strict=True)):
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

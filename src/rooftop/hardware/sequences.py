@@ -2,8 +2,8 @@
 
 In a loop the host prepares the next step while the device works on the present step. So a step takes as long as the
 slower of host and device: its **wall** time. A single step from an idle device also waits for the host's first
-launches. Its time, the **latency**, is the waiting time of a single request. Wall time and latency are measured
-separately and never mixed.
+launches. The time of such a single step, the **latency**, is the waiting time of a single request. Wall time and
+latency are measured separately and never mixed.
 
 - A *block* is a run of steps between which this module does not synchronize. The first steps of a block are not
   counted: they fill the queue and bring the device to its sustained clocks.
@@ -11,7 +11,7 @@ separately and never mixed.
 - Blocks run at several moments of an analysis, since a host's speed varies over time. On a CPU the memory that an
   analysis uses can make steps faster (see `page_faults`). Blocks whose page faults differ from those of the first block
   are excluded.
-- Ten steps in a row are a *window*, and the time is the lower tenth of all windows. Other work of a host can only
+- Ten steps in a row are a *window*, and the time is the 10th percentile of all windows. Other work of a host can only
   lengthen a step. On a shared H100 host, the median of the same program varied by 40% between processes, the fastest
   windows by 6%. The interval reaches from the fastest window to the median, so it shows the effect of other work.
 """
@@ -79,7 +79,7 @@ class StepTime:
     @classmethod
     def of_loop(cls, durations_ms: Sequence[float]) -> StepTime:
         """The time of a step in a program's own loop, whose steps differ. The time is the mean, because work that only
-        some steps do (printing a value) counts for all steps. The interval holds the middle half of the windows.
+        some steps do (printing a value) counts for all steps. The interval contains the middle half of the windows.
         """
         windows, steps = _windows([durations_ms])
         mean, quarter = statistics.fmean(durations_ms), len(windows) // 4
@@ -168,7 +168,7 @@ class StepClock:
     def launching_ms(self) -> float | None:
         """The shortest time from the call of a single step until its return; None on a CPU.
 
-        Other work of the host can only lengthen this time, so the shortest of several is taken.
+        Other work of the host can only lengthen this time, so the shortest of several times is taken.
         """
         return min(self._launching_ms, default=None) if self._device.type == "cuda" else None
 

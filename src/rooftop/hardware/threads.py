@@ -93,7 +93,7 @@ def noted(note: str) -> Iterator[None]:
 def run_together(
     threads: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], cancel: Callable[[], None] = lambda: None
 ) -> None:
-    """Run each call in a thread. When all have ended, raise the exception that came first.
+    """Run each call in a thread. When all calls have ended, raise the exception that came first.
 
     Args:
         threads: a pool with at least one thread per call.

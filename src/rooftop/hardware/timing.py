@@ -5,8 +5,8 @@
   that the resolution of the clock does not matter.
 - Report the median and the spread (interquartile range divided by median), because a disturbed sample hardly changes
   them.
-- Compare variants interleaved in one process, in orders in which each variant follows every other equally often. So
-  drift, and the state that the previous variant left (clocks, caches), affect all variants alike.
+- Compare variants interleaved in one process, in orders in which each variant follows every other variant equally
+  often. So drift, and the state that the previous variant left (clocks, caches), affect all variants alike.
 - Rotate the inputs if a repeated call would find them in L2 but a real program would not.
 - Replay small GPU work from a CUDA graph to see the device's time without the host's.
 """
@@ -62,7 +62,7 @@ def measure(
     """Time one callable.
 
     Args:
-        fn: function without arguments. It must run on `device`, and need not synchronize with a GPU.
+        fn: function without arguments. The function must run on `device`, and need not synchronize with a GPU.
         device: the device on which the call runs.
         seconds, warm_up_seconds: about how long to measure and to warm up (at least `LEAST_SAMPLES` samples).
         graph: capture the call in a CUDA graph and time its replays (GPU only).
@@ -126,7 +126,7 @@ def compare_slow(variants: Mapping[str, Callable[[], object]], samples: int = SL
 def balanced_orders(count: int) -> list[list[int]]:
     """Orders of `count` items in which each item directly follows every other item equally often.
 
-    An even count takes one Latin square, an odd count two: Williams 1949, "Experimental designs balanced for the
+    An even count needs one Latin square, an odd count needs two: Williams 1949, "Experimental designs balanced for the
     estimation of residual effects of treatments".
     """
     zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, ...

@@ -36,7 +36,7 @@ class NvLink:
         number: number of the link on its GPU.
         version: version of NVLink, e.g. "4.0".
         rate: bytes/s in each direction, as the driver reports it.
-        remote: what is at the other end: "gpu", "switch" or "other".
+        remote: kind of device at the other end: "gpu", "switch" or "other".
         remote_pci: PCI address of the other end.
     """
 

@@ -1,7 +1,7 @@
 """Read the raw events of PyTorch's profiler, without the profiler's own processing.
 
-- At the end of its `with` block PyTorch's profiler turns its events into a tree of Python objects. That takes 3 s for
-  15,000 operators. This module does not make the tree.
+- At the end of its `with` block PyTorch's profiler turns its events into a tree of Python objects. Making the tree
+  takes 3 s for 15,000 operators. This module does not make the tree.
 - The native result is freed at once. PyTorch's profiler is part of a reference cycle, so Python would free its result
   at some later collection. If another profiler has begun by then, Kineto's destructor crashes the process with a
   segmentation fault (seen with PyTorch 2.11 and 2.13).
@@ -28,8 +28,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def let_profiler_say_its_word() -> None:
-    """Suppress, once in this process, a message of PyTorch's profiler. PyTorch prints it when the program releases a
-    memory block that was not allocated under the profiler: for the first such block, and for every thousandth.
+    """Suppress, once in this process, a message of PyTorch's profiler. PyTorch prints this message when the program
+    releases a memory block that was not allocated under the profiler: for the first such block, and for every
+    thousandth.
 
     Call this before a watched program begins, because output to stderr during this call (0.1 ms) is lost.
     """
@@ -52,7 +53,7 @@ def let_profiler_say_its_word() -> None:
 class Label:
     """A profiler label around a `with` block, like `torch.profiler.record_function`.
 
-    PyTorch begins and ends a label with operators. They are hidden from the program's dispatch modes.
+    PyTorch begins and ends a label with operators. These operators are hidden from the program's dispatch modes.
     """
 
     def __init__(self, name: str) -> None:

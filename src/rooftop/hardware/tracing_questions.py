@@ -1,4 +1,4 @@
-"""Questions of a program whether it is being traced: compiled or captured. Programs may run other operators then."""
+"""Answer a program that asks whether it is being traced (compiled or captured), and may then run other operators."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ladders: one piece of work in ever faster versions, the rungs. Each rung is checked, measured and compared with the
-roof.
+"""Ladders: the same computation in ever faster versions, called rungs. Each rung is checked, measured and compared with
+the roof.
 
     rooftop ladder vector|indexing|reduction|matmul|layer    kernels in CUDA C++ and in Triton
     rooftop ladder python                                    one function, from plain Python to the roof

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 PLAIN, SIGMOID, GRADIENT, STEP = range(4)
-"""What the kernel does to a product before it stores it, as layer.cu defines it."""
+"""The operation that the kernel applies to a product before it stores the result, numbered as in layer.cu."""
 
 HIDDEN, BATCH, RATE = 32, 64, 1.0
 EPOCHS, FEW_EPOCHS = 20, 3  # epochs on a GPU, and epochs where kernels are interpreted
@@ -31,7 +31,7 @@ class Operations(Protocol):
     def product(
         self, a: Tensor, b: Tensor, c: Tensor, epilogue: int, extra: Tensor | None = None, rate: float = 0.0
     ) -> None:
-        """c (M, N) from a (M, K) b (K, N), which may be transposed views."""
+        """Compute c (M, N) from the product of a (M, K) and b (K, N), which may be transposed views."""
 
     def output_gradient(self, y: Tensor, target: Tensor, dz: Tensor) -> None:
         """dz = (y - one_hot(target)) / rows; y, dz (M, N), target (M,) int64."""
@@ -42,7 +42,7 @@ class Operations(Protocol):
 
 @dataclass(frozen=True)
 class Parameters:
-    """w1 (HIDDEN, 64), b1 (HIDDEN,), w2 (10, HIDDEN), b2 (10,)."""
+    """The network's parameters: w1 (HIDDEN, 64), b1 (HIDDEN,), w2 (10, HIDDEN), b2 (10,)."""
 
     w1: Tensor
     b1: Tensor
@@ -87,8 +87,8 @@ def step_in_pytorch(parameters: Parameters, x: Tensor, target: Tensor, rate: flo
 
 
 def train(operations: Operations | None, x: Tensor, target: Tensor, epochs: int) -> Parameters:
-    """Train for `epochs` epochs and return the parameters. Every call has the same order of batches. If `operations` is
-    None, PyTorch trains.
+    """Train for `epochs` epochs and return the parameters. Every call uses the same order of batches. If `operations`
+    is None, PyTorch trains.
     """
     parameters = initial(x.device)
     random = torch.Generator().manual_seed(1)
@@ -124,7 +124,7 @@ def images(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def train_and_compare(tools: Mapping[str, Operations], device: torch.device) -> Sequence[str]:
-    """A sentence that compares the accuracies of the networks that each tool and PyTorch have trained."""
+    """Train the network with each tool and with PyTorch. Return a sentence that compares the accuracies."""
     try:
         x, target = images(device)
     except ImportError:

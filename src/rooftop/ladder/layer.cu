@@ -12,7 +12,7 @@ __global__ void layer_each(const float* x, const float* weight, const float* bia
     y[row * static_cast<long long>(columns) + column] = sigmoid(sum);
 }
 
-// What the kernel does with a sum before it writes the result to c.
+// The operation that the kernel applies to a sum before it writes the result to c.
 constexpr int PLAIN = 0;     // the sum itself
 constexpr int SIGMOID = 1;   // sigmoid(sum + extra[column])
 constexpr int GRADIENT = 2;  // sum * h (1 - h), h = extra[row, column]: backward of a sigmoid whose result was h

@@ -127,7 +127,7 @@ def digits(device: torch.device) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class CudaOperations:
-    """See `digits.Operations`."""
+    """The operations of `digits.Operations` in CUDA C++."""
 
     def product(
         self, a: Tensor, b: Tensor, c: Tensor, epilogue: int, extra: Tensor | None = None, rate: float = 0.0
@@ -151,7 +151,7 @@ class CudaOperations:
 
 @dataclass(frozen=True)
 class TritonOperations:
-    """See `digits.Operations`."""
+    """The operations of `digits.Operations` in Triton."""
 
     def product(
         self, a: Tensor, b: Tensor, c: Tensor, epilogue: int, extra: Tensor | None = None, rate: float = 0.0

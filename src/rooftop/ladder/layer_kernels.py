@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PLAIN = tl.constexpr(0)  # what the kernel does with each sum, as in layer.cu
+PLAIN = tl.constexpr(0)  # operation on each sum before it is stored, numbered as in layer.cu
 SIGMOID = tl.constexpr(1)
 GRADIENT = tl.constexpr(2)
 STEP = tl.constexpr(3)

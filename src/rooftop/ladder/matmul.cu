@@ -120,8 +120,8 @@ template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
 #endif
 
 // Tiles of 128 x 128 by 32, divided among eight warps of 64 x 32 each. With two STAGES, the next tiles are loaded while
-// the tensor cores multiply these. Rows of shared memory are padded, so that a matrix's eight rows are in different
-// banks.
+// the tensor cores multiply the present tiles. Rows of shared memory are padded, so that a matrix's eight rows are in
+// different banks.
 template <int STAGES> __global__ void __launch_bounds__(256) tensor_cores(const __half* a, const __half* b, __half* c, int n) {
     constexpr int TILE = 128, DEPTH = 32, PAD = 8;
     alignas(16) __shared__ __half of_a[STAGES][TILE][DEPTH + PAD], of_b[STAGES][DEPTH][TILE + PAD];

@@ -1,8 +1,8 @@
-"""The matmul ladder: C = A B for n x n matrices in half precision, with float32 sums. It takes 2 n^3 flops for 6 n^2
-bytes, so arithmetic bounds it.
+"""The matmul ladder: C = A B for n x n matrices in half precision, with float32 sums. The product takes 2 n^3 flops for
+6 n^2 bytes, so arithmetic bounds it.
 
 The roof is that of the tensor cores. The first rungs convert to float32 and multiply on the ordinary cores. A line
-below the table gives the limit of those rungs.
+below the table states the limit of the rungs without tensor cores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ TILES = {  # tiles of the Triton rungs: rows, columns, depth, warps, stages
     AHEAD: (128, 128, 64, 8, 3),
     PERSISTENT: (128, 256, 64, 8, 3),
 }
-"""Not tuned. Rungs that also exist in CUDA C++ have the same tiles. The last entry is from Triton's own tutorial."""
+"""The tiles are not tuned. Rungs that also exist in CUDA C++ have the same tiles. The last entry is from Triton's own
+tutorial."""
 
 
 def make(size: int, device: torch.device) -> Ladder:

@@ -12,7 +12,7 @@ def product(
     a, b, c, n,  # (n, n) each
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one tile of C. With WIDE it computes in float32, without tensor cores."""
+    """Each program computes one tile of C. With WIDE the program computes in float32, without tensor cores."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -39,8 +39,8 @@ def product_persistent(
     a, b, c, n,  # tensor descriptors of (n, n): the tensor memory accelerator, if there is one, copies the tiles
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """As many programs run as there are multiprocessors. Each computes tile after tile, in groups of rows that fit into
-    L2."""
+    """As many programs run as there are multiprocessors. Each program computes tile after tile, in groups of rows that
+    fit into L2."""
     across, down = tl.cdiv(n, COLUMNS), tl.cdiv(n, ROWS)
     for tile in tl.range(tl.program_id(0), across * down, tl.num_programs(0), flatten=True):
         group = tile // (GROUP * across)

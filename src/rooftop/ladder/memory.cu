@@ -43,9 +43,9 @@ __global__ void chain_registers(float* out, float start, float factor, float ste
     out[0] = value;
 }
 
-// One thread follows a chain through `count` elements, each of which holds the index of the next. It starts at out[0]
-// and stores the index that it reached there. So a second launch does not repeat loads that the first has left in a
-// cache.
+// One thread follows a chain through `count` elements, each of which holds the index of the next. The thread starts at
+// out[0] and stores the index that it reached there. So a second launch does not repeat loads that the first has left
+// in a cache.
 constexpr int MOST_SHARED = 4096;  // elements, which take 16 KB
 __global__ void chain_shared(const int* following, int* out, int count, int hops) {
     __shared__ int kept[MOST_SHARED];

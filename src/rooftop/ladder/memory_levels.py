@@ -41,7 +41,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Flight:
-    """Loads from the device's farthest memory, at one concurrency and one parallelism.
+    """A measurement of loads from the device's farthest memory, at one concurrency and one parallelism.
 
     Attributes:
         concurrency: loads that a thread has in flight.
@@ -71,7 +71,8 @@ class MemoryClimb:
     Attributes:
         device, kind: the device's name; "cpu" or "cuda".
         unit: the unit that `Level.units` counts, "core" or "multiprocessor".
-        flights: measurements of the level `flown`.
+        flights: measurements with different numbers of loads in flight.
+        flown: name of the level in which these loads were measured.
         other_cores: CPU cores that other programs kept busy during the measurement.
     """
 

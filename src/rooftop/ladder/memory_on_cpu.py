@@ -19,7 +19,7 @@ from rooftop.launch.numba_loops import numba_works
 
 LINE_BYTES = 64  # bytes of a cache line on every x86 and most ARM processors
 CHAINS = (1, 2, 4, 8, 16)
-BEYOND = 4  # size of the array for DRAM, in last-level caches: the cache serves at most a quarter of the loads
+BEYOND = 4  # size of the array for DRAM / last-level cache: the cache serves at most a quarter of the loads
 LEAST_BYTES, MOST_BYTES = 64 << 20, 512 << 20  # limits of the size of the array for DRAM
 # Hops of a sample, on one core and in threads: few, so that some samples are undisturbed. Starting the threads takes
 # less time than these hops.
@@ -41,7 +41,7 @@ def working_sets(caches: dict[str, int]) -> dict[str, int]:
 
 def ring(size_bytes: int, seed: int = 0) -> Array:
     """Indices that lead once through all cache lines of `size_bytes`, in random order, so that no prefetcher can guess
-    the next.
+    the next line.
 
     The indices are int64, one at the beginning of each line. The rest of a line is not used.
     """

@@ -25,7 +25,7 @@ LINE_BYTES = 128
 THROUGH_L1, FROM_L2 = 0, 1
 NEAR_BYTES = 16 << 10  # bytes of shared memory, and of L1, from which one block loads
 MOST_FAR_BYTES, HOST_BYTES = 1 << 30, 64 << 20
-BEYOND = 8  # times L2
+BEYOND = 8  # size of the memory to load from, for the level of device memory, in multiples of L2
 FMA_BYTES = 16  # a multiply-add reads three registers of 4 bytes and writes one
 REGISTER_CHAINS, FLIGHT = 8, 4
 WIDE_BLOCK, BLOCK = 1024, 256  # threads
@@ -76,7 +76,7 @@ def shared_chain(following: Tensor, device: torch.device) -> Chain:
 
 
 def memory_chain(following: Tensor, level: int, device: torch.device) -> Chain:
-    """A chain through a ring in memory that the GPU can address, by loads of one kind."""
+    """A chain through a ring in any memory that the GPU can address. `level` selects loads through L1 or from L2."""
     place = torch.zeros(1, dtype=torch.int32, device=device)
     name = f"chain<{level}>"
 
@@ -183,8 +183,8 @@ Measured = tuple[Chain, int, Stream, int]
 
 
 def _levels(device: torch.device, units: int, l2: int, far: int) -> dict[str, Callable[[], Measured]]:
-    """The levels, the nearest first. Each has a chain and its number of hops, a stream, and the size in bytes of the
-    memory that they read."""
+    """The levels, the nearest first. Each level has a chain and its number of hops, a stream, and the size in bytes of
+    the memory that they read."""
     wide = 2 * units  # two blocks of 1,024 threads per multiprocessor: all that it holds
 
     def registers() -> Measured:

@@ -66,8 +66,8 @@ def said(climb: MemoryClimb) -> list[str]:
     if climb.other_cores <= BUSY_CORES:
         return list(climb.remarks)
     busy = (
-        f"Other programs kept {climb.other_cores:.1f} cores busy during the measurement, and share caches and "
-        "memory with it."
+        f"Other programs kept {climb.other_cores:.1f} cores busy during the measurement, and shared "
+        "caches and memory with the measurement."
     )
     return [*climb.remarks, busy]
 

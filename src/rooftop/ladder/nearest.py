@@ -1,9 +1,9 @@
 """The work of the python ladder: the squared distance of each point to the nearest of some centres.
 
-This is the inner loop of k-means, of reducing a picture to a palette, and of finding the nearest station. Points and
-centres have integer coordinates from 0 to 255, so float32 holds every squared distance exactly. Every order of the
-sums, with or without fused multiply-add, gives the same bits. This file needs neither torch nor Numba, because worker
-processes import it.
+This computation is the inner loop of k-means, of reducing a picture to a palette, and of finding the nearest station.
+Points and centres have integer coordinates from 0 to 255, so float32 holds every squared distance exactly. Every order
+of the sums, with or without fused multiply-add, gives the same bits. This file needs neither torch nor Numba, because
+worker processes import it.
 """
 
 from __future__ import annotations

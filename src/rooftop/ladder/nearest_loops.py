@@ -19,7 +19,7 @@ BLOCK = 1024  # points of a block, so that its four arrays (16 KB) stay in a cor
 
 @kept_loop
 def as_written(points: Any, centres: Any, nearest: Any, first: Any, last: Any) -> None:
-    """The loop of plain Python, in the same order: points (3, n), centres (k, 3), nearest (n,)."""
+    """Run the loops of the plain Python rung, in the same order: points (3, n), centres (k, 3), nearest (n,)."""
     for i in range(first, last):
         x, y, z = points[0, i], points[1, i], points[2, i]
         best = np.float32(np.inf)
@@ -69,7 +69,7 @@ def of_part(points: Array, centres: Array) -> Array:
 
 def parallel_loop() -> Any:
     """A function that runs `for_vectors(points, centres, nearest)` by blocks on all of Numba's threads. Numba compiles
-    it at its first call.
+    the function at its first call.
     """
     inner = for_vectors
 

@@ -1,5 +1,5 @@
-"""Climb the python ladder: compare every rung with the first, time it, and find its share of the roof that limits
-it."""
+"""Climb the python ladder: compare every rung's result with the first rung's, time the rung, and compare its time with
+the roof that limits the rung."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SpeedOutcome:
 
     Attributes:
         status: "measured". "absent": the rung cannot run here. "wrong": its result differs from the first rung's.
-            "failed": it gave no result.
+            "failed": the rung returned no result.
         roof: the roof that limits the rung: "one core", "all cores" or "GPU".
         stop: says when this rung is fast enough.
         note: a remark, or after an error the error's message.
@@ -209,7 +209,7 @@ def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome
 def _timed(
     ladder: SpeedLadder, outcomes: list[SpeedOutcome], took: list[float], device: torch.device, seconds: float
 ) -> dict[int, Timing]:
-    """Time all right rungs. Return the timings by the rung's place. Rungs on the same clock are interleaved."""
+    """Time all right rungs. Return the timings by the rung's index. Rungs on the same clock are interleaved."""
     found: dict[int, Timing] = {}
     right = {place: rung for place, rung in enumerate(ladder.rungs) if outcomes[place].status == CHECKED}
 
@@ -254,7 +254,7 @@ def _with_times(
 
 
 def _remarks(outcomes: list[SpeedOutcome]) -> list[str]:
-    """Remarks for which the climb has the figures."""
+    """Sentences to print below the table, as far as the rungs that they compare were timed."""
     remarks = [
         f"The roof assumes {FLOPS_PER_PAIR} operations per pair, at a measured rate that counts a fused "
         f"multiply-add as two. A pair takes at least {INSTRUCTIONS_PER_PAIR} instructions, so no rung can exceed "

@@ -42,15 +42,21 @@ NEEDS_GPU = "needs an NVIDIA GPU"
 
 @dataclass(frozen=True)
 class SpeedRung:
-    """One way to do the work.
+    """One implementation of the work.
 
-    Attributes: name, tool: what the rung does, and with which tool. run: function that returns the distances (n,) as a
-        list, an array or a tensor. None if the rung cannot run; `note` says why. roof: the unit whose rate limits the
-        rung: ONE, ALL or GPU. stop: says when this rung is fast enough. copied: bytes that one call copies between
-        processes, or between host and GPU; None if nothing is copied. clock: how the rung is timed: called on the host,
-        replayed from a CUDA graph, or called between events on the GPU. note: a remark in a few words. part: function
-        that computes one of many equal parts, which all take the same time. Other programs disturb a part's timing less
-        than a whole call's.
+    Attributes:
+        name, tool: what the rung does, and with which tool.
+        run: function that returns the distances (n,) as a list, an array or a tensor. None if the rung cannot run;
+            `note` says why.
+        roof: the unit whose rate limits the rung: ONE, ALL or GPU.
+        stop: says when this rung is fast enough.
+        copied: function that returns the bytes that one call copies between processes, or between host and GPU. None
+            if nothing is copied.
+        clock: how the rung is timed: called on the host, replayed from a CUDA graph, or called between events on the
+            GPU.
+        note: a remark in a few words.
+        part: function that computes one of many equal parts, which all take the same time. Other programs disturb the
+            timing of a part less than the timing of a whole call.
     """
 
     name: str
@@ -71,7 +77,7 @@ class SpeedLadder:
     Attributes:
         work: a description of the work.
         cost: what any rung must compute and move.
-        processes: how many the ladder uses.
+        processes: number of processes that the ladder uses.
         rungs: usually from the slowest to the fastest.
         parts: how many parts make up the whole, for a rung that has a `part`.
     """

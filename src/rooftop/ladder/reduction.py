@@ -1,5 +1,5 @@
-"""The reduction ladder: the sum of n float32 numbers. It takes one addition for each 4 bytes, so memory bounds it at
-every size.
+"""The reduction ladder: the sum of n float32 numbers. The sum takes one addition for each 4 bytes, so memory bounds it
+at every size.
 
 The elements are small integers, whose partial sums float32 holds exactly. Every order of the additions gives the same
 sum to the last bit, so a missing element is noticed.

@@ -1,5 +1,5 @@
-"""A ladder: a piece of work, its reference, and the rungs that do the work. `LADDERS` names the file that builds each
-ladder.
+"""A ladder: a computation, its reference result, and several implementations, called rungs. `LADDERS` names the file
+that builds each ladder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Clock = Literal["graph", "device", "host"]
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to do the work.
+    """One implementation of the ladder's work.
 
     Attributes:
         name: what the rung adds to the previous rung.
@@ -34,7 +34,7 @@ class Rung:
         run: function that does the work and returns the result. None if the rung cannot run; `note` says why.
         clock: how the rung is timed on a GPU: replayed from a graph ("graph"), called between events ("device"), or on
             the CPU ("host").
-        kernels: the instances of the ladder's CUDA C++ source that the rung launches.
+        kernels: names of the kernel instances in the ladder's CUDA C++ source that the rung launches.
         note: a remark in a few words.
     """
 
@@ -48,7 +48,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """One piece of work and the rungs that do it.
+    """A computation and the rungs, its implementations.
 
     Attributes:
         name: the name on the command line.
@@ -60,7 +60,8 @@ class Ladder:
         rtol, atol: how far an element may differ; 0 if every order of the sums gives the same result.
         rungs: from the first to the best.
         poisoned: output tensors of the rungs, which are filled with NaN before each rung is checked.
-        remarks: function that takes the ceilings, tries something, and returns sentences to print below the table.
+        remarks: function that takes the ceilings, may run further tests, and returns sentences to print below the
+            table.
     """
 
     name: str

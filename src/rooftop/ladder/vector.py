@@ -1,4 +1,4 @@
-"""The vector ladder: z = x + y in float32. One addition moves 12 bytes, so memory bounds it at every size."""
+"""The vector ladder: z = x + y in float32. One addition moves 12 bytes, so memory bounds this work at every size."""
 
 from __future__ import annotations
 
@@ -165,7 +165,8 @@ def with_transfers(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
 
 
 def wrong_launches(x: Tensor, y: Tensor, z: Tensor) -> Sequence[str]:
-    """Try two wrong launches, one that no GPU allows and one that leaves elements out. Return remarks on them."""
+    """Try two wrong launches, one that no GPU allows and one that leaves elements out. Return remarks on these
+    launches."""
     n, found = z.numel(), []
     if cuda.runs_on(z):
         add = kernel(FILE, "one_each", z.device)

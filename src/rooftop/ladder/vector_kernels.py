@@ -1,5 +1,5 @@
-"""The Triton kernels that correspond to `vector.cu`. A program corresponds to a block. Triton divides BLOCK elements
-among the threads, and makes 16-byte accesses wherever one thread gets four neighbouring elements."""
+"""The Triton kernels that correspond to `vector.cu`. A Triton program corresponds to a CUDA block. Triton divides BLOCK
+elements among the threads, and makes 16-byte accesses wherever one thread gets four neighbouring elements."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ SERVER = "forkserver"
 
 
 def context() -> BaseContext:
-    """The start method of the processes. It is never fork, which copies locks that other threads hold.
+    """The start method of the processes. The start method is never fork, which copies locks that other threads hold.
 
-    A fork server, if the system has one, imports once what all workers need.
+    A fork server, if the system has one, imports once the modules that all workers need.
     """
     if SERVER not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -65,8 +65,8 @@ def by_pipe(connection: Connection) -> None:
 
 
 def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest: Any) -> None:
-    """A worker on tensors that it shares with its parent. It takes (first, end) from a pipe and sends True back, until
-    it gets None.
+    """A worker on tensors that it shares with its parent. The worker takes (first, end) from a pipe and sends True
+    back, until it gets None.
     """
     from rooftop.ladder.nearest_loops import for_vectors
 
@@ -100,7 +100,7 @@ class Workers:
 
     @classmethod
     def start(cls, count: int, points: Array, centres: Array) -> Workers:
-        """Start all workers. This copies points and centres once into shared memory."""
+        """Start all workers. `start` copies points and centres once into shared memory."""
         import torch
         import torch.multiprocessing  # with this import, pickle sends handles of shared tensors instead of their data
 

@@ -39,7 +39,7 @@ def repeated_ratios(
     Args:
         operators: recorded operators; kinds other than those in `_TIMED_AGAIN` are ignored.
         form: the other dtype or layout.
-        device: the device on which they are timed.
+        device: the device on which the operators are timed.
     """
     times: Counter[CallSpec] = Counter()
     for op in operators:
@@ -64,8 +64,8 @@ def repeated_ratios(
 
 
 def _kind(spec: CallSpec) -> tuple[str, bool, bool]:
-    """The kind of a call: calls of one kind gain about the same in another format. It is (operator, grouped, pointwise)
-    for convolutions."""
+    """The kind of a call: calls of one kind gain about the same in another format. For convolutions, the kind is
+    (operator, grouped, pointwise)."""
     weight = spec["weight"] if "convolution" in spec.name else None
     if not isinstance(weight, TensorSpec):
         return spec.name, False, False

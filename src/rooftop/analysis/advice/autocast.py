@@ -28,8 +28,8 @@ IN_BFLOAT16 = {
     "cpu": _MATRIX_WORK,
     "cuda": _MATRIX_WORK | {"mv", "addmv", "addr", "_cudnn_rnn", "_prelu_kernel"},
 }
-"""Operators that run in bfloat16 under autocast. Their backward operators run in bfloat16, too, because gradients have
-the dtype of the outputs.
+"""Operators that run in bfloat16 under autocast. The backward operators of these operators run in bfloat16, too,
+because gradients have the dtype of the outputs.
 """
 
 _LOSSES = {
@@ -59,7 +59,7 @@ BY_FIRST_INPUT = {
 
 @dataclass(frozen=True, slots=True)
 class Recast:
-    """An operator of the step, under autocast.
+    """An operator of the step as it would run under autocast.
 
     Attributes:
         matrix: whether the operator does matrix work in bfloat16.
@@ -77,14 +77,14 @@ def under_autocast(records: Iterable[Record], kind: str) -> list[Recast]:
     """Each operator of a step as autocast would run it on a kind of device, "cpu" or "cuda".
 
     Casts are counted in the forward pass. In training each cast has a counterpart in the backward pass, which casts the
-    gradient back; the caller counts these.
+    gradient back; the caller of this function counts these backward casts.
     """
     half: set[int] = set()  # memory that holds bfloat16 under autocast
     written: set[int] = set()
-    cached: set[int] = set()  # tensors from outside the step, mainly parameters, are cast once
+    cached: set[int] = set()  # tensors from outside the step (mainly parameters) that have been cast, each only once
     steps = list(records)
     in_float32 = [_plain(record) in IN_FLOAT32[kind] for record in steps]
-    logarithms: dict[int, int] = {}  # memory -> place
+    logarithms: dict[int, int] = {}  # memory of a log softmax's result -> index of the operator
     for place, record in enumerate(steps):
         if _plain(record) == "_log_softmax" and record.outputs:
             logarithms[record.outputs[0].memory] = place
@@ -149,7 +149,7 @@ LAYERS, REPEATS = 64, 7  # number of products in the chain whose launch is timed
 
 def cast_host_ms(device: str, training: bool) -> float:
     """Host time of one autocast cast: an allocation, a copy and, in training, a graph node. A cast takes the host much
-    longer than a launch.
+    longer than the launch of a kernel.
 
     The measurement launches a chain of small products with and without autocast, forward and (for training) backward.
     Other work of the host can only lengthen a measurement, so the shortest of several measurements is taken.

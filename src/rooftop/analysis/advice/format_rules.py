@@ -20,7 +20,7 @@ from rooftop.words import counted
 
 
 def half_precision(findings: Findings) -> list[Advice]:
-    """Advise autocast to bfloat16. Its gain excludes the time of the casts that autocast adds."""
+    """Advise autocast to bfloat16. The gain excludes the time of the casts that autocast adds."""
     ceilings = findings.ceilings
     recasts = under_autocast((op.record for op in findings.operators), ceilings.kind)
     changed = [

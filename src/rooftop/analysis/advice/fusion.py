@@ -46,7 +46,7 @@ BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm
 """Operators that also need sums over all rows in training."""
 LONGEST_ROW_BYTES = 64 * 1024  # bytes of a row that one block keeps on the chip; longer rows are read twice
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
-"""Reductions that join their neighbours if they are along rows. Over columns, each gets a separate kernel."""
+"""Reductions that join their neighbours if they are along rows. A reduction over columns gets a separate kernel."""
 USUAL_SHARE = 0.85  # share of the roof that elementwise kernels usually reach
 SUMMING = 0.85
 """Share of an elementwise kernel's bandwidth that a compiled kernel reaches if it also sums over all rows."""
@@ -55,9 +55,9 @@ OTHERS_ON_ELEMENTS = {
     *("native_dropout", "native_dropout_backward", "bernoulli_", "masked_fill_", "constant_pad_nd"),
     *("cat", "stack"),
 }
-"""Elementwise operators that PyTorch does not tag as such."""
+"""Elementwise operators that PyTorch does not tag as pointwise."""
 COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "constant_pad_nd"}
-"""Operators that copy elements from one place to another."""
+"""Operators that only copy elements, without arithmetic."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Fused:
 
 
 Value = tuple[int, int]
-"""A value in memory: the position of the operator that wrote it (-1: before the step), and the memory."""
+"""(index of the operator that wrote the value, or -1 if it existed before the step; number of its memory)."""
 
 
 @dataclass
@@ -175,7 +175,7 @@ def _plain(op: MeasuredOperator) -> str:
 
 
 def _along_rows(op: MeasuredOperator) -> bool:
-    """Whether a reduction is over the last dimension, or over all."""
+    """Whether a reduction is over the last dimension, or over all dimensions."""
     spec, rank = op.record.spec, len(op.record.inputs[0].shape)
     assert spec is not None
     dims = spec["dim"] if "dim" in spec else None  # noqa: SIM401 (a CallSpec has no `get`)
@@ -254,8 +254,8 @@ class _Traffic:
         return read
 
     def _is_kept(self, value: Value, group: int) -> bool:
-        """Whether a value must be written to memory: another kernel reads it, or no operator does, so the program keeps
-        it."""
+        """Whether a value must be written to memory: another kernel reads it, or no operator reads it, so the program
+        keeps it."""
         readers = [self._group_of.get(place) for place in self._readers[value]]
         return not readers or any(
             reader is None or (reader != group and not self._computed_again(group, reader)) for reader in readers
@@ -302,8 +302,7 @@ def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node]
     """The share of the roof that this step's best elementwise operators reach: the best quarter, weighted by bytes.
 
     `USUAL_SHARE` if the step has no elementwise operators. Compiled kernels are assumed to reach this share as well.
-    The slower eager kernels say little about compiled ones: arithmetic (powers in bfloat16) or index computations limit
-    them.
+    Slower eager kernels are ignored, because arithmetic (powers in bfloat16) or index computations limit them.
     """
     seen = []
     for op, node in zip(operators, nodes, strict=True):

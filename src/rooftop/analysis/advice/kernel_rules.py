@@ -17,7 +17,7 @@ CALLED_MS = 0.1
 AHEAD = 0.5
 """If the host needs less than this share of the GPU's busy time after compilation, the host stays ahead of the GPU in
 the compiled step, too. (The compiled step launches fewer kernels but checks guards, so its host time may exceed
-today's.)"""
+the present host time.)"""
 
 
 def pointwise_fusion(findings: Findings) -> list[Advice]:
@@ -74,14 +74,14 @@ def saved_by_layout_ms(findings: Findings) -> float:
 
 
 def saved_by_padding_ms(findings: Findings) -> float:
-    """Time saved if torch.compile pads matrix products. It pads the products that become faster."""
+    """Time saved if torch.compile pads matrix products. torch.compile pads the products that become faster."""
     after = padded_ms(findings)
     return sum(op.measured_ms - after[id(op)] for op in findings.operators if id(op) in after)
 
 
 def uneven_kernels(findings: Findings) -> list[Advice]:
-    """Advise on operators that are slow for some shapes: further from the roof than for the shapes in which they spend
-    the better half of their time.
+    """Advise on operators that are slow for some shapes: further from the roof than for the best quarter of their
+    shapes.
     """
     families: dict[tuple[str, str], list[OperatorRow]] = defaultdict(list)
     for row in findings.rows:

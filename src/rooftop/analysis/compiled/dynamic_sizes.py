@@ -34,7 +34,7 @@ _NEEDED = ("val", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "is_gradie
 
 @dataclass(frozen=True)
 class SizeSource:
-    """The place in a call's inputs that gives the value of a symbol.
+    """The input of a call from which the value of a symbol is read.
 
     Attributes:
         symbol: symbol of sympy.
@@ -111,13 +111,14 @@ def naming_its_sizes(call: Callable[..., Any], sources: Sequence[SizeSource]) ->
 
 
 def named_sizes(name: str) -> Sizes | None:
-    """The sizes that an event names. None if it names no sizes, or symbols (if compiled code was itself traced)."""
+    """The sizes that an event names. None if the event names no sizes, or names symbols (if compiled code was itself
+    traced)."""
     found = re.fullmatch(rf"{SIZES_LABEL}(-?\d+(?:,-?\d+)*) ##", name)
     return tuple(int(size) for size in found[1].split(",")) if found else None
 
 
 def kept(graph: fx.Graph) -> fx.Graph:
-    """A copy of the graph with only what rebuilding it with numbers needs: without module and constants."""
+    """A copy of the graph with only the data needed to replace symbols by numbers: without module and constants."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     for node in copied.nodes:
@@ -126,7 +127,7 @@ def kept(graph: fx.Graph) -> fx.Graph:
 
 
 def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) -> fx.Graph:
-    """The graph with numbers for its symbols (symbol -> number). None takes the numbers for which the graph was
+    """The graph with numbers for its symbols (symbol -> number). None means the numbers for which the graph was
     compiled.
 
     Raises:
@@ -143,7 +144,7 @@ def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) ->
 
 
 class _Numbers:
-    """Replace symbols by numbers. Tensors that shared memory share it again."""
+    """Replace symbols by numbers. Tensors that shared memory before still share memory afterwards."""
 
     def __init__(self, sizes: Mapping[Any, int] | None) -> None:
         self._sizes = sizes

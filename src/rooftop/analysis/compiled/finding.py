@@ -14,7 +14,7 @@ from rooftop.hardware.module_paths import inner_modules
 
 
 def has_compiled_parts(target: Callable[..., Any]) -> bool:
-    """Whether the target, an object that it holds, or a function that its own code names is `torch.compile`d."""
+    """Whether `torch.compile` compiled the target, an object that it refers to, or a function that its code names."""
     if isinstance(target, nn.Module):
         held: list[Any] = [target]
     else:

@@ -82,8 +82,8 @@ class DynamicGraph:
     Attributes:
         graph: the graph, with symbols for dynamic sizes.
         kernels: (name, nodes) in the order of their launches.
-        sources: where a call's inputs give the sizes; None if they do not determine them.
-        ran: the works at the sizes of earlier runs.
+        sources: the inputs from which the sizes of a call are read; None if the inputs do not determine the sizes.
+        ran: sizes of an earlier run -> the graph at these sizes.
     """
 
     graph: fx.Graph
@@ -117,7 +117,7 @@ class CompiledGraphs:
 
     graphs: dict[str, CompiledGraph] = field(default_factory=dict)
     _breaks: list[tuple[str, str]] = field(default_factory=list)  # (file:line, reason)
-    _frames: deque[Any] = field(default_factory=deque)  # dynamo's metrics of each compilation; it keeps the last 64
+    _frames: deque[Any] = field(default_factory=deque)  # dynamo's metrics of each compilation; dynamo keeps the last 64
     _stack: ExitStack = field(default_factory=ExitStack)
     _thread: int = 0
 
@@ -154,7 +154,7 @@ class CompiledGraphs:
                     compiled = inner(gm, example_inputs, **options)
                 kernels = dict(debug._inductor_triton_kernel_to_post_grad_node_info)
                 key = str(getattr(compiled, "_fx_graph_cache_key", None))
-                if key.startswith(GRAPH_KEY):  # kept before: with options, `compile_fx` calls itself
+                if key.startswith(GRAPH_KEY):  # already kept: with options, `compile_fx` calls itself
                     self.graphs.setdefault(key, _RECORDED[key])
                     return compiled
                 key = compiled._fx_graph_cache_key = f"{GRAPH_KEY}{next(_numbers)}"

@@ -40,7 +40,7 @@ from rooftop.cost.accounting import counted_for, tensor_bytes, tensors_in
 from rooftop.cost.counting import counted, title_of
 
 COMPILED_REGION = "## Call CompiledFxGraph"
-"""How the names of the events begin that contain a run of a compiled graph."""
+"""Prefix of the names of events that contain a run of a compiled graph."""
 COMPILED_BEFORE = "compiled before the analysis: the operators fused into it are unknown"
 
 
@@ -77,7 +77,7 @@ def join_compiled(
         graphs: compiled graphs, by key.
         device: the device of the step, for the records.
         lists: the tensors in lists, by event (see `reconstruction.listed_tensors`). An operator whose lists are missing
-            there is uncovered.
+            in `lists` is uncovered.
     """
     host = [e for e in events if e.device_type().name != "CUDA"]
     walk = _Walk(graphs, device, lists)
@@ -157,8 +157,8 @@ class _Walk:
                 self._add_unseen(event, self.operators[before:], phase)
 
     def _add_unseen(self, event: _Event, seen: Sequence[tuple[int, JoinedOperator]], phase: str) -> None:
-        """Add the time of an unknown graph whose kernels the profile does not show. On a CPU it shows kernels only on
-        request."""
+        """Add the time of an unknown graph whose kernels the profile does not show. On a CPU the profile shows
+        kernels only on request."""
         if any(operator.record.uncovered == COMPILED_BEFORE for _, operator in seen):
             return
         record = self._record("inductor::graph", (), "", "", phase, None, COMPILED_BEFORE)
@@ -262,7 +262,7 @@ class _Walk:
         return orphans
 
     def _replayed(self, region: _Region) -> list[Kernel]:
-        """Operators for the replayed CUDA graphs of one run of a compiled graph, and the remaining kernels."""
+        """Add operators for the CUDA graphs that one run of a compiled graph replayed. Return the unmatched kernels."""
         if not region.replayed:
             return []
         at_ns, graph = region.event.start_ns, region.graph
@@ -276,7 +276,7 @@ class _Walk:
             if not works:
                 orphans += members
                 continue
-            if not members:  # a kernel that ran at the same time but was not captured, and so has its own event
+            if not members:  # the kernels of these works were not captured, so they have their own events
                 continue
             known = len(costs) == len(works)
             names = dict.fromkeys(_shown(work.name) for work in works)
@@ -294,7 +294,7 @@ class _Walk:
 
 
 def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
-    """The cost of a kernel's work, with at most the traffic of the bytes behind the kernel's pointers.
+    """The cost of a kernel's work. Its traffic is at most the size of the tensors behind the kernel's pointers.
 
     If a kernel only changes the layout of an operand for a library, the pointers show which operand it is.
     """
@@ -309,7 +309,7 @@ def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
 
 
 def _pointer_bytes(event: Any) -> tuple[int, int] | None:
-    """(read, written) bytes behind the pointers of a launch of a generated Triton kernel, by their names."""
+    """(read, written) bytes behind the pointers of a launched Triton kernel. The pointers' names show the direction."""
     file = dict(event.kwinputs() or {}).get("kernel_file") if hasattr(event, "kwinputs") else None
     names = _pointer_names(str(file)) if file else ()
     tensors = dict(tensors_of(event))
@@ -332,10 +332,10 @@ def _pointer_names(file: str) -> tuple[str, ...]:
 
 
 def aligned(works: Sequence[KernelWork], kernels: Sequence[Kernel]) -> Iterator[tuple[list[KernelWork], list[Kernel]]]:
-    """Works and their kernels, both in order; generated kernels are found by their names.
+    """Match works with kernels, both in order. Generated kernels are found by their names.
 
-    Between two generated kernels, library calls and kernels are matched one by one if their numbers agree. If they
-    differ, all the calls are matched with all the kernels as one group.
+    Between two generated kernels, library calls and kernels are matched one by one if their numbers agree. If the
+    numbers differ, all the calls are matched with all the kernels as one group.
     """
     ordered = sorted(kernels, key=lambda kernel: kernel.start_ns)
     between: list[KernelWork] = []

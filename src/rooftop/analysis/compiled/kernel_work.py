@@ -1,11 +1,11 @@
 """Bytes and flops of a compiled graph's kernel, from the graph nodes that inductor fused into the kernel.
 
-    read    each value from outside the kernel, once: the part that its operators use
+    read    each value from outside the kernel, once: the part that the kernel's operators use
     write   each value that is used outside the kernel, once
     flops of every operator in the kernel, even if another kernel computes that operator again
 
 Inductor splits large reductions into two kernels with the same nodes. The second kernel only combines the first
-kernel's partial results, which are not necessary work. So only the second kernel's writes count.
+kernel's partial results. Partial results are not necessary work, so only the second kernel's writes count.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
 def _without(group: list[fx.Node], called: Mapping[fx.Node, int], done: set[fx.Node]) -> list[fx.Node]:
     """The group without its library calls, and without the operands of these calls that earlier kernels have computed.
 
-    Those operands are in memory and only change their layout. This kernel computes any other operand, in the needed
-    layout.
+    Operands that earlier kernels have computed are in memory and only change their layout. This kernel computes the
+    other operands, in the needed layout.
     """
     operands = {_source(value) for node in group if node in called for value in node.all_input_nodes}
     return [node for node in group if node not in called and not (node in operands and node in done)]
@@ -186,8 +186,8 @@ def _ready(
 ) -> list[fx.Node]:
     """The nodes of a kernel's group that the kernel can compute.
 
-    A kernel that lays out an operand for a library names all sources of the library's call. But it cannot compute a
-    source that waits for a later call, and a pointwise kernel computes no reductions.
+    A kernel that lays out an operand for a library names all sources of the library's call. But the kernel cannot
+    compute a source that waits for a later call, and a pointwise kernel computes no reductions.
     """
     members = set(group)
     pointwise = name.startswith("triton_poi_") and not members.isdisjoint(called)
@@ -199,7 +199,7 @@ def _ready(
 
 
 def _leading_to(ends: Iterable[fx.Node], group: list[fx.Node], allowed: set[fx.Node]) -> list[fx.Node]:
-    """The `ends` and the nodes of the group on which the ends depend, as far as they are allowed."""
+    """The `ends` and the nodes of the group on which the ends depend. Only nodes in `allowed` are followed."""
     found: set[fx.Node] = set()
     waiting = list(ends)
     while waiting:
@@ -211,9 +211,9 @@ def _leading_to(ends: Iterable[fx.Node], group: list[fx.Node], allowed: set[fx.N
 
 
 def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
-    """Move scatters that two kernels share to the first kernel, which fills the memory to which the second adds.
+    """Keep a scatter that several kernels share only in the last of these kernels, which adds to the memory.
 
-    The first kernel keeps its other work.
+    Return each such scatter with the number of the first kernel, which fills the memory and keeps its other work.
     """
     sharing: dict[fx.Node, list[int]] = {}
     for number, group in enumerate(groups):
@@ -228,7 +228,7 @@ def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
 
 
 def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
-    """The group without a node, without its dependents, and without nodes that only they need."""
+    """The group without `end`, without the nodes that depend on `end`, and without nodes that only these nodes need."""
     members, after = set(group), {end}
     for node in end.graph.nodes:
         if node in members and not after.isdisjoint(node.all_input_nodes):
@@ -240,9 +240,9 @@ def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
 def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -> None:
     """Remove values that an earlier kernel has written from each group, because the group's kernel reads them.
 
-    Inductor also names such a value as an origin of the kernel if it decided only later to write the value once (the
-    input of a pooling). A value that no node of its group uses is an output of the kernel, so the kernel writes it. For
-    a reduction in two stages, both kernels may have all nodes; the second kernel writes the results.
+    Inductor also names such a value as an origin of the kernel if inductor decided only later to write the value once
+    (the input of a pooling). A value that no node of its group uses is an output of the kernel, so the kernel writes
+    it. For a reduction in two stages, both kernels may have all nodes; the second kernel writes the results.
     """
     begun: set[fx.Node] = set()
     written: set[fx.Node] = set()

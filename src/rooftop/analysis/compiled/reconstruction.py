@@ -5,7 +5,7 @@ each operator that the compiled code calls: the shapes, strides and types of its
 text. With these, Rooftop repeats the call on meta tensors, which hold no data, to count its cost.
 
 For a list of tensors (`cat`, `_foreach_add_`, fused optimizers), an event has only the shapes. The profiler's tree of
-events also has the types of these tensors, and shows which tensors are the same (see `listed_tensors`).
+events also has the types of these tensors, and shows which entries are the same tensor (see `listed_tensors`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class NotReconstructedError(Exception):
 
 
 def reconstructed(event: Any, lists: ListedTensors = MappingProxyType({})) -> Call:
-    """The call recorded by a profiler's event (with shapes), made on meta tensors.
+    """Repeat a call on meta tensors that a profiler's event recorded with its shapes.
 
     Args:
         event: an event from the profiler's flat list.
@@ -109,8 +109,8 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _ON_META: dict[str, Any] = {"device": torch.device("meta"), "pin_memory": False}
-"""Operators that create tensors (`randn`) create them on the meta device, too. On another device they would take memory
-and advance the program's random generator."""
+"""Operators that create tensors (`randn`) create them on the meta device, too. On another device these operators would
+take memory and advance the program's random generator."""
 
 
 @lru_cache(maxsize=4096)

@@ -1,5 +1,5 @@
 "use strict";
-// Charts and table of a rooftop report. Data: the JSON in #data; text was rendered into the page already.
+// Charts and table of a rooftop report. The data is the JSON in #data; the page already contains all text.
 
 const report = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
@@ -70,7 +70,7 @@ function prefixed(value) {
   return `${(value / limit).toPrecision(3)} ${prefix}`;
 }
 
-// Each line of the roofline has its own dash and colour, and its name stands at its end.
+// Each line of the roofline has its own dash and colour, and its name is written at its end.
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "12px,3px,3px,3px,3px,3px", "2px,6px"];
 const COLOURS = ["--part2", "--part1", "--part3", "--part4"];
 function line(name, x, y, which) {
@@ -78,7 +78,7 @@ function line(name, x, y, which) {
   return { type: "scatter", mode: "lines", name, x, y, line: { dash, width: 2, color: colour(shade) }, hoverinfo: "name" };
 }
 
-// A name at a place of the plot, whose axes are logarithmic.
+// A text label at the point (x, y) of a plot with logarithmic axes.
 function label(text, x, y, anchors) {
   return { text: escapeText(text), x: Math.log10(x), y: Math.log10(y), showarrow: false, ...anchors,
     font: { size: 11, color: colour("--text") }, bgcolor: colour("--panel") };
@@ -120,7 +120,7 @@ function scaleColour(fraction) {
   return `rgb(${parts.join(",")})`;
 }
 
-// Black or white, whichever stands out more against a colour given as #rrggbb or rgb(...).
+// Black or white, whichever is easier to read on a background colour given as #rrggbb or rgb(...).
 function readableOn(background) {
   const hex = background.startsWith("#");
   const [r, g, b] = hex ? [1, 3, 5].map((i) => parseInt(background.slice(i, i + 2), 16)) : background.match(/\d+/g).map(Number);

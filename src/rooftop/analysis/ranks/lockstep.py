@@ -1,7 +1,7 @@
 """Let several processes analyze one program together, without a hang if one process fails.
 
 A step of a distributed program contains collectives, so it only ends if every rank runs it. A measurement repeats a
-step until its timing is accurate enough, and that number differs from rank to rank. So one rank leads:
+step until its timing is accurate enough, and the number of repetitions differs from rank to rank. So one rank leads:
 `SharedProgram.lead` measures on rank 0, and the other ranks run each of its steps.
 
 Outcomes are exchanged through the store of torch.distributed, not by a collective: a failed rank may not join a
@@ -61,8 +61,8 @@ def first_rank() -> bool:
 def first_to_say(message: str) -> bool:
     """Whether this process is the first of its `torchrun` to call this for a message; always True for a single process.
 
-    This needs no process group. `torchrun` ends all ranks as soon as one rank has ended. So the first rank to fail must
-    print the reason, whichever rank it is. Different `torchrun`s, and restarts, are independent.
+    This function needs no process group. `torchrun` ends all ranks as soon as one rank has ended. So the first rank to
+    fail must print the reason, whichever rank it is. Different `torchrun`s, and restarts, are independent.
     """
     start = "/".join(os.environ.get(name, "0") for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"))
     try:
@@ -73,7 +73,8 @@ def first_to_say(message: str) -> bool:
 
 
 def agent_store() -> Any:
-    """The store that `torchrun` itself serves. It needs no process group. None if there is no store or it has ended."""
+    """The store that `torchrun` itself serves. The store needs no process group. None if there is no store or it has
+    ended."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     try:
@@ -132,8 +133,8 @@ def process_groups_kept() -> Iterator[None]:
     are gone.
 
     A DistributedDataParallel that outlives its group frees the group while it holds the GIL, and so waits for gloo's
-    threads. One of gloo's threads may still need the GIL to free its context, which holds Python objects. There PyTorch
-    2.13 hangs, rarely. If Python itself frees the group, as here, it waits without the GIL.
+    threads. One of gloo's threads may still need the GIL to free its own context, which holds Python objects. In rare
+    cases PyTorch 2.13 then hangs. If Python itself frees the group, as here, the wait does not hold the GIL.
     """
     if not dist.is_available():
         yield
@@ -287,7 +288,8 @@ def _store() -> Any:
 
 
 class SharedProgram(Program):
-    """A program whose step all ranks run together. Every rank creates one for the same target (see `Program`).
+    """A program whose step all ranks run together. Every rank creates a `SharedProgram` for the same target (see
+    `Program`).
 
     Outside `lead` each rank runs its own steps, and every rank must run the same number of steps.
     """

@@ -1,7 +1,7 @@
 """Measure a rank's part of a step: the time of communication and the time of other work.
 
-Sources of the figures (PyTorch 2.13). On a GPU the sources are kernels: NCCL's kernels have "nccl" in their names. On a
-CPU the sources are the spans "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ... A span lasts from the call of a
+On a GPU the figures come from kernels: NCCL's kernels have "nccl" in their names. On a CPU the figures come from the
+profiler's spans "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ... (PyTorch 2.13). A span lasts from the call of a
 collective to its end, including waits. Operators of the calling thread may run at the same time; these operators are
 the other work. Python's own time during a collective counts as exposed communication, and so does the time of compiled
 CPU kernels, which leave no events.
@@ -43,8 +43,8 @@ def measure_ranks(program: Program, device: torch.device, steps: int = STEPS) ->
 
 
 def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> RankRow:
-    """Measure this rank's part of some steps under the profiler. All ranks start together, so every rank must call
-    this.
+    """Measure this rank's part of some steps under the profiler. All ranks start together, so every rank must call this
+    function.
 
     The program's state is preserved (see `Program.preserved`).
 
@@ -70,8 +70,8 @@ def measure_rank(program: Program, device: torch.device, steps: int = STEPS) -> 
 
 
 def rank_row(events: Sequence[Any], rank: int, device: torch.device) -> RankRow:
-    """A row from the profiler's events of some steps. Each step is inside a label `RANK_STEP_LABEL`, which ends after a
-    synchronization."""
+    """Compute a rank's row from the profiler's events of some steps. Each step is inside a label
+    `RANK_STEP_LABEL`, which ends after a synchronization."""
     work = _work_on_gpu(events, device) if device.type == "cuda" else _work_on_cpu(events)
     communication, other = merged(work[0]), merged(work[1])
     both = merged([*communication, *other])

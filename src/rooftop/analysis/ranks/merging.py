@@ -20,8 +20,8 @@ from rooftop.analysis.formats import time_text
 LEAST_IMBALANCE = 0.10
 """A rank is not a straggler if its own time exceeds the mean by less than this fraction."""
 NOISE_SPREADS = 3.0
-"""A rank is not a straggler if the excess is less than this many times the variation of any rank's own time from step
-to step."""
+"""A rank is not a straggler if its own time exceeds the mean by less than this many times the variation of any rank's
+own time from step to step."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Ranks:
 
     @property
     def straggler(self) -> int | None:
-        """The slow rank for which the other ranks wait, or would wait if they communicated; None if there is none. Its
-        own time exceeds the mean by more than 10%, and by more than three times the variation of any rank's own
-        time."""
+        """The slow rank for which the other ranks wait, or would wait if they communicated; None if there is none. A
+        straggler's own time exceeds the mean by more than 10%, and by more than three times the variation of any rank's
+        own time."""
         excess_ms = self.slowest.own_ms - self.mean_own_ms
         noise_ms = NOISE_SPREADS * max(row.own_spread_ms for row in self.rows)
         late = len(self.rows) > 1 and self.imbalance > LEAST_IMBALANCE and excess_ms > noise_ms
@@ -148,8 +148,8 @@ class Ranks:
 
 
 def compared(rows: Iterable[RankRow]) -> Ranks:
-    """The rows by rank, with waiting times. A rank's waiting time is its exposed communication minus the smallest of
-    any rank."""
+    """The rows by rank, with waiting times. A rank's waiting time is its exposed communication minus the smallest
+    exposed communication of any rank."""
     rows = sorted(rows, key=lambda row: row.rank)
     least_ms = min(row.exposed_ms for row in rows)
     return Ranks(tuple(replace(row, waited_ms=row.exposed_ms - least_ms) for row in rows))

@@ -28,14 +28,14 @@ from rooftop.analysis.report import Report
 from rooftop.hardware.traces import Label, Trace
 
 STEPS_BETWEEN_WAITS = {"cpu": 1, "cuda": 2}
-"""Number of steps in a stretch, which ends when the device has finished. (If each step were a stretch on a GPU, the
-launches would count as exposed.)
+"""Number of steps in a stretch. At the end of a stretch, the host waits for the device. (If each step on a GPU were a
+stretch, launches would count as exposed communication.)
 """
 ROW_TIMEOUT = timedelta(seconds=60)  # time for all other ranks together to end after the first rank
 
 
 class RankInstrument:
-    """The profiler around some steps of this rank. Afterwards, `row` has the result."""
+    """Run the profiler around some steps of this rank. Afterwards, `row` returns the result."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,7 +50,7 @@ class RankInstrument:
         return self
 
     def step_ended(self) -> None:
-        """Report that a step has ended, unless the block ends with it."""
+        """Report the end of a step. Do not call this after the last step of the block."""
         self._steps += 1
         if self._steps % self._together == 0:
             self._end_stretch()
@@ -78,7 +78,7 @@ def gathered_rows(row: RankRow | None, why_none: str) -> tuple[Ranks | None, lis
 
     Args:
         row: this rank's measurements.
-        why_none: why there are no measurements, if so.
+        why_none: the reason, if `row` is None.
     """
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     store = agent_store() or _own_store()
@@ -102,7 +102,7 @@ def _collected(store: Any, ranks: int) -> tuple[Ranks | None, list[str]]:
             store.wait([key], patience)
             plain, why_none = json.loads(store.get(key))
         except RuntimeError:  # a timeout is a RuntimeError, and so is a lost connection
-            patience = timedelta(seconds=1)  # the other ranks have had the same time
+            patience = timedelta(seconds=1)  # the other ranks have already had `ROW_TIMEOUT` to send their rows
             notes.append(f"Rank {rank} of {ranks} is not in the report: it ended before it sent its measurements.")
             continue
         if plain is None:

@@ -1,4 +1,4 @@
-"""Formulas for the operators of aten, a file for each family. Importing this package registers all of them.
+"""Formulas for the operators of aten, a file for each family. Importing this package registers all formulas.
 
 Each formula follows the operator's definition, not an implementation. Tests compare the formulas with counts by hand.
 """

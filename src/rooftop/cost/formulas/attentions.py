@@ -6,8 +6,8 @@ With B sequences, H query heads and P pairs of a query and a visible key, in dim
     backward   2 B H P (3 D + 2 V)      scores again; gradients of weights and values (V), of queries and keys (D)
 
 P is S_q · S_k. Under a causal mask, P counts only the pairs up to the diagonal: S (S + 1) / 2 for a square. (Tools that
-count whole squares report about twice that.) A tensor mask is read and added. The pairs that it hides depend on its
-values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes, but no flops.
+count whole squares report about twice that.) A tensor mask is read and added. The pairs that a tensor mask hides depend
+on its values, so every pair counts. Fewer key heads than query heads (grouped queries) save bytes, but no flops.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def visible_pairs(queries: int, keys: int, causal: bool) -> int:
     *aten("_scaled_dot_product_fused_attention_overrideable"),
 )
 def attention(call: Call) -> Cost:
-    """Attention reads queries, keys, values and the mask. It writes the output and, if requested, each row's
+    """Attention reads queries, keys, values and the mask. The operator writes the output and, if requested, each row's
     log-sum-exp."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     pairs = _pairs(call, query, key)

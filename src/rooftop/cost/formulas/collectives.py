@@ -38,8 +38,8 @@ def all_reduce(call: Call) -> Cost:
 
 @cost_of("c10d::send", "c10d::reduce_")
 def given(call: Call) -> Cost:
-    """A rank only reads each tensor that it gives. One rank also writes the sum. This write is not counted, because the
-    formula does not know the rank.
+    """A rank only reads each tensor that it sends. In a reduce one rank also writes the sum, but this write is not
+    counted, because the formula does not know the rank.
     """
     return Cost(distinct_bytes(tensors_in(call["tensors"])))
 

@@ -1,5 +1,5 @@
-"""Cost of torchvision's operators for detection: boxes, regions and deformable convolutions. They are registered by
-name, which needs no torchvision.
+"""Cost of torchvision's operators for detection: boxes, regions and deformable convolutions. The formulas are
+registered by name, so torchvision need not be installed.
 
 A bilinear sample takes 8 flops: four neighbours, each weighted and added.
 """
@@ -30,7 +30,7 @@ SAMPLE = 8
 
 @cost_of("torchvision::nms")
 def nms(call: Call) -> Cost:
-    """NMS sorts the scores, then compares boxes. The number of compared pairs depends on values. At the least, it
+    """NMS sorts the scores, then compares boxes. The number of compared pairs depends on values. At the least, NMS
     compares each kept box with all other kept boxes, and each removed box once.
     """
     boxes, kept = call["dets"].shape[0], call.out.shape[0]
@@ -58,7 +58,7 @@ def roi_align_backward(call: Call) -> Cost:
 
 @cost_of("torchvision::roi_pool", "torchvision::ps_roi_pool")
 def roi_pool(call: Call) -> Cost:
-    """The maximum (or mean) of each bin, over at least one element."""
+    """Each bin is the maximum (or mean) of at least one element."""
     source, pooled = call["input"], call.results[0]
     read = tensor_bytes(call["rois"]) + addressed_bytes(source, pooled.numel())
     return Cost(read, distinct_bytes(call.written_tensors), arithmetic(pooled.numel(), [source]))

@@ -26,7 +26,7 @@ def _scaled(flops: int, of_complex: int | None = None) -> Callable[[Call], int]:
 
 
 def _either(flops: int, of_complex: int) -> Callable[[Call], int]:
-    """A function that gives one count of flops for real numbers and another for complex numbers."""
+    """A function that returns one count of flops for real numbers and another count for complex numbers."""
     return lambda call: of_complex if _is_complex(call) else flops
 
 

@@ -2,7 +2,7 @@
 
 The number of *different* positions depends on values, which a cost must not read. By convention, all indices count as
 different, up to the size of the indexed dimension, and masks count as true everywhere. So an operator with repeated
-indices (a small vocabulary in a large batch) may be faster than this floor, by the bytes that repetition saves.
+indices (a small vocabulary in a large batch) may be faster than its roof, by the bytes that repetition saves.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ cost_of("aten::embedding")(gathering("weight"))
 cost_of(*aten("masked_fill nonzero nonzero_static argwhere"))(streaming())
 cost_of("aten::masked_fill_")(streaming(unread=["self"]))
 cost_of("aten::repeat_interleave")(streaming())
-# The gradients of the unmasked elements, one after another, and zeros.
+# The operator writes the gradients at the mask's true positions one after another, then zeros.
 cost_of("aten::masked_scatter_backward")(streaming())
 cost_of("aten::embedding_dense_backward")(streaming(1, per="grad_output"))
 
 
 @cost_of(*aten("_embedding_bag _embedding_bag_forward_only"))
 def embedding_bag(call: Call) -> Cost:
-    """The operator sums the rows of each bag. It reads rows and indices once, and does one addition for each element of
-    each row."""
+    """The operator sums the rows of each bag. The operator reads rows and indices once, and does one addition for each
+    element of each row."""
     table, indices = call["weight"], call["indices"]
     rows = min(indices.numel() * table.shape[1] * table.element_size(), tensor_bytes(table))
     flops = indices.numel() * table.shape[1] * (1 if call["per_sample_weights"] is None else 2)
@@ -48,7 +48,8 @@ def embedding_bag(call: Call) -> Cost:
 def embedding_bag_backward(call: Call) -> Cost:
     """Backward adds each bag's gradient to the rows of the bag's indices, and writes the whole table of gradients.
 
-    Several arguments map an index to its bag (`offset2bag`, `offsets`, `bag_size`). Only one of them counts as read.
+    Several arguments map an index to its bag (`offset2bag`, `offsets`, `bag_size`). Only one of these arguments counts
+    as read.
     """
     gradient, indices = call["grad"], call["indices"]  # (bags, E), (indices,)
     read = [gradient, indices, _bags(call), call["per_sample_weights"]]
@@ -74,7 +75,7 @@ def embedding_bag_weights_backward(call: Call) -> Cost:
 
 @cost_of("aten::embedding_renorm")
 def embedding_renorm(call: Call) -> Cost:
-    """The norm of each indexed row (2 flops for each element), and the scaling of the row."""
+    """Cost of the norm of each indexed row (2 flops for each element), and of scaling the row."""
     table, indices = call["self"], call["indices"]
     count = indices.numel() * table.shape[1]
     rows = addressed_bytes(table, count)
@@ -99,8 +100,8 @@ def segment_reduce_backward(call: Call) -> Cost:
 def scattering(addressed: Callable[[Call], int], flops: int = 0, *, accumulates: bool | str = False) -> Formula:
     """A formula for an operator that writes elements of `self` at computed positions.
 
-    In place, the operator accesses only these elements. Out of place, it writes a full copy of `self`, and reads the
-    elements that it does not overwrite.
+    In place, the operator accesses only these elements. Out of place, the operator writes a full copy of `self`, and
+    reads the elements that it does not overwrite.
 
     Args:
         addressed: the number of elements that the indices address.

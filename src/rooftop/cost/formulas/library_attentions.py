@@ -1,10 +1,10 @@
-"""Cost of the kernels below `scaled_dot_product_attention`, as libraries and nested tensors call them: heads come after
-positions.
+"""Cost of the attention kernels that libraries and nested tensors call directly, not through
+`scaled_dot_product_attention`. Here the dimension of the heads comes after the dimension of the positions.
 
-Queries are (B, S, H, D). With `cum_seq` they are (1, T, H, D) or (T, H, D): sequences of different lengths end to end.
-The lengths are values, and a cost depends only on shapes. Sequences that attend to themselves have at least as many
-pairs as B equal sequences of T / B positions, since the sum of squares is least for equal lengths. So the formulas
-count the pairs of B equal sequences.
+Queries are (B, S, H, D). With `cum_seq` queries are (1, T, H, D) or (T, H, D): sequences of different lengths end to
+end. The lengths are values of a tensor, but a cost depends only on shapes. Sequences that attend to themselves have at
+least as many pairs as B equal sequences of T / B positions, since the sum of squares is least for equal lengths. So the
+formulas count the pairs of B equal sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from rooftop.cost.registry import cost_of
     *("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out"),
 )
 def attention_kernel(call: Call) -> Cost:
-    """The kernel reads queries, keys, values, lengths and the bias. It writes the output and each row's log-sum-exp."""
+    """The kernel reads queries, keys, values, lengths and the bias. The kernel writes the output and each row's
+    log-sum-exp."""
     query, key, value, bias = call["query"], call["key"], call["value"], _bias(call)
     pairs = _pairs(call)
     flops = merged(

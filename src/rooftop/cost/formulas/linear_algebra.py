@@ -99,7 +99,7 @@ cost_of("aten::lu_unpack")(streaming())
 
 @cost_of("aten::linalg_qr")
 def qr(call: Call) -> Cost:
-    """QR gives only R (mode "r"), or also as many columns of Q as there are reflectors ("reduced"), or all m columns
+    """QR returns only R (mode "r"), or also as many columns of Q as there are reflectors ("reduced"), or all m columns
     ("complete")."""
     matrix: Tensor = call["A"]
     m, n = matrix.shape[-2:]
@@ -111,7 +111,7 @@ def qr(call: Call) -> Cost:
 
 @cost_of("aten::linalg_householder_product")
 def householder_product(call: Call) -> Cost:
-    """The first n columns of the product of k reflectors."""
+    """Cost of the first n columns of the product of k reflectors."""
     vectors: Tensor = call["input"]  # (..., m, n)
     m, n = vectors.shape[-2:]
     return _cost(call, vectors, reflectors(m, n, call["tau"].shape[-1]), call.read_tensors, [call.out])
@@ -183,7 +183,7 @@ def _triangular(call: Call, matrix: Tensor, right: Tensor, *, unit: bool) -> Cos
 
 @cost_of(*aten("_cholesky_solve_helper cholesky_solve linalg_ldl_solve linalg_lu_solve"))
 def solve_factored(call: Call) -> Cost:
-    """Two triangular solves take 2 n² k flops. Of a Cholesky factor, only one triangle is read."""
+    """Two triangular solves take 2 n² k flops. The solves read only one triangle of a Cholesky factor."""
     name = call.func._schema.name
     solution: Tensor = call.out
     flops = 2 * solution.numel() * _order(call) * (4 if solution.is_complex() else 1)

@@ -46,7 +46,8 @@ cover(POINTWISE, _pointwise)
 # For each class: its score minus the target's, plus the margin, clamped at 0, added to the sum.
 cost_of("aten::multi_margin_loss")(streaming(4, per="self"))
 cost_of("aten::multi_margin_loss_backward")(streaming(4, per="self"))
-# The same work for each target. The number of targets depends on values, so one target is counted.
+# For each target, the same work as in multi_margin_loss. The number of targets depends on values, so one target is
+# counted.
 cost_of("aten::multilabel_margin_loss_forward")(streaming(4, per="self"))
 cost_of("aten::multilabel_margin_loss_backward")(streaming(4, per="self"))
 cover(GRADIENTS)
@@ -54,7 +55,7 @@ cover(GRADIENTS)
 
 @cost_of(*aten("nll_loss_forward nll_loss2d_forward"))
 def nll_loss(call: Call) -> Cost:
-    """The loss picks one log-probability for each target, weighs it and adds it. It reads only the picked
+    """The loss picks one log-probability for each target, weighs it and adds it. The loss reads only the picked
     log-probabilities."""
     log_probability: Tensor = call["self"]  # (N, C) or (N, C, H, W)
     target, weight = call["target"], call["weight"]

@@ -40,7 +40,7 @@ def product(call: Call) -> Cost:
 
 @cost_of(*aten("_addmm_activation _sparse_addmm addbmm addmm addmv baddbmm sspaddmm"))
 def product_and_sum(call: Call) -> Cost:
-    """`beta * self + alpha * (left @ right)`. With beta 0, `self` is not read. A factor of 1 is not a
+    """`beta * self + alpha * (left @ right)`. With beta 0, `self` is not read. A factor of 1 costs no
     multiplication."""
     left, right = call.read_tensors_except("self")  # (..., m, k), (..., k, n) or (k,)
     products = multiply_adds(left, right, call.out)
@@ -72,8 +72,8 @@ def scaled_product(call: Call) -> Cost:
 
 @cost_of(*aten("_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"))
 def grouped_product(call: Call) -> Cost:
-    """One product for each group of rows (mixture of experts). If both operands are matrices, the groups split the
-    contraction."""
+    """One product for each group of rows (mixture of experts). If both operands are matrices, the groups divide the
+    contracted dimension."""
     left, right = call["self"], call["mat2"]  # (m, k) or (g, m, k); (k, n) or (g, k, n)
     if left.ndim == right.ndim == 2:
         products = left.shape[0] * left.shape[1] * right.shape[1]
@@ -84,7 +84,7 @@ def grouped_product(call: Call) -> Cost:
 
 @cost_of("aten::_foreach_mm")
 def products(call: Call) -> Cost:
-    """A list of products."""
+    """Cost of the products of two lists of matrices."""
     pairs = zip(call["self"], call["mat2"], strict=True)
     flops = merged(*(matrix_flops(left, left.shape[0] * left.shape[1] * right.shape[1]) for left, right in pairs))
     return Cost(distinct_bytes(call.read_tensors), distinct_bytes(call.written_tensors), flops)
@@ -93,7 +93,7 @@ def products(call: Call) -> Cost:
 @cost_of("aten::_trilinear")
 def trilinear(call: Call) -> Cost:
     """Sums of products of three tensors (`nn.Bilinear`): one multiply-add for each combination of their dimensions. The
-    third factor is multiplied after the longest sum.
+    third factor is multiplied after the longest sum, so this multiplication is not counted.
     """
     first, second, third = call["i1"], call["i2"], call["i3"]
     sizes = torch.broadcast_shapes(

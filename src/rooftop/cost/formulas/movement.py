@@ -1,6 +1,6 @@
 """Cost of operators that move data without arithmetic: fills, copies, concatenations, padding.
 
-Zero flops is not zero work: a copy or a concatenation has a byte floor like any other operator.
+Zero flops is not zero work: a copy or a concatenation must move bytes like any other operator.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ cost_of(
 
 
 def gathering(table: str) -> Formula:
-    """A formula for an operator that picks elements. It reads at most one element of `table` for each result."""
+    """A formula for an operator that picks elements. The operator reads at most one element of `table` for each
+    result."""
 
     def formula(call: Call) -> Cost:
         source: Tensor = call[table]
@@ -74,7 +75,7 @@ cost_of(*aten("constant_pad_nd diagonal_copy narrow_copy select_copy slice_copy 
 
 @cost_of("aten::tril", "aten::triu")
 def triangle(call: Call) -> Cost:
-    """The operator reads the kept triangle, and writes the whole matrix. In place it writes only the cleared
+    """The operator reads the kept triangle, and writes the whole matrix. In place the operator writes only the cleared
     triangle."""
     matrix: Tensor = call["self"]  # (..., rows, columns)
     rows, columns = matrix.shape[-2:]

@@ -44,8 +44,8 @@ def rms_norm(call: Call) -> Cost:
     *aten("native_batch_norm"),
 )
 def batch_norm(call: Call) -> Cost:
-    """Cost of batch norm. In training it computes the batch's statistics and updates the running statistics. In
-    evaluation it applies the running statistics.
+    """Cost of batch norm. In training batch norm computes the batch's statistics and updates the running statistics. In
+    evaluation batch norm applies the running statistics.
 
     Some overloads change the running statistics although their schema does not say so.
     `reserve` is a back end's workspace and not part of the definition.

@@ -37,7 +37,7 @@ def binary_search(call: Call) -> Cost:
     *aten("_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors histogram"),
 )
 def histogram(call: Call) -> Cost:
-    """(..., D) points: a binary search among the edges of each dimension, and one addition for each point.
+    """For points (..., D), a histogram takes a binary search among the edges of each dimension, and an addition.
 
     If only the number of bins is given, two comparisons for each coordinate first find the bounds. A subtraction and a
     division then find the bin.

@@ -35,7 +35,7 @@ def pool(call: Call) -> Cost:
 
 @cost_of(*aten("avg_pool2d_backward avg_pool3d_backward"))
 def average_pool_backward(call: Call) -> Cost:
-    """Backward spreads each gradient over its window. It needs only the shape of the input."""
+    """Backward spreads each gradient over its window. Backward needs only the shape of the input."""
     return streaming(prod(_kernel(call)), per="grad_output", unread=["self"])(call)
 
 

@@ -114,7 +114,8 @@ def linear(call: Call) -> Cost:
 
 @cost_of(*_quantized("conv1d conv1d_relu conv2d conv2d_relu conv3d conv3d_relu"))
 def convolution(call: Call) -> Cost:
-    """A convolution takes 2 c k flops for each result. The packed weights give their shape (filters, c, *kernel)."""
+    """A convolution takes 2 c k flops for each result. The shape (filters, c, *kernel) is read from the
+    packed weights."""
     packed: Any = call["packed_weight"] if "packed_weight" in call else call["weight"]
     name = call.func._schema.name
     dimensions = 3 if "3d" in name else 2  # the packed weights of a 1-D convolution have two dimensions
@@ -188,7 +189,8 @@ def _fused(call: Call, source: Tensor, products: int) -> Cost:
 
 @cost_of("mkl::_mkl_linear")
 def packed_linear(call: Call) -> Cost:
-    """Cost of a float32 linear layer. Its weights are passed in packed and in plain form, and count as read once."""
+    """Cost of a float32 linear layer. The weights are passed both in packed and in plain form, and count as read
+    once."""
     source, weight, bias = call["X"], call["ORI_W"], call["B"]
     flops = merged(
         matrix_flops(source, call.out.numel() * source.shape[-1]),

@@ -62,7 +62,7 @@ cost_of("aten::_sparse_broadcast_to")(streaming())
 
 @cost_of(*aten("sparse_mask _sparse_mask_projection"))
 def sparse_mask(call: Call) -> Cost:
-    """The operator picks the elements at the positions of the mask. It does not read the mask's values."""
+    """The operator picks the elements at the positions of the mask. The operator does not read the mask's values."""
     source, mask = call["self"], call["mask"]
     picked = tensor_bytes(source) if is_sparse(source) else addressed_bytes(source, stored_elements(call.out))
     return Cost(picked + index_bytes(mask), tensor_bytes(call.out))
@@ -73,7 +73,7 @@ cost_of(*aten("_sparse_csr_prod _sparse_csr_sum _sparse_sum"))(streaming(1, per=
 
 @cost_of("aten::_sparse_sum_backward")
 def sum_backward(call: Call) -> Cost:
-    """Backward repeats the gradient at each position of the operand. It does not need the operand's values."""
+    """Backward repeats the gradient at each position of the operand. Backward does not need the operand's values."""
     gradient: Tensor = call["grad"]
     read = distinct_bytes([gradient, *parts(call["self"])[:-1]])
     return Cost(read, new_bytes([call.out], [gradient]))
@@ -125,8 +125,8 @@ def product_reduced_backward(call: Call) -> Cost:
 
 @cost_of(*aten("_sparse_semi_structured_mm _sparse_semi_structured_addmm"))
 def semi_structured_product(call: Call) -> Cost:
-    """The (m, k) factor keeps two of every four elements in a row, as (m, k / 2) with their positions. This halves the
-    number of multiplications.
+    """The (m, k) factor keeps two of every four elements in a row, as (m, k / 2) with their positions. The sparsity
+    halves the number of multiplications.
     """
     kept = call["mat1"]
     epilogue = (call["beta"] != 0) + (call["beta"] not in (0, 1)) + (call["alpha"] != 1) if "beta" in call else 0
@@ -150,8 +150,8 @@ def semi_structured_linear(call: Call) -> Cost:
 
 @cost_of("aten::_cslt_sparse_mm")
 def compressed_product(call: Call) -> Cost:
-    """Cost of a semi-structured product whose kept elements and positions are in one buffer. Its size does not
-    determine k."""
+    """Cost of a semi-structured product whose kept elements and positions are in one buffer. The buffer's size
+    does not determine k."""
     depth = call["dense_B"].shape[0]  # (k, n)
     epilogue = (call["bias"] is not None) + (call["alpha"] is not None)
     flops = merged(

@@ -1,6 +1,6 @@
 """Count the part of an input that sliding windows touch: all of the input, unless the stride is longer than the window.
 
-A 1x1 convolution of stride 2 needs only a quarter of its input, so its floor must not count the rest.
+A 1x1 convolution of stride 2 needs only a quarter of its input, so its cost must not count the other pixels.
 """
 
 from __future__ import annotations
