@@ -888,7 +888,7 @@ def test_a_renderer_on_a_gpu_that_is_not_the_current_one(ball: Geometry, cube: G
 
 def test_a_tree_that_is_deeper_than_it_says_is_refused(ball: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ball.meta, "depth", 1)
-    with pytest.raises(GeometryFileError, match=r"its tree has \d levels, and not 1 as it says"):
+    with pytest.raises(GeometryFileError, match=r"its tree has \d levels, but its metadata states 1"):
         Renderer(row_of(ball, [3.0]), "cpu").render(AHEAD)
 
 

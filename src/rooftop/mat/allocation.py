@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 DeviceLike = str | torch.device
-_ALIGNMENT_BYTES = 8  # size of one number of the widest depths
+_ALIGNMENT_BYTES = 8  # size of a number of the widest depths: 64F, 64S and 64U
 
 
 class MatDataFlag(Flag):
     """Special properties of a block."""
 
     NONE = 0
-    USER_GIVEN = auto()  # another owner's memory, such as an array's; it is never grown in place
+    USER_GIVEN = auto()  # memory of another owner, such as a NumPy array; never grown in place
     READ_ONLY = auto()  # a read-only array
-    PINNED = auto()  # host memory that a GPU copies from without waiting
+    PINNED = auto()  # page-locked host memory, for asynchronous copies to a GPU
 
 
 class _Share:
@@ -42,16 +42,16 @@ class MatData:
     """One block of memory, shared by the headers that refer to it.
 
     Attributes:
-        allocator: the allocator that made it; None for memory that was passed in.
-        start_bytes: offset of the block in its storage. An allocator may return pieces of a larger tensor.
+        allocator: the allocator that made the block; None for memory that the caller passed in.
+        start_bytes: offset of the block in its storage. An allocator may return slices of a larger tensor.
         size_bytes: size of the block.
-        device: its device.
-        flags: `MatDataFlag`s.
+        device: the device of the block.
+        flags: `MatDataFlag`s of the block.
         mapping: the side that may access the block now: "host" for host memory, "device" for a GPU's memory. Within
-            `Mat.mapped()`, a GPU's block is "host" too, and its copy on the device is out of date.
+            `Mat.mapped()`, a GPU's block is "host" too, and the data in GPU memory is out of date.
         used_bytes: offset in the storage at which the last row of any header ends. A header grows in place only if its
-            rows end here. So two headers of one block never push different rows to the same position. In OpenCV they
-            can.
+            rows end here. So two headers of one block never push different rows to the same position. (OpenCV allows
+            this.)
     """
 
     __slots__ = ("__weakref__", "_bases", "allocator", "device", "flags", "mapping", "share", "size_bytes",
@@ -91,7 +91,8 @@ class MatData:
         return self.storage.data_ptr() + self.start_bytes
 
     def check_mapping(self) -> None:
-        """
+        """Check that the block may be used on its device.
+
         Raises:
             RuntimeError: this GPU block is mapped to the host.
         """
@@ -120,13 +121,13 @@ class MatData:
 
 @dataclass(frozen=True, eq=False)
 class MatAllocator:
-    """Makes the blocks of Mats.
+    """Allocates the memory blocks of Mats.
 
     Attributes:
         name: a readable name.
         device: the device of its blocks.
-        get_bytes: returns a contiguous 1-D uint8 tensor of at least that many bytes on the device. It also decides what
-            happens to the memory once the tensor is freed.
+        get_bytes: called with a size in bytes; returns a contiguous 1-D uint8 tensor of at least that size on the
+            device. The tensor's storage decides how the memory is freed.
         flags: the flags of its blocks.
     """
 
@@ -175,7 +176,7 @@ def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatA
         ValueError: `pinned` was requested for a GPU.
     """
     where = torch.device(device)
-    if (found := _STANDARD.get((where, pinned))) is not None:  # querying for a GPU takes longer than an allocation
+    if (found := _STANDARD.get((where, pinned))) is not None:  # checking for a GPU takes longer than an allocation
         return found
     if pinned and where.type != "cpu":
         raise ValueError(f"only host memory can be pinned, got device {where}: leave out pinned=True")
@@ -189,7 +190,7 @@ def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatA
 
 
 def getDefaultAllocator() -> MatAllocator:
-    """The allocator of Mats for which the caller names neither an allocator nor a device."""
+    """The allocator that is used if the caller names neither an allocator nor a device."""
     return _WITHIN.get() or _DEFAULT[0]
 
 
@@ -209,12 +210,12 @@ def using_allocator(allocator: MatAllocator) -> Iterator[MatAllocator]:
 
 
 def allocator_for(device: DeviceLike | None, allocator: MatAllocator | None) -> MatAllocator:
-    """Choose the allocator of a new Mat: the given one; without it, the default one if it is for that device; without
-    that, the device's own."""
+    """Choose the allocator of a new Mat: the given allocator, else the default allocator if it is for that device, else
+    the device's standard allocator."""
     if allocator is not None:
         _checked(allocator)
         if device is not None and not same_device(torch.device(device), allocator.device):
-            raise ValueError(f"got device {device} and an allocator of {allocator.device}: leave out one")
+            raise ValueError(f"got device {device} and an allocator of {allocator.device}: pass only one of the two")
         return allocator
     default = getDefaultAllocator()
     if device is None or same_device(torch.device(device), default.device):
@@ -253,7 +254,7 @@ def _checked(allocator: MatAllocator) -> MatAllocator:
     if not isinstance(allocator, MatAllocator):
         raise TypeError(
             f"expected a MatAllocator as allocator, got {type(allocator).__name__}: getStdAllocator(device) returns "
-            "that of a device"
+            "the allocator of a device"
         )
     return allocator
 

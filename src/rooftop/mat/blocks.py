@@ -1,4 +1,4 @@
-"""Headers that allocate their own memory: everything of a `Mat` except its operators and copies."""
+"""Base class of `Mat`: headers that can allocate memory, without operators and copies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Block(ExportedHeader):
         """Call `create` for a result of these sizes on this device.
 
         Raises:
-            ValueError: this Mat has elements on another device; `create` would keep it there.
+            ValueError: this Mat has elements on another device than the result.
         """
         fits = same_device(self._device, device)
         if not fits and not self.empty():
@@ -72,7 +72,7 @@ class Block(ExportedHeader):
         self._submatrix = False
 
     def _finish(self) -> None:
-        """Set the end of the memory for a header that was not cut from another."""
+        """Set the end of the memory, for a header that is not a region of another header."""
         self._end = self._offset + headers.span_bytes(self._sizes, self._steps)
         self._limit = self._offset + self._sizes[0] * self._steps[0] if self._data is not None else self._offset
 
@@ -115,7 +115,7 @@ def block_on(thing: Any) -> Block:
 
 
 def shape_arguments(given: tuple[Any, ...], type: int | None, value: Any) -> tuple[Sizes, int, Any]:
-    """Sizes, type and value from (rows, cols, type, value) or (sizes, type, value)."""
+    """Parse (rows, cols, type, value) or (sizes, type, value) to sizes, type and value."""
     sizes: Sizes
     rest: tuple[Any, ...]
     if len(given) >= 2 and all(is_integer(each) for each in given[:2]):
@@ -132,7 +132,7 @@ def shape_arguments(given: tuple[Any, ...], type: int | None, value: Any) -> tup
     if rest and value is None:
         value, rest = rest[0], rest[1:]
     if rest:
-        raise TypeError(f"{len(rest)} arguments too many: (rows, cols, type, value) or (sizes, type, value)")
+        raise TypeError(f"{len(rest)} arguments too many: expected (rows, cols, type, value) or (sizes, type, value)")
     if type is None:
         raise TypeError(f"sizes {sizes} came without a type: pass one, such as CV_8UC3")
     depth_of(type)

@@ -1,6 +1,6 @@
 """Combine and separate channels: merge, split, extractChannel, insertChannel, mixChannels.
 
-Results go to `dst` if given, which may be a region of a larger Mat.
+Results are written to `dst` if it is given. `dst` may be a region of a larger Mat.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ def mixChannels(
 
     Args:
         src, dst: Mats whose channels are numbered consecutively: first the channels of the first Mat, then the
-            second's, and so on. All have one size, depth and device; the channels of dst are overwritten.
-        fromTo: pairs (channel of src, channel of dst), or all these numbers in one sequence. A negative channel of src
-            writes 0.
+            second's, and so on. All Mats have the same size, depth and device. The given
+            channels of dst are overwritten.
+        fromTo: pairs (channel of src, channel of dst), or the same numbers as one flat sequence. A negative channel of
+            src sets the channel of dst to 0.
 
     Returns:
         dst.

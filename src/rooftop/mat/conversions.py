@@ -5,16 +5,16 @@
 alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). If float32
 cannot represent the numbers of the source or the target, float64 is used instead: into 64F, 64S and 64U, and between
 32- or 64-bit integers, 64F and 32F. Saturation: values beyond an integer depth's range become its nearest limit, and
-NaN becomes its least value. Bool is `x != 0`, so NaN is true.
+NaN becomes its least value. Conversion to Bool is `x != 0`, so NaN is true.
 
 OpenCV on x86 behaves differently, although its documentation of saturate_cast promises the rules above. On x86,
 floating values of 2^31 and more become the *least* value (1e10 as CV_8U is 0), and values of CV_32U from 2^31 on wrap
-when converted to CV_8S and CV_16S. In float64, OpenCV fuses product and sum if the processor can. Here, both are
-rounded, on every device.
+when converted to CV_8S and CV_16S. In float64, OpenCV fuses product and sum if the processor can. Here, the product and
+the sum are each rounded, on every device.
 
 Most depths are converted by one loop on a CPU, and by one kernel on a GPU (`converting.py`). Other depths, and small
-Mats on a CPU, are converted by a sequence of torch operations. On a CPU these run on blocks of rows that stay in its
-cache, on a GPU on the whole Mat.
+Mats on a CPU, are converted by a sequence of torch operations. On a CPU, these operations run on blocks of rows that
+stay in the cache; on a GPU, on the whole Mat.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from rooftop.mat.type_codes import (
     CV_Bool,
 )
 
-_BLOCK_ELEMENTS = 1 << 17  # fits in an L2 of 2 MB; the calls for smaller blocks cost more time than they save
+_BLOCK_ELEMENTS = 1 << 17  # fits in an L2 cache of 2 MB; smaller blocks cost more time in calls than they save
 WITHOUT_PROGRAMS = (CV_64S, CV_64U, CV_16F, CV_16BF)
 """Depths that neither loops nor kernels convert."""
 _WIDE = (CV_32S, CV_32U, CV_64S, CV_64U, CV_64F)
 _TOP = 1 << 63
-_MOST_SCALE = 2.0**128  # beyond this, any number except 0 exceeds every limit
+_MOST_SCALE = 2.0**128  # a scale beyond this moves every integer except 0 beyond every limit
 
 
 def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool:
-    """Whether a conversion between integers, of which one has 64 bits, has an integer scale and shift. Then all numbers
-    are exact, as in an expression."""
+    """Whether a conversion has an integer scale and shift, both depths are integers, and at least one has 64 bits. Such
+    a conversion is evaluated exactly, as an expression."""
     integers = DEPTHS[depth].limits is not None and DEPTHS[new_depth].limits is not None
     if not integers or not {depth, new_depth} & {CV_64S, CV_64U} or (alpha, beta) == (1, 0):
         return False
@@ -58,10 +58,10 @@ def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool
 
 
 def convert_blocks(source: Tensor, target: Tensor, depth: int, new_depth: int, scaling: Scaling | None) -> None:
-    """Write a tensor of one depth into a tensor of another, of the same shape and on the same device, step by step with
-    torch operations.
+    """Convert a tensor to another depth with torch operations, on blocks of rows. Both tensors have the same shape and
+    device.
 
-    The tensors have the depths' own dtypes. Either they do not overlap, or they are the same elements of the same
+    Each tensor has its depth's dtype. Either the tensors do not overlap, or they are the same elements of the same
     depth.
     """
     for some, into in row_blocks(source, target):
@@ -111,7 +111,7 @@ class Scaling:
     beta: float
 
     def of(self, x: Tensor) -> Tensor:
-        """The result as a new tensor."""
+        """Compute `alpha * x + beta` as a new tensor."""
         if self.dtype == torch.float64:
             return _unscaled(x, torch.float64).mul_(self.alpha).add_(self.beta)
         if self.beta == 0:
@@ -146,17 +146,17 @@ def _store(y: Tensor, into: Tensor, depth: int) -> None:
     elif into.dtype.itemsize == 8:
         store_64(y.double().round(), into, depth)
     else:
-        # float64 holds the limits of 32-bit integers; float32 holds the limits of 16-bit integers.
+        # float64 represents the limits of 32-bit integers exactly; float32 represents those of 16-bit integers.
         rounded = (y.double() if into.dtype.itemsize == 4 else y).round()
         low, high = limits
         clamped = rounded.clamp_(low, high).nan_to_num_(nan=float(low))
-        # Conversion to unsigned dtypes goes through a signed one: not every device converts to them directly.
+        # Go through a signed dtype, because not every device converts directly to unsigned dtypes.
         into.copy_(clamped.long() if depth == CV_32U else clamped.int() if depth == CV_16U else clamped)
 
 
 def store_64(rounded: Tensor, into: Tensor, depth: int) -> None:
-    """Write integers of 64 bits. float64 cannot represent 2^63 - 1 and 2^64 - 1, so values beyond the limit are handled
-    separately."""
+    """Store rounded float64 values as 64-bit integers. float64 cannot represent 2^63 - 1 and 2^64 - 1, so values beyond
+    the limit are handled separately."""
     top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest float64 below 2^63
     least = -top if depth == CV_64S else 0.0
     bits = rounded.clamp(least, greatest).nan_to_num_(nan=least).long()

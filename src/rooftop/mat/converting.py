@@ -11,13 +11,13 @@ from rooftop.launch.numba_loops import worth_a_loop
 from rooftop.launch.triton_launch import INTERPRETED
 from rooftop.mat.conversions import WITHOUT_PROGRAMS, convert_blocks, scaling_of
 
-_EPSILON = 2.0**-52  # a scale within this of 1 and a shift within this of 0 are ignored
+_EPSILON = 2.0**-52  # a scale this close to 1, and a shift this close to 0, are ignored
 
 
 def convert(source: Tensor, target: Tensor, depth: int, new_depth: int, alpha: float, beta: float) -> None:
-    """Write a tensor of one depth into a tensor of another, of the same shape and on the same device.
+    """Convert a tensor to another depth. Both tensors have the same shape and device.
 
-    The tensors have the depths' own dtypes. Either they do not overlap, or they are the same elements of the same
+    Each tensor has its depth's dtype. Either the tensors do not overlap, or they are the same elements of the same
     depth.
     """
     alpha, beta = float(alpha), float(beta)

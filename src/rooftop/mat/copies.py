@@ -41,10 +41,10 @@ def _repeat_first(target: Tensor) -> None:
 
 
 def copy_masked(source: Tensor, target: Tensor, mask: Tensor) -> None:
-    """Copies the elements whose mask is not 0.
+    """Copy the elements whose mask is not 0.
 
     Args:
-        source: like the target, or one element (channels,) on the CPU.
+        source: a tensor with the target's shape and dtype, or one element (channels,) on the CPU.
         mask: uint8 or bool, (..., 1) for whole elements or (..., channels).
     """
     if target.device.type != "cpu" or INTERPRETED:
@@ -77,7 +77,7 @@ def _spread(chosen: Tensor, channels: int) -> Tensor:
 
 
 def _copy_block(some: Tensor, into: Tensor, chosen: Tensor) -> None:
-    if into.dtype == torch.uint8:  # 0 or all ones, so that no byte needs a branch
+    if into.dtype == torch.uint8:  # the mask becomes 0 or all ones, so that no byte needs a branch
         into.bitwise_xor_((some ^ into) & chosen.view(torch.int8).neg().view(torch.uint8))
     else:
         torch.where(chosen, some, into, out=into)

@@ -1,5 +1,5 @@
-"""Translate an expression of Mats to an expression of `rooftop.kernels`: the operations on each element between its
-loads and its store.
+"""Translate an expression of Mats to an expression of `rooftop.kernels`, which describes the operations on one element
+from its loads to its store.
 
 The CPU's loops (`loop_programs.py`) and a GPU's kernel (`kernel_programs.py`) are generated from the translated
 expression.
@@ -47,15 +47,15 @@ class Numbers:
     Args:
         dtype: the dtype of the computation.
         for_kernel: whether a GPU kernel runs the program, not a CPU loop. Kernels take float64 numbers as integers of
-            the same bits. They convert 32-bit numbers to float64 and back without conversion instructions, because on a
-            GPU these have a quarter of the throughput of additions.
+            the same bits. They convert 32-bit numbers to float64 and back without conversion instructions, because a
+            GPU's conversion instructions have a quarter of the throughput of additions.
 
     Attributes:
         result: the expression to store.
-        about: bounds of the value before the final rounding and saturation; they allow for earlier roundings. None if
-            unknown.
+        about: bounds of the value before the final rounding and saturation, including the errors of earlier roundings.
+            None if unknown.
         rows: numbers that differ between channels.
-        rows_dtype: the dtype of their tensors.
+        rows_dtype: the dtype of the tensors of `rows`.
         numbers: numbers that are equal for all channels, not converted to the dtype.
     """
 
@@ -88,7 +88,7 @@ class Numbers:
         return apply(self.name, x)
 
     def plain(self, number: int | float) -> Expression:
-        """A constant that is part of the expression's form."""
+        """A constant that is compiled into the program."""
         return constant(float(number) if self.floating else int(number))
 
     def given(self, number: int | float, dtype: torch.dtype) -> Expression:
@@ -102,14 +102,14 @@ class Numbers:
         return apply(NAMES[dtype], number_of)
 
     def loaded(self, x: Expression, depth: int) -> Expression:
-        """An element of a Mat with a depth."""
+        """Convert a loaded element of a Mat of this depth to the program's dtype."""
         if depth == CV_32U and self.for_kernel and self.dtype == torch.float64:
             x = apply("float64", x)
             return apply("where", apply("lt", x, 0.0), apply("add", x, 2.0**32), x)
         if depth in _UNSIGNED:
             name, ones = _UNSIGNED[depth]
             x = apply("bitwise_and", apply(name, x), ones)
-        elif depth == CV_64U:  # float64 holds each 32-bit half exactly, and their sum is rounded once
+        elif depth == CV_64U:  # float64 represents each 32-bit half exactly, and the sum of both is rounded once
             low = apply("bitwise_and", x, 0xFFFFFFFF)
             high = apply("float64", apply("sub", x, low))
             high = apply("where", apply("lt", high, 0.0), apply("add", high, 2.0**64), high)
@@ -117,7 +117,7 @@ class Numbers:
         return self.cast(x)
 
     def stored(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
-        """The value as a number of a depth, in the dtype of its memory."""
+        """Convert a value to a depth, in the dtype in which memory stores that depth."""
         if depth == CV_Bool:
             return apply("ne", x, self.plain(0))
         limits = depth_bounds(depth)
@@ -136,7 +136,7 @@ class Numbers:
         return apply(carrier, apply("int64" if DEPTHS[depth].size_bytes > 2 else "int32", x))
 
     def nearest(self, x: Expression, known: Bounds | None, limits: Bounds) -> Expression:
-        """Rounded half to even and saturated, as the lower 32 bits of an integer; NaN becomes the least value."""
+        """Round half to even and saturate, to an integer in the lower 32 bits; NaN becomes the least value."""
         if known is not None and limits.low <= known.low and known.high <= limits.high:
             return apply("nearest", x if known.largest <= _NEAREST_IN_FLOAT32 else apply("float64", x))
         if self.about is not None:
@@ -151,7 +151,7 @@ class Numbers:
         return apply("nearest", apply("where", apply("gt", x, low), below, low))
 
     def within_limits(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
-        """Rounded half to even and saturated; NaN becomes the least value."""
+        """Round half to even and saturate to the range of a depth; NaN becomes its least value."""
         if depth == CV_Bool:
             return self.cast(apply("ne", x, self.plain(0)))
         limits = depth_bounds(depth)
@@ -177,7 +177,7 @@ class ElementProgram(Numbers):
         bounds: bounds of all nodes.
         dtype: the dtype of the computation.
         leaves: the Mats among the nodes.
-        depth: the depth of the result, which is stored in the dtype that `signed` gives for this depth.
+        depth: the depth of the result, which is stored in the dtype that `signed` returns for this depth.
         for_kernel: see `Numbers`.
 
     Attributes:
@@ -217,7 +217,7 @@ class ElementProgram(Numbers):
         return tuple(float(value) if self.floating else int(value) for value in each._value)
 
     def _row_of(self, each: MatExpr) -> int | None:
-        """Index of the row that holds these numbers, or None."""
+        """Index in `rows` of these numbers, or None."""
         numbers = self._numbers(each)
         return next((n for n, row in enumerate(self.rows) if all(map(same_number, row, numbers))), None)
 
@@ -254,7 +254,7 @@ class ElementProgram(Numbers):
         return apply(operation, *of)
 
     def _bits(self, each: MatExpr, of: list[Expression]) -> Expression:
-        """The bits of numbers as their depth stores them."""
+        """Compute a bitwise operation on the integers that the depth stores."""
         whole = {torch.float32: "int32", torch.float64: "int64"}.get(self.dtype, self.name)
         limits = depth_bounds(each.depth())
         assert limits is not None
@@ -296,8 +296,8 @@ class ConversionProgram(Numbers):
 
 
 def conversion_program(depth: int, new_depth: int, scaling: Scaling | None, for_kernel: bool) -> ConversionProgram:
-    """The program, or the cached one for the same arguments."""
-    key = (depth, new_depth, repr(scaling), for_kernel)  # -0.0 equals 0.0
+    """Return the program of a conversion, cached by the arguments."""
+    key = (depth, new_depth, repr(scaling), for_kernel)  # repr distinguishes -0.0 from 0.0
     found = _conversions.get(key)
     if found is None:
         found = ConversionProgram(depth, new_depth, scaling, for_kernel)
@@ -310,7 +310,7 @@ _conversions: dict[Any, ConversionProgram] = {}
 
 
 def _narrowest(numbers: Sequence[int | float], dtype: torch.dtype) -> torch.dtype:
-    """For integers: the narrowest dtype that holds all the numbers."""
+    """The narrowest integer dtype that represents all the numbers."""
     for each in (torch.uint8, torch.int16, torch.int32):
         limits = torch.iinfo(each)
         if limits.min <= min(numbers) and max(numbers) <= limits.max:
@@ -319,8 +319,8 @@ def _narrowest(numbers: Sequence[int | float], dtype: torch.dtype) -> torch.dtyp
 
 
 def _stored_64(x: Expression, depth: int) -> Expression:
-    """A number of 64 bits to store. float64 cannot represent 2^63 - 1 and 2^64 - 1, so values beyond the limit are
-    handled separately."""
+    """Convert a rounded float64 value to a 64-bit integer. float64 cannot represent 2^63 - 1 and 2^64 - 1, so values
+    beyond the limit are handled separately."""
     top, greatest = float(_TOP), float(_TOP - 1024)  # the greatest float64 below 2^63
 
     def converted(y: Expression, least: float) -> Expression:

@@ -28,10 +28,10 @@ def store(expression: MatExpr, dst: Block, rtype: Any = None) -> None:
     """Evaluate an expression into a header's memory.
 
     Args:
-        dst: gets its size and type by `create`, so that nothing is allocated if it has them already. It may overlap the
-            expression's Mats.
-        rtype: the depth of the stored numbers: a depth, a type (its channels are ignored), or a dtype; None is the
-            expression's own.
+        dst: the target. `create` sets its size and type, and allocates nothing if both already match. `dst` may
+            overlap the expression's Mats.
+        rtype: the depth of the stored numbers: a depth, a type (its channels are ignored), or a dtype; None keeps the
+            expression's depth.
 
     Raises:
         ValueError: dst has elements on another device.
@@ -46,7 +46,7 @@ def store(expression: MatExpr, dst: Block, rtype: Any = None) -> None:
 
 
 def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
-    """Write the value into a tensor (..., channels) of a depth."""
+    """Write the expression's value into a tensor (..., channels) of this depth."""
     nodes = topological(expression)
     by_kernel = target.device.type != "cpu" or INTERPRETED
     if by_kernel and _launched(nodes, target, depth):
@@ -83,7 +83,7 @@ def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
 
 
 def _store_large(plan: ExpressionPlan, root: MatExpr, tensors: Sequence[Tensor], into: Tensor) -> None:
-    """Store integers beyond int64. For a floating depth they are first rounded to float64, like all numbers."""
+    """Store integers that may exceed int64. For a floating depth, they are first rounded to float64."""
     if plan.depth not in FLOATING or plan.depth == CV_64F:
         store_whole_numbers(plan.root, plan.bounds, plan.leaves, tensors, into, plan.depth)
         return
@@ -145,7 +145,7 @@ def _multiplied(root: MatExpr, target: Tensor, depth: int) -> bool:
 
 
 def _matrix(each: MatExpr) -> Tensor:
-    """The value as (rows, columns): a Mat's own memory, or new memory for anything else."""
+    """The value as a tensor (rows, columns): a Mat's own memory, or new memory for any other node."""
     found = each if each._operation == "mat" else _computed(each)
     return tensor_of(found)[..., 0]
 

@@ -1,5 +1,5 @@
-"""Choose the dtype of an expression's computation, such that only the store rounds, from the bounds of every value in
-it.
+"""Choose the narrowest dtype that computes an expression with the same result as float64, from the bounds of all its
+values.
 
 The reference is float64: each operation is rounded to float64, and the final value is rounded once to the target's
 depth. If every value is known to be an integer (a multiple of 2^unit) that a narrower dtype holds exactly, computing in
@@ -25,9 +25,9 @@ from rooftop.mat.type_codes import CV_16BF, CV_16F, CV_32F, CV_64U, DEPTHS, CV_B
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _FLOAT32_BITS = 24
-_SMALL = 1 << 29  # float64 rounds values from 2 * _SMALL on by up to 2^-23
+_SMALL = 1 << 29  # float64 rounds values of up to 2 * _SMALL by at most 2^-23
 _ROUNDED = Fraction(1, 1 << 23)
-_SMALL_QUOTIENT = 1 << 11  # for smaller integers, the float32 quotient is no closer to a half than the exact one
+_SMALL_QUOTIENT = 1 << 11  # up to this, the float32 quotient of integers rounds to the same integer as the exact one
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Bounds:
         return other.unit == 0 and self.low <= other.low and other.high <= self.high
 
     def within(self, dtype: torch.dtype) -> bool:
-        """Whether the dtype holds every such value."""
+        """Whether the dtype represents every value within these bounds exactly."""
         if dtype.is_floating_point:
             bits = _FLOAT32_BITS if dtype == torch.float32 else 53
             return self.largest <= Fraction(2) ** (bits + self.unit) and self.unit > -100
@@ -73,9 +73,9 @@ def trusted(bounds: BoundsOf, dtype: torch.dtype) -> BoundsOf:
 
 
 def rounded_bounds(root: MatExpr, bounds: BoundsOf) -> Bounds | None:
-    """Bounds of the float64 value if each operation was rounded.
+    """Bounds of the value that float64 computes, with the rounding errors of all operations.
 
-    None if they are unknown, or beyond 32 bits.
+    None if the bounds are unknown or too large.
     """
     beyond: dict[int, Fraction] = {}  # how far each value may lie outside its exact bounds
     for each in topological(root):
@@ -90,7 +90,7 @@ def rounded_bounds(root: MatExpr, bounds: BoundsOf) -> Bounds | None:
             found = a * of[1] + b * of[0] + of[0] * of[1] + _ROUNDED
         elif each._operation in ("neg", "abs", "min", "max"):
             found = max(of)
-        else:  # Mats, numbers, comparisons and bits
+        else:  # Mats, numbers, comparisons and bitwise operations
             found = Fraction(0)
         if found > _SMALL:
             return None
@@ -101,7 +101,7 @@ def rounded_bounds(root: MatExpr, bounds: BoundsOf) -> Bounds | None:
 
 
 def limits_in(dtype: torch.dtype, depth: int) -> tuple[int, int]:
-    """The limits of an integer depth that values in an integer dtype can exceed."""
+    """The limits of an integer depth, clipped to the range of the dtype if that is an integer dtype."""
     low, high = DEPTHS[depth].limits or (0, 1)
     if dtype.is_floating_point:
         return low, high
@@ -110,7 +110,7 @@ def limits_in(dtype: torch.dtype, depth: int) -> tuple[int, int]:
 
 
 def depth_bounds(depth: int) -> Bounds | None:
-    """Bounds of a depth's numbers; None for floating ones."""
+    """Bounds of a depth's numbers; None for a floating-point depth."""
     if depth == CV_Bool:
         return Bounds(Fraction(0), Fraction(1))
     limits = DEPTHS[depth].limits
@@ -176,10 +176,11 @@ def _bounds_of_numbers(numbers: tuple[int | float, ...]) -> Bounds | None:
 
 
 def _float32_is_enough(root: MatExpr, nodes: list[MatExpr], bounds: BoundsOf, depth: int) -> bool:
-    """Whether no path rounds more than once in float32, and a rounded value is stored without another rounding."""
+    """Whether float32 gives the same stored numbers as float64: no path through the expression rounds twice in float32,
+    and a rounded value is stored without another rounding."""
     narrow = {CV_32F: (CV_32F,), CV_16F: (CV_16F,), CV_16BF: (CV_16BF,)}.get(depth, ())
     rounded: dict[int, bool] = {}
-    leaves_allow = True  # a value rounded to float32 is stored unchanged, even by way of float64
+    leaves_allow = True  # whether rounding to float32 before the store changes no stored number
     for each in nodes:
         operands = [rounded[id(operand)] for operand in each._operands]
         known = bounds[id(each)]
@@ -217,7 +218,7 @@ def _is_small_quotient(root: MatExpr, bounds: BoundsOf, depth: int) -> bool:
 
 
 def _is_held(number: int | float, depth: int) -> bool:
-    """Whether a floating depth holds this number exactly."""
+    """Whether a floating depth represents this number exactly."""
     if math.isnan(number) or math.isinf(number):
         return True
     held = torch.tensor(float(number), dtype=torch.float64, device="cpu").to(DEPTHS[depth].dtype).double().item()

@@ -19,14 +19,14 @@ class ExportedHeader(Header):
     __slots__ = ()
 
     def tensor(self, layout: Literal["hwc", "chw"] = "hwc") -> Tensor:
-        """The elements as a tensor on the same memory: (H, W, C), or (all sizes, C). A single channel is a dimension
-        too.
+        """The elements as a tensor on the same memory: (H, W, C), or (all sizes, C). With a single channel,
+        C is 1.
 
         Args:
             layout: "chw" returns the same memory as (C, H, W).
 
         Raises:
-            ValueError: the Mat is on a read-only array, and a tensor cannot refuse writes.
+            ValueError: the Mat is on a read-only array, and tensors cannot be read-only.
         """
         if layout not in ("hwc", "chw"):
             raise ValueError(f"layout must be 'hwc' or 'chw', got {layout!r}")
@@ -40,7 +40,7 @@ class ExportedHeader(Header):
 
         Raises:
             ValueError: the Mat is on a GPU; `cpu().numpy()` copies it.
-            TypeError: CV_16BF, which NumPy lacks.
+            TypeError: the depth is CV_16BF, which NumPy lacks.
         """
         if self._device.type != "cpu":
             raise ValueError(
@@ -59,7 +59,7 @@ class ExportedHeader(Header):
         return np.array(array, dtype=dtype, copy=True if copy else None)
 
     def __dlpack__(self, **options: Any) -> Any:
-        """A DLPack capsule of `numpy()`'s shape, on any device."""
+        """Export a DLPack capsule with the shape of `numpy()`'s array; supports every device."""
         if self._data is not None and self._data.read_only:
             raise BufferError(f"{self} is read-only, which DLPack cannot express: clone() first")
         return self._array_shaped(self._tensor()).__dlpack__(**options)

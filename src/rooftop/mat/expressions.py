@@ -1,9 +1,9 @@
 """Expressions of Mats, evaluated when they are stored: `m.assign(a + b * 2 - c.t())`.
 
 An operator computes nothing. It checks types and sizes and makes a `MatExpr`: a tree whose leaves are numbers and
-headers of Mats, with a type and a size. Storing it (`Mat(e)`, `m.assign(e)`, `m[...] = e`, `e.to_mat()`, or passing it
-as a Mat) evaluates the whole tree at once (`evaluation.py`): as if in float64, with the result rounded and saturated
-once, at the end.
+headers of Mats, with a type and a size. Storing a `MatExpr` (`Mat(e)`, `m.assign(e)`, `m[...] = e`, `e.to_mat()`, or
+passing it as a Mat) evaluates the whole tree at once (`evaluation.py`): as if in float64, with the result rounded and
+saturated once, at the end.
 
 Source of names and meanings: `cv::MatExpr` of OpenCV, modules/core/src/matrix_expressions.cpp.
 """
@@ -38,7 +38,7 @@ from rooftop.mat.type_codes import (
 from rooftop.mat.views import Header, Shaped
 
 if TYPE_CHECKING:
-    from rooftop.mat.matrix import Mat  # `Mat` is defined in a higher module; its methods provide these types
+    from rooftop.mat.matrix import Mat  # only for annotations: `matrix.py` imports this module
 
 ELEMENTWISE = ("add", "sub", "mul", "div", "min", "max", "abs", "neg")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -52,7 +52,7 @@ class Arithmetic:
     """The operators of Mats and of expressions."""
 
     __slots__ = ()
-    __array_priority__ = 1000  # array + mat is handled here
+    __array_priority__ = 1000  # NumPy leaves `array + mat` to this class
 
     def __add__(self, other: Operand) -> MatExpr:
         return _binary("add", self, other)
@@ -67,8 +67,8 @@ class Arithmetic:
         return _binary("sub", other, self)
 
     def __mul__(self, other: Operand) -> MatExpr:
-        """The product. With numbers it is element by element; of two Mats it is the matrix product, as in OpenCV. `mul`
-        multiplies two Mats element by element.
+        """Multiply by numbers element by element, or by another Mat as a matrix product, as in OpenCV. `mul` multiplies
+        two Mats element by element.
         """
         return _binary("mul" if _are_numbers(other) else "product", self, other)
 
@@ -149,7 +149,7 @@ class Arithmetic:
         """The transpose.
 
         Raises:
-            ValueError: there are not two dimensions.
+            ValueError: the expression does not have two dimensions.
         """
         return _transposed(as_expression(self), {})
 
@@ -165,14 +165,15 @@ class Arithmetic:
 class MatExpr(Arithmetic, Shaped):
     """An expression to be computed, with its type and size. Operators of Mats create it; users do not.
 
-    Each use evaluates the expression again, from the present contents of its Mats. Its numbers are held by value.
+    Each use evaluates the expression again, from the present contents of its Mats. The numbers in it are copies,
+    made when the expression was built.
     """
 
     __slots__ = ("_device", "_operands", "_operation", "_sizes", "_type", "_value")
 
     _operation: str  # "mat", "numbers", one of ELEMENTWISE, COMPARISONS and BITWISE, "product", "inverse"
     _operands: tuple[MatExpr, ...]
-    _value: Any  # for "mat" (header, transposed), for "numbers" one for each channel, for "inverse" the method
+    _value: Any  # "mat": (header, transposed); "numbers": a number for each channel; "inverse": the method
     _device: device
     _value_as_mat: ClassVar[Callable[..., Mat]]  # set by `matrix.py`, which defines Mat
 
@@ -181,7 +182,7 @@ class MatExpr(Arithmetic, Shaped):
         return self._device
 
     def to_mat(self, rtype: int | None = None) -> Mat:
-        """The value in new memory, as numbers of another depth if one is given."""
+        """Evaluate into a new Mat, converted to the depth of `rtype` if that is given."""
         return self._value_as_mat(rtype)
 
     def clone(self) -> Mat:
@@ -230,12 +231,12 @@ class MatExpr(Arithmetic, Shaped):
 
 
 def minimum(a: Operand, b: Operand) -> MatExpr:
-    """The smaller of two, element by element; NaN if one of them is NaN."""
+    """Element-wise minimum of two operands; NaN where either is NaN."""
     return _of_two("min", a, b)
 
 
 def maximum(a: Operand, b: Operand) -> MatExpr:
-    """The larger of two, element by element; NaN if one of them is NaN."""
+    """Element-wise maximum of two operands; NaN where either is NaN."""
     return _of_two("max", a, b)
 
 
@@ -263,13 +264,13 @@ def node(
 
 
 def leaf(m: Header) -> MatExpr:
-    """A leaf for a Mat in its present state: it has its own header, so that later changes of the Mat's header do not
-    affect it."""
+    """Make a leaf for a Mat. The leaf copies the Mat's header, so later changes of that header do not affect the
+    leaf."""
     return node("mat", (), m._type, m._sizes, m._device, (m._header_of_itself(), False))
 
 
 def topological(root: MatExpr) -> list[MatExpr]:
-    """All nodes, operands before the nodes that use them, each once."""
+    """All nodes, each once; operands come before the nodes that use them."""
     return trees.topological([root], _OPERANDS)
 
 
@@ -277,8 +278,8 @@ _OPERANDS: Callable[[MatExpr], tuple[MatExpr, ...]] = attrgetter("_operands")
 
 
 def rebuilt(root: MatExpr, change: Callable[[MatExpr, tuple[MatExpr, ...]], MatExpr | None]) -> MatExpr:
-    """The tree with some nodes replaced. `change` gets each node with its new operands, and returns its replacement or
-    None."""
+    """The tree with some nodes replaced. `change` gets each node with its new operands, and returns the node's
+    replacement, or None to keep the operation of the node."""
     new: dict[int, MatExpr] = {}
     for each in topological(root):
         operands = tuple(new[id(operand)] for operand in each._operands)
@@ -309,7 +310,7 @@ def with_operands(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr:
 
 
 def _are_numbers(value: Any) -> bool:
-    """Whether an object counts as numbers, held by value: a number, a tuple, a Scalar, or an array of at most one
+    """Whether an operand is treated as numbers, not as a Mat: a number, a tuple, a Scalar, or an array of at most one
     dimension."""
     if isinstance(value, (bool, int, float, np.generic, tuple, list)):
         return True
@@ -317,10 +318,10 @@ def _are_numbers(value: Any) -> bool:
 
 
 def as_expression(value: Any) -> MatExpr:
-    """A Mat, an expression or an array as an expression.
+    """Convert a Mat or an array to an expression; return an expression unchanged.
 
     Raises:
-        TypeError: another kind of object.
+        TypeError: the value is none of these.
     """
     if isinstance(value, MatExpr):
         return value
@@ -339,7 +340,7 @@ def _unary(operation: str, value: Any) -> MatExpr:
 
 
 def _of_two(operation: str, a: Operand, b: Operand) -> MatExpr:
-    """A function of two operands that follows the rules of the operators."""
+    """Build an operation on two operands, with the same type and size checks as the operators."""
     if _are_numbers(a) and _are_numbers(b):
         raise TypeError("one of the two must be a Mat or an expression")
     found = _binary(operation, a, b)
@@ -399,10 +400,11 @@ def _check_bits(operand: MatExpr) -> None:
 
 
 def check_matrix(operand: Shaped, what: str, hint: str) -> None:
-    """
+    """Check that an operand is a floating-point matrix with one channel.
+
     Raises:
-        TypeError: there is more than one channel, or the numbers are not floating point.
-        ValueError: there are not two dimensions.
+        TypeError: the operand has more than one channel, or its numbers are not floating point.
+        ValueError: the operand does not have two dimensions.
     """
     if operand.depth() not in FLOATING or operand.channels() != 1:
         raise TypeError(
@@ -440,7 +442,7 @@ def _inverse(operand: MatExpr, method: str) -> MatExpr:
 
 
 def _transposed(root: MatExpr, found: dict[int, MatExpr]) -> MatExpr:
-    """The tree with its leaves transposed, so that no part needs a transposed copy."""
+    """Transpose an expression by transposing its leaves, so that no intermediate value is copied."""
     if root.dims != 2:
         raise ValueError(f"t() needs two dimensions, got {_sizes(root)}")
     turned: dict[int, MatExpr] = found

@@ -1,7 +1,7 @@
 """Add and remove rows at the end of a Mat, like a std::vector: a growing Mat reserves more rows than requested.
 
-A header grows in place only into room that holds no rows of another header of the block. (OpenCV lets two headers push
-different rows to the same position.)
+A header grows in place only into memory that no other header of its block uses. (OpenCV lets two headers push different
+rows to the same position.)
 
 Source of the policy: Mat::reserve and Mat::push_back of OpenCV (reserve 1.5 times the rows, at least 64 bytes).
 """
@@ -28,7 +28,7 @@ def push_back(m: Mat, value: Mat | MatLike | ScalarLike) -> None:
     """Append rows, or one element to a single column.
 
     Raises:
-        ValueError: the rows have another length or type.
+        ValueError: the new rows differ from the Mat's rows in length or type.
     """
     rows = _as_rows(m, value)
     if rows.empty():
@@ -49,7 +49,7 @@ def pop_back(m: Mat, nelems: int) -> None:
     """Remove `nelems` rows from the end; their memory stays reserved.
 
     Raises:
-        ValueError: there are fewer rows.
+        ValueError: `nelems` is negative, or exceeds the number of rows.
     """
     if not 0 <= nelems <= len(m):
         raise ValueError(f"cannot remove {nelems} rows from {m}: pass at least 0 and at most its number of rows")
@@ -78,7 +78,7 @@ def resize(m: Mat, nelems: int, value: ScalarLike | None) -> None:
     None, they are not initialized.
 
     Raises:
-        ValueError: the number is negative.
+        ValueError: `nelems` is negative.
     """
     if nelems < 0:
         raise ValueError(f"resize takes a number of rows, got {nelems}")
@@ -103,7 +103,7 @@ def _as_rows(m: Mat, value: Mat | MatLike | ScalarLike) -> Mat:
 
 
 def _grows_in_place(m: Mat, rows: int) -> bool:
-    """Whether the room after the last row suffices and holds no rows of another header."""
+    """Whether the reserved memory after the last row suffices, and no other header uses it."""
     data = m._data
     if data is None or m._submatrix or data.user_given or m._offset + rows * m._steps[0] > m._limit:
         return False

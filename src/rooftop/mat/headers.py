@@ -24,20 +24,20 @@ def natural_steps(sizes: Sizes, elem_bytes: int) -> Sizes:
 
 
 def is_continuous(sizes: Sizes, steps: Sizes) -> bool:
-    """Whether the elements are contiguous. The steps of leading dimensions with one index do not matter.
+    """Whether the elements are contiguous. The steps of leading dimensions of size 1 do not matter.
 
-    The result equals OpenCV's except for Mats of 2^31 numbers or more: OpenCV counts in an int, so it calls none of
-    these continuous.
+    The result equals OpenCV's except for Mats of 2^31 numbers or more: OpenCV counts in an int, and reports
+    such Mats as not continuous.
     """
     last = len(sizes) - 1
-    first = 0  # the first dimension with more than one index
+    first = 0  # the first dimension that is larger than 1
     while first < last and sizes[first] <= 1:
         first += 1
     return all(steps[axis] * sizes[axis] >= steps[axis - 1] for axis in range(last, first, -1))
 
 
 def span_bytes(sizes: Sizes, steps: Sizes) -> int:
-    """Bytes from the first element to the end of the last; 0 without elements."""
+    """Number of bytes from the first element to the end of the last element; 0 if there are no elements."""
     if 0 in sizes or not sizes:
         return 0
     return steps[-1] + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
@@ -76,7 +76,8 @@ def _moved(first: int, count: int, before: int, after: int, whole: int) -> tuple
 
 
 def reshaped_2d(rows: int, cols: int, cn: int, new_cn: int, new_rows: int, continuous: bool) -> tuple[int, int, int]:
-    """(rows, cols, channels) of a reshaped 2-D header; 0 keeps a value. Changing rows needs elements without gaps.
+    """Compute (rows, cols, channels) of a reshaped 2-D header. A `new_cn` or `new_rows` of 0 keeps the present value.
+    Changing the number of rows requires elements without gaps.
 
     Raises:
         ValueError: the sizes are not divisible, or the Mat has gaps.
@@ -104,11 +105,11 @@ def reshaped_2d(rows: int, cols: int, cn: int, new_cn: int, new_rows: int, conti
 
 
 def reshaped_nd(sizes: Sizes, cn: int, new_cn: int, wanted: Sizes) -> tuple[Sizes, int]:
-    """Compute the sizes and channels of reshaped contiguous elements. In `wanted`, 0 keeps a dimension's size, and the
-    size of one -1 is computed.
+    """Compute the sizes and channels of reshaped contiguous elements. In `wanted`, 0 keeps a dimension's size, and one
+    size may be -1, which is computed from the others.
 
     Raises:
-        ValueError: the count of numbers differs.
+        ValueError: the new sizes and channels give a different count of numbers.
     """
     new_cn = new_cn or cn
     if any(size < -1 for size in wanted) or wanted.count(-1) > 1:

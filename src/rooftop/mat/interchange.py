@@ -2,8 +2,8 @@
 
 A Mat can be a header on memory whose elements are contiguous along the last dimension with all their channels. The
 steps of the other dimensions must be positive, must not make elements overlap, and must grow toward the first
-dimension. Slices of rows and columns of an image meet these rules. A single channel and a transposed, reversed or
-broadcast array do not.
+dimension. Slices of rows and columns of an image meet these rules. A single channel of such
+an image does not, and neither does a transposed, reversed or broadcast array.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Parts(NamedTuple):
 
 
 def is_foreign(thing: object) -> bool:
-    """Whether `parts_of` may accept an object."""
-    if isinstance(thing, np.generic):  # a number, such as the count of rows
+    """Whether an object may be an array of another library, which `parts_of` accepts."""
+    if isinstance(thing, np.generic):  # one number, such as a count of rows, not an array
         return False
     return isinstance(thing, (np.ndarray, Tensor)) or any(
         hasattr(thing, name) for name in ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
@@ -52,9 +52,9 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
     """A header on a NumPy array, a tensor, or an object with DLPack or one of the array interfaces.
 
     Args:
-        type: If it has more than one channel, the array's last dimension holds the channels. Without type and layout,
-            an array of three dimensions whose last is at most 512 is an image with channels; any other array has one
-            channel.
+        type: If the type has more than one channel, the array's last dimension is the channels. If `type` is None, a
+            three-dimensional array whose last dimension is at most 512 is an image with channels; any other array has
+            one channel.
         layout: "hwc", or "chw" if the shape is (C, H, W) while the channels are interleaved in memory.
 
     Raises:
@@ -68,7 +68,7 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
         return _of_tensor(from_dlpack(thing), type, layout)
     if hasattr(thing, "__cuda_array_interface__"):
         return _of_tensor(torch.as_tensor(thing, device="cuda"), type, layout)
-    if not isinstance(thing.__array_interface__.get("data"), tuple):  # Pillow's images do this, for example
+    if not isinstance(thing.__array_interface__.get("data"), tuple):  # bytes, as in Pillow's images
         raise TypeError(f"{thing.__class__.__name__} returns a copy of its memory: pass np.array(...) of it")
     return _of_array(np.asarray(thing), type, layout)
 
@@ -96,7 +96,7 @@ def _of_tensor(x: Tensor, type: int | None, layout: str) -> Parts:
         raise TypeError(f"expected a strided tensor, got {x.layout}: use x.to_dense()")
     if x.requires_grad:
         raise ValueError("the tensor requires grad, but a Mat records no gradients: pass x.detach()")
-    code = type_code(x.dtype)  # raises for complex dtypes, so no lazy conjugate comes here
+    code = type_code(x.dtype)  # raises for complex dtypes, so x is not a lazy conjugate below
     if x.is_neg():
         raise TypeError("the tensor is a lazy negative: pass x.resolve_neg()")
     x = _channels_last(x, layout)

@@ -1,7 +1,8 @@
 """Run an expression or a conversion on a GPU as one kernel of `rooftop.kernels`.
 
 Every Mat is read once, with any strides, and the result is written once; intermediate values stay in registers. A
-kernel is generated for an expression's form. It also serves other Mats of the same layout, and other numbers.
+kernel is generated for each form of expression (its operations and types), and reused for other numbers and for other
+Mats of the same layout.
 
 Between two evaluations of one form, on Mats of the same layout, only addresses differ. So the launch is cached and
 reused. Without the cache, the host would take several times as long as the GPU for small images.
@@ -34,9 +35,10 @@ class Launched(NamedTuple):
     """The cached launch for one form of expression, with Mats and a target of one layout.
 
     Attributes:
-        stored: the launch.
+        stored: the cached launch.
         spans: bytes from the first element to the end of the last, for the Mats and the target.
-        alike: for each Mat, whether it has exactly the target's elements if both begin at the same address.
+        alike: for each Mat, whether its strides and dtype equal the target's. If such a Mat begins at the target's
+            address, both have exactly the same elements.
     """
 
     stored: Stored
@@ -60,7 +62,7 @@ class Evaluation:
 
     Args:
         nodes: nodes of the expression, in topological order.
-        target: (..., channels), with elements.
+        target: the output tensor, (..., channels); it has at least one element.
         depth: depth of the stored numbers.
 
     Raises:

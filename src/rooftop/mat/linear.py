@@ -34,16 +34,15 @@ def determinant(m: MatLike) -> float:
 
 
 def solve(a: MatLike, b: MatLike, method: Literal["lu", "cholesky", "qr", "svd"] = "lu") -> Mat:
-    """Solve a x = b. "lu" solves it exactly for a square `a`; "cholesky" does too if `a` is positive definite. "qr"
-    needs linearly independent columns and gives the least-squares solution. "svd" gives the shortest least-squares
-    solution.
+    """Solve a x = b. "lu" requires a square `a`, and "cholesky" a positive definite `a`. "qr" requires linearly
+    independent columns and returns the least-squares solution. "svd" returns the shortest least-squares solution.
 
     Args:
         a: (rows, cols), one channel of floating numbers.
-        b: (rows, columns), the same type.
+        b: (rows, columns), of the same type as `a`.
 
     Returns:
-        (cols, columns).
+        The solution x, (cols, columns).
 
     Raises:
         TypeError: the types differ, or are integers.

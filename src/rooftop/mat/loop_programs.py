@@ -1,8 +1,8 @@
 """Run expressions and conversions on the CPU as one loop, which Numba compiles and which reads every Mat once.
 
-A loop is generated for an expression's form. It also serves other Mats of the same layout, and other numbers. Compiling
-takes some tenths of a second. So a form is compiled once `row_programs.py` has spent about as much time on evaluating
-it. The total time is then at most twice the optimum.
+A loop is generated for each form of expression (its operations and types), and reused for other numbers and for other
+Mats of the same layout. Compiling takes some tenths of a second. So a form is compiled only after `row_programs.py` has
+spent about that much time on evaluating it. The total time is then at most twice the optimum.
 
 Some expressions are not compiled: expressions with transposed Mats (neighbours along a row are not adjacent in memory),
 with half precision (Numba lacks it on CPUs), with more Mats than the compiler checks for overlaps, with hundreds of
@@ -34,20 +34,20 @@ PATIENCE_SECONDS = 0.3
 """Approximate compile time of 20 operations. A form is compiled once its row-by-row evaluation has taken this long."""
 LEAST_COLUMNS = 32
 MOST_OPERATIONS = 200
-"""Most operations of one loop: compile time grows faster than their number."""
+"""Maximum number of operations in one loop, because compile time grows superlinearly with it."""
 MOST_LOOPS = 512
-"""Most loops of a process: each takes about a megabyte."""
+"""Maximum number of compiled loops in a process. Each loop takes about a megabyte of memory."""
 _MOST_ARRAYS = 7
-_ROW = 1 << 14  # row length into which contiguous elements are cut, approximately; rows of channel numbers have it too
+_ROW = 1 << 14  # contiguous elements, and repeated numbers of channels, are cut into rows of about this length
 _LEAST_PER_THREAD = 1 << 18
 _KNOWN = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
 
 Loop = Callable[..., None]
 Form = tuple[Expression, tuple[Kind, ...], tuple[int, ...]]
-"""The expression that a loop stores, the kinds of its arguments, and the index of the array of each Mat and, last, of
-the target."""
+"""The expression that a loop stores, the kinds of its arguments, and the index of each Mat's array, and of the target's
+array, among the loop's distinct arrays."""
 _MOST_FORMS = 1024
-_spent: dict[Form, float] = {}  # seconds spent on forms that have no loop yet
+_spent: dict[Form, float] = {}  # seconds spent on row-by-row evaluation of forms that have no loop yet
 _loops: dict[Form, Loop] = {}  # loops are never removed, because Numba does not free them
 
 
@@ -56,7 +56,7 @@ def run(plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None
 
     Args:
         tensors: tensors of the plan's leaves, (..., channels).
-        target: has the plan's depth; overlaps no tensor, or has exactly the same elements.
+        target: has the plan's depth. Any tensor that overlaps the target has exactly the same elements.
     """
     _run(lambda: plan.elements, tensors, target, lambda: plan.rows.run(tensors, target))
 
@@ -126,8 +126,8 @@ def run_loop(
 
     Args:
         views: a tensor for each array of the loop, all of one shape, contiguous along the last dimension.
-        rows: numbers for the channels.
-        channels: the group size in the last dimension.
+        rows: operands with a number for each channel.
+        channels: the number of channels, which are interleaved along the last dimension.
     """
     flat = [memory_of(each) for each in views]
     threads = views[0].numel() // _LEAST_PER_THREAD
@@ -170,7 +170,7 @@ def source_of(form: Form) -> tuple[str, str, dict[str, Any]]:
     """Generate the source of the loop over rows and columns: (text, function name, values of its global names).
 
     The function takes the first row, the row after the last, the number of columns, the memory and row step of each
-    array, rows of numbers as long as the columns, and single numbers.
+    array, rows of `columns` numbers, and single numbers.
     """
     result, kinds, places = form
     types = types_of([result], kinds, autocast=False)
@@ -202,7 +202,8 @@ def source_of(form: Form) -> tuple[str, str, dict[str, Any]]:
 
 
 def _text_of(node: Expression, written: dict[int, str], types: Types, constants: dict[str, Any]) -> str:
-    """The operation on operands in their common dtype, as a number of the result's dtype."""
+    """Generate the source of one operation. The source converts the operands to their common dtype, and the result to
+    the dtype of the node."""
     common, dtype = types[id(node)].common, types[id(node)].kind.dtype
     if node.operation == "where":
         condition, *rest = node.operands

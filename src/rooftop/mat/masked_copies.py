@@ -2,7 +2,7 @@
 elements.
 
 The kernel is memory-bound if the mask consists of areas, as most masks do. At the edges of areas, and everywhere in a
-random mask, the kernel stores numbers one by one. For bytes these stores take several times as long.
+random mask, the kernel stores numbers one by one. For bytes, this takes several times as long as storing wide words.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def copy_by_kernel(source: Tensor, target: Tensor, mask: Tensor) -> None:
     """Copy the elements whose mask is not 0.
 
     Args:
-        source: like the target, or one element (channels,) on the CPU.
+        source: a tensor with the target's shape and dtype, or one element (channels,) on the CPU.
         target: (..., channels), with contiguous channels, as integers that carry the bits.
         mask: uint8 or bool, (..., 1) for whole elements or (..., channels).
     """
@@ -67,7 +67,7 @@ def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[i
     Args:
         leads: distance, in numbers or marks (mask bytes), from the pointers of source, target and mask to the first
             element.
-        odd: the distance of the mask's pointer from the multiple of 16 bytes before it.
+        odd: the address of the mask modulo 16 bytes.
     """
     require_triton()
     from rooftop.mat.masked_copy_kernels import masked_copy
@@ -104,7 +104,7 @@ def _launches_of(source: Tensor, target: Tensor, mask: Tensor, leads: Sequence[i
 
 
 def _dims(source: Tensor | None, target: Tensor, mask: Tensor) -> tuple[Dims, int]:
-    """Merge dimensions that all tensors step through with one stride.
+    """Merge adjacent dimensions that each tensor traverses with a single stride.
 
     Returns:
         (size, steps of source, target and mask) of each dimension except the last one, outermost first; and the number

@@ -19,13 +19,13 @@ def masked_copy(
     mask,  # rows of bytes: one byte for every PER numbers
     source_lead, target_lead, mask_lead,  # distances from the pointers to the first number or mark, in words
     rows, inner_rows, words,  # number of rows; rows of the inner dimension; words of a row
-    source_outer, source_inner, target_outer, target_inner, mask_outer, mask_inner,  # from row to row, in words
+    source_outer, source_inner, target_outer, target_inner, mask_outer, mask_inner,  # distances between rows, in words
     CHANNELS: tl.constexpr,  # number of channels if the source is one element; 0 if it is not
     TABLE: tl.constexpr,
     PER: tl.constexpr,
     WORD: tl.constexpr,  # numbers that one load or store of source and target moves
     WORDS: tl.constexpr,  # words of a group, which begins and ends with whole marks
-    MARKS: tl.constexpr,  # length in words
+    MARKS: tl.constexpr,  # marks of a group
     MASK_WORD: tl.constexpr,  # marks that one load of the mask reads
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,

@@ -1,9 +1,9 @@
 """Copy under a mask on the CPU, in loops that Numba compiles: one pass over memory, without a branch at each element.
 
 A row is processed in blocks. A block whose mask is all 0 is skipped. A block whose mask has no 0 is copied. For other
-blocks, each mark is expanded over the channels as 0 or all ones, and SIMD instructions compute `target ^ ((source ^
-target) & mask)`. The loops are compiled once for each width of numbers and cached next to this file, so that later
-processes load them.
+blocks, each mask byte is expanded over the channels as 0 or all ones, and SIMD instructions compute
+`target ^ ((source ^ target) & mask)`. The loops are compiled once for each width of numbers and cached next to this
+file, so that later processes load them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def copy_by_loops(source: Tensor, target: Tensor, mask: Tensor) -> bool:
 
     Args:
         source: (..., channels) as the target, or one element (channels,).
-        target: (..., channels), of two dimensions or more; overlaps neither.
+        target: (..., channels), of two dimensions or more; overlaps neither `source` nor `mask`.
         mask: uint8 or bool, (..., 1) for whole elements or (..., channels).
     """
     is_value, by_number = source.dim() == 1, mask.shape[-1] > 1
@@ -65,7 +65,7 @@ def _has_rows(x: Tensor) -> bool:
 
 
 def _is_of(x: Tensor, width: int) -> bool:
-    """Whether an element of several numbers can be viewed as one of `width` bytes."""
+    """Whether an element of several numbers can be viewed as one number of `width` bytes."""
     own = x.element_size()
     steps = [x.storage_offset(), *x.stride()[:-1]]
     return width == own or (x.shape[-1] * own == width and all(step * own % width == 0 for step in steps))

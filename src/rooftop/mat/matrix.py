@@ -1,7 +1,7 @@
 """`Mat`: an array on the CPU or a GPU with the semantics of cv::Mat.
 
-Names, arguments and results are OpenCV's, if OpenCV has them; docs/mat.md lists the differences. views.py has headers
-and their views, exports.py has the interfaces for other libraries, and growth.py adds and removes rows.
+Names, arguments and results are OpenCV's, if OpenCV has them; docs/mat.md lists the differences. `views.py` defines
+headers and views, `exports.py` the interfaces for other libraries, and `growth.py` adds and removes rows.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Mat(Block, Arithmetic):
 
     @classmethod
     def zeros(cls, *shape: Any, device: DeviceLike | None = None, allocator: MatAllocator | None = None) -> Mat:
-        """`zeros(rows, cols, type)` or `zeros(sizes, type)`."""
+        """A Mat of zeros: `zeros(rows, cols, type)` or `zeros(sizes, type)`."""
         return cls(*shape, value=0, device=device, allocator=allocator)
 
     @classmethod
@@ -177,7 +177,8 @@ class Mat(Block, Arithmetic):
         source.copyTo(region)
 
     def assign(self, expression: Mat | MatExpr) -> Self:
-        """`m = expression` of C++: evaluate it into this Mat's memory if that has its size and type, as by `create`.
+        """Evaluate an expression into this Mat, like `m = expression` in C++. The Mat keeps its memory if size and type
+        stay the same.
 
         If the argument is a Mat, this Mat shares its memory, as `Mat(other)` does.
         """
@@ -233,7 +234,7 @@ class Mat(Block, Arithmetic):
         """Copy all elements, or those whose mask is not 0.
 
         Args:
-            dst: gets this Mat's sizes and type by `create`; its device stays. A new Mat if None.
+            dst: the target; None makes a new Mat. `create` sets its sizes and type, and keeps its device.
             mask: a Mat of 8 bits or Bool, with the same sizes, and with one channel or as many channels as this Mat.
                 Elements of new memory that the mask excludes are 0.
 
@@ -270,11 +271,11 @@ class Mat(Block, Arithmetic):
         beta: float = 0,
         dst: Mat | None = None,
     ) -> Mat:
-        """saturate(alpha * x + beta) as numbers of another depth: rounded half to even, with NaN as the least integer.
+        """Convert to another depth: saturate(alpha * x + beta), rounded half to even; NaN becomes the least integer.
 
         Args:
             rtype: a depth, a type (its channels are ignored), or a dtype; None keeps the depth.
-            dst: gets sizes and type by `create`; a new Mat if None. `dst` may be this Mat.
+            dst: the target, which may be this Mat; None makes a new Mat. `create` sets its sizes and type.
 
         Returns:
             dst.
@@ -316,7 +317,7 @@ class Mat(Block, Arithmetic):
     # Vectors.
 
     def dot(self, other: MatLike) -> float:
-        """The sum of the products of all numbers over all channels, in float64."""
+        """The dot product: the sum over all elements and channels of the numbers' products, in float64."""
         return dot(self, as_mat(other))
 
     def cross(self, other: MatLike) -> Mat:
@@ -380,8 +381,9 @@ class Mat(Block, Arithmetic):
     def mapped(self, *, write: bool = True) -> Iterator[np.ndarray[Any, Any]]:
         """The elements as an array on the host during a `with` block, from any device.
 
-        For host memory it is `numpy()`. For a GPU it is a copy; at the end of the `with` block it is copied back if
-        `write`. Within the `with` block, `mapping` is "host", and using the Mat on the GPU raises.
+        For host memory, the array is `numpy()`. For a GPU, the array is a copy in host memory; if `write`, it is copied
+        back at the end of the `with` block. Within the `with` block, `mapping` is "host", and using the Mat on the GPU
+        raises RuntimeError.
         """
         if self._data is None or self._device.type == "cpu":
             array = self.cpu().numpy()
@@ -441,7 +443,7 @@ MatLike = Mat | MatExpr | np.ndarray[Any, Any] | Tensor
 
 
 def as_mat(given: MatLike) -> Mat:
-    """A Mat itself, an array as a header on its memory, or an expression's value."""
+    """Return a Mat unchanged, a header on the memory of an array, or the value of an expression."""
     return given if isinstance(given, Mat) else Mat(given)
 
 
@@ -449,10 +451,10 @@ def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> 
     """Evaluate an expression and return the Mat with its value.
 
     Args:
-        dst: gets size and type by `create`, so that nothing is allocated if it already has them; a new Mat if None. It
-            may overlap the expression's Mats.
-        rtype: the depth of the stored numbers: a depth, a type (its channels are ignored), or a dtype; None is the
-            expression's own.
+        dst: the target; None makes a new Mat. `create` sets its size and type, and allocates nothing if both
+            already match. `dst` may overlap the expression's Mats.
+        rtype: the depth of the stored numbers: a depth, a type (its channels are ignored), or a dtype; None keeps the
+            expression's depth.
 
     Returns:
         dst.

@@ -1,7 +1,7 @@
 """Prepare an expression: simplify its tree, find the bounds of its values, and choose the dtype of the computation.
 
-All of this depends only on the operations, types and numbers, not on the Mats. So a plan is made once for each form and
-cached: evaluating small images takes less time than planning would.
+A plan depends only on an expression's operations, types and numbers (its form), not on its Mats. So plans are cached by
+form, because planning takes longer than evaluating a small image.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _plans: dict[Form, ExpressionPlan] = {}
 
 
 class ExpressionPlan:
-    """A plan for expressions of one form, stored as numbers of one depth. It refers to no Mat.
+    """A plan for expressions of one form, stored as numbers of one depth. A plan has no references to Mats.
 
     Attributes:
         root: the tree of elementwise operations; its leaves hold the Mats' types, not the Mats.
@@ -72,7 +72,7 @@ class ExpressionPlan:
 
     @cached_property
     def rows(self) -> RowProgram:
-        """The steps of the plan on the CPU."""
+        """The plan as torch operations on blocks of rows, for the CPU."""
         return row_program(self.root, self.bounds, self.dtype, self.depth)
 
     @cached_property
@@ -110,7 +110,7 @@ def form_of(nodes: Sequence[MatExpr], depth: int) -> Form:
         places[id(each)] = place
         if each._operation == "mat":
             form.append((each._type, each._value[1]))
-        elif each._operation == "numbers":  # unlike ==, repr tells 1, 1.0 and True apart, and 0.0 and -0.0
+        elif each._operation == "numbers":  # unlike ==, repr distinguishes 1, 1.0 and True, and 0.0 and -0.0
             form.append((each._type, repr(each._value)))
         else:
             form.append((each._operation, each._type, *[places[id(operand)] for operand in each._operands]))
@@ -161,7 +161,7 @@ def _is_of_bits(root: MatExpr, depth: int) -> bool:
 
 
 def depth_of_bits(depth: int) -> int:
-    """The depth whose dtype carries the bits of another."""
+    """The depth whose dtype is the carrier of this depth's bits."""
     return next(number for number, each in enumerate(DEPTHS) if each.dtype == DEPTHS[depth].carrier)
 
 

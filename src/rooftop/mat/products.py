@@ -26,9 +26,9 @@ class Gemm(NamedTuple):
 
 
 def gemm_of(root: MatExpr) -> Gemm | None:
-    """The single call that computes the root's value; None for other expressions.
+    """The single GEMM call that computes the root's value; None if one call cannot compute it.
 
-    A sum, difference or factor applied to a product joins its call, if the other operand is not a product too.
+    The call includes numeric factors of the product, and a matrix that is added to or subtracted from the product.
     """
     factor, each = _scaled(root)
     if each._operation == "product":
@@ -50,7 +50,7 @@ def _gemm(alpha: float, product: MatExpr, beta: float, term: MatExpr | None) -> 
 
 
 def _scaled(each: MatExpr) -> tuple[float, MatExpr]:
-    """Split an expression into (numeric factor, the rest)."""
+    """Split an expression into (numeric factor, remaining expression)."""
     factor = 1.0
     while True:
         if each._operation == "neg":
@@ -74,8 +74,8 @@ def _numbers(each: MatExpr) -> tuple[float, ...]:
 
 
 def multiply_into(target: Tensor, left: Tensor, right: Tensor, alpha: float, beta: float, term: Tensor | None) -> None:
-    """target = alpha * left @ right + beta * term; all (rows, columns). The target overlaps none of the factors; the
-    term may be the target."""
+    """Compute target = alpha * left @ right + beta * term; all tensors are (rows, columns). The target must not overlap
+    `left` or `right`, but may be `term`."""
     if not target.numel():
         return
     if left.shape[1] == 0:  # no columns to multiply: the product is 0
@@ -91,7 +91,7 @@ def multiply_into(target: Tensor, left: Tensor, right: Tensor, alpha: float, bet
 
 
 def inverse_of(x: Tensor, method: str, depth: int) -> Tensor:
-    """The inverse of (rows, columns), in float32 or float64.
+    """The inverse of a matrix x (rows, columns), in float32 or float64.
 
     Raises:
         numpy.linalg.LinAlgError: there is no inverse, or with "cholesky" x is not positive definite.

@@ -1,4 +1,4 @@
-"""Small caches that keep the last few values, safe with threads and forks."""
+"""Small caches of the most recently added values, safe with threads and forks."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ Mats are divided among as many threads as torch would use.
 Every operation writes into a register: a tensor of a block's size, allocated once. Operations that return new tensors
 take 1.3 times as long (geometric mean over the operations of `benchmarks/mat.py` in uint8 and float32, whole images and
 regions, on one thread and on two of an EPYC with 512 KB of L2 a core), and up to 2 times for sums of bytes: the system
-takes freed memory back, and then maps it again page by page.
+reclaims freed memory, and then maps it again page by page.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, tru
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, is_one, topological
 from rooftop.mat.type_codes import DEPTHS, CV_Bool
 
-BLOCK = 1 << 15  # elements: the most that torch computes in one thread. An operand of 16 KB to 256 KB fits in L2
+# elements: torch uses one thread for up to this many. A block of one operand (16 KB to 256 KB) fits in L2
+BLOCK = 1 << 15
 _LEAST_PER_THREAD = 1 << 18  # elements; with fewer elements per thread, an additional thread saves no time
 _TILE_COLUMNS = 256  # columns of a block if an operand is transposed, so that reads and writes use whole cache lines
 Block = tuple[slice, ...]
 Step = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...], int | None]
-"""A function, the registers of its operands, the numbers after these, and the register for `out=` (None without
-`out=`)."""
+"""A function, the registers of its tensor arguments, the numeric arguments after these, and the register for `out=`
+(None without `out=`)."""
 
 
 @dataclass
 class RowProgram:
-    """Steps on registers, which are numbered in this order: leaves, target, numbers, scratch.
+    """Torch operations on registers (tensors), which are numbered in this order: leaves, target, numbers, scratch.
 
     Attributes:
         dtype: the dtype of the computation.
-        numbers: one for all channels (), or one for each (channels,).
-        scratch: dtypes of the other registers.
+        numbers: constants: a tensor () with one number for all channels, or (channels,) with one for each.
+        scratch: dtypes of the scratch registers.
     """
 
     dtype: torch.dtype
@@ -57,7 +58,7 @@ class RowProgram:
 
         Args:
             tensors: tensors of the leaves, (..., channels), of the target's shape, in their depths' dtypes.
-            target: overlaps none of the tensors, or has exactly the same elements.
+            target: the output. A tensor that overlaps the target has exactly the same elements.
         """
         if not target.numel():
             return
@@ -85,7 +86,7 @@ class RowProgram:
 
 
 def _parts(views: list[Tensor], share: list[Block]) -> Iterator[list[Tensor]]:
-    """The part of each view in each block."""
+    """Yield the slices of all views, block by block."""
     if views[0].dim() > 1 or not share:
         for block in share:
             yield [view[block] for view in views]
@@ -93,7 +94,7 @@ def _parts(views: list[Tensor], share: list[Block]) -> Iterator[list[Tensor]]:
     first, width = share[0][0].start, share[0][0].stop - share[0][0].start
     length = min(share[-1][0].stop, views[0].shape[0]) - first
     for parts in zip(*(view.narrow(0, first, length).split(width) for view in views), strict=True):
-        yield list(parts)  # one call for all blocks, because slicing each block took a third of the time
+        yield list(parts)  # `split` cuts all blocks in one call; slicing each block took a third of the time
 
 
 def _along(numbers: Tensor, shape: torch.Size) -> Tensor:
@@ -106,7 +107,7 @@ def _along(numbers: Tensor, shape: torch.Size) -> Tensor:
 
 
 def in_few_dims(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Merge the dimensions that all tensors step through with one stride; at least one dimension remains."""
+    """Merge adjacent dimensions that each tensor traverses with a single stride; at least one dimension remains."""
     dims = merged(tensors[0].shape, *(each.stride() for each in tensors)) or [(1, (1,) * len(tensors))]
     sizes = [size for size, _ in dims]
     return [
@@ -115,7 +116,7 @@ def in_few_dims(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def blocks_of(views: Sequence[Tensor], channels: int) -> Iterator[Block]:
-    """Iterate in order over blocks of at most `BLOCK` elements, each beginning at a first channel."""
+    """Iterate in order over blocks of at most `BLOCK` elements, each beginning at channel 0 of an element."""
     *outer, last = shape = views[0].shape
     turned = len(shape) > 1 and any(view.stride(-1) > view.stride(-2) for view in views)
     turned = turned or (len(shape) > 2 and any(view.stride(-2) > view.stride(-3) for view in views))
@@ -140,7 +141,7 @@ def blocks_of(views: Sequence[Tensor], channels: int) -> Iterator[Block]:
 def row_program(root: MatExpr, bounds: BoundsOf, dtype: torch.dtype, depth: int) -> RowProgram:
     """The steps of an expression, computed in a dtype and stored as numbers of a depth.
 
-    Leaves are Mats; there are no products or inverses left.
+    All leaves are Mats or numbers. The expression must not contain matrix products or inverses.
     """
     return _Writer(root, bounds, dtype).written(depth)
 
@@ -187,7 +188,7 @@ class _Writer:
         return self.first_scratch + len(self.program.scratch) - 1
 
     def give_back(self, register: int) -> None:
-        """Free the scratch registers among these; other registers stay allocated."""
+        """Free a scratch register; other registers stay allocated."""
         if register >= self.first_scratch:
             self.free[self.program.scratch[register - self.first_scratch]].append(register)
 
@@ -271,7 +272,7 @@ class _Writer:
         self.give_back(zero)
 
     def _bits(self, each: MatExpr, places: list[int], target: int | None) -> None:
-        """The bits of numbers as their depth stores them."""
+        """Compute a bitwise operation on the integers that the depth stores."""
         limits = depth_bounds(each.depth())
         assert limits is not None
         integers = _INTEGER_OF.get(self.dtype, self.dtype)
@@ -286,7 +287,7 @@ class _Writer:
                 made.append(places[n])
         out = self._result(each, target)
         bits = out if integers == self.dtype else self.room(integers)
-        if each._operation == "not":  # even if the dtype is wider than the depth
+        if each._operation == "not":  # xor is right even if the dtype is wider than the depth
             self.step(torch.bitwise_xor, *places, numbers=(-1 if limits.low < 0 else int(limits.high),), out=bits)
         else:
             self.step(_FUNCTIONS[each._operation], *places, out=bits)
@@ -346,7 +347,7 @@ class _Writer:
 
 
 def _truth(out: Tensor, truth: Tensor) -> None:
-    """255 where true."""
+    """Write 255 where true and 0 where false."""
     out.copy_(truth)
     out.mul_(255)
 

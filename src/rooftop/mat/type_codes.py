@@ -1,8 +1,8 @@
 """Element types as numbers: a depth (the type of one channel) and the number of channels, packed as in OpenCV 5.
 
 A code is `depth | (channels - 1) << 5`, so CV_8UC3 is 64. OpenCV 4 shifts by 3, so CV_8UC3 is 16 there; `type_code` and
-`from_opencv4` convert between the two. OpenCV 5 itself allows at most 128 channels. Here the same rule codes up to 512
-channels, so that all types of OpenCV 4 have a code.
+`from_opencv4` convert between the two. OpenCV 5 itself allows at most 128 channels. Here, the same rule encodes up to
+512 channels, so that all types of OpenCV 4 have a code.
 
 Source: opencv2/core/hal/interface.h of OpenCV 5.0 and 4.x.
 """
@@ -41,8 +41,8 @@ class Depth:
     """The type of one channel.
 
     Attributes:
-        name: as in CV_8U, without the prefix.
-        dtype: dtype of torch.
+        name: the name without the prefix, such as "8U" for CV_8U.
+        dtype: torch's dtype.
         carrier: a torch dtype of the same width that every operator on every device supports; used to copy bits. torch
             has few operators for uint16, uint32 and uint64.
         numpy: NumPy's dtype; None if NumPy has none.
@@ -132,7 +132,7 @@ def depth_of(type: int) -> Depth:
     """The depth of one channel of a type.
 
     Raises:
-        TypeError, ValueError: not a type.
+        TypeError, ValueError: `type` is not the code of a type.
     """
     if not isinstance(type, int) or isinstance(type, bool):
         raise TypeError(
@@ -147,7 +147,7 @@ def typeToString(type: int) -> str:
     """The name of a type, such as "CV_8UC3"; beyond four channels "CV_8UC(5)", as OpenCV prints it.
 
     Raises:
-        TypeError, ValueError: not a type.
+        TypeError, ValueError: `type` is not the code of a type.
     """
     channels = CV_MAT_CN(type) if isinstance(type, int) else 0
     return f"CV_{depth_of(type).name}C{channels if channels <= 4 else f'({channels})'}"
@@ -161,10 +161,11 @@ def depthToString(depth: int) -> str:
 def type_code(
     of: int | torch.dtype | np.dtype[np.generic] | type[np.generic], channels: int | None = None, *, opencv: int = 5
 ) -> int:
-    """The code of a type, of a dtype of torch or of NumPy.
+    """The code of a type, a torch dtype or a NumPy dtype.
 
     Args:
-        of: a type of this package, or a dtype, with `channels` channels (1).
+        of: a type of this package, or a dtype.
+        channels: the number of channels; by default that of the type, or 1 for a dtype.
         opencv: 5 for this package's codes, 4 for OpenCV 4's codes of the same types.
 
     Raises:
@@ -197,7 +198,7 @@ def from_opencv4(code: int) -> int:
 
 
 def torch_dtype(type: int) -> torch.dtype:
-    """The dtype of torch of a type's channels."""
+    """torch's dtype for the channels of a type."""
     return depth_of(type).dtype
 
 
@@ -205,7 +206,7 @@ def numpy_dtype(type: int) -> np.dtype[np.generic]:
     """NumPy's dtype for the channels of a type.
 
     Raises:
-        TypeError: CV_16BF, which NumPy lacks.
+        TypeError: the depth is CV_16BF, which NumPy lacks.
     """
     found = depth_of(type).numpy
     if found is None:

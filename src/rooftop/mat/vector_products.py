@@ -15,7 +15,7 @@ from rooftop.mat.views import Header
 
 
 def dot(x: Header, y: Header) -> float:
-    """The sum of the products of all numbers over all channels, in float64.
+    """The dot product: the sum over all elements and channels of the numbers' products, in float64.
 
     Raises:
         TypeError: the types differ.
@@ -29,7 +29,7 @@ def dot(x: Header, y: Header) -> float:
 
 
 def cross(x: Header, y: Header) -> Tensor:
-    """The cross product (3,) of two vectors of three floating numbers, (3, 1), (1, 3) or one element of three channels.
+    """The cross product (3,) of two floating-point vectors: (3, 1), (1, 3), or one element of three channels.
 
     Raises:
         TypeError: the types differ, or are integers.

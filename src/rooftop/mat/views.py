@@ -91,12 +91,12 @@ class Header(Shaped):
     )  # fmt: skip
 
     _steps: Sizes  # bytes
-    _data: MatData | None  # None without elements
+    _data: MatData | None  # None if there are no elements
     _share: object  # counts the headers of the block
-    _offset: int  # in bytes of the storage: the offset of the first element,
-    _start: int  # start of the whole Mat from which this was cut,
-    _end: int  # end of its last row,
-    _limit: int  # end of the memory that rows may grow into
+    _offset: int  # byte offset in the storage of the first element
+    _start: int  # byte offset of the whole Mat from which this header was cut
+    _end: int  # byte offset at which the last row of that whole Mat ends
+    _limit: int  # byte offset of the end of the memory into which rows may grow
     _submatrix: bool
     _device: torch.device
     _cached: Tensor | None  # the elements, (..., channels)
@@ -113,7 +113,7 @@ class Header(Shaped):
 
     @property
     def step(self) -> Sizes:
-        """For each dimension, the bytes from one index to the next."""
+        """The strides of all dimensions, in bytes."""
         return self._steps
 
     def step1(self, i: int = 0) -> int:
@@ -127,7 +127,7 @@ class Header(Shaped):
         return not self._sizes or headers.is_continuous(self._sizes, self._steps)
 
     def isSubmatrix(self) -> bool:
-        """Whether this was cut from a larger one."""
+        """Whether this Mat is a region of a larger Mat."""
         return self._submatrix
 
     @property
@@ -136,11 +136,11 @@ class Header(Shaped):
 
     @property
     def data(self) -> MatData | None:
-        """The block of memory, shared with other headers; None without elements."""
+        """The block of memory, shared with other headers; None if there are no elements."""
         return self._data
 
     def data_ptr(self) -> int:
-        """The address of the first element; 0 without elements."""
+        """The address of the first element; 0 if there are no elements."""
         return self._data.storage.data_ptr() + self._offset if self._data is not None and not self.empty() else 0
 
     def __len__(self) -> int:
@@ -198,8 +198,9 @@ class Header(Shaped):
         """View the same numbers with another number of channels, rows or sizes.
 
         Args:
-            cn: channels; 0 keeps them.
-            rows: the number of rows, or a tuple of all sizes. 0 keeps a number; in a tuple, one -1 is computed.
+            cn: the number of channels; 0 keeps the present number.
+            rows: the number of rows, or a tuple of all sizes. 0 keeps the present size. One size of a tuple may be -1,
+                which is computed from the others.
 
         Raises:
             ValueError: the sizes are not divisible, or a Mat with gaps cannot get these rows or sizes (`clone()` it
@@ -250,7 +251,7 @@ class Header(Shaped):
         return new
 
     def locateROI(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Position of this view in the Mat from which it was cut: (width, height) of the whole, (x, y) of the first
+        """Locate this view in the Mat from which it was cut: (width, height) of that Mat, and (x, y) of the first
         element."""
         place = self._place("locateROI")
         return (place.whole_cols, place.whole_rows), (place.col, place.row)
@@ -279,8 +280,8 @@ class Header(Shaped):
         counts as a range of one. `m[y]` is row y.
 
         Raises:
-            IndexError: out of range, negative indices included.
-            ValueError: ranges with a step.
+            IndexError: an index is negative or too large.
+            ValueError: a range has a step.
         """
         place = self._indices(index)
         if isinstance(place, int):
@@ -308,7 +309,7 @@ class Header(Shaped):
         return self._header(self._sizes, self._steps, self._offset, self._submatrix)
 
     def _cut(self, of: str, ranges: dict[int, tuple[int, int]]) -> Self:
-        """A view of these ranges (start, end) of dimensions."""
+        """A view with some dimensions cut to ranges: {dimension: (start, end)}."""
         sizes, offset, submatrix = list(self._sizes), self._offset, self._submatrix
         for axis, (start, end) in ranges.items():
             if end - start != sizes[axis]:
@@ -318,11 +319,11 @@ class Header(Shaped):
         return self._header(tuple(sizes), self._steps, offset, submatrix)
 
     def _indices(self, index: Any) -> int | dict[int, tuple[int, int]]:
-        """The offset of an element, or ranges of dimensions."""
+        """Parse an index to the byte offset of an element, or to ranges {dimension: (start, end)}."""
         given = index if isinstance(index, tuple) else (index,)
         sizes = self._sizes
         for place, each in enumerate(given):
-            if each is Ellipsis:  # all dimensions that are not given
+            if each is Ellipsis:  # stands for all dimensions without an index
                 given = (*given[:place], *[slice(None)] * (len(sizes) + 1 - len(given)), *given[place + 1 :])
                 break
         if len(given) > len(sizes):
@@ -367,13 +368,13 @@ class Header(Shaped):
         return self._cached
 
     def _address(self) -> int:
-        """The address of the first element, which must exist, for reading."""
+        """The address of the first element, for reading. There must be elements."""
         assert self._data is not None
         self._data.check_mapping()
         return self._data.storage.data_ptr() + self._offset
 
     def _bits(self) -> Tensor:
-        """The elements (..., channels) in the carrier of their depth, for reading."""
+        """The elements (..., channels) as integers of the same bits (the depth's carrier dtype), for reading."""
         depth = depth_of(self._type)
         elements = self._tensor()
         return elements if depth.dtype == depth.carrier else elements.view(depth.carrier)

@@ -36,7 +36,7 @@ def store_whole_numbers(
     Args:
         bounds: bounds of all nodes. Every node is an integer expression.
         leaves, tensors: the Mats among the nodes, and their elements (..., channels) in the target's shape.
-        into: the target, in the dtype of `depth`. It overlaps no tensor, or shares exactly its elements.
+        into: the target, in the dtype of `depth`. A tensor that overlaps the target has exactly the same elements.
         depth: an integer depth, Bool or CV_64F.
     """
     known = bounds[id(root)]
@@ -119,12 +119,12 @@ def _of_numbers(numbers: Sequence[int], device: torch.device) -> Digits:
 
 
 def _count(largest: int | Fraction) -> int:
-    """The number of digits of a number with its sign."""
+    """The number of digits of a signed number with this absolute value."""
     return int(largest).bit_length() // _BITS + 1
 
 
 def _fitted(digits: Digits, known: Bounds) -> Digits:
-    """Propagate carries so that all digits are within their limits; keep as many digits as the value's bounds need."""
+    """Propagate carries so that all digits are within their limits; keep only as many digits as the bounds require."""
     count = _count(known.largest)
     digits = list(digits)
     while len(digits) < count:
@@ -199,7 +199,7 @@ def _is_zero(digits: Digits) -> Tensor:
 
 
 def _of_bits(each: MatExpr, of: list[Digits], known: Sequence[Bounds | None]) -> Digits:
-    """The bits of numbers as their depth stores them."""
+    """Compute a bitwise operation on the integers that the depth stores."""
     depth, limits = each.depth(), depth_bounds(each.depth())
     assert limits is not None
     bits = [_saturated(digits, one, depth) for digits, one in zip(of, known, strict=True)]
@@ -212,7 +212,7 @@ def _of_bits(each: MatExpr, of: list[Digits], known: Sequence[Bounds | None]) ->
 
 
 def _saturated(digits: Digits, known: Bounds | None, depth: int) -> Tensor:
-    """The value limited to an integer depth, as int64 numbers (for CV_64U, their bits)."""
+    """Saturate a value to an integer depth, and return int64 numbers (for CV_64U, numbers of the same bits)."""
     assert known is not None
     limits = depth_bounds(depth)
     assert limits is not None
@@ -220,7 +220,7 @@ def _saturated(digits: Digits, known: Bounds | None, depth: int) -> Tensor:
         return (~_is_zero(digits)).to(torch.int64)
     bits = digits[0]
     for place, digit in enumerate(digits[1:], 1):
-        if _BITS * place < 64:  # digits beyond these only repeat the sign of a value within the limits
+        if _BITS * place < 64:  # of a value within the limits, higher digits only repeat the sign
             bits = bits + (digit << _BITS * place)
     for limit, beyond in ((limits.low, known.low < limits.low), (limits.high, known.high > limits.high)):
         if beyond:
@@ -245,7 +245,7 @@ def _store(digits: Digits, known: Bounds, into: Tensor, depth: int) -> None:
 
 
 def _to_float64(digits: Digits, known: Bounds) -> Tensor:
-    """Each number rounded once, half to even.
+    """Convert numbers to float64, rounded once, half to even.
 
     The highest bits of the absolute value go into an int64, up to 62 of them. If any lower bit is set, the lowest bit
     of the int64 is set too. That lowest bit is below the 53 bits that float64 keeps, so it only breaks ties.

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MAX_SIDE = 16384  # pixels
-LEAST, MOST = 1e-30, 1e30  # limit of lengths: float32 can hold them, and their products with a mesh's lengths
+LEAST, MOST = 1e-30, 1e30  # limits of lengths; float32 can represent these and their products with a mesh's lengths
 
 MOST_SHOWN = 200  # maximum characters of a given value in a message
 
@@ -46,11 +46,11 @@ def whole_number(name: str, value: object, low: int, high: int, what: str = "an 
     """Check and return an integer from `low` to `high`: a Python or NumPy integer.
 
     Raises:
-        ValueError: it is not an integer, or is out of range; the message begins with `name`.
+        ValueError: `value` is not an integer, or is out of range; the message begins with `name`.
     """
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # PyTorch and NumPy raise these for fractions and for several numbers
+    except (TypeError, ValueError, RuntimeError):  # raised for fractions and for arrays of several numbers
         number = None
     if number is None or not low <= number <= high:
         raise ValueError(f"{name}={short(value)}: expected {what} from {low} to {high}")
@@ -66,7 +66,7 @@ def number_in(name: str, value: object, low: float, high: float) -> float:
     """Check and return a number from `low` to `high`.
 
     Raises:
-        ValueError: it is not a number, or is out of range; the message begins with `name`.
+        ValueError: `value` is not a number, or is out of range; the message begins with `name`.
     """
     try:
         number = float(value)  # type: ignore[arg-type]

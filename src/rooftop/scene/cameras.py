@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short, whole_pixels
 
-MOST_ASIDE = 2.0**19  # maximum pixels from the picture's corner to the axis: half of the rasterizer's range
+MOST_ASIDE = 2.0**19  # limit of cx and cy, in pixels: half of the range of coordinates that the rasterizer supports
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Camera:
                 "world_to_camera must be a rotation and a shift: its upper left 3 x 3 part scales, shears or "
                 "mirrors; put scales into the transforms of instances"
             )
-        matrix.setflags(write=False)  # kept, because the next frame needs this camera's position
+        matrix.setflags(write=False)  # read-only, because the renderer uses the camera again in the next frame
         object.__setattr__(self, "world_to_camera", matrix)
 
     @classmethod
@@ -113,7 +113,7 @@ class Camera:
     def from_intrinsics(
         cls, K: ArrayLike, world_to_camera: ArrayLike, width: int, height: int, near: float = 0.01
     ) -> Camera:
-        """Make a camera without distortion from OpenCV's description.
+        """Make a camera without distortion from OpenCV's intrinsic and extrinsic matrices.
 
         Args:
             K: (3, 3) with the rows (fx, 0, cx), (0, fy, cy) and (0, 0, 1), in pixels.
@@ -162,7 +162,7 @@ def affine(matrix: ArrayLike, name: str) -> NDArray[np.float64]:
     """Check a (4, 4) or (3, 4) transform and return it as (4, 4) float64.
 
     Raises:
-        ValueError: it has another shape, is not finite, or its last row is not 0 0 0 1.
+        ValueError: the matrix has another shape, is not finite, or its last row is not 0 0 0 1.
     """
     values = real_numbers(matrix, name, "(4, 4) numbers")
     if values.shape == (3, 4):
@@ -177,10 +177,10 @@ def affine(matrix: ArrayLike, name: str) -> NDArray[np.float64]:
 
 
 def checked_cameras(cameras: object) -> tuple[Camera, ...]:
-    """Check cameras: return a list of the one camera or of several, in order.
+    """Check one camera or several, and return them as a tuple, in order.
 
     Raises:
-        ValueError: the argument is not a camera.
+        ValueError: the argument is neither a camera nor an iterable of cameras.
     """
     if not isinstance(cameras, Camera | Iterable):
         raise ValueError(f"cameras={short(cameras)}: expected a scene.Camera, or a list of them")

@@ -1,8 +1,8 @@
-"""Find the pages that a page needs: with these in memory, it can be drawn while all other pages are absent.
+"""Find the pages that a page needs. With these pages in memory, the page can be drawn even if all others are absent.
 
 A renderer switches between a group of clusters and the clusters that replace the group, so it must be able to draw
-both. So the page of a group needs the pages of all clusters that replace the group. Pages hold groups from the coarsest
-level to the finest, so a page needs only earlier pages.
+both. So the page of a group needs the pages of all clusters that replace the group. Pages contain the groups from the
+coarsest level to the finest, so a page needs only earlier pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PageNeeds:
-    """The pages that each page needs directly. (The needed pages may need others.)
+    """The pages that each page needs directly. (The needed pages may need further pages.)
 
     Attributes:
         starts: (pages + 1,) the start of each page's list in `pages`.
@@ -47,7 +47,7 @@ class PageNeeds:
 
     @classmethod
     def joined(cls, each: Iterable[PageNeeds]) -> PageNeeds:
-        """Combine several files, with consecutive page numbers."""
+        """Combine the tables of several files, whose pages get consecutive numbers."""
         starts, pages, first, held = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], 0, 0
         for needs in each:
             starts.append(needs.starts[1:] + held)
@@ -56,7 +56,8 @@ class PageNeeds:
         return cls(np.concatenate(starts), np.concatenate(pages))
 
     def wrong_at(self) -> int | None:
-        """The first page with an invalid entry: it needs itself or a later page, or its list has a wrong start."""
+        """The first page with an invalid entry: the page needs itself or a later page, or its list has a wrong
+        start."""
         count = len(self.starts) - 1
         starts_fit = (self.starts[1:] >= self.starts[:-1]) & (self.starts[1:] <= len(self.pages))
         if self.starts[0] != 0:

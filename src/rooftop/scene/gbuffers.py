@@ -28,8 +28,8 @@ OUTPUTS = (
 
 @dataclass(frozen=True)
 class StreamingStats:
-    """Statistics of a frame's pages, for a renderer with `pool_bytes`. `loaded` and `evicted` count since the previous
-    frame.
+    """Statistics of a frame's pages, for a renderer with `pool_bytes`. `loaded` and `evicted` count pages since the
+    previous frame.
 
     Attributes:
         wanted: pages that the frame would draw from if all pages were resident; `missing`: wanted pages that were not
@@ -37,8 +37,8 @@ class StreamingStats:
         resident: pages in the pool that a frame can draw from.
         loaded, loaded_bytes: pages that were read, and their bytes; evicted: pages that were removed to make room.
         resident_bytes, pool_bytes: bytes of the slots that hold resident pages, and of all slots.
-        error_pixels: upper bound of the picture's error in pixels: `pixel_error` if no page is missing, more if some
-            are.
+        error_pixels: upper bound of the picture's error in pixels: `pixel_error` if no page is missing, and larger
+            if pages are missing.
     """
 
     wanted: int
@@ -67,7 +67,7 @@ class FrameStats:
         stage_ms: milliseconds of each stage, if requested.
         streaming: statistics of the pages, if the renderer has a pool.
         nodes: nodes of all instances' trees whose children culling visited.
-        groups: groups that culling visited. It tests their clusters; `clusters` counts the clusters that remain.
+        groups: groups whose clusters culling tested; `clusters` counts the clusters that remain.
     """
 
     clusters: int
@@ -90,9 +90,10 @@ class GBuffer:
     Attributes:
         depth: float32, world units along the view's axis; inf is background.
         normal: float32 (..., 3), in the world, of length 1; 0 is background.
-        instance: int32, the instance's number, in the order of addition; -1 is background, as in the next outputs.
-        cluster: int32, its number in the mesh's file.
-        triangle: int32, its number in the cluster, 0 to 127.
+        instance: int32, the instance's number, in the order of addition; -1 is background, as in all other integer
+            outputs except `overdraw`.
+        cluster: int32, the cluster's number in the mesh's file.
+        triangle: int32, the triangle's number in the cluster, 0 to 127.
         level: int32, level of detail; 0 is the finest.
         uv: float32 (..., 2); nan for background, and on meshes without uv.
         velocity: float32 (..., 2), pixels to the right and down since the renderer's previous frame. 0 is background;

@@ -71,8 +71,8 @@ class DecodedCluster:
 
 
 class Geometry:
-    """A geometry file, memory-mapped. To replace it, rename another file over it. If it is truncated in-place, the
-    system kills every process that reads the removed part.
+    """A geometry file, memory-mapped. To replace the file, rename another file over it. If the file is truncated
+    in-place, the system kills every process that reads the removed part.
 
     Attributes:
         path: path of the file.
@@ -135,7 +135,7 @@ class Geometry:
 
         Raises, when it is unpickled:
             FileNotFoundError, GeometryFileError: as in `open`.
-            InputError: the file's pages have changed since.
+            InputError: the file's pages have changed since the object was pickled.
         """
         return _opened_again, (self.path.absolute(), self._content)
 
@@ -180,7 +180,7 @@ class Geometry:
         """Check the checksum alone.
 
         Raises:
-            GeometryFileError: it is wrong.
+            GeometryFileError: the checksum is wrong.
         """
         if zlib.crc32(words.data) != self.checksums[page]:
             at = int(self.page_offsets[page])
@@ -188,8 +188,8 @@ class Geometry:
 
     @cached_property
     def needs(self) -> PageNeeds:
-        """The pages that each page needs. Files before version 3 do not state them, so all pages are read once to find
-        them."""
+        """The pages that each page needs. Files before version 3 do not store this table, so all pages are read once to
+        compute it."""
         if self._stored_needs is not None:
             return self._stored_needs
         fine, coarse = [], []
@@ -322,7 +322,7 @@ class Geometry:
         return int(struct.unpack_from("<i", self._data, at)[0])
 
     def _check_table(self, start: int, length: int, table: int) -> None:
-        """Check that pages lie in their section, consecutively, at their expected positions."""
+        """Check that the offsets and lengths of pages are aligned, in ascending order, and within the section."""
         ends = np.append(start, self.page_offsets + self.page_lengths)
         least = 4 * (layouts.PAGE_WORDS + layouts.GROUP_WORDS + layouts.HEAD_WORDS + layouts.NEW_WORDS + 1)
         fits = (self.page_offsets % 16 == 0) & (self.page_offsets >= ends[:-1]) & (ends[1:] <= start + length)
@@ -431,7 +431,7 @@ def _meta(path: Path, data: mmap.mmap, start: int, length: int) -> dict[str, Any
     except (ValueError, RecursionError) as error:
         raise GeometryFileError(path, f"its metadata is not JSON ({error})", start) from None
     if isinstance(meta, dict):
-        meta.setdefault("has_colors", False)  # older files have no materials
+        meta.setdefault("has_colors", False)  # older files lack this entry
     for name, kind in _NEEDED.items():
         if not isinstance(meta, dict) or not isinstance(meta.get(name), kind):
             raise GeometryFileError(path, f"its metadata lacks {name}", start)

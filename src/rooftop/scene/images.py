@@ -87,7 +87,7 @@ class Texture:
         return file.getvalue()
 
     def texels(self) -> Bytes:
-        """(H, W, 3) uint8, the top row first.
+        """Decode the image to (H, W, 3) uint8, the top row first.
 
         Raises:
             InputError: the image is damaged.
@@ -143,7 +143,7 @@ def _in_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray(rounded.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         return Image.fromarray(np.rint(255 * np.asarray(image).clip(0, 1)).astype(np.uint8)).convert("RGB")
-    if image.mode == "La":  # Pillow converts this mode to no other
+    if image.mode == "La":  # Pillow converts mode La only to LA
         image = image.convert("LA")
     if "A" in image.mode or "a" in image.mode or "transparency" in image.info:
         return image.convert("RGBA").convert("RGB")

@@ -14,7 +14,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 REMOVED = -1  # stands for the mesh of a removed instance
 GROWTH = 1.5  # factor by which a full array grows
-FEW_CHANGES = 1024  # maximum rows of the log in a small scene; in a large one, half the number of instances
+FEW_CHANGES = 1024  # maximum rows of the log in a small scene; a large scene allows half its number of instances
 
 
 class Instances:
@@ -88,7 +88,7 @@ class Changes:
     def __init__(self) -> None:
         self.version = 0
         self._log: deque[tuple[int, NDArray[np.int64]]] = deque()
-        self._logged = 0  # rows in it
+        self._logged = 0  # number of rows in the log
         self._from = 0  # the earliest version that the log covers
 
     def note(self, rows: NDArray[np.int64], count: int) -> None:
@@ -114,7 +114,7 @@ class Changes:
 
 
 def grown(array: NDArray[Number], count: int) -> NDArray[Number]:
-    """Return the array itself if it has `count` rows, and a larger copy if not."""
+    """Return the array itself if it has at least `count` rows, and a larger copy if not."""
     if count <= len(array):
         return array
     room = max(count, int(GROWTH * len(array)))

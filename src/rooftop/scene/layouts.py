@@ -11,7 +11,7 @@ MAGIC = b"ROOFTOPG"
 # readable versions: 2 added colours, 3 the lists of pages that a page needs, 4 short heads and fans
 VERSIONS = (1, 2, 3, 4)
 VERSION = 4  # the version that is written
-PAGE_BYTES = 128 << 10  # at most
+PAGE_BYTES = 128 << 10  # maximum size of a page
 
 # Fields are as in docs/scene-format.md. HEADER: magic, version, sections, length of the file, CRC-32 of the table,
 # zero. SECTION: name, offset, length, CRC-32, zero. PAGE_ENTRY: offset, length and CRC-32 of a page. The section
@@ -34,7 +34,7 @@ PAGE_WORDS = 4  # words of a page's head
 # PAGE_FIRST_CLUSTER is the number of clusters in earlier pages.
 PAGE_CLUSTERS, PAGE_GROUPS, PAGE_FIRST_CLUSTER, PAGE_LENGTH = range(PAGE_WORDS)
 # The word PAGE_GROUPS has, from the lowest bit: the number of groups, the number of words of a cluster's head (0 in a
-# page before version 4), and whether these heads include what the clusters replace.
+# page before version 4), and whether these heads include fields about replaced groups.
 PAGE_GROUP_BITS, PAGE_HEAD_BITS = 16, 8
 PAGE_REPLACES = 1 << PAGE_GROUP_BITS + PAGE_HEAD_BITS
 MOST_CLUSTERS = (1 << 11) - 1  # maximum clusters of a page
@@ -48,7 +48,7 @@ GROUP_NUMBER = 7  # the group's number over all pages
 # The head of a cluster. Pages store a short form (see HEAD_WORDS), which readers unpack to a row of CLUSTER_COLUMNS.
 # The first CLUSTER_WORDS of a row are the head as in pages before version 4.
 CLUSTER_WORDS = 21
-# 4 float32: the sphere of the group that the cluster replaces; zeros if the page does not include it
+# 4 float32: the sphere of the group that the cluster replaces; zeros if the page does not store such spheres
 CLUSTER_SPHERE = 0
 # float32: error, the cluster's distance from the surface or the width of its parts; 0 at the finest level
 CLUSTER_ERROR = 4
@@ -87,10 +87,10 @@ NORMAL_WIDTH_BITS, UV_WIDTH_BITS = 4, 5
 #
 # new         two masks of 128 bits: the low and the high bit of the number of new vertices of triangle t; with
 #             FANS_AND_EXPLICIT a third mask
-# references  for other corners: the distance back from the newest vertex so far
+# references  for corners that are not new: the distance back from the newest vertex so far
 # positions   for each vertex, x, y, z above the base
-# attributes  for each vertex, the normal's two numbers, u, v, and red, green and blue (COLOR_BITS each); those that
-#             the mesh lacks take no bits
+# attributes  for each vertex, the normal's two numbers, u, v, and red, green and blue (COLOR_BITS each);
+#             attributes that the mesh lacks take no bits
 # materials   16 bits for each triangle, if MIXED
 #
 # How a triangle gets its corners: n is the number of vertices before it; each r is another reference.

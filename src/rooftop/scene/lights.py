@@ -27,15 +27,15 @@ from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short,
 from rooftop.scene.cameras import Camera, cross
 
 MOST_CASCADES = 8
-UNIFORM = 0.2  # where the borders of cascades lie between logarithmic steps (0) and equal steps (1)
-# start of the first cascade, as a share of the distance; the camera's near plane, if that is farther
+UNIFORM = 0.2  # mix of steps between the borders of cascades: 0 is logarithmic, 1 is equal steps
+# start of the first cascade, as a share of the shadow distance, unless the camera's near plane is farther away
 NEAREST = 1 / 500
 MARGIN = 2  # texels at each edge of a map that no pixel of its cascade uses
 NEAR_OF_RANGE = 1e-3  # distance from a spot or point light at which its shadows begin, as a share of its range
 
 Floats = NDArray[np.float64]
 Vector = Sequence[float]
-"""Three numbers; anything that NumPy accepts is kept as a tuple."""
+"""Three numbers, in any form that NumPy accepts; stored as a tuple."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class SpotLight:
         color: (3,) the light on surfaces that face it, one unit away.
         range: distance in world units at which the light has faded to nothing.
         size: texels along each edge of the light's map.
-        soft: the outer part of the cone over which light fades, 0 to 1.
+        soft: fraction of the cone, from its edge inwards, over which the light fades, 0 to 1.
     """
 
     position: Vector
@@ -175,7 +175,7 @@ def _spheres_of(
     width: int, height: int, fx: float, fy: float, cx: float, cy: float, orthographic: bool, ends: tuple[float, ...]
 ) -> tuple[Floats, Floats]:
     """Compute spheres around the visible volume between each of N + 1 depths and the next: centres (N, 3) and radii
-    (N,), in a camera's coordinates. Callers must not write to them."""
+    (N,), in a camera's coordinates. Callers must not write to these cached arrays."""
     x = (np.array([-0.5, width - 0.5]) - cx) / fx
     y = (np.array([-0.5, height - 0.5]) - cy) / fy
     depths = np.array(ends)[:, None]

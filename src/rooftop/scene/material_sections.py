@@ -66,7 +66,7 @@ def _material(row: Mapping[str, Any], textures: Sequence[Texture]) -> Material:
     if "image" not in row:
         return Material(row["color"], name=str(row.get("name", "")))
     if not 0 <= row["image"] < len(textures):
-        raise ValueError(f"image {row['image']} of {len(textures)}")
+        raise ValueError(f"a material names image {row['image']}, but there are {len(textures)} images")
     wrap, magnified = row.get("wrap", "repeat"), row.get("magnified", "linear")
     return Material(row["color"], textures[row["image"]], wrap, magnified, str(row.get("name", "")))
 

@@ -36,7 +36,7 @@ class Material:
 
     Raises:
         FileNotFoundError, InputError: the texture's file is missing, is not an image that can be read, or is too large.
-        TypeError, ValueError: a number or a word is invalid.
+        TypeError, ValueError: another argument is invalid.
 
     Example:
         >>> Material((0.9, 0.8, 0.7), texture="bricks.jpg")
@@ -61,7 +61,7 @@ class Material:
         if magnified not in MAGNIFIED:
             raise ValueError(f"magnified={short(magnified)}: expected one of {', '.join(MAGNIFIED)}")
         if not isinstance(name, str):
-            raise TypeError(f"name={short(name)}: expected words")
+            raise TypeError(f"name={short(name)}: expected a string")
         self.color: tuple[float, float, float] = (float(numbers[0]), float(numbers[1]), float(numbers[2]))
         self.texture: Texture | None = None
         if texture is not None:

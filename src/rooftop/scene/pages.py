@@ -1,7 +1,7 @@
 """Read the words of a page: its groups and the heads of its clusters; and check a page.
 
-`geometry.py` checks each page with `wrong_in_page` before other code reads it. After that, no offset in the page points
-outside it. docs/scene-format.md describes a page.
+`geometry.py` checks each page with `wrong_in_page` before other code reads it. No offset in a checked page points
+outside the page. docs/scene-format.md describes a page.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def wrong_in_page(page: Words, attributes: int, all_groups: int) -> str | None:
     if (triangles > layouts.MAX_TRIANGLES).any() or (start < before).any() or (start + needed >= length).any():
         return "the streams of a cluster would lie outside of the page"
     if (extent >= 1 << 31).any() or (uv_extent >= 1 << 31).any():
-        return "a cluster is wider than 31 bits can say"
+        return "the extent of a cluster needs more than 31 bits"
     if (vertices > 3 * triangles).any() or (reference_bits > layouts.MOST_REFERENCE_BITS).any():
         return "a cluster has more vertices than corners, or longer references than it has vertices"
     if not _masks_fit(page, heads, triangles, vertices, references):

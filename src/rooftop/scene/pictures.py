@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 NIGHT = (16, 19, 26)  # background
 # step of hue between levels of detail: from red over yellow, green and blue to violet in 11 steps
 LEVEL_HUE_DEGREES = 29.0
-LEVELS = 12  # coarser levels have the same colour as this level
+LEVELS = 12  # number of colours; coarser levels share the last colour
 MOST_OVERDRAW = 32  # pixels that were covered this many times or more are lightest
 
 
@@ -126,7 +126,8 @@ def points(
 
 
 def _in_world(depth: Tensor, camera: Camera) -> Tensor:
-    """(N, 3) float64 for the pixels of a picture (H, W) that are not background."""
+    """Compute positions in the world, (N, 3) float64, of the pixels of a depth picture (H, W) that are not
+    background."""
     rows, across = depth.isfinite().nonzero(as_tuple=True)
     z = depth[rows, across].double()
     scale = torch.ones_like(z) if camera.orthographic else z
@@ -148,7 +149,7 @@ def _any(values: Tensor) -> Tensor:
     return (values != 0).any(-1)
 
 
-# how to find covered pixels by output; for outputs that are not listed, covered pixels are not -1
+# how to find covered pixels by output; for outputs that are not listed, covered pixels are >= 0
 _COVERED: dict[str, Callable[[Tensor], Tensor]] = {
     "depth": torch.isfinite,
     "normal": _any,

@@ -44,7 +44,7 @@ class Scene:
 
     @property
     def meshes(self) -> tuple[Geometry, ...]:
-        """In the order in which they were added."""
+        """The meshes, in the order in which they were added."""
         return tuple(self._meshes)
 
     @property
@@ -55,7 +55,7 @@ class Scene:
 
     def add_mesh(self, mesh: str | PathLike[str] | Geometry, *, materials: Sequence[Material] | None = None) -> int:
         """Add a mesh: a geometry file (from `scene.build`) or an open `Geometry`. Return the number by which instances
-        refer to it.
+        refer to the mesh.
 
         Args:
             materials: one material for each material number, to replace the file's materials. The same file may be
@@ -86,7 +86,7 @@ class Scene:
                 position.
 
         Raises:
-            ValueError: there is no such mesh, or the transform is not an invertible affine one.
+            ValueError: there is no such mesh, or the transform is not affine and invertible.
         """
         matrix = np.eye(4) if transform is None else affine(transform, "transform")
         return self.add_instances(mesh, matrix[None])[0]
@@ -106,12 +106,12 @@ class Scene:
         """Move an instance; the output "velocity" of the next frame includes this motion.
 
         Raises:
-            ValueError: there is no such instance, or the transform is not an invertible affine one.
+            ValueError: there is no such instance, or the transform is not affine and invertible.
         """
         self.move_all([instance], affine(transform, "transform")[None])
 
     def move_all(self, instances: Sequence[int], transforms: ArrayLike) -> None:
-        """Move many instances at once, given their numbers, without duplicates, and as many transforms (N, 4, 4).
+        """Move many instances at once, given N numbers without duplicates, and N transforms (N, 4, 4).
 
         Raises:
             ValueError: as in `move`. No instance is moved then.
@@ -162,7 +162,7 @@ class Scene:
 
     @property
     def lights(self) -> tuple[Light, ...]:
-        """In the order in which they were added."""
+        """The lights, in the order in which they were added."""
         return tuple(self._lights)
 
     def add_light(self, light: Light) -> int:
@@ -170,7 +170,7 @@ class Scene:
         without shadows.
 
         Raises:
-            ValueError: it is not a light, or there are `MOST_LIGHTS` already.
+            ValueError: `light` is not a light, or the scene has `MOST_LIGHTS` lights already.
         """
         if len(self._lights) == MOST_LIGHTS:
             raise ValueError(f"a scene has at most {MOST_LIGHTS} lights")
@@ -178,10 +178,10 @@ class Scene:
         return len(self._lights) - 1
 
     def set_light(self, number: int, light: Light) -> None:
-        """Replace a light by another one, possibly of another kind.
+        """Replace a light by another light, possibly of another class.
 
         Raises:
-            ValueError: there is no such light, or this is not a light.
+            ValueError: there is no light of this number, or `light` is not a light.
         """
         number = _given_by("add_light", "light", number, len(self._lights))
         self._lights[number] = _light(light)

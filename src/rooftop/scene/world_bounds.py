@@ -18,11 +18,11 @@ class WorldBounds:
     def __init__(self) -> None:
         self._version = self._known = 0
         self._sides: Floats = np.empty((0, 6))  # for each instance, the lowest corner and the negated highest corner
-        self._lowest = np.full(6, np.inf)  # the minimum of these over all instances
+        self._lowest = np.full(6, np.inf)  # the minimum of `_sides` over all instances
         self._halves = np.empty((0, 2, 3))  # for each mesh: centre and half size of its box
 
     def of(self, instances: Instances, meshes: Sequence[Geometry]) -> Floats:
-        """Return the lowest and highest corner (2, 3) of the box around at least one instance."""
+        """Return the lowest and highest corner (2, 3) of the box around all instances. There must be at least one."""
         rows = instances.changed(self._version, self._known)
         if len(rows):
             self._sides = grown(self._sides, instances.count)

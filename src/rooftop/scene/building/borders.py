@@ -1,5 +1,5 @@
-"""Borders between batches of triangles: find the places that several batches use, and combine the batches' connected
-parts and open edges.
+"""Borders between batches of triangles: find the places (vertex positions) that several batches use, and combine the
+batches' connected parts and open edges.
 
 Workers find connected parts, and edges that do not have exactly two faces, batch by batch. A single process then
 combines the results at places that several batches use.
@@ -35,20 +35,20 @@ class SharedPlaces:
         self.several = np.empty(0, np.uint8)
 
     def begin(self, places: int) -> None:
-        """Make room for `places` places, before owners are recorded."""
+        """Allocate the arrays for `places` places, before owners are recorded."""
         if places > len(self.owner):
             self.owner, self.several = shared(places, np.int32), shared(places, np.uint8)
 
     def own(self, place: Numbers, corners: Numbers, starts: Ints, counts: Ints, owners: Ints) -> None:
         """First pass: record the owner of each place of these triangles.
 
-        Workers write to the same arrays. If a place has several owners, any of them may be the last to store itself. In
-        the second pass, the others find an owner other than themselves.
+        Workers write to the same arrays. If a place has several owners, any of them may be the last to write its
+        number. In the second pass, the other owners of the place find a number that is not their own.
 
         Args:
-            place: (V,) the place of each vertex.
+            place: (V,) number of the place of each vertex.
             corners: (T, 3) vertices of all triangles.
-            starts, counts: (R,) runs of these triangles; owners: (R,) the owner of each run.
+            starts, counts: (R,) first triangle and number of triangles of each run; owners: (R,) the owner of each run.
         """
         _own(place, corners, starts, counts, owners, self.owner, self.several)
 
@@ -57,7 +57,7 @@ class SharedPlaces:
         _mark(place, corners, starts, counts, owners, self.owner, self.several)
 
     def hold(self, places: Numbers) -> None:
-        """After both passes, mark these places as used by several owners."""
+        """Mark these places as used by several owners; to be called after both passes."""
         self.several[places] = 1
 
 
@@ -168,7 +168,7 @@ class Whole:
 
         Args:
             batches: results of the batches, in order.
-            used: returns the vertices that a batch uses, given its number.
+            used: returns the vertices that a batch uses, given the batch's number.
             vertices: vertices of the mesh.
         """
         edges = np.concatenate([each.edges for each in batches]).astype(np.int64)
@@ -212,7 +212,9 @@ def _parts(batches: list[Connections], used: Callable[[int], Numbers], vertices:
 
 
 def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.int32]]:
-    """Find connected components of `count` items joined in pairs: their number, and the component of each item.
+    """Find the connected components of `count` items, given pairs of joined items.
+
+    Returns the number of components, and the component of each item.
 
     Components are numbered in the order of their first items. In each round, every item becomes the child of a
     neighbour: either always a neighbour with a higher number, or always one with a lower number, whichever leaves fewer
@@ -233,6 +235,7 @@ def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.
         apart = a != b
         a, b = a[apart], b[apart]
     first = np.empty(count, np.int32)
-    first[root[::-1]] = things[::-1]  # for equal roots the last assignment wins, which is that of the first item
+    # If several items have the same root, the last assignment wins, which is the one of the first item.
+    first[root[::-1]] = things[::-1]
     is_first = first[root] == things
     return int(np.count_nonzero(is_first)), (np.cumsum(is_first, dtype=np.int32) - np.int32(1))[first[root]]

@@ -44,7 +44,7 @@ class BuildReport:
         size_bytes: size of the file; image_bytes: bytes of its textures; bytes_per_triangle: bytes without textures,
             divided by the mesh's triangles.
         precision: step of the grid to which positions are rounded, in object units.
-        roots: number of clusters without a coarser replacement; why_several: why there is more than one, or None.
+        roots: number of clusters without a coarser replacement; why_several: the reason if there are several, or None.
         repairs: the repairs made to the mesh.
         seconds: the build time.
     """
@@ -99,7 +99,7 @@ def build(
 
     Raises:
         FileNotFoundError: the folder for the file does not exist.
-        TypeError, ValueError: an invalid mesh; the message says what is wrong with it.
+        TypeError, ValueError: the mesh is invalid; the message gives the reason.
         MissingExtraError: meshoptimizer is not installed.
         BuildError: a worker was killed.
     """
@@ -174,10 +174,10 @@ def build_file(
     Args:
         mesh: any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl and more.
         path: path of the new file; by default next to the mesh, with the suffix .rtg.
-        normals: "file" takes them from the file if all its parts have them, and stores none if not. "smooth" computes
-            them. "flat" stores none, so that a renderer uses the faces' normals.
+        normals: "file" reads normals from the file if all its parts have normals, and otherwise stores none. "smooth"
+            computes normals. "flat" stores none, so that a renderer uses the faces' normals.
         precision, progress, workers, lock_borders: as for `build`.
-        textures: whether images of materials are stored; if False, only the materials' colours are.
+        textures: whether images of materials are stored; if False, only the materials' colours are stored.
 
     Raises:
         FileNotFoundError, InputError: the file is missing, cannot be read or has no triangles; or an image that it
@@ -202,12 +202,12 @@ def build_file(
 def _sections(
     table: Sequence[Material] | None, materials: npt.ArrayLike | None, has_uv: bool
 ) -> list[tuple[bytes, bytes]]:
-    """The sections of a geometry file that hold its materials. All images are decoded, to make sure that none is
+    """The material sections of a geometry file. All images are decoded, to make sure that none is
     damaged."""
     if table is None:
         return []
     given = np.zeros(0) if materials is None else np.asarray(materials)
-    # for other formats, their reader raises later
+    # for other dtypes, `checked_mesh` raises later
     numbers = int(given.max()) + 1 if given.dtype.kind in "iu" and given.size else 1
     checked = checked_materials(table, numbers, "the mesh")
     for each in checked:

@@ -1,7 +1,7 @@
-"""Cut pieces of a mesh into clusters of at most 128 triangles, and encode each cluster at once.
+"""Cut pieces of a mesh into clusters of at most 128 triangles, and encode the clusters.
 
-A piece is a run of triangles: of the given mesh, or of a simplified group. Clusters grow triangle by triangle (see
-`growing`), and never extend from one piece into another.
+A piece is a run of consecutive triangles of the given mesh or of a simplified group. Clusters grow triangle by triangle
+(see `growing`), and never extend from one piece into another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Corners = npt.NDArray[np.uint32]
 
 LEAST_TRIANGLES = 96  # a cluster of at least this many triangles may end early
 SPLIT_FACTOR = 2.0  # a cluster ends early if its next triangle is farther away than this many times its radius
-# clusters end early only in pieces with more triangles; smaller pieces must get as few clusters as possible
+# clusters end early only in pieces of more triangles than this; smaller pieces must get as few clusters as possible
 SPLIT_FROM = 2 * layouts.MAX_TRIANGLES
 
 
@@ -65,7 +65,7 @@ class Local:
     Attributes:
         vertices: the mesh's vertices that each piece uses, piece by piece.
         starts: (P + 1,) where each piece's vertices start.
-        corners: (T, 3) uint32.
+        corners: (T, 3) uint32, as indices of the piece's vertices.
     """
 
     vertices: Ints

@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
 _EXPLICIT = 4  # the kind of a triangle that stores all three corners; any other kind is the number of new corners
-# For each kind: the corners of a triangle that are stored, and what is subtracted from them.
+# For each kind of triangle: which of its corners are stored, and the number that is subtracted from each.
 _STORED = np.array([[0, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], np.bool_)
 _OFF = np.array([[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 2, 2]], np.int64)
 # For each set of new corners (bits 0, 1, 2): the corner with which the triangle begins so that new corners come last,
@@ -58,7 +58,7 @@ def encode(
     """Encode clusters.
 
     Args:
-        vertices: of the mesh.
+        vertices: vertices of the mesh.
         triangles: (C,) number of triangles of each cluster, at least 1.
         members: (C,) number of vertices of each cluster.
         corners: (T, 3) corners of all triangles, cluster by cluster, as indices of the cluster's vertices.
@@ -207,7 +207,7 @@ def _write(words, begin, starts, first, local, kinds, reference_bits, values, ba
         begin: (5, C) the word at which each stream begins.
         starts, first: where the triangles and vertices of each cluster begin.
         local, kinds: from `_number`.
-        reference_bits: (C,).
+        reference_bits: (C,) number of bits of a reference.
         values: (N, K) columns of the vertices; base, bits: (C, K).
         materials: (T,), for the clusters that are `mixed` (C,).
     """
@@ -216,7 +216,7 @@ def _write(words, begin, starts, first, local, kinds, reference_bits, values, ba
         word = begin[1, cluster]
         width = reference_bits[cluster]
         held = np.int64(0)  # bits that are not written to words yet
-        filled = 0  # their number
+        filled = 0  # number of bits in `held`
         count = np.int64(0)
         for triangle in range(starts[cluster], starts[cluster + 1]):
             kind = np.int64(kinds[triangle])
@@ -259,5 +259,5 @@ def _write(words, begin, starts, first, local, kinds, reference_bits, values, ba
 
 
 def words_of(bits: Ints) -> Ints:
-    """Number of words that hold that many bits."""
+    """Number of 32-bit words needed for that many bits."""
     return (bits + 31) // 32

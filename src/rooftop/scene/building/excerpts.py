@@ -1,6 +1,6 @@
 """Excerpts of a mesh: the vertices that a batch of triangles uses, numbered from 0.
 
-So the arrays of a batch have its own size, for a mesh of any size.
+Because of this numbering, the size of a batch's arrays does not depend on the size of the mesh.
 """
 
 from __future__ import annotations
@@ -51,6 +51,6 @@ class Excerpt:
 
     def in_mesh(self, corners: Numbers, added: Added, vertices: int) -> tuple[Numbers, Added]:
         """Convert corners to indices of the mesh's vertices. The mesh has `vertices` vertices; added vertices follow
-        them."""
+        the vertices of the mesh."""
         numbers = np.concatenate([self.numbers, np.arange(vertices, vertices + len(added.sources), dtype=np.uint32)])
         return numbers[corners], replace(added, sources=self.numbers[added.sources].astype(np.int64))

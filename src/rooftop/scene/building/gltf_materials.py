@@ -1,10 +1,10 @@
 """Read the materials of a glTF document: base colours and their images.
 
 In glTF a factor is in linear light, and an image holds displayed values (sRGB); here both are stored as displayed
-values. Of a texture, these parts are read: its sampler (how it repeats, and whether magnification takes the nearest
-texel), KHR_texture_transform, its set of coordinates, and its image. The image may be in the file, next to it or in a
-`data:` URI, including those of EXT_texture_webp and MSFT_texture_dds. An image in KHR_texture_basisu raises an error
-that names it. Of the older KHR_materials_pbrSpecularGlossiness, only the diffuse colour is read.
+values. The reader supports these properties of a texture: its sampler (how it repeats, and whether magnification takes
+the nearest texel), KHR_texture_transform, its set of coordinates, and its image. The image may be in the file, next to
+it or in a `data:` URI, including those of EXT_texture_webp and MSFT_texture_dds. An image in KHR_texture_basisu raises
+an error that names it. From the older KHR_materials_pbrSpecularGlossiness, only the diffuse colour is read.
 
 Source: the glTF 2.0 specification of the Khronos Group (3.8 and 3.9), and its registry of extensions.
 """
@@ -45,7 +45,7 @@ class GltfMaterials:
         uv_sets: for each material, the set of texture coordinates of its texture.
 
     Raises:
-        InputError: an image is missing, damaged, too large, or of an unsupported kind.
+        InputError: an image is missing, damaged, too large, or in an unsupported format.
     """
 
     def __init__(self, document: Document, view: Callable[[int], bytes], path: Path, textures: bool) -> None:
@@ -118,7 +118,7 @@ def _base_color(described: Document) -> tuple[list[float], Document | None]:
 
 
 def _placing(transform: Document) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Compute the placing of texture coordinates from KHR_texture_transform, which is offset * rotation * scale with v
+    """Compute the matrix `PartMaterial.placing` from KHR_texture_transform, which is offset * rotation * scale with v
     downwards."""
     if not transform:
         return AS_IT_IS

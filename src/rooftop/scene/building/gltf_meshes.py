@@ -5,8 +5,8 @@ The simple form has triangles whose positions, normals and texture coordinates a
 allows integers that represent -1..1 (quantized meshes), arrays that replace some values of other arrays (sparse
 accessors), and strips and fans of triangles. These are converted here, and the new arrays are written after the
 original bytes. Points and lines are not surfaces, so they are ignored with a warning. Meshes compressed by Draco or
-meshoptimizer, and instances in an extension, raise an error. A reader that does not know these would misread the file
-silently.
+meshoptimizer, and instances in an extension, raise an error. A reader that does not support these extensions would
+misread the file silently.
 
 Source: the glTF 2.0 specification of the Khronos Group, and its registry of extensions.
 """
@@ -116,8 +116,8 @@ class _Plain:
         self._changed = False
 
     def take_materials(self, textures: bool) -> list[PartMaterial]:
-        """Remove the materials from the document. It keeps only their numbers, and the textures' coordinates as the
-        first set."""
+        """Read the materials, and remove them from the document, which keeps only their numbers. The texture
+        coordinates that a material uses become the first set."""
         document = self._document
         if not document.get("materials"):
             return []
@@ -154,7 +154,7 @@ class _Plain:
         for name in _READ:
             if name in attributes and self._is_other(self._accessor(attributes[name]), (_FLOAT32,)):
                 attributes[name] = self._plain(attributes[name], is_index=False)
-        if "TEXCOORD_0" in attributes and "material" not in primitive:  # readers ignore coordinates without this name
+        if "TEXCOORD_0" in attributes and "material" not in primitive:  # else readers ignore the coordinates
             self._document.setdefault("materials", []).append({})
             primitive["material"], self._changed = len(self._document["materials"]) - 1, True
         mode, indices = primitive.get("mode", _TRIANGLES), primitive.get("indices")

@@ -13,10 +13,10 @@ from rooftop.scene.building.ragged import numbered
 Ints = npt.NDArray[np.int64]
 
 LEAST, MOST = 8, 32
-USUAL = 20  # clusters of a group that meshoptimizer aims at; its groups have at most 11/8 as many, which is 27
+USUAL = 20  # clusters per group requested from meshoptimizer, which returns at most 11/8 as many: 27
 GROUP_BYTES = layouts.PAGE_BYTES - 4 * (
     layouts.PAGE_WORDS + layouts.GROUP_WORDS + 1
-)  # maximum bytes of a group's clusters: a page for this group alone
+)  # maximum bytes of a group's clusters, so that the group fits into a page of its own
 
 
 def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[np.float32], sizes: Ints) -> Ints:
@@ -25,8 +25,8 @@ def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[
     Args:
         places: (T, 3) places of all corners, cluster by cluster.
         triangles: (C,) number of triangles of each cluster.
-        spheres: (C, 4).
-        sizes: (C,) bytes of head and streams.
+        spheres: (C, 4) sphere around each cluster.
+        sizes: (C,) bytes of each cluster's head and streams.
     """
     clusters = len(triangles)
     if clusters <= USUAL:

@@ -1,13 +1,13 @@
-"""Grow clusters triangle by triangle, as meshoptimizer's meshlets do, in half the time.
+"""Grow clusters triangle by triangle, like meshoptimizer's meshlets, but in half the time.
 
 The next triangle of a cluster is a neighbour that shares a vertex with it. Topology decides first: triangles without
-new vertices, then triangles that would become isolated, so that few triangles are left behind. Among equals, the
+new vertices, then triangles that would become isolated, so that few triangles are left behind. On a tie, the
 triangle nearest to the cluster's middle is added. If there is no neighbour, the nearest triangle of the piece is added.
 A new cluster begins beside earlier clusters, near a corner of the piece, where few triangles are left.
 
 The cluster's neighbours are in a list with their priorities. A step updates only the neighbours of the triangle just
-added; meshoptimizer recomputes all. The tree for nearest-triangle searches is built only for a piece that needs many
-searches.
+added; meshoptimizer updates all neighbours. The tree for nearest-triangle searches is built only for a piece that needs
+many searches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rooftop.scene.building.compiled import INT, array, helper, loop, output
 
 Ints = npt.NDArray[np.int64]
 
-# seeds (triangles beside earlier clusters where the next may begin): at most in all, and new ones per cluster
+# maximum number of seeds (triangles beside earlier clusters at which the next cluster may begin): in total, and added
+# per cluster
 MOST_SEEDS, NEW_SEEDS = 256, 4
 LEAF = 8  # maximum triangles of a leaf of the tree
 SEARCHES = 64  # this many searches without a tree take as long as building the tree
@@ -42,7 +43,7 @@ def _priorities() -> npt.NDArray[np.float64]:
         elif one:
             found[state] = 1  # an isolated triangle would cost much if it were left for another cluster
         elif two >= 2:
-            found[state] = 1 + new  # adding it would isolate another triangle
+            found[state] = 1 + new  # adding this triangle would isolate another
         else:
             found[state] = 2 + new
     return found
@@ -70,7 +71,7 @@ def grown(
         by cluster, as rows of `points`; the corners (T, 3), as indices of each cluster's vertices.
     """
     sizes = np.diff(starts)
-    # least triangles of a cluster that ends because it has no room for more vertices
+    # minimum triangles of a cluster that ends because it has the maximum number of vertices
     fewest = (layouts.MAX_VERTICES - 2) // 3
     most = int(np.maximum(-(-sizes // fewest), -(-sizes // least)).sum())
     pieces, triangles, members = (np.empty(most, np.int64) for _ in range(3))
@@ -131,7 +132,7 @@ def _squared(middles: Any, triangle: Any, x: Any, y: Any, z: Any) -> Any:
 
 @helper
 def _nearest_of_all(middles: Any, emitted: Any, x: Any, y: Any, z: Any) -> Any:
-    """The nearest triangle that is left, and its squared distance."""
+    """The nearest triangle that is in no cluster yet, and its squared distance."""
     best, nearest = NONE, np.inf
     for triangle in range(len(middles)):
         distance = _squared(middles, triangle, x, y, z)
@@ -145,8 +146,8 @@ def _add_seeds(
     seeds: Any, seed_count: Any, emitted: Any, own: Any, first: Any, corners: Any, offsets: Any, live: Any,
     around: Any, middles: Any, low: Any,
 ) -> Any:  # fmt: skip
-    """Drop the seeds that a cluster already has. Add triangles beside the vertices of a finished cluster: those with
-    the fewest triangles left around them. Return the number of seeds."""
+    """Drop the seeds that are in a cluster by now. Then add the triangles beside a finished cluster that have the
+    fewest remaining triangles around them. Return the number of seeds."""
     kept = 0
     for at in range(seed_count):
         if not emitted[seeds[at]]:
@@ -180,7 +181,7 @@ def _add_seeds(
 
 @helper
 def _best_seed(seeds: Any, seed_count: Any, corners: Any, live: Any, middles: Any, low: Any) -> Any:
-    """The seed with the fewest triangles left around it; among equals, the nearest to the piece's corner."""
+    """The seed with the fewest remaining triangles around it; on a tie, the nearest to the piece's corner."""
     best, fewest, nearest = NONE, MANY, np.inf
     for at in range(seed_count):
         seed = seeds[at]
@@ -193,7 +194,7 @@ def _best_seed(seeds: Any, seed_count: Any, corners: Any, live: Any, middles: An
 
 @helper
 def _tree(middles: Any, emitted: Any) -> Any:
-    """Build a k-d tree over the triangles that are left. Node n has the children 2 n and 2 n + 1.
+    """Build a k-d tree over the triangles that are in no cluster yet. Node n has the children 2 n and 2 n + 1.
 
     Returns:
         the triangles, leaf by leaf; the leaf of each triangle; for each node the number of its triangles, their start,
@@ -256,8 +257,10 @@ def _divide(order: Any, middles: Any, axis: Any, begin: Any, end: Any, half: Any
 def _nearest(
     middles: Any, emitted: Any, order: Any, counts: Any, bounds: Any, axes: Any, planes: Any, x: Any, y: Any, z: Any
 ) -> Any:
-    """The nearest triangle that is left, and its squared distance. (`counts` has only the triangles that are left in
-    each node, so a leaf ends where the next leaf starts.)"""
+    """The nearest triangle that is in no cluster yet, and its squared distance.
+
+    `counts` counts only such triangles, so it does not give the end of a leaf. A leaf ends where the next leaf starts.
+    """
     best, nearest = NONE, np.inf
     nodes, distances = np.empty(64, np.int64), np.empty(64)
     nodes[0], distances[0] = 1, 0.0
@@ -308,8 +311,8 @@ def _grow(
         for vertex in range(len(points)):
             state[vertex] += TWO_LEFT * (live[vertex] == 2) + ONE_LEFT * (live[vertex] == 1)
         near = np.empty(count, np.int64)  # neighbours of the cluster
-        near_x, near_y, near_z = np.empty(count), np.empty(count), np.empty(count)  # their middles
-        base, keys = np.empty(count), np.empty(count)  # the neighbours' priorities, alone and with their distances
+        near_x, near_y, near_z = np.empty(count), np.empty(count), np.empty(count)  # the neighbours' middles
+        base, keys = np.empty(count), np.empty(count)  # priorities of the neighbours, without and with their distances
         position = np.full(count, NONE, np.int32)  # index of a triangle in the list of neighbours
         many = 0
         above = 0.0  # greater than any squared distance
@@ -317,12 +320,12 @@ def _grow(
             above += 2 * (middles[:, axis].max() - low[axis]) ** 2
         above += 1
         seeds, seed_count = np.empty(MOST_SEEDS, np.int64), 0
-        nodes = np.empty(0, np.int64)  # for each node of the tree, the triangles that are left
+        nodes = np.empty(0, np.int64)  # number of remaining triangles of each node of the tree
         order, bounds, axes, planes = nodes, nodes, nodes, np.empty(0, np.float64)
         leaf_of = nodes
         searches = 0
         used, held = 0, 0  # number of vertices and triangles of the cluster
-        x = y = z = 0.0  # sums of its triangles' middles
+        x = y = z = 0.0  # sums of the middles of the cluster's triangles
 
         for step in range(count):
             best, is_split = NONE, False

@@ -46,7 +46,7 @@ MOST_TRIANGLES = 1 << 16  # maximum triangles of a batch
 # A batch has 1 / SHARE of the triangles that are left. So batches become smaller towards the end of a stage, and up to
 # SHARE workers finish at about the same time.
 SHARE = 32
-LEAST_TRIANGLES = 1 << 13  # least triangles of a batch; smaller batches take more time in all
+LEAST_TRIANGLES = 1 << 13  # minimum triangles of a batch; with smaller batches, the whole build takes longer
 RUN_CLUSTERS = 1 << 10  # clusters per run; groups are formed within a run, so no group extends into another run
 # least ratio of a level's error to the finer level's error: at least 1 + 2^-10, even after rounding to float32
 GROWTH = 1 + 2**-10 + 2**-20
@@ -62,8 +62,8 @@ class Front:
 
     Attributes:
         corners: (T, 3) of all clusters, cluster by cluster.
-        triangles: (C,).
-        numbers: (C,) of the clusters, in order of creation.
+        triangles: (C,) number of triangles of each cluster.
+        numbers: (C,) the clusters' numbers, which count all clusters in order of creation.
         tries: (C,) how often each cluster was in a group that did not shrink.
     """
 
@@ -88,11 +88,11 @@ class Hierarchy:
             CLUSTER_STREAMS is not filled in.
         streams: streams of all clusters, as a list of arrays in order of creation.
         lengths: (C,) number of words of each cluster's streams.
-        levels: (C,).
+        levels: (C,) level of each cluster.
         groups: (C,) the group of each cluster.
         spheres: (G, 4) float32, sphere of each group.
         errors: (G,) float32, error of each group; NEVER for a group without a replacement.
-        non_manifold_edges: number of these edges in the mesh.
+        non_manifold_edges: number of non-manifold edges of the mesh.
         unshrunk: number of clusters that have no replacement because their groups did not shrink.
     """
 
@@ -138,7 +138,7 @@ class _Column(Generic[V]):
 
 @dataclass(frozen=True)
 class _Cut:
-    """A worker's result for cutting triangles of the mesh; it has reordered their corners in-place."""
+    """A worker's result for cutting triangles of the mesh. The worker also reordered the triangles in-place."""
 
     triangles: Ints
     spheres: Reals
@@ -208,8 +208,8 @@ class _Step:
 class _Levels:
     """The state of a build, which advances step by step.
 
-    The workers of a team see all data as it was when they were forked. Of the data that they use, only two things
-    change later: the corners of the front, which are in shared memory, and `mesh`. Code that changes `mesh` ends the
+    The workers of a team see all data as it was when they were forked. Of the data that they use, only the corners of
+    the front, which are in shared memory, and `mesh` change later. Code that changes `mesh` ends the
     team's processes with `forget`.
     """
 
@@ -381,7 +381,7 @@ class _Levels:
         self._progress(what, self._told)
 
     def _fraction(self, left: int, total: int) -> float:
-        """The finished fraction of the whole build when the fraction `left` of the finest clusters remains."""
+        """The finished fraction of the whole build when `left` clusters remain; `total` counts the finest clusters."""
         return 1 - (1 - CUTTING) * left / total
 
     def _grouped(self, front: Front, team: Team) -> Ints:
@@ -475,7 +475,8 @@ class _Levels:
 
         Args:
             encoded: the clusters.
-            spheres, errors: of each cluster; a cluster above the finest level has its group's values.
+            spheres, errors: of each cluster; a cluster above the finest level has the values of the group that it
+                replaces.
             sources: the group that each cluster replaces; None at the finest level.
         """
         heads, count = encoded.heads, len(encoded.heads)

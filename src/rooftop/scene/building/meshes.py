@@ -26,22 +26,22 @@ Floats = npt.NDArray[np.float64]
 STEPS_PER_EDGE = 64  # least number of grid steps in the mean edge
 # least number of grid steps in the mesh's extent: a quarter of a pixel if the mesh fills a picture 4096 wide
 STEPS = 1 << 14
-# most grid steps along an axis; renderers compute in float32, which holds integers up to this exactly
+# maximum grid steps along an axis; renderers compute in float32, which represents integers up to this exactly
 MOST_STEPS = 1 << 24
 STEPS_PER_SMALL_EDGE = 16  # grid steps in the edges of small faces that a coarser grid would remove
-NEEDLE = 0.01  # a face may be removed if its height divided by its longest edge is less
-UV_STEPS_PER_EDGE = 8  # steps of uv per edge; UV_STEP allows more if a texture is finer than the mesh
+NEEDLE = 0.01  # a face may be removed if its height divided by its longest edge is less than this
+UV_STEPS_PER_EDGE = 8  # minimum steps of uv per mean edge; UV_STEP adds more where a texture is finer than the mesh
 UV_STEP = 2.0**-13  # largest step of uv: half a texel of a texture 4096 wide
-MOST_UV_STEPS = (1 << 30) - 1  # the difference of the highest and the lowest then fits into 31 bits
-# limits of a mesh's extent and of its grid's step: squares stay far from float32's limits
+MOST_UV_STEPS = (1 << 30) - 1  # limit of uv in steps, so that the difference of two values fits into 31 bits
+# limits of a mesh's extent and of its grid's step, so that squares stay far from float32's limits
 LARGEST, SMALLEST = 2.0**60, 2.0**-60
 MOST_MATERIALS = 1 << layouts.MATERIAL_BITS
 
 
 @dataclass(frozen=True)
 class Vertices:
-    """The vertices for encoding clusters. A vertex is a place with attributes; along seams, a place has several
-    vertices.
+    """The vertices for encoding clusters. A vertex is a place (a distinct position) with attributes; along seams, a
+    place has several vertices.
 
     Attributes:
         grid: (V, 3) int32, in steps of the grid from the origin.
@@ -76,10 +76,11 @@ class Repairs:
             area.
         small_faces: faces with an area, dropped because two of their corners are at the same place of the grid.
         duplicate_faces: faces dropped because the same face exists already.
-        unused_vertices: dropped.
-        equal_vertices: merged with another.
+        unused_vertices: vertices dropped because no face uses them.
+        equal_vertices: vertices merged with an equal vertex.
         non_manifold_edges: edges that more than two faces share; they are kept.
-        coarser_grid: whether the grid is coarser than the edges need, because the mesh is too large.
+        coarser_grid: whether the grid is coarser than the edges require, because the mesh's extent allows no finer
+            grid.
     """
 
     degenerate_faces: int = 0
@@ -99,7 +100,7 @@ class Mesh:
         vertices: all vertices, including one that is added for each place with a seam (see `Vertices.merged`).
         faces: (F, 3) uint32.
         origin: offset subtracted from all positions, in object units; it is a point of the grid.
-        uv_length: mean length on the surface of one step of uv, in steps of the grid.
+        uv_length: mean length on the surface that corresponds to one step of uv, in steps of the grid.
     """
 
     vertices: Vertices
@@ -130,10 +131,10 @@ def checked_mesh(
         precision: the largest step of the grid, in object units. By default about 1/64 of the mean edge; if that grid
             would remove faces, 1/16 of their edges.
         colors: (V, 3), 0 to 1, or uint8.
-        workers: the workers.
+        workers: the processes and threads that share the work.
 
     Raises:
-        TypeError: an array does not hold numbers, or does not hold integers where integers are needed.
+        TypeError: the dtype of an array is not numeric, or not an integer dtype where integers are needed.
         ValueError: a shape, index or number is invalid.
     """
     points = _numbers("vertices", positions, 3)
@@ -412,8 +413,8 @@ def _split_by_material(
 
 
 def _with_merged(vertices: Vertices) -> Vertices:
-    """Add a vertex for each place that has several vertices of one material. It has their mean normal and colour, and
-    the uv of the first."""
+    """Add a vertex for each place that has several vertices of one material. The added vertex has the mean normal and
+    colour of these vertices, and the uv of the first."""
     if int(vertices.place.max()) + 1 == len(vertices.place):
         return vertices
     keys = vertices.place[:, None].astype(np.int32)

@@ -18,7 +18,7 @@ from rooftop.errors import MissingExtraError
 Array = npt.NDArray[np.generic]
 
 ABSOLUTE = 1 << 2  # flag: return errors in the units of the positions
-NO_LIMIT = 1e18  # an error larger than any mesh; float32 can still hold its square
+NO_LIMIT = 1e18  # an error larger than any mesh; float32 can still represent its square
 
 _P, _SIZE, _F, _U = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint
 _SIGNATURES: dict[str, tuple[type, list[type]]] = {
@@ -33,10 +33,10 @@ _SIGNATURES: dict[str, tuple[type, list[type]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load the C library; its functions have the names of its header.
+    """Load the C library; its functions have the names of meshoptimizer's C header.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: meshoptimizer is not installed.
     """
     try:
         from meshoptimizer._loader import lib_path
@@ -56,7 +56,7 @@ def address(array: Array) -> int:
 
 
 def same_rows(rows: Array, used: npt.NDArray[np.uint32] | None = None) -> tuple[int, npt.NDArray[np.uint32]]:
-    """Give equal rows, compared by bytes, the same number, in the order of their first appearance.
+    """Number the distinct rows in order of first appearance. Rows with equal bytes get the same number.
 
     Args:
         rows: (N, K), at most 256 bytes each.

@@ -1,10 +1,10 @@
 """Read the materials of an OBJ file: Kd and map_Kd of the .mtl files that it names.
 
 Colours and images are displayed values (sRGB), as in the programs that write such files. `map_Kd` is multiplied by
-`Kd`, as the format says. If there is a `map_Kd`, a Kd of 0 0 0 counts as white, because some programs write 0 0 0 for
-textured materials. The options -s and -o of `map_Kd` (scale and offset of the texture coordinates) and -clamp are read.
-Other options are skipped, with a warning if they would change the picture. A path may contain blanks, backslashes or a
-drive. If the path does not exist, the file of that name next to the .mtl file is used.
+`Kd`, as the format specifies. If there is a `map_Kd`, a Kd of 0 0 0 counts as white, because some programs write 0 0 0
+for textured materials. The options -s and -o of `map_Kd` (scale and offset of the texture coordinates) and -clamp are
+read. Other options are skipped, with a warning if they would change the picture. A path may contain blanks, backslashes
+or a drive. If the path does not exist, the file of that name next to the .mtl file is used.
 
 Source: the MTL specification of Alias|Wavefront (Object files, appendix B1, "Material file format").
 """
@@ -24,7 +24,7 @@ from rooftop.scene.images import Texture
 from rooftop.scene.materials import Material
 
 _LIBRARY = re.compile(rb"(?:^|[\r\n])[ \t]*mtllib[ \t]+([^\r\n]+)")
-_NUMBERS = {"-s": 3, "-o": 3, "-t": 3}  # options, and how many numbers may follow
+_NUMBERS = {"-s": 3, "-o": 3, "-t": 3}  # maximum count of numbers after each option
 _WORDS = {
     "-blendu": 1,
     "-blendv": 1,
@@ -164,7 +164,7 @@ def _color(words: dict[str, tuple[int, str]], file: Path, name: str) -> tuple[fl
 
 
 def _last_number(text: str) -> float | None:
-    """Parse the last number of `0.5` or of `-halo 0.5`."""
+    """Parse the last word as a number, for example of `0.5` or `-halo 0.5`; None if it is no number."""
     try:
         return float(text.split()[-1])
     except (IndexError, ValueError):

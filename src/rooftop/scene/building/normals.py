@@ -35,7 +35,7 @@ def smooth_normals(points: Floats, faces: npt.NDArray[np.int64], workers: Worker
     Vertices at the same place share one normal, even along seams. (Thuermer and Wuethrich, Computing Vertex Normals
     from Polygonal Facets, 1998.)
     """
-    place = equal_to(points + 0.0, workers)  # -0.0 is 0.0
+    place = equal_to(points + 0.0, workers)  # adding 0.0 turns -0.0 into 0.0
 
     def of_faces(rows: slice) -> tuple[npt.NDArray[np.uint32], Floats]:
         """For each vertex of these faces, sum the weighted normals of the faces that use it."""

@@ -28,7 +28,7 @@ _FACE, _VERTEX = re.compile(rb"\nf ([^\n]*)"), re.compile(rb"\nv ([^\n]*)")
 _COLORED = re.compile(rb"\nv(?:[ \t]+[^\s]+){3}((?:[ \t]+[^\s]+){3})")
 _OTHER_INDICES = re.compile(rb"/\S*")
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-_STRAIGHT = 1e-12  # share of a polygon's squared size; a corner with a smaller turn (a cross product) is straight
+_STRAIGHT = 1e-12  # a corner is straight if its turn (cross product) is below this share of a polygon's squared size
 
 
 def utf8(content: bytes) -> bytes:
@@ -86,7 +86,7 @@ def _has_polygons(text: bytes) -> bool:
 
 
 def _has_concave(text: bytes) -> bool:
-    """Whether a polygon has an inward corner, or whether this test cannot decide it."""
+    """Whether any polygon has an inward corner. Also True if the text cannot be parsed here."""
     try:
         vertices = _table(_VERTEX.findall(text))
         by_count: dict[int, list[bytes]] = {}
@@ -103,7 +103,7 @@ def _has_concave(text: bytes) -> bool:
 
 
 def _table(lines: list[bytes]) -> Points:
-    """Parse lines that have equally many words to an array of numbers; `v/vt/vn` gives its first number.
+    """Parse lines with equal counts of words to an array of numbers. A word `v/vt/vn` becomes its first number.
 
     Raises:
         ValueError: a word is not a number, or lines have different numbers of words.

@@ -1,4 +1,4 @@
-"""Morton order, along which neighbours in space are mostly neighbours."""
+"""Morton order: points that are close in space are mostly close in this order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooftop.scene.building.workers import CHUNK, Stage, chunks, give_back, shar
 BITS = 20  # bits for each axis
 HALF = 15  # bits of the key that each of the two sorts of `ordering` uses
 PARTS = 1 << HALF
-MOST_PIECES = 64  # number of pieces of the faces; each piece counts its faces in each part
+MOST_PIECES = 64  # maximum number of pieces of the faces; each piece counts its faces in each part
 
 
 def morton_codes(points: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
@@ -47,7 +47,7 @@ def ordering(points: npt.NDArray[Any], faces: npt.NDArray[np.uint32], ordered: n
     size = max(CHUNK, -(-len(faces) // MOST_PIECES))
     pieces = chunks(len(faces), size)
     codes = shared(len(points), np.uint32)
-    rows = shared(len(faces), np.uint32)  # part by part
+    rows = shared(len(faces), np.uint32)  # indices of faces, part by part
     counts = shared((len(pieces), PARTS), np.uint32)  # faces of each piece in each part
 
     def encode(piece: slice) -> None:

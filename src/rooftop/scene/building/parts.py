@@ -17,7 +17,7 @@ T = TypeVar("T", bound=np.generic)
 
 @dataclass(frozen=True)
 class Added:
-    """Copies of vertices at other places.
+    """Copies of the mesh's vertices, moved to other positions.
 
     Attributes:
         sources: (N,) the copied vertices.
@@ -35,7 +35,7 @@ class Added:
 
     @classmethod
     def joined(cls, several: list[Added]) -> Added:
-        """Concatenate several of these. Places of different operands stay different."""
+        """Concatenate several objects. Their places are renumbered, so places of different objects stay different."""
         first = starts_of([int(each.places.max(initial=-1)) + 1 for each in several])
         return cls(
             np.concatenate([each.sources for each in several]),

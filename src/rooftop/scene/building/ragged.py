@@ -72,7 +72,7 @@ def numbered(values: Numbers, below: int) -> tuple[npt.NDArray[np.uint32], npt.N
 
     Args:
         values: integers from 0 to 2^32 - 1.
-        below: upper bound of the values.
+        below: exclusive upper bound of the values.
     """
     distinct, _, index = numbered_by_row(values, np.array([0, values.size]), below)
     return distinct, index
@@ -87,7 +87,7 @@ def numbered_by_row(
     Args:
         values: integers from 0 to 2^32 - 1.
         starts: (R + 1,) the start of each row among all values.
-        below: upper bound of the values.
+        below: exclusive upper bound of the values.
     """
     flat = np.ascontiguousarray(values, np.uint32).reshape(-1)
     distinct, firsts = np.empty(len(flat), np.uint32), np.zeros(len(starts), np.int64)

@@ -23,7 +23,7 @@ from rooftop.scene.building.part_materials import PartMaterial
 from rooftop.scene.materials import Material
 
 Floats = npt.NDArray[np.float64]
-HEAD_BYTES = 1 << 16  # maximum bytes of a PLY file in which the end of its header is searched
+HEAD_BYTES = 1 << 16  # bytes at the start of a PLY file that are searched for the end of its header
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        InputError: trimesh does not read its format, it is damaged, or it has no triangles; or an image of a material
-            is missing, damaged or too large.
+        InputError: trimesh does not support the file's format, the file is damaged or has no triangles, or an image of
+            a material is missing, damaged or too large.
         MissingExtraError: trimesh is not installed, or a package that it needs for this format.
     """
     trimesh = _load_trimesh()
@@ -191,7 +191,7 @@ def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[
     found = materials_of_obj(text, path, textures)
 
     class Names(trimesh.resolvers.FilePathResolver):  # type: ignore[misc, name-defined]
-        """Replaces .mtl files: it has the names of all materials, without their properties."""
+        """Replaces .mtl files by texts that contain only the names of the materials."""
 
         def get(self, name: str) -> bytes:
             if found is None:
@@ -207,7 +207,8 @@ def _material_name(part: Any) -> str:
 
 
 def _faces(at: Floats, part: Any) -> npt.NDArray[np.int64]:
-    """The faces of a part; if the part is mirrored, they are reversed, because they would show their backs."""
+    """The faces of a part; if the part is mirrored, they are reversed, because otherwise they would show their
+    backs."""
     faces: npt.NDArray[np.int64] = np.asarray(part.faces, np.int64)
     return faces[:, ::-1] if np.linalg.det(at[:3, :3]) < 0 else faces
 

@@ -1,8 +1,7 @@
 """Simplify groups of clusters to half their triangles, with fixed borders.
 
 If another group also uses a vertex, its place is locked: all vertices at that place stay. The remaining triangles use
-vertices of the mesh, except in parts that grew: these use moved copies of such vertices. Errors are in steps of the
-grid.
+vertices of the mesh; only parts that grew use moved copies of its vertices. Errors are in steps of the grid.
 
 Several methods are tried until a group shrinks:
 
@@ -41,13 +40,13 @@ Floats = npt.NDArray[np.float32]
 # times that error for 99 of 100 clusters, below 1.3 times for half of them, and 2.6 times for the worst.
 SAFETY = 2.0
 SHRUNK = 0.85  # a group counts as simplified if at most this share of its triangles remains
-NORMAL_EDGES = 0.5  # weight, in mean edges: a normal that is off by 1 counts as much as a vertex that is off by so much
+NORMAL_EDGES = 0.5  # weight of normals: an error of 1 counts as much as a vertex that moved by this many mean edges
 CELL_SEARCH = 10  # steps of the binary search for the cell size
 # planned share of the 255 vertices of a full cluster: less than 1, because simplified triangles share fewer vertices
 VERTICES_USED = 0.9
-# weight, in mean edges: a colour that is black instead of white counts as much as a vertex that is off by so much
+# weight of colours: black instead of white counts as much as a vertex that moved by this many mean edges
 COLOR_EDGES = 0.5
-# weight, in mean edges: moving a texture by one edge counts as much as moving a vertex by so much
+# weight of uv: a texture that moved by one edge counts as much as a vertex that moved by this many mean edges
 UV_EDGES = 0.25
 
 
@@ -113,14 +112,14 @@ def simplify(mesh: Mesh, corners: Corners, counts: Ints, locked: npt.NDArray[np.
 def _thinned(
     mesh: Mesh, corners: Corners, locked: npt.NDArray[np.bool_], parts: LooseParts, kept: Corners, error: float
 ) -> Thinned:
-    """Of a group with several loose parts, choose the simplification or a version with fewer parts, whichever has the
-    smaller error.
+    """For a group with several loose parts, choose its simplification or a version with fewer and larger parts,
+    whichever has the smaller error.
 
     Args:
         mesh, locked: as for `simplify`.
         corners: (T, 3) of the group.
-        parts: its loose parts.
-        kept, error: the triangles that the simplification left, and its error.
+        parts: the group's loose parts.
+        kept, error: the triangles that remain after simplification, and the error of simplification.
     """
     count = len(corners)
     missing = parts.missing(kept)

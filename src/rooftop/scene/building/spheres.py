@@ -1,7 +1,7 @@
 """Enclosing spheres of points or of spheres, rounded to float32 such that they still enclose all.
 
-The centre is rounded first. The radius is measured from the rounded centre in float64, and enlarged by the factor 1 +
-SPARE. SPARE exceeds the relative rounding error of the radius (6e-8).
+The centre is rounded first. The radius is measured from the rounded centre in float64, and enlarged by the factor
+SPARE. SPARE - 1 exceeds the relative rounding error of the radius (6e-8).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ LAST_PLACE = (1 << TRIANGLE_BITS) - 1
 def swept(
     points: npt.NDArray[np.int32], triangles: Ints, members: Ints, corners: npt.NDArray[np.uint8]
 ) -> tuple[Ints, Ints]:
-    """Order the triangles of all clusters: return (T,) orders along the sweep alone, and along the sweep in fans.
+    """Order the triangles of all clusters. Return two orders (T,): along the sweep, and along the sweep with fans.
 
     Args:
         points: positions of the clusters' vertices, cluster by cluster.

@@ -31,7 +31,7 @@ Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float64]
 
-SEEN = 1.75  # the error of a part that replaces two, as a share of half its width
+SEEN = 1.75  # error of a part that replaces two parts, in units of half its width
 MOST_GROWTH = 4.0  # growth of a part's area in one round; without a limit, a needle would grow forever
 FAR_LARGER = 4.0  # the larger part of a pair stays if its area exceeds this many times its neighbour's
 LIKE = 2.0  # a pair with an error above this many times the median, such as a leaf and a trunk, is not merged
@@ -54,7 +54,7 @@ class Pairs:
 
     Attributes:
         kept, gone: (N,) parts, as indices into `LooseParts.ids`.
-        error: in steps of the grid.
+        error: largest error of a pair, in steps of the grid.
     """
 
     kept: Ints
@@ -72,7 +72,7 @@ class Thinned:
 
     Attributes:
         corners: (T, 3); indices from V on are added vertices.
-        error: in steps of the grid.
+        error: error of the group, in steps of the grid.
         added: the added vertices.
     """
 
@@ -104,7 +104,7 @@ class LooseParts:
 
     @cached_property
     def _own(self) -> tuple[Ints, Corners]:
-        """The group's triangles that belong to loose parts, and the part of each."""
+        """The group's triangles that belong to loose parts, and the part of each triangle."""
         return self._of(self._corners)
 
     @cached_property
@@ -149,8 +149,8 @@ class LooseParts:
         """Choose pairs of neighbours among the smallest parts, of one material if possible.
 
         Args:
-            most: approximate limit of the triangles that are removed with parts.
-            error: largest error of a pair.
+            most: approximate maximum number of triangles to remove.
+            error: largest allowed error of a pair.
         """
         shapes = self._shapes
         by_size = np.argsort(shapes.widths, kind="stable")
@@ -199,7 +199,7 @@ class LooseParts:
 
         Args:
             left: (T, 3) the remaining triangles of the group.
-            error: their error.
+            error: the error of these triangles.
             pairs: the pairs of parts. At least one kept part must still have triangles in `left` (see `remain`).
         """
         left = self.without(left, pairs)
@@ -274,7 +274,7 @@ class LooseParts:
         return np.where(self.ids[at] == ids, at, -1)
 
     def _of(self, corners: Corners) -> tuple[Ints, Corners]:
-        """The triangles that belong to loose parts, and the part of each."""
+        """The triangles that belong to loose parts, and the part of each triangle."""
         numbers = self._numbers(corners)
         return numbers[numbers >= 0], corners[numbers >= 0]
 
@@ -351,8 +351,8 @@ def _growth(ratios: Floats, slenderness: Floats) -> tuple[Floats, Floats]:
 
 
 def _again(ratios: Floats) -> Floats:
-    """Growth factor of the next round for parts that were squeezed. They grow in both directions, since one may be
-    blocked."""
+    """Growth factor of the next round for parts that were squeezed. Such parts grow both along and across their axis,
+    since growth in one direction may be blocked."""
     growth: Floats = np.clip(np.where(ratios > 1, ratios, np.sqrt(ratios)), 1 / MOST_GROWTH, MOST_GROWTH)
     return growth
 
@@ -389,7 +389,7 @@ class _Room:
         return _covered(np.concatenate(triangles), self.middle - self.half, self.middle + self.half, side)
 
     def holds(self, points: Floats) -> Floats:
-        """Shrink each part to its largest size and move it into the room; return its points."""
+        """Shrink each part to its maximum size, and move it into the group's space; return the new points."""
         parts, count = self.parts, len(self.most)
         least, most = _boxes(points, parts, count)
         centres, extents = (least + most) / 2, most - least

@@ -27,7 +27,7 @@ def equal_to(rows: npt.NDArray[Any], workers: Workers) -> Numbers:
 
     Args:
         rows: (N, K) numbers of 32 or 64 bits.
-        workers: the workers.
+        workers: the processes that share the work.
     """
     if not len(rows):
         return np.empty(0, np.uint32)
@@ -110,7 +110,7 @@ def weld(
         places: (V, 3) positions of vertices.
         rows: (V, K) positions with all attributes; None without attributes.
         faces: (F, 3).
-        workers: the workers.
+        workers: the processes that share the work.
     """
     at, stages = _looking_for_equals(places)
     same = at

@@ -40,8 +40,8 @@ Stage = tuple[Callable[[Any], Any], Sequence[Any]]  # a function, and its argume
 Call = Callable[[Any, Any], Any]  # a function that is called with a state and an item
 
 TOKEN = struct.Struct("<I")
-NO_MORE = (1 << 32) - 1  # this token tells the worker that takes it that the stage has no more items
-# number of the call, of the stage and of the mail; start of the mail in memory, and its size in bytes
+NO_MORE = (1 << 32) - 1  # a worker that reads this token has no more items in this stage
+# numbers of the call, the stage and the mail; start and size of the mail in shared memory, in bytes
 COMMAND = struct.Struct("<IIQQQ")
 LENGTH = struct.Struct("<Q")
 MOST_TOKENS = 8192  # maximum tokens of a stage; a pipe holds 16,384 tokens of four bytes
@@ -75,7 +75,7 @@ class Workers:
         self, work: Callable[[T], R], items: Sequence[T], what: str = "working",
         done: Callable[[int], None] | None = None, before: Sequence[Stage] = (),
     ) -> list[R]:  # fmt: skip
-        """The results of all items, in order.
+        """Call `work` for all items in parallel, and return the results in order.
 
         Args:
             work: called in a forked process, so its changes to data are lost, except in `shared` arrays.
@@ -150,8 +150,8 @@ class Team:
     """Processes that are forked when they are first needed, and stay until the `with` block ends.
 
     The processes have all data that their parent had when they were forked. After that they get only the state and the
-    items of each run. So call `forget` when other data that they use has changed. They see values that the parent
-    writes to `shared` arrays at once.
+    items of each run. So call `forget` when other data that they use has changed. Values that the parent writes to
+    `shared` arrays are visible to them at once.
     """
 
     def __init__(self, count: int, calls: Sequence[Call]) -> None:
@@ -170,7 +170,7 @@ class Team:
         self._calls += calls
 
     def forget(self) -> None:
-        """End all processes; the next run forks others."""
+        """End all processes; the next run forks new processes."""
         if self._processes is not None:
             self._processes.end()
             self._processes = None
@@ -179,7 +179,7 @@ class Team:
         self, work: Callable[[Any, T], R], items: Sequence[T], state: Any = None, what: str = "working",
         done: Callable[[int], None] | None = None, before: Sequence[tuple[Call, Sequence[Any]]] = (),
     ) -> list[R]:  # fmt: skip
-        """The results of all items, in order.
+        """Call `work` for all items in parallel, and return the results in order.
 
         Args:
             work: called with the state and an item.
@@ -203,7 +203,7 @@ class Team:
         self, work: Callable[[T], R], items: Sequence[T], what: str = "working",
         done: Callable[[int], None] | None = None, before: Sequence[Stage] = (),
     ) -> list[R]:  # fmt: skip
-        """Like `Workers.run`. If the running processes do not know the function, others are forked."""
+        """Like `Workers.run`. If the running processes do not know the function, new processes are forked."""
         earlier = [(_WithoutState(each), own) for each, own in before]
         return self.run(_WithoutState(work), items, None, what, done, earlier)
 
@@ -226,7 +226,7 @@ class Team:
         self, stages: Sequence[tuple[Call, Sequence[Any]]], count: int, state: Any, what: str,
         done: Callable[[int], None] | None,
     ) -> list[Any]:  # fmt: skip
-        """Run on `count` processes, or on all existing processes if there are more."""
+        """Run on `count` processes, or on all existing processes if these are more than `count`."""
         new = [work for work, _ in stages if work not in self._calls]
         inherited = None  # data that newly forked processes already have
         if new or self._processes is None or self._processes.count < count:
@@ -290,7 +290,7 @@ class _Processes:
         Args:
             call: number of the function to call.
             stage: index of this stage among the stages of the run.
-            items: each has at least one result.
+            items: the items of the stage.
             what: the current activity, for messages.
             found: called with the number of an item and its result.
         """
@@ -449,7 +449,7 @@ def _run(items: Sequence[Any]) -> int:
 
 
 def _send(results: int, kind: int, number: int, value: Any) -> None:
-    """Send data through a pipe: first the pickled rest, then the arrays in their memory layout."""
+    """Send data through a pipe: first the pickled data without arrays, then the bytes of the arrays."""
     arrays: list[pickle.PickleBuffer] = []
     body = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
     views = [array.raw() for array in arrays]

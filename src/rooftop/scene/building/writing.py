@@ -1,4 +1,4 @@
-"""Write clusters and groups into pages, and pages into a file, as docs/scene-format.md says."""
+"""Write clusters and groups into pages, and pages into a file, as docs/scene-format.md specifies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Before stage 5: compute the base colour of each pixel, if it is requested or meshes have materials.
+"""Before stage 5: compute the base colour of each pixel, if base colours are requested or meshes have materials.
 
-This is a separate kernel, so that scenes without materials do not pay for texture filtering. Compiled for sm_90, it
-needs 32 bytes of stack, while the base pass needs none.
+This is a separate kernel, so that scenes without materials do not pay for texture filtering. Compiled for sm_90,
+this kernel needs 32 bytes of stack, while the base pass needs none.
 """
 
 import warp as wp

@@ -87,7 +87,7 @@ def palette(number: wp.int32):
 
 @wp.func
 def own_color(resident: Resident, hit: Hit):
-    """The colour of the mesh's vertices, or of the material."""
+    """The interpolated vertex colour, or, on meshes without vertex colours, the palette's colour of the material."""
     if hit.cluster.color_bits == 0:
         return palette(material_of(resident, hit.cluster, hit.triangle))
     return (
@@ -138,9 +138,9 @@ def base_pass(
     texels: wp.int32,
     stride: wp.int32,
 ):
-    """Write the base pass's targets for each pixel. `light` is the unit vector to the light, in the world, for a scene
-    without lights. The targets of `emit_depth_targets` are written too, so that the surface at a pixel is computed only
-    once."""
+    """Write the base pass's targets for each pixel. In a scene without lights, `light` is the unit vector in the world
+    towards the default light. The targets of `emit_depth_targets` are written too, so that the surface at a pixel is
+    computed only once."""
     for thread in range(wp.tid(), texels, stride):
         at = pixel_at(views, thread)
         i = at[0]

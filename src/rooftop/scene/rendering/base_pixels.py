@@ -21,7 +21,7 @@ THREADS = 256  # 16 x 16 pixels
 
 @cache
 def source() -> str:
-    """The CUDA C++."""
+    """The CUDA C++ source."""
     return with_pieces(__file__, "records.cu")
 
 
@@ -34,7 +34,8 @@ def draw(
     light: Any,
     attributes: bool,
 ) -> None:
-    """Write these outputs, all of which are in OUTPUTS. `attributes` says whether any mesh has vertex attributes."""
+    """Write the requested outputs, all of which must be in OUTPUTS. `attributes` says whether any mesh has vertex
+    attributes."""
     of = memory.tensors
     kernel = compiled(source(), f"base_pass<{'true' if attributes else 'false'}>", memory.device)
     meshes = ("words", "page_at", "mesh", "mesh_steps")

@@ -2,8 +2,8 @@
 readers").
 
 A *pair* is an instance in one view: pair = view * instances + instance, where `instances` is the capacity for
-instances, including unused places. Lists have a fixed capacity and a counter. Items beyond the capacity are counted but
-not written, and then the renderer draws the frame again with larger lists.
+instances, including unused entries. Lists have a fixed capacity and a counter. Items beyond the capacity are counted
+but not written, and then the renderer draws the frame again with larger lists.
 """
 
 import warp as wp
@@ -21,7 +21,7 @@ class Resident:
     mesh: wp.array2d(dtype=wp.int32)  # (meshes, 4): first node, first page, attribute bits (HAS_NORMALS, ...), 0
     mesh_steps: wp.array2d(dtype=wp.float32)  # (meshes, 2): grid step of positions, and of uv
     mesh_box: wp.array2d(dtype=wp.float32)  # (meshes, 6): centre and half size of the box
-    instance_mesh: wp.array(dtype=wp.int32)  # (instances,) the mesh; -1: this place has no instance
+    instance_mesh: wp.array(dtype=wp.int32)  # (instances,) the instance's mesh; -1: no instance
     # (instances,) the largest stretch factor; negative if the instance mirrors
     instance_scale: wp.array(dtype=wp.float32)
     instance_to_world: wp.array2d(dtype=wp.float64)  # (instances, 12): 3 x 4, from the mesh's origin to the world
@@ -70,8 +70,8 @@ class Frame:
     to_view: wp.array2d(dtype=wp.float32)  # (pairs, 12)
     before: wp.array2d(dtype=wp.float32)  # (pairs, 12), `to_view` in the previous frame
     # Lists of the culls. An entry is pair << 32 | item.
-    # (2 * PASS,), named from GROUPS on: the number of items of each
-    # list, including items for which the list had no room
+    # (2 * PASS,), at the indices GROUPS and following: the number of items
+    # of each list, including items for which the list had no room
     counters: wp.array(dtype=wp.int32)
     nodes: wp.array2d(
         dtype=wp.int64
@@ -110,7 +110,7 @@ TRIANGLE_BITS, TRIANGLE_SHIFT = wp.constant(7), wp.constant(wp.int64(7))
 TRIANGLES = wp.constant(128)  # threads per cluster
 RANK_MASK = wp.constant((1 << 26) - 1)
 
-# Indices of the first pass's counters; the second pass's are PASS entries later.
+# Indices of the first pass's counters; the second pass's counters are PASS entries later.
 PASS = wp.constant(64)
 GROUPS, VISIBLE = wp.constant(0), wp.constant(1)
 HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant(3), wp.constant(4)

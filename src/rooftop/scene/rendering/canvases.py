@@ -1,4 +1,4 @@
-"""The memory layout of a frame's pictures: concatenated, with sizes that may differ."""
+"""The memory layout of a frame's pictures, which are concatenated and may differ in size."""
 
 from __future__ import annotations
 

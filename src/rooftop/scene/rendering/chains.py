@@ -1,4 +1,5 @@
-"""Cache the memory of chains of launches from frame to frame."""
+"""Cache the memory of chains from frame to frame. A chain is the sequence of kernel launches that draws a set of
+views."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ class Chains:
         return chain
 
     def widen(self, chain: Chain, room: Mapping[str, int]) -> None:
-        """Give a chain's lists more room. New chains start with the same room."""
+        """Increase the capacities of a chain's lists. New chains start with the same capacities."""
         chain.memory = chain.memory.with_room(room)
         self._room = room
 
@@ -103,7 +104,7 @@ class Chains:
     def _forget_some(self) -> None:
         kept = list(self._chains)
         texels = sum(canvas.texels for canvas, _ in kept[:-1])
-        for key in kept[:-1]:  # from the chain that was drawn least recently on
+        for key in kept[:-1]:  # the least recently drawn chain first
             if len(self._chains) <= MOST_CHAINS and texels <= MOST_TEXELS:
                 break
             texels -= key[0].texels

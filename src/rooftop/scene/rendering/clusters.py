@@ -78,7 +78,7 @@ def bit_length(number: wp.int32):
 class Head:
     """The head of a cluster in a page."""
 
-    at: wp.int64  # its first word
+    at: wp.int64  # index of the head's first word
     words: wp.int32  # number of words of the head; 0 in a page before version 4
     replaces: wp.bool  # whether the head includes the group that the cluster replaces
 
@@ -111,7 +111,7 @@ class Cluster:
 
 @wp.func
 def whole_words(bit_count: wp.int32):
-    """The number of words that hold that many bits."""
+    """The number of 32-bit words needed for that many bits."""
     return wp.int64((bit_count + 31) >> 5)
 
 

@@ -1,4 +1,5 @@
-"""Shared by the CUDA C++ stages: whether they can run, their sources, their compilation and their grids."""
+"""Functions shared by the CUDA C++ stages: test whether these can run, join and compile their sources, and size
+grids."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def with_pieces(module_file: str, *more: str) -> str:
 
 
 def compiled(source: str, name: str, device: torch.device) -> cuda.Kernel:
-    """Compile a kernel of such a source, without fused multiply-add: pixels must have the same bits as Warp's."""
+    """Compile a kernel of a source from `with_pieces`, without fused multiply-add: pixels must have the same bits as
+    Warp's."""
     return cuda.compile(source, name, device=device, fused_multiply_add=False)
 
 

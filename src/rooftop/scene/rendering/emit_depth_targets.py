@@ -69,8 +69,8 @@ def ray(views: Views, place: wp.vec3i):
 
 @wp.func
 def longest_side(a: wp.vec3, b: wp.vec3, c: wp.vec3):
-    """Approximate length of the longer of two sides of a triangle. If lengths are divided by it, products of four
-    lengths stay within float32."""
+    """Approximate length of the longer of two sides of a triangle. Division by this length keeps products of four
+    lengths within the range of float32."""
     return wp.max(wp.max(wp.abs(b - a)), wp.max(wp.abs(c - a)))
 
 
@@ -172,7 +172,7 @@ def emit_velocity(
     now = on_screen(views, view, transformed(frame.to_view, hit.pair, point))
     was = transformed(frame.before, hit.pair, point)
     then = on_screen(views_before, view, was)
-    if was[2] < views_before.lens[view, LENS_NEAR]:  # the point was in front of the near plane
+    if was[2] < views_before.lens[view, LENS_NEAR]:  # the point was nearer than the near plane
         then = wp.vec2(wp.nan, wp.nan)
     targets.velocity[texel, 0] = now[0] - then[0]
     targets.velocity[texel, 1] = now[1] - then[1]

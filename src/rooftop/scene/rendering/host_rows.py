@@ -1,4 +1,4 @@
-"""Rows in host memory that kernels read. For few rows, a copy to the device would take the host longer."""
+"""Rows in host memory that kernels read. For few rows, a copy to the device would take more host time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class HostRows:
     """Rows that the host writes and a kernel reads.
 
     PyTorch's allocator does not know of the reads. So memory that is no longer needed is kept, and the next `HostRows`
-    with the same shape takes it.
+    with the same shape reuses it.
 
     Attributes:
         rows: the rows, as an array of NumPy. Call `wait` before you write.
@@ -39,7 +39,8 @@ class HostRows:
         weakref.finalize(self, kept.append, (memory, self._read))
 
     def wait(self) -> None:
-        """Wait until the kernels that were launched before `launched` have read the rows: usually long ago."""
+        """Wait until the kernels that were launched before `launched` have read the rows. Usually these have finished
+        already."""
         if self._read is not None:
             self._read.synchronize()
 

@@ -1,4 +1,4 @@
-"""Stage 1: write changed instances to their places, clear the counters, and compute each instance's transform to each
+"""Stage 1: write changed instances to the device, clear the counters, and compute each instance's transform to each
 view."""
 
 import warp as wp
@@ -50,7 +50,7 @@ def keep_place(resident: Resident, frame: wp.int32, framed: wp.int32, row: wp.in
 @wp.func
 def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), i: wp.int32):
     """Write the changed instance of a sent row. All loads come before the first store: `sent` may be host memory, and
-    a load after a store waits for the one before it."""
+    loads between stores would wait for each other."""
     frame = wp.int32(sent[0, FRAME])
     framed = wp.int32(sent[0, FRAMED])
     row = wp.int32(sent[i, 0])
@@ -96,8 +96,8 @@ def composed(
     j: wp.int32,
     element: wp.int32,
 ):
-    """An element of the matrix product second[j] first[i], in float64, so that it stays exact for objects that are far
-    from the world's origin and near the camera."""
+    """An element of the matrix product second[j] first[i], in float64, so that it stays accurate for objects that are
+    far from the world's origin and near the camera."""
     at = element & 12  # the first element of its row
     column = element & 3
     total = wp.float64(0.0)

@@ -29,7 +29,7 @@ def append(items: wp.array(dtype=wp.int64), counters: wp.array(dtype=wp.int32), 
 
 @wp.func
 def append_node(frame: Frame, second: wp.int32, level: wp.int32, item: wp.int64):
-    """Append to the nodes of a tree level. Even and odd levels use the two rows of (2, room)."""
+    """Append to the nodes of a tree level. Even and odd levels use the two rows of `frame.nodes`."""
     at = wp.atomic_add(frame.counters, second * PASS + LEVEL + level, 1)
     if at < frame.nodes.shape[1]:
         frame.nodes[level & 1, at] = item
@@ -73,7 +73,7 @@ def hidden_now(views: Views, frame: Frame, pair: wp.int32, center: wp.vec3, half
 
 @wp.func
 def mesh_center(resident: Resident, mesh: wp.int32):
-    """The middle of a mesh's box, in its units from its origin."""
+    """The middle of a mesh's box, in the mesh's units, relative to the mesh's origin."""
     return wp.vec3(resident.mesh_box[mesh, 0], resident.mesh_box[mesh, 1], resident.mesh_box[mesh, 2])
 
 

@@ -61,7 +61,7 @@ SHOWN, HIDDEN, UNSEEN = wp.constant(0), wp.constant(1), wp.constant(2)
 
 @wp.func
 def three(nodes: wp.array3d(dtype=wp.int32), node: wp.int32, slot: wp.int32, first: wp.int32):
-    """Three consecutive float32 of a child."""
+    """Read three consecutive float32 values of a child entry."""
     return wp.vec3(
         real(nodes[node, slot, first]), real(nodes[node, slot, first + 1]), real(nodes[node, slot, first + 2])
     )
@@ -77,7 +77,7 @@ def pixels_off(
     radius: wp.float32,
     error: wp.float32,
 ):
-    """The error in pixels of a surface that has this error and lies in this sphere."""
+    """Convert an error in the mesh's units to pixels, for a surface that lies in the given sphere."""
     scale = wp.abs(resident.instance_scale[pair % frame.instances])
     at = transformed(frame.to_view, pair, center)
     return error_on_screen(views, pair // frame.instances, at, radius, error, scale)
@@ -177,7 +177,7 @@ def ask_children_again(resident: Resident, views: Views, frame: Frame, thread: w
 
 @wp.func
 def low_corner(resident: Resident, head: Head, step: wp.float32):
-    """The lowest corner of a cluster's box, in the mesh's units from its origin."""
+    """The lowest corner of a cluster's box, in the mesh's units, relative to the mesh's origin."""
     return step * wp.vec3(
         wp.float32(head_word(resident, head, CLUSTER_BASE, HEAD_BASE)),
         wp.float32(head_word(resident, head, CLUSTER_BASE + 1, HEAD_BASE + 1)),

@@ -16,7 +16,7 @@ from rooftop.scene.rendering import buffers, records
 from rooftop.scene.rendering.canvases import MOST_THREADS, Canvas
 
 LAST = torch.iinfo(torch.int64).max  # this value is larger than every entry, so it sorts last
-EMPTY = -1  # marks a place without an entry
+EMPTY = -1  # marks an element of the queue that has no entry yet
 # Initial capacities of the lists. A frame that needs more is drawn again, with twice the capacity that it needs.
 ROOM = {
     "nodes": 1 << 12,
@@ -129,7 +129,7 @@ class FrameMemory:
 
     def sort_found(self, second: int) -> None:
         """Sort the visible clusters of a pass with torch's sort. The whole list is sorted, because the host does not
-        know how many clusters it has. `clear_found` must have run before the pass."""
+        know how many clusters were found. `clear_found` must have run before the pass."""
         found, visible = self.tensors["found"], self.tensors["visible"][second]
         if self.device.type == "cpu":
             count = min(int(self.tensors["counters"][second * buffers.PASS + buffers.VISIBLE]), len(found))
@@ -137,11 +137,11 @@ class FrameMemory:
         visible.copy_(found.sort().values)
 
     def clear_found(self) -> None:
-        """Clear the list before a pass whose results torch sorts."""
+        """Clear the list `found` before a pass whose results torch sorts."""
         self.tensors["found"].fill_(LAST)
 
     def turn_over(self) -> None:
-        """The depths of this frame become the previous frame's."""
+        """Make the depths of this frame the previous frame's depths."""
         self.tensors["hzb_before"].copy_(self.tensors["hzb"])
 
     def with_room(self, room: Mapping[str, int]) -> FrameMemory:
@@ -149,7 +149,7 @@ class FrameMemory:
         depths = self.tensors["hzb_before"]
         memory = FrameMemory(self.places, self.canvas, self.fragments, room, depths, self._pictures)
         memory.frame.pixel_error = self.frame.pixel_error
-        # with another size, another kernel may sort, which is not loaded yet
+        # for another size, torch may sort with another kernel, which is not loaded yet
         if room["visible"] == self.room["visible"]:
             memory.graphs = dict.fromkeys(self.graphs)  # the frame was drawn before, so the next time it is captured
         return memory

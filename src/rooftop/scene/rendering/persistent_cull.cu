@@ -81,7 +81,7 @@ __device__ __forceinline__ Vector half_sizes(const float* m, Vector center, Vect
     return {half_size(m, center, half), half_size(m + 4, center, half), half_size(m + 8, center, half)};
 }
 
-// The error in pixels of a surface that has this error and lies in this sphere.
+// Convert an error in the mesh's units to pixels, for a surface that lies in the given sphere.
 __device__ float pixels_off(const Scene& scene, const View& view, int instance, Vector center, float radius, float error) {
     const float* lens = view.lens;
     const float scale = fabsf(scene.scale[instance]), focal = larger_of(lens[FX], lens[FY]), reach = radius * scale;
@@ -195,7 +195,7 @@ __device__ void ask_for(const Scene& scene, const Pages& pages, const Frame& fra
     const View now = view_of(frame, views, views.lens, views.to_view, pair);
     union { float value; int word; } pixels = {
         pixels_off(scene, now, pair % frame.instances, three(child + CHILD_SPHERE), real(child[CHILD_SPHERE + 3]), real(child[CHILD_ERROR]))};
-    // for numbers >= 0, the bits have the same order
+    // floats >= 0 have the same order as their bits
     if (now_at(pages.wanted + page) < pixels.word) atomicMax(pages.wanted + page, pixels.word);
 }
 __device__ __forceinline__ bool finer_is_there(const Pages& pages, int mesh, const Head& head) {

@@ -24,7 +24,7 @@ BLOCKS_OF_GROUPS = 9  # blocks per multiprocessor; these blocks do not wait for 
 
 @cache
 def source() -> str:
-    """The CUDA C++."""
+    """The CUDA C++ source."""
     return with_pieces(__file__)
 
 
@@ -42,7 +42,7 @@ def cull(
     Args:
         scene, now, then: `buffers.Resident`, `buffers.Views`, and `buffers.Views` of the previous frame.
         history, second: as in `level_cull.cull_nodes`.
-        requests: the culls' requests, if pages may be absent.
+        requests: buffers for page requests, if pages may be absent.
     """
     of, device = memory.tensors, memory.device
     meshes = ("nodes", "mesh", "instance_mesh", "instance_scale")

@@ -1,6 +1,6 @@
 // Shared by the CUDA C++ kernels of a frame: the memory layout of the scene (as in layouts.py, buffers.py and
-// clusters.py) and the arithmetic of projections.py. The operations are the same, compiled without fused multiply-add,
-// so results have the same bits.
+// clusters.py) and the arithmetic of projections.py. The operations are the same as there, compiled without fused
+// multiply-add, so results have the same bits.
 
 typedef long long Entry;  // pair << 32 | what
 

@@ -14,7 +14,7 @@ from rooftop.scene.rendering.host_rows import HostRows
 from rooftop.scene.rendering.uploads import Meshes, Uploaded
 
 ROWS_AT_ONCE = 2**20  # maximum rows of 112 bytes per copy; host and device each hold a buffer of this size
-FEW_ROWS = 1024  # up to this many rows, the kernel reads the host's memory: a copy would take the host longer
+FEW_ROWS = 1024  # up to this many rows, the kernel reads host memory, because a copy would take more host time
 MOST_THREADS = 2**17
 MOST_FRAMES = 2**31
 WIDTHS = {  # dtype and width of a row of each tensor
@@ -76,8 +76,8 @@ class Placed:
         self._tensors["instance_mesh"][self._sent :] = REMOVED
 
     def _send(self, instances: Instances, rows: NDArray[np.int64]) -> None:
-        """Send rows to the device in one piece. The first row says how many follow, and a kernel writes these to their
-        places."""
+        """Send rows to the device in one copy. The first row contains the number of rows that follow, and a kernel
+        writes these to the instances' tensors."""
         count = len(rows)
         few = count <= FEW_ROWS
         if few:

@@ -55,11 +55,10 @@ def place_of(views: Views, texel: wp.int32):
 
 @wp.func
 def pixel_at(views: Views, thread: wp.int32):
-    """Assign a texel to a thread: (texel, or -1 outside the picture; then what `place_at` needs for its view, row and
-    column).
+    """Assign a texel to a thread. Return (texel, view, row, column); the texel is -1 outside the picture.
 
     If all cameras have the same size, a warp has 8 x 4 pixels, and 8 warps have 16 x 16, so that they share clusters.
-    If sizes differ, threads have texels in order, and `place_at` computes the places.
+    If sizes differ, threads have texels in order, and `place_at` computes view, row and column, which are 0 here.
     """
     if views.same == 0:
         return wp.vec4i(thread, 0, 0, 0)

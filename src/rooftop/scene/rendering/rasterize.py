@@ -2,7 +2,7 @@
 
 A pixel is one int64: from the highest bits, nearness, cluster and triangle. The largest value wins, so the order of
 threads has no effect. Corners are rounded to 1/256 of a pixel and edges are evaluated in integers. So each pixel on an
-edge that two triangles share belongs to exactly one of them, also if they are drawn in different ways. A small triangle
+edge that two triangles share belongs to exactly one of them, even if different kernels draw them. A small triangle
 is drawn by the thread that reads it. A large triangle, or one that is too near, is clipped, cut into tiles, and drawn
 by one thread per row of a tile. This replaces the hardware's rasterizer, which kernels cannot use.
 """
@@ -101,7 +101,7 @@ def on_screen(views: Views, view: wp.int32, point: wp.vec3):
 
 @wp.func
 def fixed(pixels: wp.float32):
-    """Round pixels to the nearest step of 1/256."""
+    """Convert pixels to fixed point: integers in steps of 1/256 pixel."""
     return wp.int32(wp.rint(pixels * SUBPIXELS))
 
 
@@ -115,7 +115,7 @@ def linear_depth(views: Views, view: wp.int32, point: wp.vec3):
 
 @wp.func
 def nearness(views: Views, view: wp.int32, linear: wp.float32):
-    """near / z, at most 1."""
+    """The distance of the near plane divided by the depth, at most 1."""
     if views.lens[view, LENS_ORTHOGRAPHIC] > 0.0:
         return wp.min(views.lens[view, LENS_NEAR] / linear, 1.0)
     return wp.min(linear, 1.0)
@@ -283,13 +283,13 @@ def clip(
 
 @wp.func
 def wide(point: wp.vec3):
-    """The vector in float64."""
+    """Convert a vector to float64."""
     return wp.vec3d(wp.float64(point[0]), wp.float64(point[1]), wp.float64(point[2]))
 
 
 @wp.func
 def narrow(point: wp.vec3d):
-    """The vector in float32."""
+    """Convert a vector to float32."""
     return wp.vec3(wp.float32(point[0]), wp.float32(point[1]), wp.float32(point[2]))
 
 
@@ -379,8 +379,8 @@ def add_piece(
 
 @wp.func
 def edge(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32, px: wp.int64, py: wp.int64):
-    """Twice the signed area of the triangle of a piece's edge and a point; a point with a value >= 0 is inside the
-    edge."""
+    """Twice the signed area of the triangle between a piece's edge and a point; a point with a value >= 0 is inside
+    the edge."""
     ax = frame.pieces[piece, 2 * start]
     ay = frame.pieces[piece, 2 * start + 1]
     dx = frame.pieces[piece, 2 * end] - ax
@@ -485,7 +485,7 @@ def draw_tiles(views: Views, frame: Frame, second: wp.int32, stride: wp.int32):
 
 @wp.func
 def smaller(frame: Frame, which: wp.int32, item: wp.int64):
-    """The number of visible clusters of one pass, a sorted list, that precede a cluster of the other pass."""
+    """Count the visible clusters of one pass (a sorted list) that precede a cluster of the other pass."""
     low = wp.int32(0)
     high = wp.min(frame.counters[which * PASS + VISIBLE], frame.visible.shape[1])
     while low < high:
@@ -499,8 +499,8 @@ def smaller(frame: Frame, which: wp.int32, item: wp.int64):
 
 @wp.kernel
 def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp.int32):
-    """Rank the visible clusters and write their records: before the first pass draws, its clusters; before the second
-    pass draws, the clusters of both."""
+    """Rank the visible clusters and write their records. Before the first pass draws, these are its own clusters;
+    before the second pass draws, the clusters of both passes."""
     if second != 0 and frame.counters[PASS + VISIBLE] == 0:
         return  # clusters of the first pass keep their records
     for which in range(second + 1):

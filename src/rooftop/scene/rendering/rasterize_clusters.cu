@@ -1,12 +1,12 @@
 // Stage 3, continued: draw the small triangles of visible clusters, one block per cluster, from its record
 // (records.py). The threads of a block first project each vertex to the screen once; then each thread draws one
 // triangle. The portable version is `rasterize` in rasterize.py, in Warp. Both use the same operations on the same
-// numbers, so they write the same pixels. Triangles that are not small are appended to the same list.
+// numbers, so they write the same pixels. Both append triangles that are not small to the list of large triangles.
 
 constexpr int THREADS = 128, MOST_VERTICES = 256;
 constexpr int SUBPIXEL_BITS = 8, SMALL_EXTENT = 64 << SUBPIXEL_BITS, SMALL_PIXELS = 256;
 constexpr float SUBPIXELS = 256.0f, GUARD = 1 << 20;
-// stored as x: the vertex is too far off the picture, or nearer than the near plane
+// values of x for a vertex that is too far off the picture, or nearer than the near plane
 constexpr int FAR_ASIDE = 0x7fffffff, BEHIND = -FAR_ASIDE;
 
 struct Vertex { int x, y; float depth; };  // position in 1/256 pixel; depth as a value that is linear on the screen

@@ -18,13 +18,13 @@ BLOCKS_OF_A_MULTIPROCESSOR = 64  # more blocks than run at once, so that new blo
 
 @cache
 def source() -> str:
-    """The CUDA C++."""
+    """The CUDA C++ source."""
     return with_pieces(__file__, "records.cu")
 
 
 def draw(scene: Uploaded, now: Uploaded, memory: FrameMemory, second: int, one_sided: int) -> None:
-    """Draw the small triangles of a pass's visible clusters into `pixels`; other triangles go to the list of large
-    ones.
+    """Draw the small triangles of a pass's visible clusters into `pixels`; other triangles are appended to the
+    list of large triangles.
 
     Args:
         scene, now: `buffers.Resident`, `buffers.Views`.

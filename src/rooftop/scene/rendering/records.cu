@@ -1,7 +1,7 @@
-// Shared by the kernels that read records of visible clusters; included after pieces.cu. It is equivalent to
-// records.py.
+// Shared by the kernels that read records of visible clusters; included after pieces.cu. This file is
+// equivalent to records.py.
 
-constexpr int RECORD_QUARTERS = 4;  // quarters of a record, of 16 bytes each
+constexpr int RECORD_QUARTERS = 4;  // number of quarters of a record, of 16 bytes each
 constexpr int DEPTH_SHIFT = 33, TRIANGLE_BITS = 7;
 
 enum Kind { SEPARATE, FANS, FANS_AND_EXPLICIT };  // how a cluster's corners are stored

@@ -1,10 +1,10 @@
 """Records of the visible clusters: the parts of a cluster's head that drawing needs, decoded into 64 bytes.
 
-Reading a head from its page takes seven dependent loads. One thread per cluster does this, so that blocks and pixels
-need not.
+Reading a head from its page takes seven dependent loads. One thread per cluster does this once, so that
+later stages load only the record.
 
     word  0      pair
-          1, 2   first word of its streams
+          1, 2   index of the first word of the cluster's streams
           3      triangles - 1 (7 bits), vertices - 1 (8), kind (2), words from its attributes' head to the streams (15)
           4      vertices before triangles 32, 64 and 96 (8 bits each), bits of a reference (8)
           5      references before these triangles (10 bits each), whether the instance mirrors (1)
@@ -75,7 +75,7 @@ def quarter(records: wp.array2d(dtype=wp.int32), at: wp.int32, part: wp.int32) -
 def write_record(
     resident: Resident, records: wp.array2d(dtype=wp.int32), rank: wp.int32, item: wp.int64, instances: wp.int32
 ):
-    """The record of a visible cluster."""
+    """Write the record of a visible cluster."""
     pair = pair_of(item)
     view = pair // instances
     instance = pair - view * instances
@@ -205,7 +205,7 @@ def corners_of(resident: Resident, recorded: Recorded, triangle: wp.int32):
         after_new = mask_bit(words, cluster.masks + wp.int64(4), previous) != 0
         if after_new and cluster.kind == FANS_AND_EXPLICIT:
             after_new = mask_bit(words, third, previous) == 0
-        if not after_new:  # if none is found, it is the corner before the newest vertex
+        if not after_new:  # else the second corner is the vertex before the newest
             corners[1] = n - 2 - reference(resident, cluster, first - 1)
         corners[2] = n - 2 - reference(resident, cluster, first)
     else:

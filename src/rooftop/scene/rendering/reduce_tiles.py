@@ -15,7 +15,7 @@ THREADS = 256
 
 @cache
 def source() -> str:
-    """The CUDA C++."""
+    """The CUDA C++ source."""
     return with_pieces(__file__)
 
 

@@ -29,8 +29,8 @@ from rooftop.scene.streaming.answers import Answer
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
 
-VIEWS_AHEAD = 8  # views that `prefetch` culls in one batch,
-# if the batch has at most this many pairs of view and instance, so that lists have room for them
+VIEWS_AHEAD = 8  # maximum views that `prefetch` culls in one batch
+# if a batch would have more pairs of view and instance, `prefetch` culls view by view, so that lists have room for them
 MOST_PAIRS_AHEAD = 2**22
 LIGHT = (0.4, 0.3, 0.85)  # unit vector from which the light comes
 
@@ -42,7 +42,7 @@ class Renderer:
         scene: may change between frames.
         device: "cuda", "cuda:1" or "cpu"; by default a GPU if there is one.
         pixel_error: allowed error of the surface in pixels; 0 draws the finest level.
-        occlusion: whether hidden parts are skipped. It changes no pixel.
+        occlusion: whether hidden parts are skipped, which changes no pixel.
         one_sided: whether triangles seen from behind (clockwise) are skipped.
         light: the direction in the world from which the light of "color" comes, of any length.
         kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and needs a GPU and `rooftop[cuda]`; None is
@@ -104,11 +104,11 @@ class Renderer:
         self._memory: FrameMemory | None = None
         self._direction: tuple[float, ...] = ()  # the result of `_toward_light` for `_light_of`
         self._light_of: object = None
-        # stand for no lights and no materials; always the same objects, see `Launches`
+        # used without lights and without materials; always the same objects, see `Launches`
         self._dark, self._plain = buffers.Lights(), Surfaces()
         self._shadows = ShadowMaps(self.device)
         self._placed = Placed(self.device)
-        self._resident: Uploaded | None = None  # what graphs know
+        self._resident: Uploaded | None = None  # the tensors whose addresses captured graphs contain
         self._counters = Counters(self.device)
         # State of the previous frame:
         self._cameras: tuple[Camera, ...] = ()
@@ -129,10 +129,11 @@ class Renderer:
                 the same index in the previous frame.
             outputs: which fields of `GBuffer` to fill.
             timings: whether to time each stage and fill `stats.stage_ms`.
-            wait: with a pool, whether missing pages are loaded before the frame ends. If True, the picture is as with
-                all pages, or the finest that fits into the pool; it does not depend on what was drawn or loaded before,
-                except that shadow maps kept from earlier frames may be finer than what fits. If False, the frame is
-                drawn from the resident pages, complete but coarser, and missing pages are loaded for later frames.
+            wait: with a pool, whether missing pages are loaded before the frame ends. If True, the picture is the same
+                as with all pages, or the finest for which pages fit into the pool. The picture does not depend on
+                earlier frames and loads, except that shadow maps kept from earlier frames may be finer. If False, the
+                frame is drawn from the resident pages, complete but coarser, and missing pages are loaded for later
+                frames.
 
         Draw all frames of one renderer on one stream, because each frame reads data of the previous one. On a GPU the
         pictures may still be in progress when this returns, as with any work that torch queues.
@@ -228,7 +229,7 @@ class Renderer:
                         self._draw_maps(batch, meshes, pixel_error)
                 if later and pool is not None:
                     pool.requests.collect(counters_of, self._threads, aging=False)
-            # here, so that the host continues while the device computes the outputs
+            # sent here, so that the host continues while the device computes the outputs
             if pool is None:
                 self._counters.send(counters_of)
             else:
@@ -307,8 +308,8 @@ class Renderer:
     def _look_ahead(
         self, pool: Pool, chains: Chains, chain: Chain, meshes: Meshes, pixel_error: float, more: bool = False
     ) -> Answer:
-        """Collect the requests of a frame without drawing it: its culls need only trees, not pages. If `more`, earlier
-        requests are kept."""
+        """Collect the page requests of a frame without drawing the frame, since culling needs only trees, not pages. If
+        `more`, earlier requests are kept."""
         while True:
             chain.memory.frame.pixel_error = pixel_error
             self._stages(chain, meshes, Clock(self.device, False)).look_ahead(more)
@@ -324,7 +325,7 @@ class Renderer:
 
     def _load_first(self, pool: Pool, chain: Chain, meshes: Meshes, pixel_error: float) -> None:
         """Load the pages of a new pool's first frame at once, including root pages. The trees suffice to find the pages
-        that it needs."""
+        that the frame needs."""
         self._look_ahead(pool, self._chains, chain, meshes, pixel_error)
         target = pool.target()
         if target is not None:
@@ -399,7 +400,7 @@ class Renderer:
         self._shadows.keep(stages, numbers)
 
     def _background(self, outputs: tuple[str, ...], canvas: Canvas) -> dict[str, Tensor]:
-        """The pictures of a scene without instances. The next frame then has no previous frame."""
+        """The pictures of a scene without instances. The next frame is then drawn as if it were the first."""
         self._placed.settle()
         self._cameras, self._has_depths = (), False
         pictures = Outputs(outputs, canvas.camera_texels, len(self.scene.lights), self.device).background()
@@ -456,7 +457,11 @@ def _check_sizes(canvas: Canvas, instances: int) -> None:
 
 
 def _checked_error(pixel_error: Any) -> float:
-    """Raises: ValueError: it is not a number of pixels."""
+    """Check the allowed error in pixels, and return it.
+
+    Raises:
+        ValueError: the value is not a number, or is negative or too large.
+    """
     try:
         number = float(pixel_error)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -467,10 +472,10 @@ def _checked_error(pixel_error: Any) -> float:
 
 
 def _checked_light(light: Any) -> tuple[float, ...]:
-    """The direction with length 1.
+    """Check a direction, and return it with length 1.
 
     Raises:
-        ValueError: it is not a direction.
+        ValueError: `light` is not a direction.
     """
     direction = real_numbers(light, "light", "three numbers that are not all 0")
     if direction.shape != (3,) or not np.isfinite(direction).all() or not direction.any():

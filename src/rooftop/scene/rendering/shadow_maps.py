@@ -1,4 +1,4 @@
-"""The shadow maps of a scene's lights: choose the maps that a frame must draw, and hold the memory of all maps.
+"""The shadow maps of a scene's lights: choose the maps that a frame must draw, and own the memory of all maps.
 
 A map is not redrawn while its view, its casters and the allowed error stay the same. All other maps are drawn by the
 first three stages together with the pictures, as views without a previous frame.
@@ -124,12 +124,12 @@ class ShadowMaps:
 
     def drawn(self, numbers: Sequence[int], whole: bool) -> None:
         """Record that these maps are drawn. If some wanted pages were missing (`whole` is False), the next frame draws
-        them again."""
+        these maps again."""
         for number in numbers:
             self._drawn[number] = self._wanted[number] if whole else None
 
     def _place(self, lights: tuple[Light, ...], counts: Sequence[int], views: Sequence[Camera]) -> None:
-        """Allocate memory for all maps; maps whose position changes must be drawn again."""
+        """Allocate memory for all maps; maps whose position in memory changes must be drawn again."""
         sizes = [view.width for view in views]
         if sizes != self._sizes:
             ends = np.cumsum([size * size for size in sizes], dtype=np.int64)
@@ -183,7 +183,7 @@ class _Staged:
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Copy new values to the device. The staging memory is free: the host has read the previous frame's counters,
-        so its copy has ended."""
+        so that frame's copy has ended."""
         for name, array in arrays.items():
             self._rows[name][:] = array
         self._there.copy_(self._here, non_blocking=True)
@@ -217,7 +217,7 @@ def _tables(lights: Sequence[Light], counts: Sequence[int], sizes: Sequence[int]
 
 
 class _Casters:
-    """Find the instances that changed, by a copy of the previous frame's instances."""
+    """Find the instances that changed, by comparison with a copy of the previous frame's instances."""
 
     def __init__(self) -> None:
         self._meshes: Meshes | None = None

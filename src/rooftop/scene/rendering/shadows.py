@@ -33,7 +33,7 @@ from rooftop.scene.rendering.projections import pixel_at, place_at
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 REACH = wp.constant(1.5)  # reach of the filter in texels: the diagonal of a texel, plus rounding
-INSIDE = wp.constant(1.0)  # texels: points nearer to a map's edge use the next cascade
+INSIDE = wp.constant(1.0)  # texels: points nearer than this to a map's edge use the next cascade
 
 
 @wp.kernel
@@ -90,9 +90,9 @@ def texel_size(lights: Lights, number: wp.int32, at: wp.vec3):
 
 @wp.func
 def slope_of(lights: Lights, number: wp.int32, normal: wp.vec3):
-    """The slope of a plane on a map: the sine of the angle between its normal and the map's axis. A point that lies 1
-    unit across the map from a point of the plane is up to this far from the plane. The plane's depth along a ray w is n
-    P / (n w), where w is linear in texels."""
+    """The slope of a plane on a map: the sine of the angle between its normal and the map's axis. If a point of the
+    plane moves by 1 unit across the map, its distance from the plane is at most this. The plane's depth along a ray w
+    is n P / (n w), where w is linear in texels."""
     along = wp.float32(0.0)
     for axis in range(3):
         along += wp.float32(lights.from_world[number, 8 + axis]) * normal[axis]
@@ -101,7 +101,7 @@ def slope_of(lights: Lights, number: wp.int32, normal: wp.vec3):
 
 @wp.func
 def holds(lights: Lights, light: wp.int32, number: wp.int32, at: wp.vec3):
-    """Whether a map shows a point that is not too near to the map's edge."""
+    """Whether a map shows a point, at least INSIDE texels from the map's edge."""
     if at[2] < lights.lens[number, LENS_NEAR]:
         return False
     place = on_map(lights, number, at)
@@ -135,7 +135,7 @@ def map_of(lights: Lights, light: wp.int32, view: wp.int32, point: wp.vec3d):
 
 @wp.func
 def is_free(lights: Lights, light: wp.int32, number: wp.int32, x: wp.int32, y: wp.int32, depth: wp.float32):
-    """1 if nothing in a texel is nearer to the light than a depth, 0 if something is."""
+    """1 if no surface in a texel is nearer to the light than `depth`; else 0."""
     size = lights.maps[light, 2]
     column = wp.clamp(x, 0, size - 1)
     row = wp.clamp(y, 0, size - 1)

@@ -1,6 +1,6 @@
 // Sort a moderate number of visible clusters. First, each block sorts a tile. Then the final index of each entry is the
 // number of smaller entries, found in every tile by binary search. Torch's sort takes ten launches for this, and sorts
-// the whole capacity of the list, because only the device knows how many entries it has.
+// the whole capacity of the list, because only the device knows how many entries the list has.
 
 constexpr int TILE = 2048, THREADS = 1024;
 constexpr int OF_A_WARP = 64;  // entries per warp: comparisons over shorter distances stay within the warp

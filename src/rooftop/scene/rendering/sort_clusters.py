@@ -18,7 +18,7 @@ MOST, MOST_OF_SECOND = 1 << 19, 1 << 20
 
 @cache
 def source() -> str:
-    """The CUDA C++."""
+    """The CUDA C++ source."""
     return with_pieces(__file__)
 
 
@@ -26,7 +26,7 @@ def sort(items: Tensor, counters: Tensor, counter: int, out: Tensor) -> None:
     """Sort the first items of a list into `out`; the order of `items` changes.
 
     Args:
-        items, out: (room,) int64, all different.
+        items, out: (room,) int64; all items differ.
         counters: int32; `counters[counter]` is the number of items, including items for which the list had no room.
     """
     sort_tiles, merge_tiles = (compiled(source(), name, items.device) for name in ("sort_tiles", "merge_tiles"))

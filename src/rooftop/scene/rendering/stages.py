@@ -60,7 +60,7 @@ class Clock:
     def _now(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True, external=True)  # external, so that it also works in a graph
+        event = torch.cuda.Event(enable_timing=True, external=True)  # external, so that the event also works in a graph
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -82,10 +82,10 @@ class Stages:
         resident, now, then: the scene, the views, and the views of the previous frame.
         depth: depth of the deepest tree.
         threads: threads of a launch; each thread processes a list with this stride.
-        cuda_cpp: whether the steps with a faster CUDA C++ kernel use it: the traversal of the trees from one queue
-            (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`),
+        cuda_cpp: whether steps that have a faster CUDA C++ kernel use that kernel: the traversal of the trees from one
+            queue (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`),
             hierarchical z (`reduce_tiles`) and the base pass of plain scenes (`base_pixels`).
-        requests: the culls' requests, if pages may be absent.
+        requests: buffers for page requests, if pages may be absent.
     """
 
     resident: Uploaded
@@ -116,8 +116,8 @@ class Stages:
         self._draw(history=False)
 
     def look_ahead(self, more: bool) -> None:
-        """Run only a frame's culls, to collect its requests. `more` says whether they are added to the earlier
-        requests."""
+        """Run only a frame's culls, to collect its requests. `more` says whether these requests are added to the
+        earlier requests."""
         requests = self.requests
         assert requests is not None
 
@@ -163,8 +163,8 @@ class Stages:
         self._cull(asked, 0)
 
     def draw_captured(self, history: bool) -> None:
-        """Like `draw`, but from the second time on a CUDA graph is replayed, because about fifty launches take longer
-        than their work."""
+        """Like `draw`, but from the second time on a CUDA graph is replayed, because launching about fifty kernels
+        takes longer than running them."""
         key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error), self.clock.runs)
         self._run(key, lambda: self.draw(history))
 
@@ -241,7 +241,7 @@ class Stages:
         return self.cuda_cpp and self.memory.canvas.same > 0 and set(outputs) <= {*base_pixels.OUTPUTS, "overdraw"}
 
     def keep_depths(self, which: Any, texel_at: Any, depths: Any) -> None:
-        """Store the nearest depths of the drawn shadow maps; the k-th is map which[k] of `buffers.Lights`."""
+        """Store the nearest depths of the drawn shadow maps; the k-th drawn map is map which[k] of `buffers.Lights`."""
         self._launch(shadows.keep_depths, self.now.values, self.memory.frame, which, texel_at, depths)
 
     def _sorts(self, second: int) -> bool:

@@ -18,7 +18,7 @@ from rooftop.scene.rendering.mip_chains import LINEAR, levels_of, mip_chain
 from rooftop.scene.rendering.texturing import ROW_NUMBERS, Surfaces
 from rooftop.scene.rendering.uploads import Uploaded, uploaded
 
-MOST_TEXELS_OF_ALL = 2**31 - 1  # 8 GiB: the most elements of an array of Warp
+MOST_TEXELS_OF_ALL = 2**31 - 1  # maximum elements of a Warp array: 8 GiB
 
 
 def uploaded_surfaces(
@@ -33,9 +33,9 @@ def uploaded_surfaces(
         InputError: an image is damaged, or all images together have too many texels.
         GeometryFileError: an image of a geometry file does not match its checksum.
     """
-    images: dict[bytes, int] = {}  # images by a hash of their content
+    images: dict[bytes, int] = {}  # number of each image, by a hash of its content
     textures: list[Texture] = []
-    numbers: dict[int, int] = {}  # images by the texture object's identity
+    numbers: dict[int, int] = {}  # number of each image, by the identity of its texture object
     rows: list[list[int]] = []
     factors: list[list[float]] = []
     mesh_rows: list[list[int]] = []
@@ -69,15 +69,15 @@ def uploaded_surfaces(
 
 
 def _content(texture: Texture) -> Any:
-    """Bytes that are equal for equal images: the original file's, or the texels without encoding."""
+    """Bytes that are equal for equal images: those of the original file, or the texels without encoding."""
     return texture.encoded() if texture.is_file else texture.texels().tobytes()
 
 
 def _all_texels(
     textures: Sequence[Texture], sizes: Sequence[list[tuple[int, int]]], device: torch.device
 ) -> tuple[Tensor, list[list[int]], list[list[int]]]:
-    """(texels,) int32, red in the lowest 8 bits; for each image: its first level and its number of levels; for each
-    level: its first texel, width and height."""
+    """Return (texels,) int32 with red in the lowest 8 bits; for each image, its first level and its number of levels;
+    and for each level, its first texel, width and height."""
     total = sum(width * height for of_image in sizes for width, height in of_image)
     if total > MOST_TEXELS_OF_ALL:
         raise InputError(

@@ -31,7 +31,7 @@ CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3, "vertex_color": 3, 
 
 
 class Outputs:
-    """Allocate new tensors for the outputs of each frame, always of the same kinds and sizes.
+    """Allocate new tensors for the outputs of each frame, always of the same dtypes and sizes.
 
     Args:
         names: names of outputs; "overdraw" is ignored, because the rasterizer counts it in `Frame.fragments`.
@@ -57,7 +57,7 @@ class Outputs:
 
     @property
     def _packed(self) -> Any:
-        """The targets in the packed form that kernels take."""
+        """The targets in the packed form that kernels accept."""
         return self.targets.__ctype__()
 
     def new(self) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ class Outputs:
         return pictures
 
     def background(self) -> dict[str, Tensor]:
-        """The tensors of a frame that shows nothing."""
+        """The tensors of a frame that shows only background."""
         return {
             name: torch.full(sizes, BACKGROUND.get(name, -1), dtype=dtype, device=self._device)
             for name, (sizes, dtype) in self._kinds.items()

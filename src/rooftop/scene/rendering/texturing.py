@@ -43,7 +43,7 @@ class Surfaces:
 
 
 ROW_NUMBERS = 4
-# ROW_IMAGE is -1 without an image. The wrap modes of u and v are at ROW_WRAP and the next place.
+# ROW_IMAGE is -1 without an image. The wrap modes of u and v are at ROW_WRAP and the next column.
 ROW_IMAGE, ROW_WRAP, ROW_MAGNIFIED = wp.constant(0), wp.constant(1), wp.constant(3)
 REPEAT, CLAMP, MIRROR = wp.constant(0), wp.constant(1), wp.constant(2)  # as materials.WRAPS
 NEAREST = wp.constant(1)  # as materials.MAGNIFIED
@@ -53,7 +53,7 @@ NEAREST = wp.constant(1)  # as materials.MAGNIFIED
 # the surface: 1/8 to 1/33 (1/3 to 1/48 with one tap across, 1/10 to 1/40 with three).
 ACROSS = wp.constant(2)
 MOST_ALONG = wp.constant(16)
-# a footprint of up to this many texels takes a single lookup, so that texels that match pixels keep their values
+# a footprint of up to this many texels takes one lookup, so that texels as large as pixels keep their values
 ONE_TEXEL = wp.constant(1.01)
 
 
@@ -140,7 +140,7 @@ def within(place: wp.float32, wrap: wp.int32):
 
 @wp.func
 def neighbour(index: wp.int32, size: wp.int32, wrap: wp.int32):
-    """The index of a texel, wrapped if it is one beyond the edge; there, a mirrored image repeats its last texel."""
+    """Wrap the index of a texel that is at most one beyond the edge. There, a mirrored image repeats its last texel."""
     if wrap == REPEAT:
         if index < 0:
             return index + size
@@ -237,7 +237,7 @@ def filtered(surfaces: Surfaces, row: wp.int32, uv: wp.vec2, slopes: Slopes):
 
 @wp.func
 def row_of(resident: Resident, surfaces: Surfaces, hit: Hit):
-    """The material's row of a pixel's surface; -1 if its mesh has no materials."""
+    """Index of the material's row in `surfaces.rows` for a pixel's surface; -1 if the mesh has no materials."""
     if surfaces.mesh_rows.shape[0] == 0:
         return wp.int32(-1)
     count = surfaces.mesh_rows[hit.mesh, 1]

@@ -20,7 +20,7 @@ from rooftop.scene.rendering.canvases import Canvas
 from rooftop.scene.streaming.pool import Pool
 
 LENS = 8  # numbers per view
-MOST_WORDS = 2**31 - 1  # the most elements of an array of Warp; `clusters.word_at` can read beyond them
+MOST_WORDS = 2**31 - 1  # maximum elements of a Warp array; `clusters.word_at` can read beyond this
 STAGED_WORDS = 2**20  # words of the pinned memory from which the device copies
 MOST_PAGES = 2**20  # maximum pages of a mesh: page and cluster take 31 bits of an entry
 
@@ -64,7 +64,7 @@ def _all_pages(meshes: Sequence[Geometry], device: torch.device) -> tuple[Tensor
     """The words of all pages, concatenated, and the start of each page."""
     pages = [mesh.page(number) for mesh in meshes for number in range(mesh.pages)]
     ends = np.cumsum([len(page) for page in pages], dtype=np.int64)
-    # padded, because a read of two words may begin at the last
+    # padded, because a read of two words may begin at the last word
     words = np.concatenate([*pages, np.zeros(2, np.int32)])
     return uploaded(device, words), uploaded(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
 
@@ -79,16 +79,16 @@ def _check_depth(mesh: Geometry) -> None:
     """Check that the tree is not deeper than the file says.
 
     Raises:
-        GeometryFileError: it is deeper.
+        GeometryFileError: the tree is deeper.
     """
     if mesh.tree_depth > mesh.meta["depth"]:
-        what = f"its tree has {mesh.tree_depth} levels, and not {mesh.meta['depth']} as it says"
+        what = f"its tree has {mesh.tree_depth} levels, but its metadata states {mesh.meta['depth']}"
         raise GeometryFileError(mesh.path, what, mesh.nodes_offset)
 
 
 @dataclass(frozen=True)
 class Uploaded:
-    """Tensors by the names of their fields in `buffers`, and the struct that Warp's kernels take, built from them."""
+    """Tensors by the names of their fields in `buffers`, and the struct of these tensors that Warp's kernels accept."""
 
     tensors: dict[str, Tensor]
     values: Any
@@ -107,8 +107,8 @@ class Uploaded:
 
 
 class Inputs:
-    """The views of a frame on the device. While their number and sizes stay the same, so do the addresses, because
-    captured launches read them.
+    """The views of a frame on the device. The tensors' addresses stay the same while the number and sizes of views stay
+    the same, because captured launches read from these addresses.
 
     Attributes:
         now, then: `buffers.Views` of this and of the previous frame.

@@ -55,15 +55,15 @@ from rooftop.scene.rendering.clusters import (
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 LANES = wp.constant(128)  # threads that divide the clusters and groups of a page among them
-AGAINST = wp.constant(2**16)  # what a vote against a page adds; more than all votes for it
+AGAINST = wp.constant(2**16)  # added to a vote against a page; more than the sum of all votes for the page
 PAGE_CLUSTERS, PAGE_LENGTH = wp.constant(layouts.PAGE_CLUSTERS), wp.constant(layouts.PAGE_LENGTH)
 CLUSTER_GROUP, SHORT_HEADS = wp.constant(layouts.CLUSTER_GROUP), wp.constant(layouts.SHORT_HEADS)
 GROUP_FIRST, GROUP_COUNT = wp.constant(layouts.GROUP_FIRST), wp.constant(layouts.GROUP_COUNT)
 MOST_TRIANGLES, MOST_BITS = wp.constant(layouts.MAX_TRIANGLES), wp.constant(layouts.MOST_REFERENCE_BITS)
 MOST_CLUSTERS = wp.constant(layouts.MOST_CLUSTERS)
 
-# Columns of a changed page: its number over all meshes, its position (-1 if the page is evicted), and facts from its
-# mesh's file.
+# Columns of a changed page: its number over all meshes, its position (-1 if the page is evicted), and its row of
+# `PageGraph.limits`.
 PAGE, PLACE, WORDS, REACH, ATTRIBUTES, ALL_GROUPS = (wp.constant(column) for column in range(6))
 COLUMNS = 6
 
@@ -83,7 +83,7 @@ class Sizes:
 
 @wp.func
 def added_up(sizes: Sizes, reference_bits: wp.int32, position_bits: wp.int32, attribute_bits: wp.int32, mixed: wp.bool):
-    """The total number of words of all streams."""
+    """Complete the sizes: add up the words of all streams, and check the counts against their limits."""
     whole = sizes
     whole.needed = wp.int64(mask_words(sizes.kind)) + whole_words(wp.max(sizes.references, 0) * reference_bits)
     whole.needed += whole_words(sizes.vertices * position_bits) + whole_words(sizes.vertices * attribute_bits)
@@ -193,7 +193,7 @@ def cluster_fits(
     attributes: wp.int32,
     replaces: wp.bool,
 ):
-    """Whether the streams of a cluster lie within its page and refer to nothing outside it."""
+    """Whether the streams of a cluster lie within its page and refer to nothing outside the page."""
     sizes = Sizes()
     if (attributes & SHORT_HEADS) != 0:
         sizes = short_sizes(words, head, attributes, replaces)
@@ -229,7 +229,8 @@ def names_fit(
 
 @wp.func
 def page_fits(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.int64), k: wp.int32, lane: wp.int32):
-    """Whether an arriving page is valid, as far as this lane checks it. An absent page has no place and is valid."""
+    """Whether an arriving page is valid, as far as this lane checks it. An evicted page has no position, and counts as
+    valid."""
     place = arriving[k, PLACE]
     if place < wp.int64(0):
         return wp.bool(True)

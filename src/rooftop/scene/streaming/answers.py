@@ -18,13 +18,13 @@ from rooftop.scene.streaming.requests import COUNTERS, LIST, LISTED, MISSING, OL
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a frame.
+    """The answer of a frame: its counters, and the pages that it requested.
 
     Attributes:
-        counters: of the frame.
+        counters: counters of the frame.
         wanted: number of wanted pages.
         missing: the wanted pages that are absent, the most wanted first.
-        pixels: the error in pixels without each of the missing pages.
+        pixels: for each missing page, the error of the picture in pixels without this page.
         refused: a page that the device refused because its offsets point outside it, or None; with such a page, the
             frame is wrong.
     """
@@ -40,8 +40,8 @@ class RequestBuffers:
     """The memory of requests on the device, and how the host reads it.
 
     Attributes:
-        tensors: tensors by the names of `Requests`, and `wanted_first`; values: the struct that Warp's kernels take,
-            built from them.
+        tensors: tensors by the names of `Requests`, and `wanted_first`; values: the struct of these tensors
+            that Warp's kernels accept.
     """
 
     def __init__(self, graph: PageGraph, page_at: torch.Tensor, refused: torch.Tensor) -> None:
@@ -112,7 +112,7 @@ class RequestBuffers:
         return Answer(words[:COUNTERS].tolist(), int(words[WANTED]), missing[order], pixels[order], refused)
 
     def use(self, first: bool = False) -> Use:
-        """How the frame, or only its first pass, used pages."""
+        """Return how the frame, or only its first pass, used pages."""
         wanted, ages = self._use.to("cpu", copy=True).numpy()
         if first:
             wanted = self.tensors["wanted_first"].to("cpu", copy=True).numpy()

@@ -2,11 +2,11 @@
 
 For a GPU, a thread reads into pinned memory: access through the memory-mapped file would block on page faults, and an
 upload from pageable memory blocks the host. Uploads run on a separate stream, and a page counts as arrived when its
-upload has ended. `pool.py` makes it visible to kernels later. Until then nothing reads the slot. A page with a wrong
-checksum is not uploaded.
+upload has ended. `pool.py` makes the page visible to kernels later. Until then nothing reads the slot. A page with a
+wrong checksum is not uploaded.
 
-The threads are C++ threads of `page_reader.cpp`, which never take the GIL. Until it is compiled, and where it cannot be
-compiled, Python threads do the work.
+The threads are C++ threads of `page_reader.cpp`, which never take the GIL. Until this file is compiled, and where it
+cannot be compiled, Python threads do the work.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Loader:
                 os.close(file)
             raise
         self._put_back: list[Arrivals] = []
-        self._held = [self._reader]  # what `close` ends
+        self._held = [self._reader]  # the reader that `close` ends, in a list so that it can be replaced
         self.close = weakref.finalize(self, _end, self._held, files.tolist(), self._memory)
 
     def load(self, pages: Ints, slots: Ints, urgency: float, orders: npt.NDArray[np.float64]) -> None:
@@ -130,12 +130,12 @@ class Loader:
         return self._taken(self._reader.take(self.in_flight - sum(map(len, self._put_back))))
 
     def put_back(self, arrivals: Arrivals) -> None:
-        """Let the next call return these pages again."""
+        """Let the next call of `arrived` or `wait` return these pages again."""
         self._put_back.append(arrivals)
         self.in_flight += len(arrivals)
 
     def _check_process(self) -> None:
-        """Raise in a forked process: it has none of the threads, and would wait for them forever."""
+        """Raise RuntimeError in a forked process, which has none of the threads and would wait for them forever."""
         if self._process != os.getpid():
             raise RuntimeError(
                 "a forked process cannot read the pages of a renderer that it did not make: make the renderer there, "
@@ -196,7 +196,7 @@ class PythonReader:
         self._table = table
         self._tasks: list[tuple[Any, ...]] = []  # a heap
         self._done: list[tuple[int, ...]] = []
-        self._changed = threading.Condition()  # of the above
+        self._changed = threading.Condition()  # guards `_tasks` and `_done`
         self._leaving, self._process = False, os.getpid()
         self._workers: list[threading.Thread] = []
         try:
@@ -206,7 +206,7 @@ class PythonReader:
                 worker.start()
                 self._workers.append(worker)
         except BaseException:
-            self.close()  # threads that have started
+            self.close()  # ends the threads that have started
             raise
 
     def load(self, pages: Ints, slots: Ints, urgency: float, orders: npt.NDArray[np.float64]) -> None:
@@ -249,7 +249,7 @@ class PythonReader:
                 held, outcome, code = _read(upload.staged.numpy(), *self._table[page].tolist())
                 if outcome == READ:
                     upload.put(held // 4, slot)
-            except Exception as error:  # pass any error to the frame that waits for the page, or it would wait forever
+            except Exception as error:  # pass any error to the frame that waits for the page; else it waits forever
                 held, outcome, code = 0, NOT_COPIED, 0
                 self.errors[page] = error
             with self._changed:
@@ -292,7 +292,7 @@ def _read(words: npt.NDArray[np.int32], file: int, start: int, length: int, chec
 
 
 def _opened(meshes: Iterable[Geometry]) -> list[int]:
-    """Open a file descriptor for each mesh; meshes of one file share it."""
+    """Open a file descriptor for each mesh; meshes of one file share a descriptor."""
     found: list[int] = []
     by_file: dict[tuple[int, ...], int] = {}
     try:

@@ -1,8 +1,8 @@
 // Threads that read pages, and the planner that chooses the pages to read, without Python (see page_reader.py,
 // loading.py, plans.py).
 //
-// Python threads that read pages take the GIL from the drawing thread several times per page, so a frame of one
-// millisecond waits for many of them. The threads here never take the GIL.
+// Python threads that read pages take the GIL from the drawing thread several times per page, so they delay a frame of
+// one millisecond many times. The threads here never take the GIL.
 //
 // Path of a page: a request in the queue -> a reader thread reads it into a buffer and checks its checksum -> the copy
 // thread copies it to the device, together with all other pages that are ready -> a result, which the frame's thread
@@ -170,7 +170,7 @@ void check(int code, const char* what) {
 enum Outcome : int64_t { READ, UNREADABLE, CUT_OFF, CHANGED, NOT_COPIED };
 
 struct Request {
-  double rank, order;  // the smallest is read first
+  double rank, order;  // requests with the smallest values are read first
   int64_t page, slot, file, offset, length, checksum;
   bool operator<(const Request& other) const {  // reversed, because a priority queue returns its greatest element first
     if (rank != other.rank) return rank > other.rank;
@@ -325,7 +325,7 @@ class Reader {
   }
 
   // Take the next request. If the queue has enough requests for the other threads too, also take requests that follow
-  // it in the file.
+  // this request in the file.
   void take_some(std::vector<Read>& reads) {
     const size_t most = queue_.size() > 2 * threads_.size() ? most_merged_ : 1;
     while (reads.size() < most && !queue_.empty() && !free_.empty()) {
@@ -445,7 +445,8 @@ class Reader {
 
 enum State : uint8_t { ABSENT, LOADING, ARRIVED, RESIDENT, LOST };  // as in slots.py
 
-// The records of `Slots` in slots.py, on the same memory. `lacking`, `take`, `give_up` and `publish` equal its methods.
+// The records of `Slots` in slots.py, on the same memory. `lacking`, `take`, `give_up` and `publish` do the same as the
+// methods there.
 class Books {
  public:
   Books(Array<int64_t> starts, Array<int64_t> needs, Array<bool> roots, Array<uint8_t> state, Array<int32_t> slot_of,
@@ -489,7 +490,7 @@ class Books {
     for (int64_t k = starts_[page]; k < starts_[page + 1]; ++k) --dependents_[needs_[k]];
   }
 
-  // As `Slots.arrive` for the loading pages `arriving`, and then `Slots.publish`: return the pages that became resident,
+  // Do the same as `Slots.arrive(arriving)` and then `Slots.publish()`: return the pages that became resident,
   // in ascending order, and the other pages that have arrived.
   py::tuple publish(const Array<int64_t>& arriving, const Array<int64_t>& arrived) {
     std::vector<int64_t> waiting(arrived.data(), arrived.data() + arrived.size()), published;
@@ -561,7 +562,7 @@ class Books {
         const int64_t page = books.page_in_[slot];
         if (page >= 0 && books.state_[page] != LOADING && !books.dependents_[page] && !books.roots_[page]) pages.push_back(page);
       }
-      // sort only the first `most`, and all pages that are equal to the last of these
+      // sort only the first `most` pages, and all pages that rank equal to the last of these
       if (pages.size() > most && most) {
         const auto worth = [&](int64_t page) { return double(std::min(of[page], 2147483648.0f)) - double(age[page]) * 4294967296.0; };
         std::vector<double> worths;

@@ -1,7 +1,7 @@
-"""Compile the C++ part of streaming, `page_reader.cpp`: threads that read pages, and plans, without the GIL.
+"""Compile the C++ part of streaming, `page_reader.cpp`: threads that read pages, and a planner, without the GIL.
 
-It is compiled in the background when the first pool is made, and stored in Rooftop's cache. Until then, and on machines
-without a C++ compiler, `loading.PythonReader` and `plans.plan_in_python` compute the same results in Python.
+The module is compiled in the background when the first pool is made, and stored in Rooftop's cache. Until then, and on
+machines without a C++ compiler, `loading.PythonReader` and `plans.plan_in_python` compute the same results in Python.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Send the positions of pages to the device: one launch for all pages that changed. The kernel reads the host's
-memory."""
+"""Send the positions of pages to the device: one launch for all pages that changed. The kernel reads the
+changed rows from host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rooftop.scene.streaming import admission
 from rooftop.scene.streaming.page_graph import Ints
 
 MOST_ROWS = 1024  # maximum rows of one launch
-COUNTS = (16, 128, MOST_ROWS)  # a launch has one of these numbers of rows, because `Launches` keeps one launch for each
+COUNTS = (16, 128, MOST_ROWS)  # possible numbers of rows of a launch: few, because `Launches` caches a launch for each
 
 
 class PageTable:

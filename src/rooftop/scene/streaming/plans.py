@@ -31,8 +31,8 @@ class Use:
     """How frames used pages.
 
     Attributes:
-        pixels: (pages,) `pixels` in the last frame; 0 for pages that it did not want.
-        ages: (pages,).
+        pixels: (pages,) `pixels` in the last frame; 0 for pages that the frame did not want.
+        ages: (pages,) age of each page, in frames.
     """
 
     pixels: Floats
@@ -44,7 +44,7 @@ NO_USE = Use(np.zeros(0, np.float32), np.zeros(0, np.int32))  # for plans that e
 
 @dataclass(frozen=True)
 class Plan:
-    """What to load and evict. `Slots` already records the change.
+    """The pages to load and to evict. `Slots` already records these changes.
 
     Attributes:
         given_up: pages to evict.
@@ -59,20 +59,20 @@ class Plan:
 
 
 class Planner:
-    """Makes plans for slots: in C++ if it is compiled, in Python if not, with the same results."""
+    """Makes plans for slots: in C++ if the C++ module is compiled, else in Python, with the same results."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
         self._books: Any = None
 
     def plan_some(self, pages: Ints, pixels: Floats, most: int, use: Callable[[], Use], urgent: bool) -> Plan:
-        """Read the most wanted pages, each with the pages that it needs.
+        """Plan to read the most wanted pages, each with the pages that it needs.
 
         Args:
             pages, pixels: wanted pages and their `pixels`, the most wanted first.
             most: maximum number of pages to read.
             use: returns how pages were used; it is called only if a slot must be freed.
-            urgent: whether pages that are wanted now, but less, may be evicted.
+            urgent: whether pages that are wanted now, but less than the new pages, may be evicted.
         """
         slots, books = self.slots, self._in_cpp()
         if books is None:
@@ -92,7 +92,7 @@ class Planner:
         return published  # type: ignore[no-any-return]
 
     def write_rows(self, pages: Ints, rows: Ints) -> None:
-        """Fill the first rows of `admission.COLUMNS` numbers for these pages. The other rows name no page."""
+        """Fill a row of `admission.COLUMNS` numbers for each of these pages. Further rows are marked as unused."""
         books = self._in_cpp()
         if books is None:
             rows_in_python(self.slots, pages, rows)
@@ -138,7 +138,7 @@ def plan_in_python(slots: Slots, pages: Ints, pixels: Floats, most: int, use: Ca
 
 
 def rows_in_python(slots: Slots, pages: Ints, rows: Ints) -> None:
-    """Fill rows as `write_rows` of `page_reader.cpp` does: each page, its place or -1, and its limits."""
+    """Fill rows as `write_rows` of `page_reader.cpp` does: each page, its position or -1, and its limits."""
     places = slots.slot_of[pages].astype(np.int64) * (layouts.PAGE_BYTES // 4)
     rows[len(pages) :, 0] = -1
     rows[: len(pages), 0] = pages
@@ -153,7 +153,7 @@ class _Victims:
     def __init__(self, slots: Slots, use: Use, most: int) -> None:
         self.slots, self.use = slots, use
         pages = slots.candidates()
-        # sort only the first of thousands, and all pages that are equal to the last of these
+        # sort only the first `most` pages, and all pages that rank equal to the last of these
         if len(pages) > most:
             pixels = np.minimum(use.pixels[pages], np.float32(2**31)).astype(np.float64)
             worth = pixels - use.ages[pages] * 2.0**32
@@ -169,7 +169,7 @@ class _Victims:
             page = self.pages[at]
             if self.use.ages[page] == 0 and self.use.pixels[page] * MARGIN >= pixels:
                 break
-            taken = self.slots.state[page] in (ABSENT, LOADING)  # by this plan
+            taken = self.slots.state[page] in (ABSENT, LOADING)  # reserved or evicted by this plan
             if page not in keep and not self.slots.dependents[page] and not taken:
                 found.append(page)
             at += 1

@@ -34,7 +34,7 @@ class Pool:
     Attributes:
         graph: the pages; slots: which page is in which slot; loader: the threads that read pages.
         words: (slots * SLOT_WORDS + 2,) int32, the array of `buffers.Resident`.
-        page_at: (pages,) int64, the start of each, or -1.
+        page_at: (pages,) int64, the start of each page, or -1.
         requests: the culls' requests.
         is_new: whether some root pages may still be absent.
     """
@@ -67,7 +67,7 @@ class Pool:
         """Begin a frame: arrived pages become resident. This waits only for root pages.
 
         Raises:
-            GeometryFileError: a page could not be read, or is wrong.
+            GeometryFileError: a page could not be read, or is invalid.
         """
         if self.is_new:
             self.load(self.graph.roots)
@@ -79,7 +79,7 @@ class Pool:
         """Start to load the missing pages, as many as there is room for. `urgent` says whether a displayed frame lacked
         them."""
         most = min(MOST_OF_A_FRAME, min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight)
-        # enough pages: no more are requested at once, even if half of these are in flight
+        # consider only this many pages, which suffices even if half of them are in flight
         first = slice(2 * MOST_IN_FLIGHT)
         pages, pixels = answer.missing[first], answer.pixels[first]
         failures: list[BaseException] = []
@@ -120,7 +120,7 @@ class Pool:
         """Load all pages of a target, and wait for them. With `alone`, all other pages are evicted.
 
         Raises:
-            GeometryFileError: a page could not be read, or is wrong.
+            GeometryFileError: a page could not be read, or is invalid.
         """
         others = NO_PAGES
         if alone or np.count_nonzero(target & (self.slots.state == ABSENT)) > self.slots.free:
@@ -157,7 +157,7 @@ class Pool:
         self.loader.close()
 
     def _carry_out(self, plan: Plan, urgency: float) -> None:
-        """Read the pages of a plan. Plans with the smallest `urgency` are read first."""
+        """Start to read the pages of a plan. Plans with the smallest `urgency` are read first."""
         if len(plan.given_up):
             self._evicted += len(plan.given_up)
             self._changed.append(plan.given_up)
@@ -221,8 +221,10 @@ def slots_of(graph: PageGraph, pool_bytes: int) -> int:
 
 
 def checked_pool_bytes(pool_bytes: object) -> int | None:
-    """Raises:
-    ValueError: the value is not a number of bytes.
+    """Check and return a number of bytes, or None.
+
+    Raises:
+        ValueError: the value is not a number of bytes.
     """
     if pool_bytes is None:
         return None

@@ -1,7 +1,7 @@
 """The requests of the culls: how urgently a frame needs each page, and which needed pages are absent.
 
-The culls write `wanted`; `collect` turns it into ages and a list of absent pages. The list follows the frame's counters
-in one tensor. So the host (`answers.py`) reads both with one copy, when it waits for the frame anyway.
+The culls write `wanted`. `collect` then updates the ages of all pages, and lists the absent pages. The list follows the
+frame's counters in one tensor. So the host (`answers.py`) reads both with one copy, when it waits for the frame anyway.
 """
 
 import warp as wp
@@ -23,7 +23,7 @@ class Requests:
 
     group_page: wp.array(dtype=wp.int32)  # (groups,) page of each group, both numbered over all meshes
     first_group: wp.array(dtype=wp.int32)  # (meshes,) number of each mesh's first group
-    # (pages,) bits of a float32: error of the picture in pixels without the page; 0 if it is not wanted
+    # (pages,) bits of a float32: error of the picture in pixels without the page; 0 if the page is not wanted
     wanted: wp.array(dtype=wp.int32)
     ages: wp.array(dtype=wp.int32)  # (pages,) number of frames since the page was wanted
     refused: wp.array(dtype=wp.int32)  # (1,) number of an invalid page plus one, or 0; admission.py writes it

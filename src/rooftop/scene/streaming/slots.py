@@ -1,7 +1,8 @@
 """Record which page is in which slot of the pool. This module uses no device, threads or files.
 
-The invariant: all pages that a held page needs are held, and all pages that a resident page needs are resident. So a
-page is evicted only if no held page needs it, and becomes resident only after the pages that it needs.
+A page that has a slot is *held*. The invariant: all pages that a held page needs are held, and all pages that a
+resident page needs are resident. So a page is evicted only if no held page needs it, and becomes resident only after
+the pages that it needs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Slots:
 
     Attributes:
         graph: the pages.
-        state: (pages,) uint8, as above.
+        state: (pages,) uint8, one of the states above.
         slot_of: (pages,) int32, the slot of each page; -1 if the page is not held.
         dependents: (pages,) int32, the number of held pages that need this one directly.
         page_in: (slots,) int64, the page in each slot, or -1.

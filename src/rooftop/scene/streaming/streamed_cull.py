@@ -45,7 +45,7 @@ def ask_for(
     radius = real(resident.nodes[row, slot, CHILD_SPHERE + 3])
     error = real(resident.nodes[row, slot, CHILD_ERROR])
     pixels = wp.cast(pixels_off(resident, views, frame, pair, sphere, radius, error), wp.int32)
-    # compared as integers: for numbers that are not negative, the bits have the same order
+    # compared as integers: floats >= 0 have the same order as their bits
     if requests.wanted[page] < pixels:
         wp.atomic_max(requests.wanted, page, pixels)
 

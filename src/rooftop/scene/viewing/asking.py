@@ -24,7 +24,7 @@ class Asked:
 
     Attributes:
         tab: the tab's name. Of two requests of one tab, only the newer counts.
-        view: None for the home view.
+        view: the view; None is the home view.
         move: how the view moves before it is drawn.
         framed: whether the whole scene must be in the picture.
         size: width and height in pixels.

@@ -32,16 +32,16 @@ class DroppedError(Exception):
 
 
 class DrawingError(RooftopError, RuntimeError):
-    """The renderer failed; the message has its error."""
+    """The renderer failed; the message contains the renderer's error."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture, and what it cost to draw.
+    """A picture, with the time and memory that drawing took.
 
     Attributes:
         image: (height, width, 3) uint8.
-        view: the view from which it was drawn.
+        view: the view from which the picture was drawn.
         stats: statistics of the frame, as plain values.
         ms: milliseconds of each of the renderer's stages, and of "colours", which includes the copy of the image to the
             host.
@@ -79,7 +79,7 @@ class Drawing:
         pixel_error: as in `Renderer`; a page may request another value.
         up, fov_y_degrees: up direction and vertical field of view of the home view.
         pool_bytes: as in `Renderer`. With a pool, pictures are drawn from the resident pages, without waiting for
-            missing ones.
+            missing pages.
         shadows: whether objects cast shadows. The scene must then have no lights.
 
     Attributes:
@@ -140,7 +140,7 @@ class Drawing:
         return drawn
 
     def point(self, asked: Asked) -> tuple[list[float] | None, Viewpoint]:
-        """Find the point in the world that the pixel `asked.at` shows, and the view turned towards it.
+        """Find the point in the world that the pixel `asked.at` shows, and the view turned towards that point.
 
         If the pixel shows background, return None and the unchanged view.
 
@@ -222,7 +222,7 @@ class Drawing:
                 job.end(DroppedError())
                 return
             older = self._waiting.get(tab)
-            self._waiting[tab] = job  # this replaces the tab's older request in the queue, in the same place
+            self._waiting[tab] = job  # this replaces the tab's older request in the queue, at the same position
             self._changed.notify()
         if older is not None:
             older.end(DroppedError())

@@ -29,7 +29,7 @@ class RecordedPath:
 
     Attributes:
         seconds: (N,) ascending.
-        views: (N,).
+        views: (N,) the view at each time.
     """
 
     seconds: tuple[float, ...]

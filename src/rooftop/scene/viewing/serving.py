@@ -1,9 +1,9 @@
 """Serve the viewer's page and its pictures over HTTP.
 
 Only a page that this server has sent may make requests. Three checks enforce this. First, each request must carry the
-token of the printed address. The page sends it in a header; pages of other origins would need a CORS permission for
-that, which the server never gives. Second, the Host header must name this machine, not a domain that an attacker could
-point at it. Third, the Origin header, if present, must be this server.
+token of the printed address. The page sends the token in a header; pages of other origins would need a CORS permission
+for that, which the server never gives. Second, the Host header must name this machine, not a domain that an attacker
+could point at it. Third, the Origin header, if present, must be this server.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _names_of_this_machine() -> frozenset[str]:
 
 
 def facts_of(drawing: Drawing) -> dict[str, Any]:
-    """Facts about the scene that the page shows, as an object for JSON."""
+    """Data about the scene that the page shows, as an object for JSON."""
     world, device = drawing.world, drawing.renderer.device
     return {
         "files": [mesh.path.name for mesh in world.meshes],
@@ -176,7 +176,7 @@ def encoded(drawn: Drawn, format: str, quality: int) -> bytes:
 
 
 class _RefusedError(Exception):
-    """Raised to refuse a request, with an HTTP status and a sentence."""
+    """Raised to refuse a request, with an HTTP status and an error message."""
 
     def __init__(self, status: HTTPStatus, sentence: str) -> None:
         super().__init__(sentence)
@@ -259,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
         return content_of(body)
 
     def _body_bytes(self) -> int:
-        """The body's length that the request states; -1 if it states none."""
+        """The length of the body that the request states; -1 if the request states no valid length."""
         length = self.headers.get("Content-Length", "")
         return int(length) if length.isascii() and length.isdecimal() and len(length) < 16 else -1
 

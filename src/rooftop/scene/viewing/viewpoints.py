@@ -33,11 +33,11 @@ KEYS = ("eye", "target", "up", "fov_y_degrees")
 
 @dataclass(frozen=True)
 class Viewpoint:
-    """A perspective view, without the size of its picture. Methods that move the view return a new one.
+    """A perspective view, without the size of its picture. Methods that move the view return a new view.
 
     Attributes:
         eye: the camera's position, in the world.
-        target: the point that it looks at and orbits.
+        target: the point that the camera looks at and orbits.
         up: the up direction, which moves do not change.
         fov_y_degrees: angle from the lower to the upper edge.
     """
@@ -62,7 +62,7 @@ class Viewpoint:
 
     @property
     def distance(self) -> float:
-        """The vector from the eye to the target."""
+        """The distance from the eye to the target."""
         return float(np.linalg.norm(np.subtract(self.target, self.eye)))
 
     def camera(self, size: tuple[int, int], scene_size: float) -> Camera:
@@ -70,7 +70,8 @@ class Viewpoint:
 
         Args:
             size: width and height in pixels.
-            scene_size: size of the scene, in world units; the near plane is at a fixed share of it.
+            scene_size: size of the scene, in world units; the near plane's distance is at most a fixed share of this
+                size.
 
         Raises:
             ValueError: the view is along `up`, or a number is too large.
@@ -93,7 +94,8 @@ class Viewpoint:
         return replace(self, eye=_vector(self.target + self._turned(offset, -right_degrees, down_degrees)))
 
     def looked(self, right_degrees: float, down_degrees: float) -> Viewpoint:
-        """Turn the camera right and down without moving it; the target turns with it, at the same distance."""
+        """Turn the camera right and down without moving it. The target moves along, at the same distance from the
+        eye."""
         ahead = np.subtract(self.target, self.eye)
         return replace(self, target=_vector(self.eye + self._turned(ahead, -right_degrees, -down_degrees)))
 

@@ -26,7 +26,7 @@ let pending = still();  // movement since the last request
 let latest = null;      // the last picture, as an ImageBitmap
 let scale = 1;          // index into SCALES
 let changed = true, changedAt = 0;
-let changes = 0;        // number of changes; a picture shows all changes before its request
+let changes = 0;        // number of changes; a picture shows all changes that were made before its request
 let state = "changing"; // or "sharp", or "failed": no request until the next change
 let wake = () => {};    // wakes the loop
 let breakOff = null;    // aborts the pending request of a picture of full size
@@ -109,7 +109,7 @@ async function draw(by, quality) {
   const full = by === 1 && quality > 90, size = fullSize(), began = performance.now();
   const move = Object.fromEntries(Object.entries(pending).filter(([, amounts]) => amounts.some((amount) => amount !== 0)));
   const request = wanted(scaled(size, by), { move, framed, quality }), asked = changes;
-  const askAgain = () => {  // repeat the moves in the next request, because this one gave no picture
+  const askAgain = () => {  // repeat the moves in the next request, because this request returned no picture
     if (view !== request.view) return;  // the home button or a path has set the view since
     add(move);
     framed ||= request.framed;
@@ -278,7 +278,7 @@ function follow() {
   }
 }
 
-// ---- path: as recorded_paths.py, which renders it ------------------------------------------------------------------
+// ---- path: interpolated as in recorded_paths.py ------------------------------------------------------------------
 const VIEW = ["eye", "target", "up", "fov_y_degrees"];
 const viewOf = (sample) => Object.fromEntries(VIEW.map((name) => [name, sample[name]]));
 
