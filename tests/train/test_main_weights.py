@@ -212,7 +212,7 @@ def test_tied_parameters_stay_tied() -> None:
         one.model.load_state_dict(wrong, assign=True)
     one.model.head.output.weight = nn.Parameter(wrong["head.output.weight"])
     one.model.embedding.tokens.weight = nn.Parameter(wrong["embedding.tokens.weight"])
-    with pytest.raises(RuntimeError, match="has different values in its places"):
+    with pytest.raises(RuntimeError, match="has different values under its names"):
         one.advance()
 
 

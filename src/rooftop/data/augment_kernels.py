@@ -1,7 +1,8 @@
 """Triton kernels for RandAugment's operations on batches of images; `device_augment.py` launches them.
 
-Each image has one operation. The first kernel writes the table of values of operations that map each value to another
-one. The second kernel moves pixels, looks values up, and blends. The arithmetic is Pillow's, bit for bit.
+Each image has one operation. Some operations map each pixel value to another value: for these operations, the first
+kernel writes a lookup table. The second kernel moves pixels, looks values up, and blends. The arithmetic is Pillow's,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import triton.language as tl
 
 from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 
-# Codes of operations: their places in `rand_augment.NAMES`
+# Codes of operations: their indices in `rand_augment.NAMES`
 BRIGHTNESS, COLOR, CONTRAST, SHARPNESS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8), tl.constexpr(9)
 POSTERIZE, SOLARIZE = tl.constexpr(10), tl.constexpr(11)
 AUTO_CONTRAST, EQUALIZE = tl.constexpr(12), tl.constexpr(13)
-FACTOR, MATRIX = tl.constexpr(2), tl.constexpr(3)  # places in an operation, after its code and its strength
+FACTOR, MATRIX = tl.constexpr(2), tl.constexpr(3)  # indices in an encoded operation; 0: code, 1: strength
 
 
 @triton.jit
@@ -26,7 +27,7 @@ def gray(red, green, blue):
 
 @triton.jit
 def blended(low, value, factor):
-    """The value that is `factor` of the way from `low` to `value`, cut to a byte. Pillow cuts off the fraction."""
+    """Compute low + factor * (value - low), clamped to 0..255 and truncated to an integer, as Pillow does."""
     mixed = low.to(tl.float32) + factor * (value - low).to(tl.float32)
     return tl.minimum(tl.maximum(mixed, 0.0), 255.0).to(tl.int32)
 
@@ -75,7 +76,7 @@ def write_tables(
             value = tl.load(image + place * 3 + channel, mask=there, other=0).to(tl.int32)
             counts += tl.histogram(value, 256)
             beyond = tl.sum(1 - there.to(tl.int32))
-            counts -= tl.where(level == 0, beyond, 0)  # places beyond the image counted as 0
+            counts -= tl.where(level == 0, beyond, 0)  # masked pixels beyond the image were counted as 0
         last = tl.max(tl.where(counts > 0, level, 0))
         if code == AUTO_CONTRAST:
             first = tl.min(tl.where(counts > 0, level, 255))
@@ -93,7 +94,7 @@ def write_tables(
 
 @triton.jit
 def near(image, x, y, width, there):
-    """The sum of the nine pixels around a pixel, the middle one five times; int32 for each colour."""
+    """The sum of a pixel's 3 x 3 neighbourhood, in which the middle pixel counts five times; int32 for each colour."""
     red, green, blue = x * 0, x * 0, x * 0
     for down in tl.static_range(-1, 2):
         for across in tl.static_range(-1, 2):
@@ -126,7 +127,7 @@ def apply_operation(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = place < pixels
     x, y = place % width, place // width
-    # in 16.16 fixed point, as in Pillow: at the middle of a pixel
+    # the source position of the pixel's centre, in 16.16 fixed point as in Pillow
     from_x = (fixed(a) * x + fixed(b) * y + fixed(c + a * 0.5 + b * 0.5)) >> 16
     from_y = (fixed(d) * x + fixed(e) * y + fixed(f + d * 0.5 + e * 0.5)) >> 16
     inside = there & (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)

@@ -1,4 +1,4 @@
-"""Chooses the fastest way to make batches, by timing the first batches of each way."""
+"""Choose the fastest way to make batches ("here", "threads" or "processes") by timing the first batches of each."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 QUICK_S = 1e-3
-"""The training loop itself makes batches that take less time than this: handing a batch from one thread to another
-takes about a tenth of it.
+"""If a batch takes at most this time, in seconds, the training loop itself makes the batches. Handing a batch from one
+thread to another takes about a tenth of this time.
 """
 NEAR_LINEAR = 0.75
-"""Processes are not tried if threads reach this fraction of the ideal speed: processes can gain only the rest.
+"""If threads reach this fraction of the ideal speed, processes are not tried, because they could be only a little
+faster.
 """
 PROCESSES_GAIN = 0.9
-"""Processes are chosen only if they take less than this fraction of the threads' time, because they hold copies of each
-batch and of the program.
+"""Processes are chosen only if they take less than this fraction of the threads' time, because processes need memory
+for copies of each batch and of the program.
 """
 
 
@@ -25,8 +26,8 @@ class Choice:
     Attributes:
         ways: ways to try, in this order; a single way is not timed.
         workers: number of threads or processes.
-        overlaps: whether workers can make batches while a device computes. Batches made in the loop keep the device
-            waiting.
+        overlaps: whether workers can make batches while a device computes. If the loop itself makes batches, the device
+            waits.
         seconds: measured seconds per batch of each timed way.
         refused: the reason of failure for each way that failed.
         chosen: the chosen way; None while ways remain to be tried.
@@ -88,10 +89,9 @@ class Choice:
 
 
 def _fastest(seconds: Mapping[str, float], overlaps: bool) -> str:
-    """The fastest way.
+    """Return the fastest way.
 
-    If batches can be made while a device works, the training loop makes them itself only if that takes at most
-    `QUICK_S`.
+    If workers can make batches while a device computes, "here" is chosen only if it takes at most `QUICK_S` per batch.
     """
     here = seconds.get("here", float("inf"))
     if here <= QUICK_S:

@@ -14,7 +14,7 @@ from PIL import Image, ImageEnhance
 
 
 class Colour(NamedTuple):
-    """A colour change: its name and its amount, which is a factor, or for the hue a fraction of the colour circle."""
+    """A colour change: its name and its amount. The amount is a factor; for "hue", a fraction of the colour circle."""
 
     name: str
     amount: float

@@ -1,7 +1,7 @@
 """Triton kernels that crop, resize, flip and shift photographs of different sizes; `device_crops.py` launches them.
 
 A bilinear resize with antialiasing is separable. The first kernel resizes the rows of all crops, to float32. The second
-kernel resizes their columns and rounds. The weights are those of PyTorch's `interpolate`.
+kernel resizes the columns and rounds. The weights are the same as in PyTorch's `interpolate`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 
 # Columns of the int32 table of crops
 TOP, LEFT, HEIGHT, WIDTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # of the crop
-STRIDE, PLANE = tl.constexpr(4), tl.constexpr(5)  # of the photograph's rows and colour planes, in pixels
+STRIDE, PLANE = tl.constexpr(4), tl.constexpr(5)  # strides of the photograph's rows and colour planes, in pixels
 FIRST_ROW = tl.constexpr(6)  # index of the crop's first row among the rows of all crops
-OUT_TOP, OUT_LEFT = tl.constexpr(7), tl.constexpr(8)  # where the result begins in the resized crop
+OUT_TOP, OUT_LEFT = tl.constexpr(7), tl.constexpr(8)  # top-left pixel of the result in the resized crop
 ROW_TAPS, COLUMN_TAPS = tl.constexpr(9), tl.constexpr(10)  # maximum input pixels of an output pixel, down and across
 FLIP, DOWN, RIGHT = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)
 ENTRIES = tl.constexpr(14)
@@ -30,7 +30,7 @@ def weight_of(position, centre, support, there):
 @triton.jit
 def resize_rows(
     pixels,  # all photographs, (3, H, W) uint8 each, one after another
-    starts,  # (N,) int64: where each photograph begins
+    starts,  # (N,) int64: index of each photograph's first value in `pixels`
     crops,  # (N, ENTRIES) int32
     scales,  # (N, 2) float32: crop pixels per result pixel, down and across
     out,  # (rows of all crops, 3, size) float32

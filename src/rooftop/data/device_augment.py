@@ -1,10 +1,10 @@
-"""RandAugment on the device that trains: the CPU only draws the operations.
+"""Apply RandAugment on the device that trains; the CPU only chooses the random operations.
 
     pixels = Pixels(values, erased, operations)      # from an ImageTransform with rand_augment_on="gpu"
     values = augmented(pixels.values, pixels.operations)
 
-Pillow applies the operations on the CPU, which then has less time to decode. On a GPU, two kernels apply one operation
-to each image of a batch. The pixels are the same, bit for bit.
+If Pillow applies the operations on the CPU, the CPU has less time to decode. On a GPU, two kernels apply one operation
+to each image of a batch. The resulting pixels are the same as Pillow's, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rooftop.errors import InputError
 from rooftop.launch.triton_launch import INTERPRETED, has_triton, launch
 
 ENTRIES = 9
-"""Numbers of an encoded operation: its place in `NAMES`, its strength, its factor for colours, and the six entries of
-its matrix. A kernel would round an argument to float32, so the factor is not computed there."""
+"""Count of numbers in an encoded operation: its index in `NAMES`, its strength, its factor for colours, and the six
+entries of its matrix. The factor is computed on the host, because a kernel would round its argument to float32."""
 BLOCK, TABLE_BLOCK = 1024, 2048
 WARPS = 4
 
 
 def encoded(operations: Sequence[Operation], size: int) -> Tensor:
-    """Operations on images of size x size pixels as numbers: (len(operations), ENTRIES) float64."""
+    """Encode operations on images of size x size pixels as numbers: (len(operations), ENTRIES) float64."""
     rows = [
         [NAMES.index(each.name), each.strength, factor_of(each.strength), *matrix_of(each, size, size)]
         for each in operations
@@ -36,7 +36,7 @@ def encoded(operations: Sequence[Operation], size: int) -> Tensor:
 
 
 def augmented(images: Tensor, operations: Tensor) -> Tensor:
-    """Apply its own operations to each image, in their order.
+    """Apply to each image its own operations, in order.
 
     Args:
         images: (N, size, size, 3) uint8; operations are encoded for this size.
@@ -46,7 +46,7 @@ def augmented(images: Tensor, operations: Tensor) -> Tensor:
         (N, H, W, 3) uint8; `images` itself if there are no operations.
 
     Raises:
-        ValueError: shapes, dtypes or devices differ from these.
+        ValueError: a shape, dtype or device differs from those described above.
         InputError: the images are on a GPU, but Triton is not installed.
     """
     _check(images, operations)
@@ -79,7 +79,7 @@ def _check(images: Tensor, operations: Tensor) -> None:
 
 
 def _by_kernels(images: Tensor, operations: Tensor) -> Tensor:
-    """Apply one operation of each image, (N, ENTRIES)."""
+    """Apply one operation to each image; `operations` is (N, ENTRIES)."""
     from rooftop.data import augment_kernels
 
     count, height, width, _ = images.shape

@@ -23,7 +23,7 @@ WARPS = 4
 
 
 class Placed(NamedTuple):
-    """A crop of a photograph, and its place in the result.
+    """A crop of a photograph, the size to which it is resized, and the position of the result in the resized crop.
 
     Attributes:
         box: left, top, right and bottom edge of the crop, in pixels.
@@ -42,7 +42,7 @@ def changed(photographs: Sequence[Tensor], drawn: Sequence[Drawn], transform: Im
     Args:
         photographs: (3, H, W) uint8 each, contiguous, on one device.
         drawn: the drawn changes of each photograph; RandAugment and colour jitter are ignored.
-        transform: gives the size, and how photographs without a drawn crop are cut.
+        transform: determines the size, and how photographs without a drawn crop are cut.
     """
     device = photographs[0].device
     if (device.type == "cuda" or INTERPRETED) and has_triton():

@@ -9,8 +9,8 @@ The loader's workers draw the same random numbers as `ImageTransform`. A GPU's p
 equal: NVJPEG's colours and the arithmetic of resizing differ slightly. RandAugment runs later, on the batch
 (`device_augment`). Colour jitter needs Pillow's operations, so it stays on the CPU.
 
-A GPU that decodes all photographs has less time for the training step. So the CPU can decode a fixed part of them
-(`share`), always the same photographs.
+A GPU that decodes all photographs has less time for the training step. So the CPU can decode a fixed part of the
+photographs: `share` is the fraction that the GPU decodes. In each epoch, the CPU decodes the same photographs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ GROUP_PIXELS = 64 << 20  # pixels of the photographs on the GPU at once: 192 MiB
 GAIN = 2.5
 """The GPU decodes if it is this many times as fast as the CPU.
 
-Suppose that the CPU decodes C images/s, the GPU G, and that the step alone trains S. A GPU that does both, one after
-the other, trains 1 / (1/G + 1/S). This exceeds C if G > C S / (S - C). S is not known yet, and assumed to be 1.67 C.
+Suppose that the CPU decodes C images/s, that the GPU decodes G images/s, and that the training step alone processes S
+images/s. A GPU that decodes and then trains processes 1 / (1/G + 1/S) images/s. This rate exceeds C if G > C S / (S -
+C). S is not known yet, and is assumed to be 1.67 C.
 On H200s with 16 cores, decoding on the GPU gained 9% for ResNet-50 (G = 2.9 C), and lost 35% for Swin-T (G = 2.1 C).
 """
 MEASURED_S = 3.0  # seconds to measure each device
@@ -63,8 +64,8 @@ class EncodedBatch:
 
     Attributes:
         content: uint8, the concatenated contents of all files.
-        ends: where each content ends.
-        files: the files without their contents.
+        ends: index in `content` of the end of each file.
+        files: the descriptions of the files, without the contents.
         drawn: the drawn changes of each file.
         places: positions of the files in the batch; the other positions belong to `decoded`, in order.
         decoded: the decoded images; None if there are none.
@@ -93,7 +94,7 @@ class EncodedBatch:
         )
 
     def decoded_places(self) -> list[int]:
-        """The places of the decoded images in the batch."""
+        """The positions of the decoded images in the batch."""
         count = 0 if self.decoded is None else len(self.decoded.values)
         return sorted(set(range(len(self.files) + count)).difference(self.places))
 
@@ -123,8 +124,8 @@ class EncodedImages:
 
     Args:
         images: the data set, whose transform draws the changes. With a share below 1, the transform must not normalize.
-        share: fraction of the files that `DeviceImages` decodes, above 0 and up to 1. The CPU decodes the others, as
-            `images` does. The choice depends only on the index.
+        share: fraction of the files that `DeviceImages` decodes, above 0 and up to 1. The CPU decodes all other files,
+            as `images` does. The index of a file alone determines which device decodes the file.
 
     Raises:
         InputError: the transform has changes that only the CPU can make, or the share is out of range.
@@ -182,7 +183,7 @@ class DeviceImages:
     """Decodes, crops and resizes the files of a batch on the device.
 
     Args:
-        transform: gives the size, and how images without a drawn crop are cut.
+        transform: determines the size, and how images without a drawn crop are cut.
         decoder_of: creates the decoder for a device.
     """
 
@@ -193,7 +194,7 @@ class DeviceImages:
         self._decoders: dict[torch.device, ImageDecoder] = {}
 
     def __call__(self, made: Made, device: torch.device | None, skip: bool) -> Made:
-        """Replace the files of a batch by `Pixels` on the device; a damaged file is skipped or raises.
+        """Replace the files of a batch by `Pixels` on the device. If `skip` is set, damaged files are left out.
 
         Raises:
             InputError: a file is damaged and damaged files are not skipped, or the device is not a GPU.

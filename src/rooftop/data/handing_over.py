@@ -1,4 +1,4 @@
-"""Asynchronous copies of batches to a device: neither the host nor the previous step waits.
+"""Asynchronous copies of batches to a device: neither the host nor the previous training step waits for a copy.
 
 Tensors are copied from pinned memory on a separate CUDA stream. The stream that uses a batch waits on the GPU for the
 copy's event.

@@ -3,9 +3,9 @@
     found = headspace(ImageFolder("photographs/train", transform), 64, step, device="cuda")
     print(found.bounds, found.why)
 
-Each stage is measured alone, with its inputs in memory. All workers run disk, decode and augment at once; one thread
-runs collate; the device runs copy and model. The loader runs all stages except the model, as in training, so compare
-its rate with the model's.
+Each stage is measured alone, with its inputs in memory. All workers run the stages disk, decode and augment at the same
+time; one thread runs collate; the device runs copy and model. The loader runs all stages except the model, as in
+training. So compare the rate of "loader" with the rate of "model".
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def headspace(
     """Measure each stage alone, then the loader.
 
     Args:
-        samples: the data set. If the data set makes a sample in a single step, then disk, decode and augment count as
-            one stage, "sample".
+        samples: the data set. A data set that is not a `StagedSamples` has one stage, "sample", instead of disk, decode
+            and augment.
         batch: number of samples in a batch.
         step: runs a training step on a batch that is on the device; None: no model is measured.
         device: the device of the batches.
@@ -97,7 +97,7 @@ def headspace(
         show: called with (stage, fraction done).
 
     Raises:
-        InputError: there are no samples. Also the errors of `Loader`.
+        InputError: there are no samples, or `Loader` raises.
         Exception: any error that a sample or the step raises.
     """
     if not len(samples):
@@ -126,7 +126,7 @@ def headspace(
 
 
 def bound(rates: Mapping[str, float]) -> tuple[str, str]:
-    """Find the slowest stage and explain it, from each stage's samples per second.
+    """Find the slowest stage from each stage's samples per second; return (stage, explanation).
 
     Each worker runs its stages one after another, while one thread collates.
     """
@@ -210,7 +210,7 @@ def _rate(work: Callable[[int], object], indices: Sequence[int], workers: int, s
 
 
 def loader_rate(loader: Loader, seconds: float) -> tuple[float, Any]:
-    """Measure a loader's samples per second, after its choice of a way and its warm-up; also returns a batch."""
+    """Return a loader's samples per second, measured after it has chosen how to load, and the first batch."""
     count, began, value = 0, 0.0, None
     for batch in loader.batches(0, epochs=ENDLESS):
         value = batch.value if value is None else value

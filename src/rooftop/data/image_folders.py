@@ -23,7 +23,7 @@ Transform = Callable[[Image.Image, np.random.Generator | None], Any]
 
 
 class ImageFolder:
-    """Photographs with the class named by their folder: `data[i]` is (image, class number).
+    """Photographs whose class is the name of their folder: `data[i]` is (image, class number).
 
         data = ImageFolder("photographs/train", ImageTransform(224, {"crop": 0.35, "flip": 0.5}, train=True))
         for images, labels in (batch.value for batch in Loader(data, 64, shuffle=True)): ...
@@ -31,16 +31,16 @@ class ImageFolder:
     Args:
         root: a folder with one folder per class, which holds the class's photographs, also in subfolders. Names that
             begin with a dot are ignored.
-        transform: (RGB image, generator or None) -> image, e.g. an `ImageTransform`, which lets JPEGs be decoded no
-            larger than needed; None: images are (3, H, W) uint8.
+        transform: (RGB image, generator or None) -> image. With an `ImageTransform`, JPEGs are decoded no larger than
+            needed. None: images are (3, H, W) uint8.
 
     Attributes:
         classes: names of the folders, sorted; a class's number is its index.
         paths, labels: paths and labels of the samples, sorted by class, then by path.
 
     Raises:
-        InputError: the folder does not exist, has no folders, or has a class without photographs. From `data[i]`: a
-            file is not a photograph, or is damaged.
+        InputError: the folder does not exist, has no folders, or has a class without photographs. `data[i]` raises
+            InputError if a file is not a photograph or is damaged.
     """
 
     def __init__(self, root: str | os.PathLike[str], transform: Transform | None = None) -> None:
@@ -67,7 +67,7 @@ class ImageFolder:
         return read(self.transform, self.paths[index], None), self.labels[index]
 
     def draw(self, index: int, generator: np.random.Generator) -> tuple[Any, int]:
-        """The sample; the transform augments it with random numbers from this generator."""
+        """Return a sample; the transform augments the image with random numbers from this generator."""
         return read(self.transform, self.paths[index], generator), self.labels[index]
 
     def name(self, index: int) -> str:
@@ -79,11 +79,11 @@ class ImageFolder:
         return Path(self.paths[index]).read_bytes()
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """The decoded photograph, as `change` expects it."""
+        """Return the decoded photograph, in the form that `change` accepts."""
         return decode(self.transform, content, generator, self.name(index))
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> tuple[Any, int]:
-        """The sample, from the photograph that `decoded` returned."""
+        """Transform a photograph from `decoded`; return the sample, (image, class number)."""
         return change(self.transform, decoded, generator), self.labels[index]
 
 

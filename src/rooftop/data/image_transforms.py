@@ -35,10 +35,10 @@ ERASED_PARTS, ERASED_ASPECTS = (0.02, 1 / 3), (0.3, 3.3)
 TRIES = 10  # maximum number of attempts to draw a shape that fits
 MARGIN = 256 / 224  # ratio of the shorter side to the side of the central square in validation, as for ImageNet
 JUDGED_REDUCTION = 2.0  # validation images are decoded at twice their final size or more
-LONGEST = 16  # longest side / shortest side; longer images are cut first: resizing 5000 x 1 pixels took 1 GB and 2 s
+LONGEST = 16  # images with a higher ratio of sides are cut before resizing: 5000 x 1 pixels took 1 GB and 2 s
 VECTORIZED = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-"""Whether PyTorch resizes uint8 with vector instructions. With them it resizes a crop of 350 x 290 pixels in 0.17 ms,
-without them in 1.3 ms; Pillow takes 0.52 ms.
+"""Whether PyTorch resizes uint8 images with vector instructions. PyTorch resizes a crop of 350 x 290 pixels in 0.17 ms
+with vector instructions, and in 1.3 ms without; Pillow takes 0.52 ms.
 """
 
 
@@ -88,9 +88,9 @@ class ImageTransform:
             area of a random crop, as a fraction of the image (1: off). `flip` and `erase` are probabilities. `shift` is
             the maximum shift, as a fraction of the side. `jitter` is the strength of colour jitter, and `hue` the
             maximum change of the hue, as a fraction of the colour circle. `rand_augment` is a number of operations, and
-            `magnitude` their strength, 0 to 10. With `rand_augment_on` "gpu", the `Normalizer` applies them, with the
-            same pixels. `detail` is the minimum number of decoded pixels per pixel of a random
-            crop, along a side. None: no augmentation.
+            `magnitude` their strength, 0 to 10. With `rand_augment_on` "gpu", the `Normalizer` applies these operations
+            on the device; the resulting pixels are the same. `detail` is the minimum number of decoded pixels per pixel
+            of a random crop, along a side. None: no augmentation.
         train: whether images are augmented. Validation uses the central square. If training uses crops, the shorter
             side is first resized to 256/224 of `size`, as for ImageNet.
         mean, std: mean and standard deviation of the red, green and blue values in 0..1.
@@ -135,7 +135,7 @@ class ImageTransform:
     def decode(
         self, path_or_bytes: str | bytes, generator: np.random.Generator | None, name: str | None
     ) -> tuple[Image.Image, Drawn]:
-        """Decode a file's image, no larger than needed, and draw its changes; errors as in `pillow_image`."""
+        """Decode a file's image, no larger than needed, and draw its changes. Raises the errors of `pillow_image`."""
         drawn = Drawn()
 
         def reduction(width: int, height: int) -> float:
@@ -170,7 +170,7 @@ class ImageTransform:
         return min(width, height) / self.shorter_side / gap
 
     def apply(self, image: Image.Image, drawn: Drawn) -> Tensor | Pixels:
-        """Apply drawn changes to an RGB image; returns (3, size, size) float32 or `Pixels`, as `normalize` says."""
+        """Apply drawn changes to an RGB image; return (3, size, size) float32 if `normalize` is set, else `Pixels`."""
         image = self._central(image) if drawn.crop is None else image.crop(box(drawn.crop, image.width, image.height))
         if drawn.flip:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -182,7 +182,7 @@ class ImageTransform:
             image = Image.fromarray(pixels)
         if drawn.shift != (0, 0):
             right, down = drawn.shift
-            image = image.crop((-right, -down, self.size - right, self.size - down))  # black comes in
+            image = image.crop((-right, -down, self.size - right, self.size - down))  # fills with black
         image = jittered(image, drawn.jitter)
         if not self.later:
             image = apply_operations(image, drawn.operations)
@@ -196,11 +196,11 @@ class ImageTransform:
 
     @property
     def later(self) -> bool:
-        """Whether operations of RandAugment are left to the `Normalizer`."""
+        """Whether the `Normalizer` applies the operations of RandAugment, instead of this transform."""
         return self.train and self.augment.rand_augment > 0 and self.augment.rand_augment_on == "gpu"
 
     def pixels(self, values: Tensor, drawn: Drawn) -> Pixels:
-        """An image (size, size, 3) uint8 with the changes that are left to the `Normalizer`."""
+        """Combine an image, (size, size, 3) uint8, with the changes that the `Normalizer` has to apply."""
         operations = encoded(drawn.operations, self.size) if self.later else NO_OPERATIONS
         return Pixels(values, torch.tensor(drawn.erased or (0, 0, 0, 0), dtype=torch.int16), operations)
 
@@ -231,7 +231,7 @@ class ImageTransform:
 
 
 def box(crop: tuple[float, float, float, float], width: int, height: int) -> tuple[int, int, int, int]:
-    """Convert a crop from fractions to whole pixels: (left, top, right, bottom), at least one pixel each way."""
+    """Convert a crop from fractions to whole pixels, (left, top, right, bottom), at least 1 x 1 pixel."""
     left, top, right, bottom = crop
     (x0, x1), (y0, y1) = _span(left, right, width), _span(top, bottom, height)
     return x0, y0, x1, y1
@@ -243,14 +243,14 @@ def _span(start: float, end: float, length: int) -> tuple[int, int]:
 
 
 def resized(image: Image.Image, size: int) -> Any:
-    """Resize an RGB image bilinearly with antialiasing: (size, size, 3) uint8, a NumPy array.
+    """Resize an RGB image bilinearly with antialiasing; return a NumPy array, (size, size, 3) uint8.
 
-    PyTorch and Pillow differ by at most one level.
+    The results of PyTorch and of Pillow differ by at most 1 of 255.
     """
     if not VECTORIZED:
         return np.array(image.resize((size, size), Image.Resampling.BILINEAR))
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]  # (1, 3, H, W), channels last
-    # A single image always uses one thread, whatever torch.set_num_threads says.
+    # For a single image, PyTorch uses one thread, independent of torch.set_num_threads.
     values = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
     return values[0].permute(1, 2, 0).numpy()  # no copy
 

@@ -5,8 +5,8 @@
         for images, labels in (batch.value for batch in loader.batches(epoch)): ...
 
 The order is a random permutation seeded by (seed, epoch). The augmentation of each sample is seeded by (seed, epoch,
-index), and for repeated copies also by the number of the copy. So the batches are bit-identical for every way to make
-them, any number of workers, and any start within an epoch.
+index), and for repeated copies also by the number of the copy. So the batches are bit-identical for every value of
+`how`, any number of workers, and any start within an epoch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rooftop.data.ways import Here, Threads, Way
 from rooftop.errors import InputError
 
 WAYS = ("here", "threads", "processes")
-TRIAL_HERE = 2  # batches in the trial of "here"; the first one includes warm-up
-MOST_TRIAL = 4  # maximum number of batches in the trial of another way
+TRIAL_HERE = 2  # number of batches to time "here"; the first batch includes warm-up
+MOST_TRIAL = 4  # maximum number of batches to time "threads" and "processes"
 MOST_WORKERS = 32  # for workers=0
-WORKERS_OF_A_CPU = 16  # maximum workers per CPU; more take memory and gain nothing, even with a slow disk
+WORKERS_OF_A_CPU = 16  # maximum workers per CPU; more workers take memory but are not faster, even with a slow disk
 
 
 class LoadedBatch(NamedTuple):
@@ -45,7 +45,7 @@ class LoadedBatch(NamedTuple):
     Attributes:
         value: the collated samples on the loader's device; None if this rank has no sample of the batch.
         places: (N,) int64 on the CPU, each sample's position in the whole batch of all ranks.
-        indices: (N,) int64 on the CPU, numbers of the samples in the data set.
+        indices: (N,) int64 on the CPU, indices of the samples in the data set.
     """
 
     value: Any
@@ -60,8 +60,8 @@ class Loader:
         samples: the data set; `draw(index, generator)` is called if it exists.
         batch: number of samples in a batch, summed over all ranks.
         shuffle, seed: whether to shuffle; the seed of the order and of the augmentation.
-        how: "here" (in the training loop itself), "threads", "processes", or "auto": the fastest way, found by timing
-            the first batches of each.
+        how: where to make batches: "here" (in the training loop itself), "threads", "processes", or "auto". "auto"
+            times the first batches of each of these, and keeps the fastest.
         workers: number of threads or processes, at most 16 per CPU; 0: one per CPU, divided equally among the ranks of
             a machine, at most 32.
         ahead: batches that are made in advance.
@@ -69,15 +69,18 @@ class Loader:
             each batch. With another function, one worker makes a whole batch, and at least one batch per worker is made
             in advance.
         drop_last: whether to leave out the last samples of an epoch if they do not fill a batch.
-        repeats: copies of each sample in a batch, each with its own augmentation ("repeated augmentation"). Needs
-            drop_last. Repeats do not change the number of batches in an epoch, so an epoch has fewer different samples.
+        repeats: copies of each sample in a batch, each with its own augmentation ("repeated augmentation"). Repeats
+            need drop_last. Repeats do not change the number of batches in an epoch, so an epoch has fewer different
+            samples than without repeats.
         rank, ranks: this rank, and the number of ranks. Each rank gets consecutive samples of each batch, divided as
             evenly as possible.
         arrive: called with (batch, loader's device, whether damaged samples are skipped) in the thread that copies
             batches; returns the changed batch. Example: `DeviceImages` decodes files on a GPU. None: batches are not
             changed.
-        device: device of the batches, copied from pinned memory during the steps; None: they stay on the CPU.
-        on_damage: "stop" raises at a sample that cannot be read; "skip" leaves it out, which makes its batch smaller.
+        device: device of the batches; they are copied from pinned memory during the steps. None: batches stay on the
+            CPU.
+        on_damage: "stop" raises at a sample that cannot be read; "skip" leaves the sample out, so that its batch is
+            smaller.
 
     Attributes:
         epoch: epoch of the next `for batch in loader`; the caller may set it.
@@ -136,7 +139,7 @@ class Loader:
 
     @property
     def description(self) -> str:
-        """A text that says how batches are made, with the measurements."""
+        """Text that describes how batches are made, with the measurements."""
         return str(self._choice)
 
     @property
@@ -194,7 +197,7 @@ class Loader:
             raise InputError(f"none of {len(self.skipped) - skipped} samples can be read: {self.skipped[-1].reason}")
 
     def _some(self, trial: str | None, epoch: int, start: int, end: int) -> Iterator[LoadedBatch]:
-        """Yield the first batches, to time one way, or all batches if a way is chosen."""
+        """Yield the first batches to time one way (`trial`), or all batches if the way is already chosen."""
         name = trial or self._choice.chosen
         assert name is not None
         way = self._way(name)
@@ -212,7 +215,7 @@ class Loader:
                 self._close(way)
 
     def _timed(self, way: Way, trial: str | None, epoch: int, numbers: range) -> Iterator[tuple[Made, Copied]]:
-        """Make batches. In a trial, time them from the first task to the last piece."""
+        """Make batches. In a trial, record the time from the first task to the last piece of a batch."""
         began = last = time.monotonic()
         begun = 0
         for done in range(len(numbers)):
@@ -270,7 +273,7 @@ class Loader:
     def close(self) -> None:
         """End the worker processes.
 
-        Without this call they wait for the next epoch until the loader or the program ends.
+        Without this call, the processes wait for the next epoch until the loader is deleted or the program ends.
 
         Leaving a loop over batches early also ends the processes.
         """
@@ -285,7 +288,7 @@ class Loader:
 
 
 def _worth_trying(workers: int, on_gpu: bool, thread_safe: bool) -> tuple[str, ...]:
-    """The ways to time. A single worker helps only with a GPU."""
+    """The ways to make batches that are worth timing. A single worker helps only with a GPU."""
     if workers == 1 and not on_gpu:
         return ("here",)
     return WAYS if thread_safe else ("here", "processes")

@@ -1,12 +1,13 @@
 """Make batches in worker processes, with tensors in shared memory.
 
 A task is (epoch, batch, piece, slot), because each process has the data set and draws the order itself. The process
-writes the tensors of the piece into the slot, a shared-memory tensor that later pieces reuse. It sends the rest of the
-piece through a pipe. A slot that is too small is replaced: the process makes a larger one (`share_memory_`) and sends
-its file descriptor. The shared memory has no name, so nothing is left behind, even if a process is killed.
+writes the tensors of the piece into the slot, a shared-memory tensor that later pieces reuse. The process sends all
+other values of the piece through a pipe. A slot that is too small is replaced: the process allocates a larger slot
+(`share_memory_`) and sends its file descriptor. The shared memory has no name, so the system frees it even if a process
+is killed.
 
-Processes are forked if the system supports it, because then data sets need not be pickled. A process ends on request,
-or within a second after its parent. It ignores Ctrl-C and SIGTERM, which the parent handles.
+Processes are forked if the system supports fork, because then data sets need not be pickled. A process ends on request,
+or within a second after its parent. A process ignores Ctrl-C and SIGTERM, which the parent handles.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from rooftop.errors import LoadingError
 from rooftop.hardware.page_faults import keep_memory
 
 ALIGNMENT = 64  # alignment of tensors in a slot, in bytes
-MOST_IN_FLIGHT = 256  # this many tasks fit into a pipe, so sending a task never blocks
+MOST_IN_FLIGHT = 256  # maximum number of batches in flight: this many tasks fit into a pipe, so sending never blocks
 PARENT_S = 1.0  # seconds between checks that the parent still runs
 NICE = 5  # lower priority than the training loop, which shares the cores and must launch its kernels in time
 
@@ -78,8 +79,8 @@ class Processes:
         self._next = 0
         self._workers: list[_Worker] = []
         self._end = weakref.finalize(self, _end, self._workers, os.getpid())
-        # Must run before multiprocessing's own exit handler, which sends SIGTERM and waits: the processes ignore
-        # SIGTERM.
+        # `_end` must run before multiprocessing's own exit handler. The processes ignore the SIGTERM of that handler,
+        # so it would wait forever.
         atexit.register(self._end)
         try:
             for number in range(workers):
@@ -126,7 +127,7 @@ class Processes:
 
         Raises:
             LoadingError: the process has ended.
-            Exception: an exception that the process sent instead.
+            Exception: the exception that the process sent instead of a piece.
         """
         try:
             ready = wait([worker.connection, worker.process.sentinel])
@@ -228,7 +229,7 @@ def _work(connection: Connection, job: Job, parent: int) -> None:
     """Run a worker process: make pieces until the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     # SLURM and `timeout` send SIGTERM to all processes of a training, but the parent still needs batches until it has
-    # saved a checkpoint. Programs that a data set starts would inherit SIG_IGN; they do not inherit a handler.
+    # saved a checkpoint. Programs that a data set starts would inherit SIG_IGN, but they do not inherit a handler.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.set_wakeup_fd(-1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -23,8 +23,9 @@ class Order:
         drop_last: whether to leave out the last samples of an epoch if they do not fill a batch.
         rank, ranks: this rank, and the number of ranks. Each rank gets consecutive samples of each batch, divided as
             evenly as possible.
-        repeats: copies of each sample in a batch. A batch has batch / repeats different samples: all of them once, then
-            all again. Repeats do not change the number of batches in an epoch.
+        repeats: copies of each sample in a batch. A batch has batch / repeats different samples: first one copy of all
+            these samples, then the next copy of all, and so on. Repeats do not change the number of batches in an
+            epoch.
 
     Raises:
         InputError: a number is out of range.

@@ -1,8 +1,8 @@
 """Make a batch in pieces: each worker makes one piece, and the pieces are joined.
 
-With PyTorch's `default_collate` a batch has a piece for each worker, so that the first batch is ready soon. Joined
-pieces are bit-identical to one collation of all samples. Another `collate` needs all samples of a batch at once, so its
-batches have one piece.
+With PyTorch's `default_collate` a batch has one piece per worker, so that the first batch is ready soon. Joined pieces
+are bit-identical to one collation of all samples. With any other `collate` function a batch has a single piece, because
+the function needs all samples of the batch.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Made:
 
 @dataclass(frozen=True)
 class Job:
-    """What to make: the samples, their order, and how they are collated.
+    """The description of the batches to make: samples, order, and collate function.
 
     Attributes:
         pieces: number of pieces in a batch.
-        skip: whether damaged samples are skipped; if not, they raise.
+        skip: whether damaged samples are skipped. False: a damaged sample raises.
     """
 
     samples: Samples
@@ -205,7 +205,7 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """View a tensor of any dtype as a NumPy array (rows, bytes of a row). NumPy copies without additional threads."""
+    """View a tensor of any dtype as a NumPy array, (rows, bytes per row), because NumPy copies in a single thread."""
     whole = tensor.contiguous()
     rows = whole.shape[0]
     if whole.numel() == 0:

@@ -1,10 +1,10 @@
-"""Images that are copied to the device as uint8 and normalized there: a quarter of the bytes of float32.
+"""Images that are copied to the device as uint8 and normalized on the device, to copy a quarter of float32's bytes.
 
 transform = ImageTransform(224, {"crop": 0.35, "erase": 0.25}, train=True, normalize=False)
 normalize = Normalizer()
 for batch in Loader(ImageFolder("photographs/train", transform), 64, device="cuda"):
     images, labels = batch.value
-    images = normalize(images)  # (64, 3, 224, 224) float32, the same bits as those of a transform that normalizes
+    images = normalize(images)  # (64, 3, 224, 224) float32, bit-identical to a transform with normalize=True
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pixels(NamedTuple):
 
 
 class Normalizer:
-    """Augments and normalizes batches on their device, without waiting for it.
+    """Augments and normalizes batches on their device. The host does not wait for the device.
 
     Args:
         mean, std: mean and standard deviation of the red, green and blue values in 0..1.
@@ -53,8 +53,9 @@ class Normalizer:
         self._constants: dict[torch.device, Tensor] = {}  # made once per device, because their copy waits for the GPU
 
     def __call__(self, pixels: Pixels) -> Tensor:
-        """Apply operations that are left; return (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the
-        image is erased."""
+        """Apply the remaining RandAugment operations, then normalize.
+
+        Returns (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the image is erased."""
         values, erased, operations = Pixels(*pixels)
         if operations.numel():  # a batch without operations may have the default
             values = augmented(values, operations)
@@ -75,7 +76,8 @@ class Normalizer:
         if constants is None:
             constants = self._constants[values.device] = torch.tensor(self._rows, device=values.device)
         scale, mean, std = constants
-        return values.float().div_(scale).sub_(mean).div_(std)  # for a Python number, PyTorch multiplies by 1/number
+        # divide by tensors, because PyTorch multiplies by the inverse of a Python number
+        return values.float().div_(scale).sub_(mean).div_(std)
 
 
 def _between(start: Tensor, end: Tensor, count: int) -> Tensor:

@@ -11,14 +11,15 @@ Item = TypeVar("Item")
 
 
 def prefetched(items: Iterator[Item], count: int, interrupt: Callable[[], None]) -> Iterator[Item]:
-    """Yield the first `count` items; a thread makes each while the consumer uses the previous one.
+    """Yield the first `count` items; a thread makes each item while the consumer uses the previous item.
 
-    An exception of `items` is raised at the item that caused it.
+    If making an item raises, the exception is raised when the consumer requests this item.
 
     Args:
         items: iterator, which one thread runs.
         count: number of items.
-        interrupt: ends a wait in `items` with an exception. It is called if the consumer stops before the last item.
+        interrupt: makes a waiting `next(items)` raise. `interrupt` is called if the consumer stops before the last
+            item.
     """
     done: SimpleQueue[tuple[Item | None, BaseException | None]] = SimpleQueue()
     room, stopped = threading.Semaphore(1), threading.Event()

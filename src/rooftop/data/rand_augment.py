@@ -1,8 +1,8 @@
 """RandAugment: apply several random operations, all equally probable and of the same magnitude.
 
 Cubuk et al. 2020, "RandAugment: Practical automated data augmentation with a reduced search space". The ranges are
-those of AutoAugment (Cubuk et al. 2019), in which 10 is the greatest magnitude. Colours change by a factor of up to
-1 +- 0.9.
+those of AutoAugment (Cubuk et al. 2019), in which 10 is the greatest magnitude. Colours change by a factor from 0.1 to
+1.9.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def apply_operations(image: Image.Image, operations: Sequence[Operation]) -> Ima
 
 
 def matrix_of(operation: Operation, width: int, height: int) -> tuple[float, ...]:
-    """The matrix (a, b, c, d, e, f) of an operation: pixel (x, y) of the result comes from (a x + b y + c, d x + e y +
-    f). Operations that move no pixels have the identity."""
+    """Return the affine matrix (a, b, c, d, e, f) of an operation: pixel (x, y) of the result comes from pixel
+    (a x + b y + c, d x + e y + f). For operations that move no pixels, this is the identity."""
     name, strength = operation
     if name == "shear_x":
         return 1.0, MOST_SHEAR * strength, 0.0, 0.0, 1.0, 0.0
@@ -80,7 +80,7 @@ def _solarized(image: Image.Image, strength: float) -> Image.Image:
 
 
 def factor_of(strength: float) -> float:
-    """How far an operation on colours goes from the changed image (0) to the image itself (1) and beyond."""
+    """The blending factor of a colour operation: 0 is the fully changed image, 1 the original; above 1 extrapolates."""
     return 1 + MOST_COLOUR * strength
 
 

@@ -52,11 +52,11 @@ class StagedSamples(Samples, Protocol):
         """Decode the content to an image, which is not augmented yet; draws the augmentation from `generator`."""
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
-        """The sample, from the decoded image."""
+        """Make the sample from the decoded image; the augmentation uses `generator`."""
 
 
 def sample(samples: Samples, index: int, seed: int, epoch: int, copy: int = 0) -> Any:
-    """A sample of an epoch, the same in every process and thread. Each copy of it has its own augmentation."""
+    """Return a sample of an epoch, the same in every process and thread. Each copy has its own augmentation."""
     if isinstance(samples, DrawnSamples):
         return samples.draw(index, np.random.default_rng((seed, epoch, index, copy) if copy else (seed, epoch, index)))
     return samples[index]
@@ -68,7 +68,7 @@ class Part:
         data = ImageFolder("photographs")
         held_out, rest = Part(data, range(0, len(data), 10)), ...
 
-    Unlike `torch.utils.data.Subset`, it keeps the augmentation and the names of the samples.
+    Unlike `torch.utils.data.Subset`, a `Part` keeps the augmentation and the names of the samples.
 
     Raises:
         InputError: an index is out of the data set's range.
@@ -89,7 +89,7 @@ class Part:
         return self.samples[int(self.indices[index])]
 
     def draw(self, index: int, generator: np.random.Generator) -> Any:
-        """The sample, augmented if the data set augments."""
+        """Return a sample, augmented if the data set augments samples."""
         own = int(self.indices[index])
         return self.samples.draw(own, generator) if isinstance(self.samples, DrawnSamples) else self.samples[own]
 

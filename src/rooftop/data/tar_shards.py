@@ -4,8 +4,8 @@ The files of a sample are adjacent and have the same name except for the suffix:
 
     shard-000.tar: 000017.jpg 000017.cls 000018.jpg 000018.cls ...
 
-The headers of each shard are read once, to index the files' offsets. Then any number of threads and processes can read
-samples in any order, with one read per file.
+The headers of each shard (tar file) are read once, to index the files' offsets. Then any number of threads and
+processes can read samples in any order, with one read per file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rooftop.media.ahead import in_order
 from rooftop.media.images import SUFFIXES
 
 IMAGE = "image"
-"""The name in `fields` that stands for a photograph."""
+"""The name in `fields` that means the photograph, whatever its suffix."""
 CLASS = "cls"
 UNREADABLE = -1
 """The label of a sample that cannot be read."""
@@ -42,10 +42,10 @@ IMAGE_ENDINGS = tuple(suffix[1:] for suffix in sorted(SUFFIXES))
 
 @dataclass(slots=True)
 class _Entry:
-    """A sample in the index: the number of its shard, its key, and the (offset, size) of each file by suffix.
+    """A sample in the index: index of the shard, key of the sample, and (offset, size) of each file by suffix.
 
     Attributes:
-        wrong: the error in the sample's headers; None: no error.
+        wrong: message of an error in the sample's tar headers; None: no error.
     """
 
     shard: int
@@ -64,15 +64,15 @@ class TarShards:
         paths: uncompressed tar files: a list of paths; a pattern with a number range in braces, or with * and ?; or a
             folder.
         transform: transforms photographs, as in `ImageFolder`.
-        fields: suffixes of the files to return, as a tuple; "image" stands for the photograph. None: each sample is a
-            dict of all its files and "__key__".
+        fields: suffixes of the files to return as a tuple; "image" means the photograph. None: each sample is a dict of
+            all its files and "__key__".
 
     The suffix decides how a file is decoded: photographs by the transform, cls to an integer, txt to a string, json to
-        Python objects, npy to a tensor. Other files stay bytes.
+    Python objects, npy to a tensor. Other files stay bytes.
 
     Raises:
-        InputError: there are no shards, or a shard is not a tar file or has no samples. From `data[i]`: a sample lacks
-            a field, is damaged, or is incomplete because its shard is cut off.
+        InputError: there are no shards, or a shard is not a tar file or has no samples. `data[i]` raises InputError if
+            the sample lacks a field, is damaged, or is incomplete because its shard is cut off.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TarShards:
         return self._sample(self._index[index], None)
 
     def draw(self, index: int, generator: np.random.Generator) -> Any:
-        """The sample; the transform augments its photographs with random numbers from this generator."""
+        """Return a sample; the transform augments its photographs with random numbers from this generator."""
         return self._sample(self._index[index], generator)
 
     def name(self, index: int) -> str:
@@ -129,11 +129,11 @@ class TarShards:
         return self._read(entry, self._ending(entry, IMAGE))
 
     def decoded(self, index: int, content: bytes, generator: np.random.Generator | None = None) -> Any:
-        """The decoded photograph, as `changed` expects it."""
+        """Return the decoded photograph, in the form that `changed` accepts."""
         return decode(self.transform, content, generator, self.name(index))
 
     def changed(self, index: int, decoded: Any, generator: np.random.Generator | None) -> Any:
-        """The sample, from the photograph that `decoded` returned."""
+        """Transform a photograph from `decoded`; return the sample with all its fields."""
         entry, image = self._index[index], change(self.transform, decoded, generator)
         fields = self.fields or (IMAGE,)
         return tuple(
@@ -193,7 +193,7 @@ class _Index:
     def __init__(self, entries: Iterable[_Entry]) -> None:
         self._keys: list[str] = []
         self._wrong: dict[int, str] = {}
-        kinds: dict[tuple[str, ...], int] = {}  # number of each distinct tuple of suffixes; most samples share one
+        kinds: dict[tuple[str, ...], int] = {}  # index of each distinct tuple of suffixes; most samples have the same
         shards, kind_of, firsts, spans = array("q"), array("q"), array("q", [0]), array("q")
         for number, entry in enumerate(entries):
             self._keys.append(entry.key)
@@ -258,7 +258,7 @@ def _entries(shard: int, path: Path) -> Iterator[_Entry]:
 
 
 def _check_end(path: Path, offset: int) -> None:
-    """Check that a shard really ends where tarfile stopped: tarfile takes a damaged header for the end.
+    """Check that a shard really ends where tarfile stopped, because tarfile also stops at a damaged header.
 
     Raises:
         ValueError: more data follow.

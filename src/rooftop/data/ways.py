@@ -20,10 +20,10 @@ class Way(Protocol):
     def begin(self, epoch: int, number: int) -> None: ...
 
     def take(self, pin: bool) -> Made:
-        """Return the oldest batch that was begun and not yet taken; `pin` as in `joined`."""
+        """Return the oldest batch that was begun and not yet taken; see `joined` for `pin`."""
 
     def interrupt(self) -> None:
-        """Make a `take` that waits in another thread raise. No batch can be taken afterwards."""
+        """Make a waiting `take` in another thread raise an exception. Afterwards no batch can be taken."""
 
     def close(self) -> None:
         """Stop and release everything. Call this once no other thread takes a batch."""
@@ -53,7 +53,7 @@ class Here:
 
 
 class Threads:
-    """Makes batches in a pool of threads. Threads are faster if samples release the GIL, as Pillow and NumPy do."""
+    """Makes batches in a pool of threads, which run in parallel while samples release the GIL (Pillow and NumPy do)."""
 
     def __init__(self, job: Job, workers: int, ahead: int) -> None:
         self._job = job
@@ -76,5 +76,5 @@ class Threads:
 
 
 def batches_in_flight(job: Job, workers: int, ahead: int) -> int:
-    """The number of batches in flight: `ahead`, or more if the workers would be idle."""
+    """The number of batches in flight: `ahead`, or enough batches to give each worker a piece."""
     return max(ahead, -(-workers // job.pieces))

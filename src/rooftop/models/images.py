@@ -1,8 +1,8 @@
 """Prepare a batch of photographs for image models: decode, resize, crop, normalize.
 
-The preprocessing is the same as for torchvision's ImageNet models. It resizes the shorter side to 256 pixels (bilinear,
-antialiased) and crops the central 224 x 224 pixels. Then it divides by 255, and normalizes by ImageNet's mean and
-standard deviation. For other weights and sizes use `Preprocessing`.
+The preprocessing is the same as for torchvision's ImageNet models. The shorter side is resized to 256 pixels (bilinear,
+antialiased), and the central 224 x 224 pixels are cropped. Then pixels are divided by 255, and normalized by ImageNet's
+mean and standard deviation. For other weights and sizes use `Preprocessing`.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def prepared(
     The threads run while the caller does other work.
 
     Args:
-        paths: files.
+        paths: the files of the photographs.
         prepare: called with each image, as `read_image` returns it.
         ahead: the maximum number of photographs that are started and not yet yielded; None: two per thread.
-        on_error: "raise" stops at an unreadable file; "skip" leaves it out with a warning.
+        on_error: "raise" stops at an unreadable file; "skip" leaves the file out with a warning.
 
     Raises:
-        InputError: `on_error` is unknown. Also raised while iterating: at a damaged file or one that is no image,
-            unless such files are skipped, and at the end if all files were skipped.
+        InputError: `on_error` is unknown. The iteration raises InputError at a file that is damaged or not an image,
+            unless such files are skipped. The iteration also raises InputError at the end if all files were skipped.
     """
     if on_error not in ("raise", "skip"):
         raise InputError(f'on_error {on_error!r} is not known: expected "raise" or "skip"')
@@ -131,7 +131,7 @@ def cropped(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> Imag
 def normalized_pixels(pixels: Tensor, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
     """Normalize (..., H, W, 3) uint8 to (..., 3, H, W) float32 on the pixels' device.
 
-    The bits are those of `normalized`.
+    The result is bit-identical to the result of `normalized`.
 
     The result is channels last in memory, like the pixels.
     """
@@ -145,7 +145,7 @@ def normalization(mean: Sequence[float], std: Sequence[float], device: torch.dev
 
 
 def normalized_by(pixels: Tensor, constants: Tensor) -> Tensor:
-    """Normalize as `normalized_pixels`, with constants that are already on the device."""
+    """Normalize like `normalized_pixels`, with constants that are already on the device."""
     scale, mean, std = constants
     return pixels.float().div_(scale).sub_(mean).div_(std).movedim(-1, -3)
 
@@ -153,6 +153,6 @@ def normalized_by(pixels: Tensor, constants: Tensor) -> Tensor:
 def not_finite(called: object) -> ModelRunError:
     """Create the error for an image whose results are not finite."""
     return ModelRunError(
-        f"the model's output for {called} is not finite: its weights are damaged, or its dtype is too narrow (float32 "
-        "and bfloat16 reach further than float16)"
+        f"the model's output for {called} is not finite: its weights are damaged, or its dtype overflows (float32 and "
+        "bfloat16 have a larger range than float16)"
     )

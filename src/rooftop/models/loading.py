@@ -3,8 +3,8 @@
     model = load("swin_t", "swin_tiny_patch4_window7_224.safetensors").eval()  # timm's
     print(load_report("swin_t", "swin_tiny_patch4_window7_224.safetensors"))   # what would happen to each key
 
-The file's keys reveal its library (`rooftop.models.weights.dialects`). The tensors are renamed to Rooftop's keys, and
-each must match a parameter or buffer.
+The keys in the file show which library wrote the file (`rooftop.models.weights.dialects`). The tensors are renamed to
+Rooftop's keys, and each tensor must match a parameter or buffer.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Family:
 
     Attributes:
         kind: name of the family in error messages.
-        dialects: the dialects of these libraries.
+        dialects: how these libraries name the weights.
         head: the key of the bias of the class logits; None: the models have no classes.
-        others: the number of class logits that stand for no class.
+        others: number of logits besides the class logits, such as DETR's logit for "no object".
     """
 
     kind: str
@@ -79,21 +79,22 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
         name: name of a model, i.e. of its builder in this package, e.g. "resnet50", "swin_v2_t", "detr_resnet101",
             "next_frame_network".
         weights: a file from torch.save, safetensors (.safetensors) or Keras (.keras, .h5), with the keys of any known
-            library; or a published name, as for the builder. A `Path` is never a name.
+            library; or a name of published weights, as for the builder. A `Path` is never a name.
         strict: whether every key of the model and of the file must match, with its shape. False: weights that do not
             fit are skipped, and the model keeps its initial values for them; use `num_classes=7, strict=False` for a
             new head.
-        part: which weights to load from a file with several; `load_report` and errors name them. None: the averaged
-            weights (EMA, SWA) if there are any, or the only weights. `models/weights/checkpoint_contents.py` lists the
-            kinds of checkpoints.
+        part: which weights to load from a file that contains several sets of weights; `load_report` and errors name the
+            sets. None: the averaged weights (EMA, SWA) if there are any, or the only weights.
+            `models/weights/checkpoint_contents.py` lists the kinds of checkpoints.
         options: options of the builder, e.g. num_classes. Options that the weights determine can be omitted: dilation
             for "COCO_DC5", and options that `rooftop train` wrote into the file.
 
     Raises:
         TargetError: there is no such model; the message suggests similar names.
         InputError: `weights` is neither a name nor a file.
-        WeightsError: the file cannot be fetched or read, is damaged, has weights of another kind of model, of another
-            number of classes or of several models, or does not fit. With strict=False: no key fits.
+        WeightsError: the file cannot be fetched or read, or is damaged.
+        WeightsError: the file has weights of several models, of another kind of model or for another number of classes,
+            or does not fit. With strict=False: no key fits.
         MissingExtraError: safetensors or h5py is needed and not installed.
         TypeError: the builder does not have an option.
     """
@@ -112,9 +113,9 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
 
 
 def load_report(name: str, weights: str | Path, *, part: str | None = None, **options: Any) -> LoadReport:
-    """Report what `load` would do with each key of the file and of the model; loads nothing.
+    """Report what `load` would do with each key of the file and of the model, without loading the weights.
 
-    Arguments and errors are those of `load`, but keys that do not fit are listed in the report and raise no error.
+    Arguments and errors are the same as for `load`, but keys that do not fit do not raise: the report lists them.
     """
     build = _builder(name)
     path = _file(name, weights)
@@ -124,9 +125,9 @@ def load_report(name: str, weights: str | Path, *, part: str | None = None, **op
 
 
 def matched(model: nn.Module, weights: str | Path, *, name: str = "", part: str | None = None) -> Matched:
-    """Read weights for an existing model, and match them with its keys; loads nothing into the model.
+    """Read weights for an existing model, and match them with the model's keys, without changing the model.
 
-    The model may be one of ours, or any other model if the file has its keys.
+    The model may be one of Rooftop's models, or any other model whose keys are the keys in the file.
 
     Args:
         model: the model that the weights are for.

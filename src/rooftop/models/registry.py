@@ -1,4 +1,4 @@
-"""The registry of built-in models by name: builders register themselves, and `rooftop.models` imports them all."""
+"""The registry of built-in models by name: builders register themselves when `rooftop.models` imports their modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Build = TypeVar("Build", bound=Callable[..., nn.Module])
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A built-in model: its builder, the shape of one example (no batch), and whether it returns class logits."""
+    """A built-in model: builder, shape of one input without the batch, and whether the model returns class logits."""
 
     build: Callable[..., nn.Module]
     input_shape: tuple[int, ...] = (3, 224, 224)

@@ -3,9 +3,9 @@
     gradients = Replayed(gradients_of_step, device)
     loss, norm = gradients(tokens, step)
 
-A training step launches thousands of kernels. If the layers are small or split, launching takes the host longer than
-computing takes the GPU. A replay is a single launch. It reads and writes the memory of the capture, so all data that
-change from step to step must be input tensors, which are copied to that memory.
+A training step launches thousands of kernels. If the layers are small or split, the host needs more time to launch the
+kernels than the GPU needs to run them. A replay is a single launch. Every replay reads and writes the memory addresses
+of the capture. So all data that change from step to step must be input tensors, which each call copies there.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class Replayed:
     """Calls a function, or replays it from a CUDA graph; outputs are detached from autograd.
 
     Args:
-        function: a function of tensors on the device that returns tensors. It may have side effects, such as gradients,
-            but must not wait for the GPU. Its Python code, with a model's modes and hooks, runs for the last time
-            during the capture. After the capture, the addresses of the model's tensors must not change.
+        function: a function of tensors on the device that returns tensors. The function may have side effects, such as
+            gradients, but must not wait for the GPU. The Python code of the function runs for the last time during the
+            capture, so later changes of a module's mode or hooks have no effect. After the capture, the addresses of
+            the model's tensors must not change.
         device: a GPU.
         warm_up: number of ordinary calls before the capture, on the same stream.
 
@@ -64,10 +65,10 @@ class Replayed:
 
         Raises:
             ValueError: the number, shapes or dtypes of the inputs differ from those of the capture.
-            OutOfMemoryError: the GPU has too little memory for the graph, whose memory is separate from what the
-                allocator keeps from earlier calls.
-            RuntimeError: the function cannot be captured; the message gives the reason. Tensors that the function
-                stored, such as gradients, then have no valid values: release them.
+            OutOfMemoryError: the GPU has too little memory for the graph. The graph has its own memory pool, separate
+                from the memory that the allocator keeps from earlier calls.
+            RuntimeError: the function cannot be captured; the message gives the reason. After this error, tensors that
+                the function stored, such as gradients, have no valid values: release them.
         """
         with torch.cuda.device(self._device):
             if self._graph is None and self._left:

@@ -1,4 +1,4 @@
-"""Handle SIGTERM as a request to save and stop: schedulers send it when a job's time is over.
+"""Handle SIGTERM as a request to save and stop. Schedulers send SIGTERM when a job's time is over.
 
 with stop_on_sigterm() as stop:
     while not stop.requested:
@@ -39,7 +39,7 @@ class Stop:
 def stop_on_sigterm() -> Iterator[Stop]:
     """Within the block, SIGTERM only sets `requested`.
 
-    In other threads than the main thread this has no effect, because only the main thread handles signals.
+    Outside the main thread the block has no effect, because only the main thread handles signals.
     """
     with _stopping_on({signal.SIGTERM: "SIGTERM"}) as stop:
         yield stop
@@ -49,8 +49,8 @@ def stop_on_sigterm() -> Iterator[Stop]:
 def stop_on_signals() -> Iterator[Stop]:
     """Within the block, SIGTERM and the first Ctrl-C only set `requested`. A second Ctrl-C interrupts immediately.
 
-    A rank also gets SIGINT when its launcher dies, because torchrun requests this from the kernel. This also interrupts
-        immediately: the rank fails, and the other ranks report that.
+    A rank also gets SIGINT when its launcher dies, because torchrun requests this signal from the kernel. This SIGINT
+    also interrupts immediately: the rank fails, and the other ranks report the failure.
     """
     with _stopping_on({signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}) as stop:
         yield stop

@@ -1,1 +1,1 @@
-"""ConvLSTM, a network that predicts the next frame of a video, and the loading of Keras's weights."""
+"""The ConvLSTM layer, a network that predicts the next frame of a video, and a loader for weights from Keras."""

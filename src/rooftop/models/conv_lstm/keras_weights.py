@@ -1,11 +1,12 @@
 """Load weights that Keras saved: .keras and .weights.h5 files of Keras 3, and older .h5 files of Keras 2 and 3.
 
-Keras names layers by what a user called them or by a counter. So layers are matched by kind, in order: the first
-ConvLSTM2D of the file is the model's first, and so on. Counts and shapes have to agree. In a Keras 3 file, layers are
-in the order in which they were added to the model; an older file has a list of layers.
+In Keras, a layer's name comes from the user or from a counter. So layers are matched by kind and order: the first
+ConvLSTM2D of the file is matched with the model's first ConvLSTM2D, and so on. The counts of layers and the shapes must
+agree. In a Keras 3 file, layers are in the order in which they were added to the model; an older file has a list of
+layers.
 
 Keras stores kernels as (spatial dimensions, input channels, output channels); torch stores (output channels, input
-channels, spatial dimensions). Needs h5py: `pip install "rooftop[keras]"`.
+channels, spatial dimensions). This module needs h5py: `pip install "rooftop[keras]"`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ WEIGHTS = {
     "conv3d": CONVOLUTION,
     "batch_normalization": ("gamma", "beta", "moving_mean", "moving_variance"),
 }
-"""Names of the weights of each known kind of layer. Keras 3 files number them in this order. A bias may be missing."""
+"""Names of the weights of each known kind of layer. Keras 3 files number the weights in this order. A bias may be
+missing."""
 
 KINDS: tuple[tuple[str, tuple[type[nn.Module], ...]], ...] = (
     ("conv_lstm2d", (ConvLSTM2D,)),
@@ -52,7 +54,7 @@ KINDS: tuple[tuple[str, tuple[type[nn.Module], ...]], ...] = (
     ("conv3d", (nn.Conv3d,)),
     ("batch_normalization", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
 )
-NAMES = {  # torch's name for Keras's name, where they differ
+NAMES = {  # from Keras's name of a weight to torch's name, where these differ
     "conv2d": {"kernel": "weight"},
     "conv3d": {"kernel": "weight"},
     "batch_normalization": {
@@ -68,8 +70,8 @@ def load_keras_weights(model: nn.Module, path: str | Path) -> None:
     """Load a file that Keras wrote into a model of ConvLSTM2D, Conv2d, Conv3d and batch norms.
 
     Args:
-        model: the model. Its modules of each kind, in the order of `model.modules()`, match the file's layers of this
-            kind.
+        model: the model. The model's modules of each kind, in the order of `model.modules()`, match the file's layers
+            of this kind.
         path: a .keras, .weights.h5 or .h5 file.
 
     Raises:
@@ -85,7 +87,7 @@ def load_keras_weights(model: nn.Module, path: str | Path) -> None:
 def keras_converted(model: nn.Module, path: Path) -> Converted:
     """Convert a file's weights to the model's keys and torch's layout.
 
-    Arguments and errors are those of `load_keras_weights`, but shapes are not compared.
+    Arguments and errors are the same as for `load_keras_weights`, but shapes are not compared.
     """
     layers = defaultdict(list)
     for layer in read_keras_weights(path):
@@ -128,7 +130,7 @@ def read_keras_weights(path: str | Path) -> list[KerasLayer]:
     The layers of one kind are in the model's order.
 
     Raises:
-        InputError, WeightsError, MissingExtraError: as `load_keras_weights`.
+        InputError, WeightsError, MissingExtraError: see `load_keras_weights`.
     """
     path = Path(path).expanduser()
     try:
@@ -168,7 +170,7 @@ def _by_names(root: Any) -> Iterator[KerasLayer]:
 
 
 def _by_numbers(file: Any) -> Iterator[KerasLayer]:
-    """Read the layers of a Keras 3 file: each layer's group has a name of class and counter, and numbered weights."""
+    """Read the layers of a Keras 3 file, whose groups are named by class and counter, such as conv2d_1."""
     found: list[tuple[str, int, str, list[Tensor]]] = []
 
     def visit(path: str, item: Any) -> None:

@@ -8,9 +8,10 @@ Nowcasting", without peepholes. The order of gates, the defaults and the options
     c' = f c + i activation(z_c)
     h' = o activation(c')
 
-One call computes the input convolutions of all time steps. A time step runs one recurrent convolution with 4 F output
-channels, and one kernel for the rest (`rooftop.kernels.conv_lstm_sequence`). Keras runs eight convolutions per step. On
-a GPU tensors are channels last in memory, whatever data_format says, because convolutions are faster that way.
+One convolution call computes the input convolutions of all time steps. Each time step then runs one recurrent
+convolution with 4 F output channels, and one kernel for all other operations (`rooftop.kernels.conv_lstm_sequence`).
+Keras runs eight convolutions per step. On a GPU tensors are always channels last in memory, for any data_format,
+because convolutions are faster in this layout.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from rooftop.words import did_you_mean
 Pair = tuple[int, int]
 States = tuple[Tensor, Tensor]
 FIRST, LAST = "channels_first", "channels_last"
-FEW = 64  # a matrix product is faster than an input convolution with at most this many inputs per output
+FEW = 64  # with at most this many inputs per output, a matrix product is faster than a convolution
 
 
 class ConvLSTM2D(nn.Module):
     """The layer `keras.layers.ConvLSTM2D`: maps frames (N, T, H, W, C), or (N, T, C, H, W), to hidden states.
 
     The parameters are `kernel` (4 F, C, kh, kw), `recurrent_kernel` (4 F, F, kh, kw) and `bias` (4 F), with gates in
-    the order i, f, c, o. They are Keras's weights with output and input channels first (`keras_weights.py` reads them).
+    the order i, f, c, o. The weights are Keras's weights, permuted so that output and input channels come first
+    (`keras_weights.py` reads them).
 
     Args:
         in_channels: C, the channels of a frame (Keras infers them at the first call).
@@ -46,7 +48,7 @@ class ConvLSTM2D(nn.Module):
         kernel_size: kernel size of both convolutions: one number, or (height, width).
         strides: strides of the input convolution. The recurrent convolution has neither strides nor dilation.
         padding: padding of the input convolution, "valid" or "same". If "same" adds an odd number of rows or columns,
-            the additional one comes last, as in TensorFlow. The recurrent convolution is always "same".
+            the additional row or column comes last, as in TensorFlow. The recurrent convolution is always "same".
         data_format: layout of frames and results: "channels_last", (N, T, H, W, C), or "channels_first", (N, T, C, H,
             W).
         dilation_rate: dilation of the input convolution.
@@ -54,7 +56,7 @@ class ConvLSTM2D(nn.Module):
             is Keras 3's; networks of Keras 2 need "hard_sigmoid_keras2".
         use_bias: whether the layer has a `bias`.
         unit_forget_bias: whether the forget gate's bias starts at 1.
-        return_sequences: return the results of all steps, (N, T, ...), instead of the last one, (N, ...).
+        return_sequences: return the results of all steps, (N, T, ...), instead of the last step's result, (N, ...).
         return_state: return (output, hidden, cell) instead of the output.
         go_backwards: compute from the last frame to the first; results are in the order of computation.
         stateful: each call begins with the final state of the previous call, until `reset_state()`. No gradient flows
@@ -141,7 +143,7 @@ class ConvLSTM2D(nn.Module):
     def forward(
         self, x: Tensor, initial_state: Sequence[Tensor] | None = None, mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Compute the hidden states of all time steps, or of the last one.
+        """Compute the hidden states of all time steps, or of the last time step.
 
         Args:
             x: (N, T, H, W, C), or (N, T, C, H, W) with channels_first; T at least 1.
@@ -151,9 +153,10 @@ class ConvLSTM2D(nn.Module):
                 step (zeros at the first step).
 
         Returns:
-            (N, T, H', W', F), or (N, H', W', F) without return_sequences; the channels are where data_format puts them.
-            With return_state, a tuple: this tensor, the hidden state and the cell state after the last step. The result
-            is not always contiguous: its memory may have the layout of (T, N, ...), for example.
+            The hidden states, (N, T, H', W', F), or (N, H', W', F) without return_sequences. With "channels_first", F
+            comes before H' and W'. With return_state, a tuple: this tensor, the hidden state and the cell state after
+            the last step. The tensor is not always contiguous: its memory layout may be that of (T, N, ...), for
+            example.
 
         Raises:
             TypeError: the dtypes do not match.
@@ -172,9 +175,9 @@ class ConvLSTM2D(nn.Module):
         mask: Tensor | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, States]:
-        """Compute the results as a sequence, and the last (hidden, cell); ignores return_sequences and return_state.
+        """Return the results as a sequence, and the last (hidden, cell), whatever return_sequences and return_state.
 
-        The sequence has all steps, or with last_only only the last one.
+        The sequence has all steps, or with last_only only the last step.
         """
         self._check(x, mask)
         if self.go_backwards:
@@ -213,13 +216,13 @@ class ConvLSTM2D(nn.Module):
         return gates.contiguous(memory_format=memory_format).unflatten(0, (steps, batch))
 
     def _memory_format(self, x: Tensor) -> torch.memory_format:
-        """The memory format of states and gates: channels last on a GPU, or if data_format says so."""
+        """The memory format of states and gates: channels last on a GPU, or if data_format is "channels_last"."""
         return torch.channels_last if self.data_format == LAST or x.is_cuda else torch.contiguous_format
 
     def _pads(self, sizes: Sequence[int]) -> tuple[Pair, Pair]:
         """The rows and columns of zero padding before and after a frame.
 
-        If their number is odd, the additional one comes after the frame.
+        If the total is odd, the additional row or column comes after the frame.
         """
         if self.padding == "valid":
             return (0, 0), (0, 0)
@@ -246,7 +249,7 @@ class ConvLSTM2D(nn.Module):
         return self._as_given(outputs), (outputs[-1], cell)
 
     def _step_by_step(self, inputs: Tensor, given: States | None, mask: Tensor | None) -> tuple[Tensor, States]:
-        """Compute all steps one by one, for a mask or dropout between the steps; returns the same as `_all_steps`."""
+        """Compute the steps one by one, because of a mask or recurrent dropout; returns the same as `_all_steps`."""
         state = given or self._zeros(inputs)
         kernel = self.recurrent_kernel.to(inputs.dtype)
         dropped = self.training and self.recurrent_dropout > 0
@@ -306,7 +309,7 @@ class ConvLSTM2D(nn.Module):
         return hidden.to(inputs.dtype), cell.to(self.kernel.dtype)
 
     def _as_given(self, x: Tensor) -> Tensor:
-        """Move the channels of (..., F, H', W') to the position that data_format says."""
+        """Move the channels of (..., F, H', W') to their position in data_format."""
         return x.movedim(-3, -1) if self.data_format == LAST else x
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
@@ -342,7 +345,7 @@ def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pai
 
     Both x and the result are channels last.
 
-    The rows of the matrices are padded to a multiple of 16 bytes in half precision, so that tensor cores can load them.
+    The rows of the matrices are padded to 16 bytes in half precision, so that tensor cores can load the rows.
     """
     height, width = kernel.shape[2:]
     if max(padding) > 0:

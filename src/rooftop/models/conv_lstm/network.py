@@ -23,15 +23,15 @@ WIDE = 8  # with fewer output channels, cuDNN does not use tensor cores for floa
 class FramesConvolution(nn.Conv3d):
     """A 3x3x3 convolution over frames, (N, C, T, H, W) -> (N, O, T, H, W), as one 2-D convolution of all frames.
 
-    The three taps in time become 3 O output channels, which are then shifted in time and added. So the frames (T, N, H,
-    W, C) are read in place; a 3-D convolution would need a copy in another memory order.
+    The three kernel slices (taps) in time become 3 O output channels, which are then shifted in time and added. So the
+    frames (T, N, H, W, C) are read in place; a 3-D convolution would need a copy in another memory order.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, 3, padding=1)
 
     def forward(self, x: Tensor, ahead: bool = True) -> Tensor:
-        """Compute each frame from the previous, the same and (with `ahead`) the next frame.
+        """Compute each output frame from the previous, the current and (with `ahead`) the next input frame.
 
         Frames beyond the ends are zeros.
         """
@@ -55,12 +55,12 @@ class FramesConvolution(nn.Conv3d):
 class NextFrameNetwork(nn.Module):
     """A network that predicts the next frame of a video.
 
-    It is the network of Keras's example "Next-Frame Video Prediction with Convolutional LSTMs", or its variant that
-    returns only one frame.
+    The network is that of Keras's example "Next-Frame Video Prediction with Convolutional LSTMs". With
+    `every_frame=False`, the network is a variant that returns only one frame.
 
-    It has three ConvLSTM layers (relu). A batch norm with Keras's defaults (epsilon 0.001, momentum 0.99) follows the
-    first and the second layer. The head is a 3x3x3 convolution over the frames, or for `every_frame=False` a 3x3
-    convolution of the last hidden state.
+    The network has three ConvLSTM layers (relu). A batch norm with Keras's defaults (epsilon 0.001, momentum 0.99)
+    follows the first and the second layer. The head is a 3x3x3 convolution over the frames, or for `every_frame=False`
+    a 3x3 convolution of the last hidden state.
 
     Args:
         channels: channels of the frames; 1 for grey, 3 for colour.
@@ -107,8 +107,8 @@ class NextFrameNetwork(nn.Module):
 
         Args:
             x: as in `forward`.
-            ahead: as in `frames_of`. Train with False. With True, the head sees the next step's state, which contains
-                the frame to predict, so the network would learn to copy it.
+            ahead: as in `frames_of`. Train with False. With True, the head would see the next step's state, which
+                contains the frame to predict, so the network would learn to copy this frame.
         """
         hidden, _ = self.features(x)
         return self.frames_of(hidden, ahead)
@@ -139,7 +139,7 @@ class NextFrameNetwork(nn.Module):
         Args:
             hidden: hidden states of the last layer.
             ahead: whether the head sees the hidden state of the next step, as in Keras's example. False: each frame is
-                computed as if its step were the last, as in prediction.
+                computed as if its step were the last step, as in prediction.
         """
         if self.every_frame:
             return self._from_channels_first(self.head(self._channels_first(hidden), ahead))
@@ -165,8 +165,8 @@ class NextFrameNetwork(nn.Module):
 def next_frame_network(**options: Any) -> NextFrameNetwork:
     """The network of Keras's example for grey frames: 746,689 parameters, including 256 running statistics of norms.
 
-    It maps frames (N, T, H, W, 1) in [0, 1] to the next frames, (N, T, H, W, 1). Train it with binary cross entropy and
-    Adam, on targets shifted by one frame. The options are those of `NextFrameNetwork`.
+    The network maps frames (N, T, H, W, 1) in [0, 1] to the next frames, (N, T, H, W, 1). Train the network with binary
+    cross entropy and Adam, on targets shifted by one frame. The options are the arguments of `NextFrameNetwork`.
     """
     return NextFrameNetwork(**{"channels": 1, **options})
 
@@ -174,10 +174,10 @@ def next_frame_network(**options: Any) -> NextFrameNetwork:
 def colour_next_frame_network(**options: Any) -> NextFrameNetwork:
     """The network for colour frames: 759,491 parameters.
 
-    It maps frames (N, T, H, W, 3) in [0, 1] to the next frame, (N, H, W, 3).
+    The network maps frames (N, T, H, W, 3) in [0, 1] to the next frame, (N, H, W, 3).
 
-    The last ConvLSTM returns only its last state, and a 3x3 convolution turns it into a frame. Train it with the mean
-    absolute error and Adam. The options are those of `NextFrameNetwork`.
+    The last ConvLSTM returns only its last state, which a 3x3 convolution converts to a frame. Train the network with
+    the mean absolute error and Adam. The options are the arguments of `NextFrameNetwork`.
     """
     return NextFrameNetwork(**{"channels": 3, "every_frame": False, **options})
 
@@ -185,13 +185,13 @@ def colour_next_frame_network(**options: Any) -> NextFrameNetwork:
 def predict_frames(network: NextFrameNetwork, frames: Tensor, count: int) -> Tensor:
     """Predict the next frames of a video, each frame from all earlier frames.
 
-    The layers' states are kept, so each further frame costs one step. The frames are the same as if the network ran
-    over the whole video for each frame. The network runs in evaluation mode, without gradients; its mode is restored
-    afterwards.
+    The layers' states are kept, so each predicted frame after the first costs one step. The frames are the same as if
+    the network ran over the whole video for each frame. The network runs in evaluation mode, without gradients; then
+    the previous mode is restored.
 
     Args:
-        network: predicts one frame or all frames.
-        frames: (N, T, H, W, C) or (N, T, C, H, W), as the network takes them; T at least 1.
+        network: a network that predicts one frame or all frames.
+        frames: (N, T, H, W, C) or (N, T, C, H, W), in the network's data_format; T at least 1.
         count: number of frames to predict, at least 1.
 
     Returns:
@@ -216,7 +216,7 @@ def _rolled_out(network: NextFrameNetwork, frames: Tensor, count: int) -> Tensor
     hidden, states = network.features(frames)
     predicted = []
     while True:
-        # A 3x3x3 head sees the last two steps, and zeros after them.
+        # A 3x3x3 head uses the last two steps, followed by a step of zeros.
         recent = hidden[:, -2:]
         frame = network.frames_of(recent).sigmoid()
         predicted.append(frame[:, -1] if network.every_frame else frame)

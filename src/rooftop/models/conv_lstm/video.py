@@ -4,8 +4,8 @@
     found = continue_clip(network, frames[:10], frames[10:], 20)
     found.frames, found.errors, found.errors_of_repeating
 
-`errors_of_repeating` is the reference: a network that is no better than a still picture has learned nothing about
-motion.
+`errors_of_repeating` is the baseline, the errors of repeating the last frame: a network that is no better has learned
+nothing about motion.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load_next_frame_network(weights: str | Path) -> NextFrameNetwork:
     Raises:
         InputError: the file does not exist.
         WeightsError: the file is damaged, or from another network.
-        MissingExtraError: as `load`.
+        MissingExtraError: see `rooftop.models.load`.
     """
     path = weights_file("next_frame_network", Path(weights))
     options = _options(path)
@@ -114,12 +114,12 @@ def continue_clip(
     count: int,
     progress: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> Continuation:
-    """Predict the frames after a clip, each from all earlier frames, and compare them with the real frames.
+    """Predict the frames after a clip, each from all earlier frames, and compare the predictions with the real frames.
 
     Args:
         network: the network, on its device.
-        context: (T, 3, H, W), floating-point frames in 0..1, T at least 1. They are converted to grey for a grey
-            network.
+        context: (T, 3, H, W), floating-point frames in 0..1, T at least 1. For a grey network, the frames are converted
+            to grey.
         real: (R, 3, H, W), the real frames after the context. R may be 0; frames beyond `count` are ignored.
         count: number of frames to predict, at least 1.
         progress: called with the current activity and the fraction done.

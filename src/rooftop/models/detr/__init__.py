@@ -1,5 +1,5 @@
-"""DETR: object detection as set prediction by one transformer, with its losses, weights from any source, and detection
-on photographs."""
+"""DETR, which detects objects as a set prediction of one transformer: the network, its losses, weights from other
+libraries, and detection on photographs."""
 
 from rooftop.models.detr.losses import Detections, Matcher, SetCriterion, Target, corners, to_detections
 from rooftop.models.detr.network import Detr, detr_resnet50, detr_resnet101

@@ -1,13 +1,13 @@
 """Assign each target its own query at the lowest total cost: the linear assignment problem, for a batch.
 
 Two functions find assignments of the same total cost. `assign_on_host` calls scipy for one problem after another; if
-the costs are on a GPU, it waits for the GPU. `assign_batched` solves all problems in lockstep, in plain PyTorch, and
-never waits. It uses shortest augmenting paths (Jonker and Volgenant 1987, in the form of Crouse 2016, "On implementing
-2D rectangular assignment algorithms", which scipy follows, too). For M targets it takes M (M + 1) / 2 steps of about a
-dozen kernel launches each, for any batch size. Use it for few targets, in a CUDA graph, or when the host has other
-work.
+the costs are on a GPU, the host waits for the GPU. `assign_batched` solves all problems in lockstep, in plain PyTorch,
+and never waits. `assign_batched` uses shortest augmenting paths (Jonker and Volgenant 1987, in the form of Crouse 2016,
+"On implementing 2D rectangular assignment algorithms", which scipy also uses). For M targets `assign_batched` takes
+M (M + 1) / 2 steps of about a dozen kernel launches each, for any batch size. Use `assign_batched` for few targets, in
+a CUDA graph, or when the host has other work.
 
-A cost that is NaN or infinite counts as `WORST`, so such a pair is assigned only if no other pair is left.
+A cost that is NaN or infinite counts as `WORST`. A pair with this cost is assigned only if no other pair is left.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from rooftop.errors import MissingExtraError
 
 WORST = 1e5
-"""Costs are clamped to -WORST..WORST. In float64 their sums are exact to ten decimal places."""
+"""Costs are clamped to -WORST..WORST. In float64, sums of such costs are exact to ten decimal places."""
 FORBIDDEN = 1e9
-"""The cost of a target that does not exist. It exceeds any total of real costs."""
+"""The cost of a target that does not exist. This cost exceeds any total of real costs."""
 
 
 def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
@@ -31,8 +31,8 @@ def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
         valid: bool (B, M), which targets exist.
 
     Returns:
-        int64 (B, M) on the device of `cost`: the query of each target. -1: the target does not exist, or it gets no
-        query because there are more targets than queries.
+        int64 (B, M) on the device of `cost`: the query of each target. -1: the target does not exist, or no query is
+        left for the target because there are more targets than queries.
 
     Raises:
         ValueError: shapes do not match.
@@ -54,9 +54,9 @@ def assign_on_host(cost: Tensor, valid: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
-    """Assign all problems in lockstep, on their device and without waiting for it.
+    """Solve all assignment problems in lockstep on the device of the costs; the host does not wait for the device.
 
-    Arguments and results are those of `assign_on_host`.
+    Arguments and results are the same as for `assign_on_host`.
     """
     _check(cost, valid)
     cost = _finite(cost)
@@ -65,8 +65,8 @@ def assign_batched(cost: Tensor, valid: Tensor) -> Tensor:
         return torch.full_like(valid, -1, dtype=torch.int64)
     if targets <= queries:
         return _augmented(cost, valid)
-    # The search starts from the smaller side: here each query looks for a target. Only if no other target is left does
-    # it take a padding target, which does not exist.
+    # The search starts from the smaller side: here each query looks for a target. A query gets a padding target (one
+    # that does not exist) only if no real target is left.
     of_queries = cost.masked_fill(~valid[..., None], FORBIDDEN).transpose(1, 2)
     chosen = _augmented(of_queries, torch.ones_like(of_queries[..., 0], dtype=torch.bool))  # (B, Q)
     numbers = torch.arange(queries, device=cost.device).expand(batch, -1)
@@ -88,8 +88,8 @@ def _augmented(cost: Tensor, active: Tensor) -> Tensor:
     for row in range(rows):
         started = active[:, row]
         sink, distance, lengths, came_from, seen = _search(cost, row_prices, column_prices, row_of, row, started)
-        # Each visited row owns a visited column, except for the first row. The update of the prices keeps the reduced
-        # costs non-negative.
+        # Each visited row except the first row is assigned to a visited column. The update of the prices keeps the
+        # reduced costs non-negative.
         slack = torch.where(seen, distance[:, None] - lengths, 0)  # (B, C)
         held = column_of.clamp(min=0)
         gains = torch.where(column_of >= 0, slack.gather(1, held), 0)
@@ -116,8 +116,8 @@ def _search(
     """Run Dijkstra's search from row `first` to the nearest free column.
 
     Returns:
-        The nearest free column (B,), its distance (B,), the distances of all columns (B, C), the row from which each
-        column was reached (B, C), and whether each column was settled (B, C).
+        The nearest free column (B,), the distance of this column (B,), the distances of all columns (B, C), the row
+        from which each column was reached (B, C), and whether each column was settled (B, C).
     """
     batch, _, columns = cost.shape
     numbers = torch.arange(columns, device=cost.device)

@@ -38,10 +38,10 @@ FIGURES = (
 class CocoDataset(Dataset[tuple[Tensor, Target]]):
     """The photographs in a folder, with boxes from a JSON file in COCO's format.
 
-    An item is (image, target). The image is (3, H, W) float32, normalized. Its shorter side has `shorter` pixels,
-    unless the longer side would then exceed `longer`. The target is {"labels": int64 (n,), "boxes": float32 (n, 4)}. A
-    box is (center x, center y, width, height), as fractions of the image's width and height. Crowd annotations are
-    ignored, and so are boxes that cover no area of the photograph.
+    An item is (image, target). The image is (3, H, W) float32, normalized. The image's shorter side has `shorter`
+    pixels, unless the longer side would then exceed `longer`. The target is {"labels": int64 (n,), "boxes": float32 (n,
+    4)}. A box is (center x, center y, width, height), as fractions of the image's width and height. Crowd annotations
+    are ignored, and so are boxes that cover no area of the photograph.
 
     Args:
         folder: folder of the photographs.
@@ -56,7 +56,7 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         names: the name of each label; "" for an id without a category.
 
     Raises:
-        InputError: a file does not exist or is not JSON in this format; the message says where.
+        InputError: a file does not exist or is not JSON in COCO's format; the message names the file and the entry.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ REQUIRED = {
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read the file, and check that all parts in use exist and have the right type."""
+    """Read the file, and check that all fields in use exist and have the right types."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

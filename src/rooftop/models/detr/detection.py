@@ -101,14 +101,14 @@ def detect(
         threshold: only objects with at least this score are returned.
         classes: names by label. None: the names of COCO's 91 numbers or of its 80 classes, if the number of classes
             matches.
-        shorter, longer: size of the shorter side of the model's input, and the limit of its longer side, in pixels.
-        on_error: "raise" stops at a photograph that cannot be read; "skip" leaves it out with a warning.
+        shorter, longer: size of the shorter side of the model's input, and the limit of the longer side, in pixels.
+        on_error: "raise" stops at a photograph that cannot be read; "skip" leaves the photograph out with a warning.
         progress: called with (the current activity, fraction done) after each batch.
 
     Raises:
         ValueError: the threshold is outside 0..1, or `batch_size`, `shorter` or `longer` is below 1.
-        InputError: a path does not exist; a file is not an image, and `on_error` is "raise"; or the number of names
-            differs from the number of classes.
+        InputError: a path does not exist, or the number of names differs from the number of classes.
+        InputError: a file is not an image, and `on_error` is "raise".
         ModelRunError: the memory is too small for a batch, or an output is not finite.
     """
     if not 0 <= threshold <= 1:
@@ -214,7 +214,7 @@ def _run(
 def objects_of(
     detections: Detections, size: tuple[int, int], threshold: float, names: Sequence[str] | None
 ) -> tuple[FoundObject, ...]:
-    """The objects in a photograph of (width, height) pixels with a score of at least the threshold, best score first.
+    """Select the objects of a photograph whose score is at least the threshold, best score first.
 
     Args:
         detections: detections on the CPU.

@@ -1,7 +1,7 @@
 """The losses of a DETR and the decoding of its output: match predictions to objects, and convert boxes to pixels.
 
-Carion et al. 2020, section 3.1. Each object of an image is matched to its own query, with the lowest total cost. The
-other queries learn to predict "no object". Each decoder layer has its own matches and losses.
+Carion et al. 2020, section 3.1. Each object of an image is matched to its own query, with the lowest total cost.
+Unmatched queries learn to predict "no object". Each decoder layer has its own matches and losses.
 
     criterion = SetCriterion(model.num_classes)
     losses = criterion(model(images), targets)
@@ -51,9 +51,10 @@ def pad_targets(targets: Sequence[Target], num_classes: int) -> PaddedTargets:
     """Combine the targets of all images into three tensors, without waiting for the GPU.
 
     Raises:
-        ValueError: there are no images, or a shape or dtype is wrong. Also if a label is outside of 0..num_classes - 1,
-            or a box is outside of the image or has no area. Labels and boxes on a GPU are checked only with
-            ROOFTOP_CHECK=1 in the environment, because the check waits for the GPU.
+        ValueError: there are no images, or a shape or dtype is wrong.
+        ValueError: a label is outside of 0..num_classes - 1, or a box is outside of the image or has no area. Labels
+            and boxes on a GPU are checked only with ROOFTOP_CHECK=1 in the environment, because the check waits for the
+            GPU.
     """
     if not targets:
         raise ValueError("got targets of zero images: a batch needs at least one")
@@ -77,8 +78,8 @@ def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
     """Generalized IoU (Rezatofighi et al. 2019): intersection / union - (hull - union) / hull, in -1..1.
 
     Args:
-        a, b: boxes (..., 4) as (left, top, right, bottom); they broadcast. At least one box of each pair has an area
-            above 0.
+        a, b: boxes (..., 4) as (left, top, right, bottom), of broadcastable shapes. At least one box of each pair has
+            an area above 0.
 
     Returns:
         (...).
@@ -104,9 +105,9 @@ class Matcher:
     non-finite cost (overflow in half precision) is assigned only if no other pair is left.
 
     Attributes:
-        class_cost, box_cost, giou_cost: weights of the three parts.
-        batched: match on the GPU without waiting for it. False: match with scipy (`models/detr/assignment.py`). The
-            total cost is the same.
+        class_cost, box_cost, giou_cost: weights of the three terms of the cost.
+        batched: match in PyTorch on the device, without a wait for the GPU. False: match with scipy on the host
+            (`models/detr/assignment.py`). Both methods find the same total cost.
 
     Raises:
         ValueError: all weights are 0.
@@ -145,7 +146,7 @@ class SetCriterion(nn.Module):
     Args:
         num_classes: number of classes K of the network.
         matcher: assigns a query to each object.
-        no_object: weight of "no object" in the class loss; it is small because most queries have no object.
+        no_object: weight of "no object" in the class loss; small, because most queries have no object.
         class_weight, box_weight, giou_weight: weights of the three losses in `total`.
     """
 
@@ -170,7 +171,7 @@ class SetCriterion(nn.Module):
         """Compute the losses of all decoder layers, as scalars in float32 or wider.
 
         Returns:
-            loss_ce, loss_bbox (L1), loss_giou and cardinality_error (the error in the number of objects; it has no
+            loss_ce, loss_bbox (L1), loss_giou and cardinality_error (the error in the number of objects, without a
             gradient). The names for earlier decoder layers end in _0, _1, ... The box losses are divided by the number
             of objects in the batch. In training, this number is averaged over the processes of torch.distributed.
 
@@ -248,8 +249,8 @@ def to_detections(
     Args:
         predictions: predictions for B images.
         sizes: (height, width) of each image without padding; boxes are returned in these pixels.
-        threshold: only objects with at least this score are returned. At 0 each query gives one box, and the host does
-            not wait for the GPU.
+        threshold: only objects with at least this score are returned. With 0, one box per query is returned, and the
+            host does not wait for the GPU.
 
     Raises:
         ValueError: the numbers of sizes and images differ, or a size is not positive.
@@ -262,7 +263,7 @@ def to_detections(
 
 @torch.no_grad()
 def batch_of_detections(predictions: Predictions, sizes: Sequence[tuple[int, int]] | Tensor) -> Detections:
-    """Convert the predictions of all images at once, as `to_detections`: scores and labels (B, Q), boxes (B, Q, 4)."""
+    """Convert the predictions of all images at once, like `to_detections`, to tensors (B, Q) and boxes (B, Q, 4)."""
     logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
     pixels = torch.as_tensor(sizes)
     if pixels.shape != (len(logits), 2):
@@ -280,7 +281,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _weighted_cross_entropy(logits: Tensor, classes: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean cross-entropy of logits (B, Q, C), as in PyTorch, but 0 if all weights are 0."""
+    """Weighted mean cross-entropy of logits (B, Q, C), as in PyTorch, but 0 instead of NaN if all weights are 0."""
     total = F.cross_entropy(logits.transpose(1, 2), classes, weights, reduction="sum")
     weight = weights[classes].sum()
     return total / torch.where(weight == 0, 1.0, weight)

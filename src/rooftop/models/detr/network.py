@@ -1,7 +1,8 @@
 """DETR: object detection as set prediction by one transformer, with the keys of facebookresearch/detr.
 
 Carion et al. 2020, "End-to-End Object Detection with Transformers". A ResNet with frozen norms computes a feature map.
-An encoder relates its cells. A decoder turns learned queries into objects, each with a class (or none) and a box:
+An encoder applies self-attention to the cells (pixels) of the feature map. A decoder turns learned queries into
+objects, each with a class (or "no object") and a box:
 
     images -> ResNet -> 1x1 projection (+ sine positions) -> encoder -> decoder(queries) -> class head, box head
 
@@ -40,7 +41,7 @@ class Predictions(NamedTuple):
     """A DETR's predictions for B images with Q queries and K classes.
 
     Attributes:
-        logits: (B, Q, K + 1); the last logit is that of "no object".
+        logits: (B, Q, K + 1); the last logit is the logit of "no object".
         boxes: (B, Q, 4) as (center x, center y, width, height), as fractions of the image without its padding.
         auxiliary: the predictions of the earlier decoder layers, first layer first.
     """
@@ -174,10 +175,10 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Self-attention of items with positions: values come from x, queries and keys from x plus its positions."""
+    """Self-attention of items with positions: values come from x, queries and keys from x plus positions."""
 
     def forward(self, x: Tensor, placed: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Attend among items (B, T, D), without and with positions -> (B, T, D); `allowed` (B, 1, 1, T): visible."""
+        """Attend among items x (B, T, D); `placed` is x plus positions; `allowed` (B, 1, 1, T) masks visible items."""
         query, key = F.linear(placed, *self.projection(0, 1)).chunk(2, dim=-1)
         return self.attended(query, key, F.linear(x, *self.projection(2, 2)), allowed)
 
@@ -186,12 +187,12 @@ class CrossAttention(Attention):
     """Cross-attention of objects to cells; the keys and values are already projected."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Attend with queries (B, Q, D), keys and values (B, S, D) -> (B, Q, D); `allowed` (B, 1, 1, S): visible."""
+        """Attend with queries (B, Q, D) to keys and values (B, S, D); `allowed` (B, 1, 1, S) masks visible cells."""
         return self.attended(query, key, value, allowed)
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention of cells, then a feed-forward part; a norm follows each residual sum ("post-norm")."""
+    """Self-attention of cells, then a feed-forward network; a norm follows each residual sum ("post-norm")."""
 
     def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
@@ -212,7 +213,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention of objects, cross-attention to the cells, and a feed-forward part; post-norm."""
+    """Self-attention of objects, cross-attention to the cells, and a feed-forward network; post-norm."""
 
     def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
@@ -234,8 +235,8 @@ class DecoderLayer(nn.Module):
             allowed: (B, 1, 1, S), the visible cells.
         """
         if x is None:
-            # With dropout, the objects of the images differ from the start. Without dropout, they are equal until they
-            # attend to the cells.
+            # With dropout, the objects differ between the images of a batch. Without dropout, they are the same for all
+            # images until they attend to the cells.
             x, query = self.beginning(queries, len(key) if self.training else 1)
             x, query = (t.expand(len(key), -1, -1).contiguous() for t in (x, query))
         else:
@@ -275,7 +276,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A stack of decoder layers; all layers share one norm of their results."""
+    """A stack of decoder layers; one shared norm is applied to the results of all layers."""
 
     def __init__(self, layers: int, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
@@ -284,8 +285,8 @@ class Decoder(nn.Module):
 
     def forward(self, queries: Tensor, memory: Tensor, positions: Tensor, allowed: Tensor | None) -> list[Tensor]:
         """Return the objects (B, Q, D) after each layer, before the norm."""
-        # All layers attend to the same cells, so one matrix product computes the keys of all layers, and another one
-        # their values.
+        # All layers attend to the same cells. So one matrix product computes the keys of all layers, and a second
+        # matrix product computes the values of all layers.
         (key_weight, key_bias), (value_weight, value_bias) = (self.packed_projection(part) for part in (1, 2))
         keys = F.linear(memory + positions, key_weight, key_bias).chunk(len(self.layers), dim=-1)
         values = F.linear(memory, value_weight, value_bias).chunk(len(self.layers), dim=-1)  # (B, S, D) each
@@ -344,10 +345,10 @@ class Detr(nn.Module):
         width, heads, feed_forward: sizes of the transformer; `width` is a multiple of `heads` and of 4.
         encoder_layers, decoder_layers: numbers of layers.
         dropout: dropout probability of the transformer in training.
-        dilation: keep the resolution of the third stage in the fourth ("DC5"): twice as many cells along each axis.
+        dilation: the fourth stage keeps the resolution of the third stage ("DC5"), which doubles the cells per axis.
         auxiliary: also return the predictions of the earlier decoder layers; training needs them, detection does not.
         norm: makes a norm layer of the ResNet for a number of channels. Frozen norms suit pretrained weights. A network
-            that starts from random numbers needs `nn.BatchNorm2d` or a group norm; all of its layers are then trained.
+            with random initial weights needs `nn.BatchNorm2d` or a group norm; all of its layers are then trained.
 
     Raises:
         ValueError: `width` is not a multiple of `heads` and of 4, or there are no decoder layers.
@@ -386,17 +387,17 @@ class Detr(nn.Module):
         self.backbone = nn.Sequential(nn.Sequential(OrderedDict(body=features)))
 
     def forward(self, images: Tensor | Sequence[Tensor], padding: Tensor | None = None) -> Predictions:
-        """Find objects.
+        """Detect objects.
 
         Args:
-            images: (B, 3, H, W), or (3, H, W) each, which `pad_images` combines into a batch; normalized as for a
-                ResNet.
+            images: a batch (B, 3, H, W), or a list of images (3, H, W), which `pad_images` combines into a batch;
+                normalized as for a ResNet.
             padding: for a batch, bool (B, H, W), True outside the image; None if there is no padding. An image that is
                 entirely padding counts as a black image.
 
         Raises:
-            ValueError: there are no images, the shape or dtype of images or mask is wrong, or a mask is given together
-                with a list.
+            ValueError: there are no images, or the shape or dtype of images or mask is wrong.
+            ValueError: a padding mask is given together with a list of images.
         """
         refuse_proxies(self, images)
         if isinstance(images, Tensor):
@@ -420,7 +421,7 @@ class Detr(nn.Module):
         if padding is None:
             return self.unpadded_positions(x.shape[-2], x.shape[-1], x.dtype, x.device), None
         cells = F.interpolate(padding[None].float(), size=x.shape[-2:])[0].bool()  # (B, h, w)
-        # Attention needs at least one visible key. So in an image that is entirely padding, everything is visible.
+        # Attention needs at least one visible key. So in an image that is entirely padding, all cells are visible.
         allowed = ~cells | cells.all(dim=(1, 2), keepdim=True)
         return sine_positions(cells, self.width).to(x.dtype), allowed.flatten(1)[:, None, None]
 
@@ -445,8 +446,7 @@ def detr_resnet50(
     Args:
         weights: "COCO" (also "DEFAULT") or "COCO_DC5", as published by facebookresearch/detr; or a weights file in any
             dialect that `rooftop.models.detr.weights` knows.
-        backbone_weights: weights of the ResNet alone, from which to start training: a name or a file, as for
-            `resnet50`.
+        backbone_weights: initial weights of the ResNet alone, for training: a name or a file, as for `resnet50`.
         options: options of `Detr`. DETR-DC5 needs `dilation=True`, which is the default for "COCO_DC5".
 
     Raises:
@@ -460,7 +460,7 @@ def detr_resnet50(
 def detr_resnet101(
     *, weights: str | Path | None = None, backbone_weights: str | Path | None = None, **options: Any
 ) -> Detr:
-    """DETR on a ResNet-101: 60,464,672 parameters. Arguments and errors are those of `detr_resnet50`."""
+    """DETR on a ResNet-101: 60,464,672 parameters. Arguments and errors are the same as for `detr_resnet50`."""
     return _built("detr_resnet101", (3, 4, 23, 3), weights, backbone_weights, options)
 
 

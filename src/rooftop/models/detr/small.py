@@ -1,12 +1,13 @@
 """A small DETR for small pictures, which can be trained from random initial values.
 
-With the published settings, a DETR takes hundreds of epochs to learn where to look. This network learns faster because
-of:
+With the published settings, a DETR needs hundreds of epochs until its queries attend to the right cells. This network
+learns faster because of:
 - Small pictures with few objects, ten queries and a narrow transformer. A query attends to 64 cells instead of 1000.
-- Coordinates in the feature map. In attention, only queries and keys contain positions; values do not. Here the map has
-  two more channels, x and y, so that an object can read its position from the cells that it attends to.
-- A backbone whose norms are trained, since frozen norms are for pretrained weights. Group norm also works for small
-  batches.
+- Coordinates in the feature map. In DETR's attention, only queries and keys contain positions; values do not. In this
+  network the feature map has two more channels, x and y, so that an object can read its position from the cells that
+  it attends to.
+- A backbone whose norms are trained, because frozen norms are for pretrained weights. The norms are group norms, which
+  also work for small batches.
 - No dropout.
 
     model = detr_small(num_classes=3)
@@ -45,8 +46,8 @@ def detr_small(*, weights: str | Path | None = None, **options: Any) -> Detr:
 
     Args:
         weights: a weights file. A file that `rooftop train` wrote also contains the options.
-        options: `channels` of the backbone's stages, each a multiple of `GROUPS`; `layers`, the number of encoder and
-            of decoder layers; and options of `Detr`.
+        options: `channels` of the backbone's stages, each a multiple of `GROUPS`; `layers`, the number of encoder
+            layers and of decoder layers; and options of `Detr`.
 
     Raises:
         InputError: `weights` is not a file.

@@ -1,12 +1,12 @@
 """Convert weights of a DETR from other libraries to the keys of `rooftop.models.detr.network`.
 
-Known dialects (`rooftop.models.weights.dialects.DETR`): facebookresearch/detr, whose keys Rooftop uses; Hugging Face's
-`DetrForObjectDetection`, with the keys of transformers 4 and 5 and timm's or Hugging Face's ResNet; MMDetection 2 and
-3.
+Known dialects, the naming schemes of libraries (`rooftop.models.weights.dialects.DETR`): facebookresearch/detr, whose
+keys Rooftop uses; Hugging Face's `DetrForObjectDetection`, with the keys of transformers 4 and 5 and timm's or Hugging
+Face's ResNet; MMDetection 2 and 3.
 
-Hugging Face stores queries, keys and values in separate tensors; Rooftop packs them. Hugging Face's mask is 1 inside
-the image; Rooftop's mask is True in the padding. MMDetection numbers COCO's 80 classes without gaps; the other dialects
-use COCO's own numbers.
+Hugging Face stores the weights of queries, keys and values in separate tensors; Rooftop packs them into one tensor.
+Hugging Face's mask is 1 inside the image; Rooftop's mask is True in the padding. MMDetection numbers COCO's 80 classes
+without gaps; facebookresearch and Hugging Face use COCO's own numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def detr_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert a state dict of any known dialect to the keys of `rooftop.models.detr.network.Detr`.
 
-    Batch counters are dropped: a frozen norm has none.
+    Batch counters of norms are dropped, because a frozen norm has no counter.
 
     Raises:
         WeightsError: no known dialect has these keys, or the weights of queries, keys or values are missing.

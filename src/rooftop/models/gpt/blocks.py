@@ -1,6 +1,6 @@
-"""The parts of a decoder-only transformer: the embedding, a block, the head, and rotary positions.
+"""The modules of a decoder-only transformer: the embedding, a block, the head, and rotary positions.
 
-`rooftop.models.gpt.network.Gpt` consists of these parts. A block also gets the number of its layer in the whole model.
+`rooftop.models.gpt.network.Gpt` consists of these modules. A block also gets the index of its layer in the whole model.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rooftop.parallel.vocab_embeddings import VocabParallelEmbedding
 from rooftop.parallel.vocab_losses import vocab_parallel_linear_cross_entropy
 
 Dropouts = Callable[[float, str], nn.Module]
-"""A function that creates a dropout module from its probability (above 0) and the name of its place in the model, e.g.
+"""A function that creates a dropout module from its probability (above 0) and its name in the model, e.g.
 "layers.3.mlp.dropout".
 """
 
 
 def plain_dropouts(probability: float, name: str) -> nn.Module:
-    """PyTorch's dropout, the same for every place in the model."""
+    """PyTorch's dropout, the same for every name."""
     return nn.Dropout(probability)
 
 
@@ -58,7 +58,7 @@ def _norm(config: GptConfig) -> nn.Module:
 def summed_and_normed(norm: nn.Module, x: Tensor | None, update: Tensor | Summand | None) -> tuple[Tensor, Tensor]:
     """Return (x + update, norm(x + update)), or (x, norm(x)) without an update.
 
-    The sum of a `Summand` over the ranks counts as the update.
+    If the update is a `Summand`, its sum over the ranks is added.
     """
     if isinstance(update, Summand):
         return update.summed_and_normed(norm, x)
@@ -100,19 +100,19 @@ class TokenEmbedding(nn.Module):
     def summand(self, tokens: Tensor, positions: Tensor, sums: NormSums) -> tuple[Tensor | None, Summand]:
         """Return (x, update) for inference: x plus the sum of update over the ranks is the result of `forward`.
 
-        Token numbers are not checked.
+        Tokens are not checked against the vocabulary size.
         """
         x = None if self.positions is None else self.positions(positions).expand(*tokens.shape, -1)
         return x, Summand(self.tokens.summand(tokens), None, sums)
 
 
 def rotation_of(positions: Tensor, config: GptConfig) -> Rotation:
-    """The rotary rotation for positions (S,) or (B, S).
+    """Cosines and sines of the rotary angles for positions (S,) or (B, S).
 
     Feature pair i of a head is rotated by position / rope_base ** (2 i / D).
 
     Angles are computed in float32, as in the training of these models, so the angles of large positions are not exact.
-    Powers, cosines and sines are rounded from float64, so that devices agree.
+    Powers, cosines and sines are computed in float64 and rounded, so that they are the same on all devices.
     """
     angles = positions[..., None].float() * rotary_frequencies(config, positions.device)  # (S, D / 2)
     return angles.double().cos().float(), angles.double().sin().float()
@@ -202,13 +202,13 @@ class Block(nn.Module):
         cache: Remembered | None,
         sums: NormSums,
     ) -> tuple[Tensor, Summand]:
-        """Run `forward` for inference; the kernel of the next norm also sums over the ranks."""
+        """Run `forward` for inference, with sums over the ranks in the kernels of the norms."""
         x, normed = summed_and_normed(self.attention_norm, x, update)
         x, normed = summed_and_normed(self.mlp_norm, x, self.attention.summand(normed, rotation, cache, sums))
         return x, self.mlp.summand(normed, sums)
 
     def takes_norm_sums(self) -> bool:
-        """Whether `with_norm_sums` computes the same as `forward`: no submodule was replaced, and none has hooks."""
+        """Whether `with_norm_sums` has the same result as `forward`: no submodule was replaced, and none has hooks."""
         parts = (
             (self, Block),
             (self.attention, ParallelSelfAttention),
@@ -274,7 +274,7 @@ class Head(nn.Module):
     ) -> Tensor:
         """Compute logits (B, S, V), or for targets (B, S) the loss (), from x and update (B, S, W).
 
-        The options of the loss are those of `rooftop.kernels.linear_cross_entropy`.
+        `rooftop.kernels.linear_cross_entropy` describes the options of the loss.
         """
         if targets is None:
             logits = self.own_logits(x, update)

@@ -4,7 +4,8 @@
     config.parameters                    # 6738415616
     config_of(json.loads(Path("Llama-2-7b-hf/config.json").read_text()))
 
-`config_of` reads the `config.json` of GPT-2, Llama, Mistral, Qwen2 and Qwen3; `hugging_face_config` writes one.
+`config_of` reads the `config.json` of GPT-2, Llama, Mistral, Qwen2 and Qwen3; `hugging_face_config` creates such a
+`config.json`.
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2); Touvron et al. 2023, "Llama 2: Open
 Foundation and Fine-Tuned Chat Models"; Zhang et al. 2024, "TinyLlama: An Open-Source Small Language Model"; Zheng et
@@ -61,8 +62,9 @@ PRESETS: dict[str, GptConfig] = {
     "llama-7b": _llama(32, 4096, 32, 32, 11008, 4096),  # Llama 2
     "llama-70b": _llama(80, 8192, 64, 8, 28672, 4096),  # Llama 2
     # CodeGeeX's last layer, the "top query layer", computes its queries from learned vectors (2048, 5120) of the next
-    # position. Here the last layer is like the other 39, without these vectors. CodeGeeX's GELU, x sigmoid(1.702 x), is
-    # replaced by the tanh form. So sizes and speed are CodeGeeX's, but its weights do not fit.
+    # position. In this config the last layer is like the other 39 layers, without these vectors. CodeGeeX's GELU,
+    # x sigmoid(1.702 x), is replaced by the tanh form. So this model has CodeGeeX's sizes and speed, but cannot load
+    # CodeGeeX's weights.
     "codegeex-13b": GptConfig(
         vocabulary=52224,
         layers=40,
@@ -96,14 +98,14 @@ GELUS: dict[str, Literal["gelu", "gelu_tanh"]] = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
 }
-"""Hugging Face's names for activations. A config is written with the first name of its activation."""
+"""Hugging Face's names of activations, with ours. `hugging_face_config` writes the first name of an activation."""
 
 
 def config_of(given: Mapping[str, Any]) -> GptConfig:
-    """Read the `config.json` of a GPT-2, Llama, Mistral, Qwen2 or Qwen3 of Hugging Face.
+    """Read Hugging Face's `config.json` of a GPT-2, Llama, Mistral, Qwen2 or Qwen3.
 
     Args:
-        given: the contents of the file, as transformers 4 or 5 writes them.
+        given: the contents of the file, written by transformers 4 or 5.
 
     Raises:
         WeightsError: the model is of another kind or an unsupported variant, or the config lacks a size. The message
@@ -149,17 +151,17 @@ def _config_of_gpt2(given: Mapping[str, Any]) -> GptConfig:
 
 @dataclass(frozen=True)
 class LikeLlama:
-    """A relative of Llama: its properties, and its defaults for fields of config.json.
+    """Properties of a Llama-like architecture, and its defaults for fields of config.json.
 
     Attributes:
         architecture: the class in transformers.
         kv_heads: number of key-value heads; None: the number of query heads.
         head_size: features of a head; None: the width divided by the number of heads.
         window: attention window of the layers with a window.
-        biases: the linear layers that may have biases: "attention" (if attention_bias says so), "mlp" (if mlp_bias says
-            so), or "qkv" (always).
+        biases: the linear layers that may have biases: "attention" (if attention_bias is set), "mlp" (if mlp_bias is
+            set), or "qkv" (always).
         chooses_layers: whether layer_types, use_sliding_window and max_window_layers choose the layers with the window.
-            False: all layers have it.
+            False: all layers have the window.
         head_norms: whether queries and keys have norms.
     """
 
@@ -179,7 +181,7 @@ LIKE_LLAMA = {
     "qwen3": LikeLlama("Qwen3ForCausalLM", kv_heads=32, head_size=128, window=4096, biases="attention",
                        chooses_layers=True, head_norms=True),
 }  # fmt: skip
-"""The relatives of Llama by model_type. Source: `configuration_*.py` and `modeling_*.py` of each in transformers 5."""
+"""Llama-like architectures by model_type. Source: their `configuration_*.py` and `modeling_*.py` in transformers 5."""
 
 
 def _config_like_llama(given: Mapping[str, Any], kind: LikeLlama) -> GptConfig:
@@ -293,7 +295,7 @@ def hugging_face_config(config: GptConfig) -> dict[str, Any]:
     """The `config.json` of a model for Hugging Face; `transformers` 4 and 5 read it.
 
     Raises:
-        ValueError: no Hugging Face model supports these switches.
+        ValueError: no Hugging Face model supports this config.
     """
     name = hugging_face_kind(config)
     if name == "gpt2":

@@ -1,4 +1,4 @@
-"""Generate text with a `Gpt`: prefill prompts of any lengths, then decode the sequences token by token.
+"""Generate text with a `Gpt`: prefill prompts of different lengths, then decode the sequences token by token.
 
     new = generate(model, [[464, 3290], [40]], 20)                        # the most probable tokens
     new = generate(model, prompts, 100, temperature=0.8, top_p=0.95, seed=1)
@@ -10,7 +10,7 @@ Tokens, positions and the page table are in tensors with fixed addresses, so on 
 captured once and replayed. When a sequence ends, its pages and its row become free for the next prompt.
 
 Decoding is bound by memory bandwidth: a step reads all weights, and the keys and values of all positions, once.
-`step_cost` returns these bytes, and `Generation.decode_roof_ms` the shortest possible time.
+`step_cost` returns the number of these bytes, and `Generation.decode_roof_ms` returns the shortest possible time.
 
 Tensor parallel ranks that share a model generate together: all ranks call this with the same arguments and get the same
 tokens. Each rank keeps the keys and values of its own heads.
@@ -45,7 +45,7 @@ from rooftop.parallel.self_attentions import Rotation
 PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens per forward pass, including padding.
 
-The number is a compromise: more tokens read the weights less often, but take more memory.
+The number is a compromise: with more tokens per pass, the weights are read less often, but a pass takes more memory.
 """
 
 Prompt = Sequence[int] | Tensor
@@ -77,10 +77,10 @@ def generate(
             positions.
         temperature, top_k, top_p, seed: how tokens are sampled, as in `Sampling`. Temperature 0 chooses the most
             probable token.
-        stop: tokens that end a sequence; the result includes the token that ended it.
-        sequences: a number for each prompt; None: 0, 1, 2, ... Random numbers depend on this number, the seed and the
-            position. So a prompt with the same number gets the same text in any batch.
-        batch: maximum number of sequences at once; None: all. Further prompts wait.
+        stop: tokens that end a sequence; the result includes the token that ended the sequence.
+        sequences: a number for each prompt; None: 0, 1, 2, ... Random numbers depend only on this number, the seed and
+            the position. So a prompt with the same number gets the same text in any batch.
+        batch: maximum number of sequences at once; None: all prompts. Prompts beyond this number wait.
         pages: number of pages of the cache; None: the maximum that `batch` sequences can need. With fewer pages,
             prompts wait for pages.
         page: number of positions in a page.
@@ -90,8 +90,9 @@ def generate(
 
     Raises:
         TypeError, ValueError: the model is a pipeline stage, is in training mode, is on the meta device, or its ranks
-            share sequences. Also if a prompt is empty, too long or has unknown tokens, a number is out of range, or the
-            cache is too small for a prompt.
+            share sequences.
+        TypeError, ValueError: a prompt is empty, too long or has unknown tokens, a number is out of range, or the cache
+            is too small for a prompt.
         FloatingPointError: the model's logits are NaN or infinite, so no token can be chosen.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -118,27 +119,27 @@ class _Sequence:
 
     @property
     def positions(self) -> int:
-        """Number of cache positions that the whole sequence needs. The last token is never read, so it needs none."""
+        """Number of cache positions that the sequence needs. The last token is never read and needs no position."""
         return len(self.tokens) + self.budget - 1
 
 
 class Generation:
-    """Iterate over tokens as they are generated: (number of the prompt, token).
+    """Iterate over tokens as they are generated: (index of the prompt, token).
 
-    Arguments and errors are those of `generate`. Autocast and inference mode have no effect. Each iteration starts from
-    the prompts and yields the same tokens. Two iterations at the same time raise an error. Tensor parallel ranks
-    iterate in step: if the loop ends early, it must end after the same token on all ranks.
+    Arguments and errors are the same as for `generate`. Autocast and inference mode have no effect. Each iteration
+    starts again from the prompts and yields the same tokens. Two iterations at the same time raise an error. Tensor
+    parallel ranks iterate in lockstep: if the loop ends early, it must end after the same token on all ranks.
 
     Attributes:
         ranks: number of tensor parallel ranks that share the model.
         cache: the paged cache; `cache.bytes` is its memory on this rank.
-        prompt_tokens, prefill_s: number of prompt tokens read so far, and the seconds that this took on the host's
-            clock, including waits for the device.
+        prompt_tokens, prefill_s: number of prompt tokens read so far, and the seconds of host time spent on prefill,
+            including waits for the device.
         steps: the decoding steps so far, each as (number of sequences, positions that they attended to). Layers with a
             window attend to fewer positions.
         decode_s: seconds that the decoding steps took.
-        norm_sums_refused: the reason why a step sums over the ranks with NCCL. "": one kernel sums and computes the
-            norm (`rooftop.parallel.norm_sums`). None: no step has run on a GPU yet.
+        norm_sums_refused: the reason why decoding steps sum over the ranks with NCCL. "": they use one kernel that sums
+            and computes the norm (`rooftop.parallel.norm_sums`). None: no step has run on a GPU yet.
     """
 
     def __init__(
@@ -247,8 +248,8 @@ class Generation:
     def _chosen(self, members: list[_Sequence], tokens: list[int]) -> Iterator[tuple[int, int]]:
         """Yield the chosen tokens.
 
-        Before the first token is yielded, all tokens are counted and the finished sequences are ended, because the
-        caller may stop the iteration.
+        All tokens are counted, and the finished sequences are ended, before the first token is yielded, because the
+        caller may stop the iteration at any token.
         """
         for each, token in zip(members, tokens, strict=True):
             if token < 0:
@@ -349,8 +350,8 @@ class Generation:
     def _decode(self, count: int | None = None, windowed: int | None = None) -> None:
         """Run a decoding step: choose the next token of each row.
 
-        `count` is the number of positions of all rows, and `windowed` the number of positions within the window. They
-        are None if the host does not know them.
+        `count` is the number of positions of all rows, and `windowed` the number of positions within the window. Each
+        count is None if the host does not know it.
         """
         cache = self.cache.next(self._table, self._positions, count, windowed)
         places = self._positions.clamp(min=0)[:, None]  # (R, 1)
@@ -379,7 +380,7 @@ class Generation:
         return choose_on_ranks(logits, numbers, self.sampling, self.model.config.vocabulary, self.model.group)
 
     def _norm_sums(self) -> NormSums | None:
-        """The kernels that sum over the ranks in a step; None: NCCL sums. All ranks decide alike."""
+        """The kernels that sum over the ranks in a step; None: NCCL sums. All ranks make the same choice."""
         sums = norm_sums(self.model.group, self.device)
         refused = sums.refused(self.rows, self.model.config.width, self.dtype)
         if not refused:
@@ -391,9 +392,9 @@ class Generation:
     def _captured_step(self) -> Callable[[], None]:
         """Capture a step as a CUDA graph.
 
-        The step first runs twice, because lazy initialization must not happen during capture. Tokens and positions are
-        restored afterwards. Ranks capture and replay together. The graph contains their communication, so it must be
-        freed before their process group, as `rooftop.parallel.join` ensures.
+        The step first runs twice, because lazy initialization must not happen during capture. Then tokens and positions
+        are restored. Ranks capture and replay together. The graph contains the communication of the ranks, so the graph
+        must be freed before their process group; `rooftop.parallel.join` ensures this order.
         """
         state = (self._last, self._positions)
         held = [tensor.clone() for tensor in state]
@@ -430,7 +431,8 @@ def groups_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 def step_cost(config: GptConfig, rows: int, positions: int, dtype: torch.dtype, windowed: int | None = None) -> Cost:
     """The cost of one decoding step.
 
-    The step reads the weights, and the keys and values of earlier positions, once; it writes the new keys and values.
+    The step reads the weights, and the keys and values of earlier positions, once. The step writes the new keys and
+    values.
 
     Args:
         config: config of the model; for a tensor parallel rank `config.of_rank(ranks)`.

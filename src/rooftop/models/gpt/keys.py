@@ -1,12 +1,12 @@
-"""Map the parameters of a `Gpt` to Hugging Face's tensor names; recognize the other tensors that a file may contain.
+"""Map the parameters of a `Gpt` to Hugging Face's tensor names; recognize other tensors that a file may contain.
 
-Hugging Face's tensors and Rooftop's differ in packing and transposition. In Hugging Face, GPT-2's matrices are (in,
-out). Llama's queries, keys and values are separate matrices, and so are gate and up; Rooftop concatenates their rows in
-one matrix. Rotary pairs are (i, i + D / 2) in both, so nothing is reordered. A tied head needs no tensor of its own in
-a file.
+Hugging Face's tensors and Rooftop's tensors differ in packing and transposition. In Hugging Face, GPT-2's matrices are
+(in, out). In Hugging Face, the weights of Llama's queries, keys and values are separate matrices, and so are gate and
+up; Rooftop concatenates the rows of such matrices in one matrix. Rotary pairs are (i, i + D / 2) in both libraries, so
+rows keep their order. A tied head needs no tensor of its own in a file.
 
-The names are those of transformers 4 and 5: `modeling_gpt2.py`, `modeling_llama.py` and `modeling_qwen3.py`. Mistral
-and Qwen2 have Llama's names.
+The names come from transformers 4 and 5: `modeling_gpt2.py`, `modeling_llama.py` and `modeling_qwen3.py`. Mistral and
+Qwen2 have Llama's names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rooftop.models.gpt.switches import GptConfig
 
 @dataclass(frozen=True)
 class Source:
-    """The Hugging Face tensors that form one of our tensors.
+    """The Hugging Face tensors that form one tensor of Rooftop.
 
     Attributes:
         keys: the keys of these tensors; our tensor is their concatenation along the rows.
@@ -93,7 +93,7 @@ def sources(config: GptConfig) -> dict[str, Source]:
     """Map each key of the whole model to its source.
 
     Raises:
-        ValueError: no model of Hugging Face has these switches.
+        ValueError: no Hugging Face model supports this config.
     """
     kind = names_of(config)
     found = {}
@@ -138,7 +138,7 @@ def _has_bias(ours: str, config: GptConfig) -> bool:
 
 
 def _rows(ours: str, config: GptConfig) -> tuple[int, ...]:
-    """The rows of each part of a module in a layer."""
+    """The number of rows of each packed part of a module in a layer, such as queries, keys and values."""
     if ours == "attention.qkv":
         return config.query_width, config.kv_width, config.kv_width
     if ours.startswith("attention.") and ours.endswith("norm"):
@@ -161,7 +161,7 @@ class Tensors(Protocol):
         """Shape of a tensor, and whether it is floating point."""
 
     def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
-        """A range of rows and a range of columns of a tensor; with `transposed`, of its transpose."""
+        """Return a range of rows and columns of a tensor, or of its transpose if `transposed` is set."""
 
     def whole(self, key: str) -> Tensor:
         """A whole tensor."""
@@ -194,7 +194,8 @@ class Match:
     Attributes:
         given: maps Hugging Face's name of each needed tensor to its key in the file.
         following: ignored keys of tensors that the config determines, such as causal masks.
-        tied_head: the key of a head in the file that the config ties to the embedding; None: the file has no such head.
+        tied_head: the key of the head in the file, if the config ties the head to the embedding; None: the file has no
+            such key.
     """
 
     given: dict[str, str]
@@ -205,8 +206,8 @@ class Match:
 def matched(keys: Iterable[str], config: GptConfig) -> Match:
     """Match keys with the tensors that a model of this config needs.
 
-    Keys may lack the prefix of a model with a head ("transformer.", "model."). A tied weight may be given as the
-    embedding's, as the head's, or as both.
+    Keys may lack the prefix of a model with a head ("transformer.", "model."). A tied weight may have the key of the
+    embedding, the key of the head, or both keys.
 
     Raises:
         WeightsError: keys are missing, unexpected or repeated.
@@ -248,13 +249,13 @@ def _named(config: GptConfig) -> str:
 
 
 def shape_of_part(source: Source, part: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one part in Hugging Face's layout; `ours` is the shape of our whole tensor."""
+    """The shape of one part in Hugging Face's layout; `ours` is the shape of Rooftop's whole tensor."""
     shape = (source.rows[part], *ours[1:])
     return shape[::-1] if source.transposed else shape
 
 
 def shapes_of(config: GptConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of our tensors in the whole model."""
+    """Shapes of Rooftop's tensors in the whole model."""
     return {key: tuple(value.shape) for key, value in Gpt(config, device="meta").state_dict().items()}
 
 
@@ -274,7 +275,7 @@ ROWS_AT_ONCE = 4096
 
 
 def with_own_head(config: GptConfig, tensors: Tensors) -> GptConfig:
-    """Return the config, untied if the tensors' head differs from their embedding, as transformers loads them.
+    """Return the config; untied if the head differs from the embedding, because transformers loads such files untied.
 
     Raises:
         WeightsError: keys are missing, unexpected or repeated.
@@ -321,7 +322,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def differing(match: Match, config: GptConfig, tensors: Tensors) -> list[str]:
-    """The ignored keys whose tensors differ from what the config determines."""
+    """List the ignored keys whose tensors differ from the tensors that the config determines."""
     return [key for key in match.following if not _follows(key, tensors.whole(key), config)]
 
 
@@ -330,7 +331,7 @@ def _follows(key: str, given: Tensor, config: GptConfig) -> bool:
         return True
     if key.endswith("inv_freq"):
         expected = rotary_frequencies(config)
-        # Casting a model to a narrow dtype also rounded its frequencies.
+        # tolerance: casting a model to a narrow dtype also rounds its frequencies
         return given.shape == expected.shape and torch.allclose(given.float().cpu(), expected, rtol=4e-3, atol=0)
     # masked_bias is the score of masked pairs: a large negative number, rounded to the model's dtype
     if key.endswith("masked_bias"):

@@ -16,7 +16,7 @@ The model is the same in any layout, because initial values and dropout masks de
 
 The input of a data parallel rank is its part of the batch; a context parallel rank gets only its positions of the
 sequences. The tensor parallel ranks of one group get the same input. Use `fully_sharded_gpt` instead of `parallel_gpt`
-to shard parameters, gradients and optimizer over the data ranks; the rest of the program stays the same.
+to shard parameters, gradients and optimizer over the data ranks; no other change to the program is needed.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def parallel_gpt(
 
     Args:
         config: config of the whole model.
-        layout: its `dp`, `tp` and `cp` ranks; None: one process.
+        layout: the layout of the ranks (`dp`, `tp` and `cp`); None: one process.
         groups: `layout.process_groups()`; None: created here.
         seed: seed of initial values and of dropout, from 0 to 2^64 - 1.
-        recompute: what backward recomputes, as in `Gpt`.
+        recompute: activations that backward recomputes, as in `Gpt`.
         halves: whether tensor parallel ranks compute the two halves of a batch alternately, to overlap the
             communication of one half with the computation of the other; as in `Gpt`.
         context: how context parallel ranks exchange keys and values; None: `Context(groups["cp"])`.
@@ -82,7 +82,7 @@ def parallel_gpt(
             the model is the same in any dtype.
 
     Returns:
-        A `Gpt`. Its dropout masks depend on the argument `step` of `forward`.
+        A `Gpt`, whose dropout masks depend on the argument `step` of `forward`.
 
     Raises:
         ValueError: the layout has pipeline ranks, or does not fit the processes or the model (the message suggests the
@@ -140,9 +140,9 @@ def fully_sharded_gpt(
 
     The whole model is never created.
 
-    `parallel_gpt` creates the same model. The parameters of the blocks are gathered one block at a time. Embedding and
-    head are gathered separately, or together with the other parameters if they are tied. The last block and the head
-    stay gathered until backward, which begins with them.
+    The initial values are the same as in `parallel_gpt`. The parameters of the blocks are gathered one block at a time.
+    Embedding and head are gathered separately, or together with the remaining parameters if embedding and head are
+    tied. The last block and the head stay gathered until backward, because backward begins with these modules.
 
     Args:
         config, layout, groups, seed, recompute, context, device: as in `parallel_gpt`; the layout needs at least two
@@ -151,11 +151,11 @@ def fully_sharded_gpt(
         compute_dtype: dtype of the gathered parameters and of the computation, e.g. bfloat16; None: `dtype`.
 
     Returns:
-        A `Gpt`. Call its `forward`: calls of its submodules do not gather parameters. The parameters are DTensors;
-            `ModelGradients` sums, measures and clips their gradients.
+        A `Gpt`. Call its `forward`, because calls of submodules do not gather parameters. The parameters are DTensors;
+            `ModelGradients` sums their gradients, computes the norm, and clips.
 
     Raises:
-        ValueError: as in `parallel_gpt`; also if the layout has no data ranks.
+        ValueError: as in `parallel_gpt`, or the layout has no data ranks.
     """
     from rooftop.parallel.sharded_data import fully_sharded  # imports PyTorch's DTensor, which takes most of a second
 
@@ -199,7 +199,7 @@ def fill_shared(
 
 
 def rules_of(model: Gpt) -> list[tuple[str, Init]]:
-    """The rules of `initial_values` for the model's parameters, as `rooftop.parallel.materialize` takes them."""
+    """The rules of `initial_values` for the model's parameters, in the form for `rooftop.parallel.materialize`."""
     return rules_of_parts(model.config, shards_of(model))
 
 

@@ -7,19 +7,20 @@
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; Touvron et al. 2023, "Llama 2: Open
 Foundation and Fine-Tuned Chat Models"; Shoeybi et al. 2019, "Megatron-LM" (the initial values of residual layers).
 
-A sublayer does not add its result to its input. It returns both, `x` and `update`, and the kernel of the next norm adds
-them, even across blocks. One matrix product computes queries, keys and values, and another one both halves of a SwiGLU;
-`ColumnParallelLinear.parts` says which rows of such a weight form which part.
+A sublayer does not add its result to its input. Instead it returns the input, `x`, and the result, `update`. The kernel
+of the next norm adds these two tensors, even across blocks. One matrix product computes queries, keys and values, and
+one matrix product computes both halves of a SwiGLU; `ColumnParallelLinear.parts` lists the rows of each part of such a
+weight.
 
-The layers come from `rooftop.parallel`: tensor parallel ranks split them, and a single process holds them whole.
+The layers come from `rooftop.parallel`: tensor parallel ranks split each layer; a single process has whole layers.
 `rooftop.models.parallel_gpt` creates a rank's part of a model.
 
 A pipeline stage owns some of the layers, with the same keys as in the whole model. The first stage also has the
 embedding (`pre_process`), and the last stage the final norm and the head (`post_process`). A stage passes x + update,
 (B, S, W), to the next stage.
 
-A factory creates each dropout module from the name of its place in the whole model. A factory such as `CounterDropouts`
-makes the masks independent of how the model is split.
+A factory creates each dropout module from the module's name in the whole model. With the factory `CounterDropouts`, the
+masks do not depend on how the model is split.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Cache:
         return attention.attend(query, *self.extended(attention.layer, key, value))
 
     def extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, H, S, D) to a layer's cache; returns views of all, (B, H, length + S, D).
+        """Append keys and values (B, H, S, D) to a layer's cache; return all so far, as views (B, H, length + S, D).
 
         Raises:
             ValueError: keys or values require gradients, their batch size or heads differ from the cached ones, or the
@@ -118,31 +119,34 @@ class Cache:
 class Gpt(nn.Module):
     """A decoder-only transformer, or a pipeline stage of one.
 
-    A model on the meta device has no values, and `to_empty` unties tied weights: after `to_empty` call `tie()`, then
-    `initialize()` or load weights.
+    A model on the meta device has no values. `to_empty` unties tied weights, so after `to_empty` call `tie()`, then
+    call `initialize()` or load weights.
 
     Args:
         config: config of the whole model.
         layers: the layers that this stage owns; None: all.
-        pre_process: whether this stage owns the embedding and takes tokens.
+        pre_process: whether this stage owns the embedding, so that its input is tokens.
         post_process: whether this stage owns the final norm and the head and returns logits or a loss.
         dropouts: creates the dropout modules; see `Dropouts`.
         group: tensor parallel ranks that share the layers; None: this process has whole layers. A rank's part is built
             on the meta device; `parallel_gpt` fills it with values.
         sequence_parallel: whether these ranks also split the tensors between the layers along the sequence. Pipeline
             stages then pass on only a rank's part.
-        recompute: what backward recomputes instead of keeping it (`rooftop.parallel.recomputing`): False: nothing; True
-            or "full": everything except the tensors between blocks; "selective": cheap and large tensors.
+        recompute: activations that backward recomputes instead of keeping them (`rooftop.parallel.recomputing`). False:
+            none; True or "full": all except the tensors between blocks; "selective": large tensors that are cheap to
+            compute.
         halves: compute the two halves of a batch alternately: tensor parallel ranks communicate one half while they
             compute the other (`rooftop.parallel.turns`). Without tensor parallel ranks, or with a cache, the batch is
             computed as a whole. Hooks of a block and of its modules do not run, because blocks run in phases.
         context: the ranks that share sequences (`rooftop.parallel.contexts`); None: this process has whole sequences.
         device, dtype: device and dtype of the parameters; PyTorch's defaults if not given. All parameters are created
-            in PyTorch's default dtype, then cast. If the model is too large for this, build it on the meta device.
+            in PyTorch's default dtype, then cast. If the model is too large for PyTorch's default dtype, build it on
+            the meta device.
 
     Raises:
         ValueError: `layers` are not consecutive layers of the config, the ranks cannot split a size, or a rank's part
-            is not on the meta device. Also if `halves` is combined with `recompute` or with context parallel ranks.
+            is not on the meta device.
+        ValueError: `halves` is combined with `recompute` or with context parallel ranks.
     """
 
     def __init__(
@@ -252,9 +256,9 @@ class Gpt(nn.Module):
                 contains only this rank's tokens. None: each sequence is one document, split as in `Context.packing`.
             cache: keys and values of the earlier positions, which are visible too; the new positions are appended.
             reduction, label_smoothing, z_loss: options of the loss, as in `rooftop.kernels.linear_cross_entropy`.
-            step: number of the training step, counted in micro-batches. It determines the masks of `CounterDropouts`;
-                other dropouts ignore it. For a CUDA graph, pass a tensor, () int64 on the device: see
-                `rooftop.kernels.counter_dropout`.
+            step: number of the training step, counted in micro-batches. The step determines the masks of
+                `CounterDropouts`; other dropouts ignore the step. For a CUDA graph, pass a tensor, () int64 on the
+                device: see `rooftop.kernels.counter_dropout`.
 
         Returns:
             Logits (B, S, V), or with targets the mean or summed loss, (). A stage without the head returns the input of
@@ -263,8 +267,7 @@ class Gpt(nn.Module):
 
         Raises:
             TypeError, ValueError: the input has a wrong shape or dtype, the sequence is longer than the model's
-                positions, or a stage without the head gets targets. Also the errors of `Cache` and
-                `linear_cross_entropy`.
+                positions, or a stage without the head gets targets. `Cache` and `linear_cross_entropy` also raise.
         """
         refuse_proxies(self, input)
         self._check(input, targets, positions, cache, packing)
@@ -296,10 +299,10 @@ class Gpt(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the head's input, (x, update), (B, S, W) each.
 
-        Arguments are those of `forward`, but they are not checked.
+        Arguments are the same as for `forward`, but they are not checked.
 
         Args:
-            rotation: `rotation_of(positions, config)`; None: computed here.
+            rotation: `rotation_of(positions, config)`; None: this method computes the rotation.
 
         Raises:
             ValueError: a cache is combined with sequence parallelism.
@@ -336,9 +339,9 @@ class Gpt(nn.Module):
         return x, update
 
     def takes_norm_sums(self) -> bool:
-        """Whether `with_norm_sums` computes the same as `through_layers`.
+        """Whether `with_norm_sums` and `through_layers` have the same result.
 
-        This holds if no submodule was replaced and none has hooks.
+        The results are the same if no submodule was replaced and no submodule has hooks.
         """
         if self.embedding is None or self.head is None:
             return False
@@ -366,7 +369,7 @@ class Gpt(nn.Module):
         return x, update
 
     def _length(self, input: Tensor) -> int:
-        """The length of the whole sequence; a later stage may get only a part of it."""
+        """The length of the whole sequence; the input of a later stage may be only this rank's part of the sequence."""
         return input.shape[1] * (1 if self.embedding is not None else place_in(self.split_along)[1])
 
     def _check(
@@ -439,7 +442,7 @@ def _through(
 
 
 def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:
-    """Raise WeightsError before anything is loaded if a state dict has two values for one tied weight."""
+    """Raise WeightsError, before any tensor is loaded, if a state dict has two different values for a tied weight."""
     assert isinstance(model, Gpt)
     both = [state_dict.get(f"{prefix}{name}.weight") for name in ("embedding.tokens", "head.output")]
     if model.head is None or model.embedding is None or model.head.output.weight is not model.embedding.tokens.weight:
@@ -455,7 +458,7 @@ def _check_tied_head(model: nn.Module, state_dict: Mapping[str, Tensor], prefix:
 
 
 def _halves_of(rotation: Rotation) -> list[Rotation]:
-    """Split the rotation for the two halves of a batch; they share it if all sequences have the same positions."""
+    """Split the rotation for the two halves of a batch; with positions (S,), both halves use the same rotation."""
     if rotation[0].dim() == 2:
         return [rotation, rotation]
     (cosines, others), (sines, other_sines) = (each.chunk(2) for each in rotation)
@@ -466,8 +469,8 @@ def initial_values(config: GptConfig) -> tuple[tuple[str, float, float], ...]:
     """The initialization rules of the parameters: (pattern of names in the whole model, mean, standard deviation).
 
     Patterns are shell patterns, and the first match counts. The standard deviation is 0.02 for matrices and embeddings.
-    It is 0.02 / sqrt(2 L) for matrices whose results are added to the residual: so the variance of the residual does
-    not grow with the number of layers.
+    For matrices whose results are added to the residual, the standard deviation is 0.02 / sqrt(2 L), so that the
+    variance of the residual does not grow with the number of layers.
     """
     residual = 0.02 / math.sqrt(2 * config.layers)
     return (
@@ -480,7 +483,7 @@ def initial_values(config: GptConfig) -> tuple[tuple[str, float, float], ...]:
 
 
 def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Map the name of each packed parameter to its parts and their numbers of rows, in order."""
+    """Map the name of each packed parameter to {part: number of rows}, in order."""
     return {
         f"{name}.{parameter}": module.parts
         for name, module in model.named_modules()

@@ -1,12 +1,12 @@
-"""A paged cache of keys and values: a sequence takes memory only for its own positions.
+"""A paged cache of keys and values, in which a sequence takes memory only for its own positions.
 
     cache = PagedCache(config, pages=1000, dtype=torch.bfloat16, device="cuda")
     pages = cache.take(prompt_length + new_tokens)   # when a sequence begins
-    cache.give_back(pages)                           # when it ends
+    cache.give_back(pages)                           # when the sequence ends
 
 All pages have the same number of positions, in all layers. A table lists the pages of each sequence (Kwon et al. 2023,
-"Efficient Memory Management for Large Language Model Serving with PagedAttention"). Page 0 is a scratch page: padding,
-and rows without a sequence, are written there.
+"Efficient Memory Management for Large Language Model Serving with PagedAttention"). Page 0 is a scratch page, to which
+padding and rows without a sequence are written.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class PagedCache:
         """Free the pages of a sequence that has ended; their contents may be overwritten from now on.
 
         Raises:
-            ValueError: a page is not in use, or is repeated. Then no page is freed.
+            ValueError: a page is not in use or is repeated; no page is freed.
         """
         wrong = set(pages) - self._taken
         if wrong or len(set(pages)) < len(pages):
@@ -103,7 +103,13 @@ class PagedCache:
         self._free.extend(reversed(pages))
 
     def first(self, table: Tensor, lengths: Tensor, positions: int) -> FirstPositions:
-        """The layers' cache for the prefill of prompts of lengths (B,), padded to `positions`; table (B, W)."""
+        """Create the layers' cache for the prefill of prompts.
+
+        Args:
+            table: (B, W), the pages of each prompt.
+            lengths: (B,), the lengths of the prompts.
+            positions: number of positions to which the prompts are padded.
+        """
         return FirstPositions(self, table, lengths, positions)
 
     def next(
@@ -129,7 +135,7 @@ class PagedCache:
 class FirstPositions:
     """The cache during prefill of prompts padded at the end.
 
-    A causal mask hides the padding from the other positions.
+    The causal mask hides the padding from the positions of the prompt.
     """
 
     def __init__(self, cache: PagedCache, table: Tensor, lengths: Tensor, positions: int) -> None:
@@ -148,7 +154,7 @@ class FirstPositions:
 class NextPosition:
     """The cache during a decoding step: one position of each sequence.
 
-    The host reads no values, so CUDA graphs can capture it.
+    The host reads no values, so CUDA graphs can capture the step.
     """
 
     def __init__(

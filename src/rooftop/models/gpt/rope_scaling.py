@@ -7,7 +7,7 @@
 | kind | a frequency becomes |
 |---|---|
 | `linear` | frequency / factor: positions are counted in smaller steps |
-| `llama3` | unchanged for short wavelengths, frequency / factor for long ones, a mixture between them |
+| `llama3` | unchanged for short wavelengths, frequency / factor for long wavelengths, a mixture in between |
 
 Sources: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation"; Llama 3.1's
 reference code (`apply_scaling` in meta-llama/llama-models), which transformers calls "llama3".
@@ -36,7 +36,7 @@ class RopeScaling:
 
     Attributes:
         kind: "linear" or "llama3".
-        factor: the ratio of the new context length to the original one.
+        factor: the ratio of the new context length to the original context length.
         low_frequency_factor, high_frequency_factor: only for "llama3". A wavelength above original_positions /
             low_frequency_factor is scaled; a wavelength below original_positions / high_frequency_factor is not.
         original_positions: only for "llama3": the context length before the extension.
@@ -98,7 +98,7 @@ def scaling_of(given: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         ValueError: the scaling is not supported, or only some features have rotary embeddings.
         KeyError: a number that the scaling needs is missing.
     """
-    # transformers looks the entries up in this order.
+    # transformers also prefers rope_scaling to rope_parameters
     name = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     rope = given.get(name) or {}
     if not isinstance(rope, Mapping):

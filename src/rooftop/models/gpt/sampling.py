@@ -1,8 +1,9 @@
 """Choose the next token: the most probable token, or a random one (temperature, top-k, top-p).
 
-A drawn token is a function of a seed, the number of the sequence and the position, through the counter-based generator
-of `rooftop.kernels`. So it does not depend on the other sequences of a batch or on the device. (The last bits of the
-logits may depend on them. A random number that close to the border between two tokens may choose either.)
+The random number for a token depends only on the seed, the number of the sequence and the position (counter-based
+generator of `rooftop.kernels`). So a random token does not depend on the other sequences of a batch or on the device,
+except for rare cases: the last bits of the logits may depend on both, and a random number very close to the border
+between two tokens may then choose either token.
 
 Tensor parallel ranks share the vocabulary and choose the same token. For a greedy choice, each rank finds the best of
 its own tokens, and the ranks exchange two numbers per sequence. For a random choice, the ranks gather the logits of one
@@ -72,7 +73,7 @@ def numbers_of(seed: int, sequence: int, positions: int, device: torch.device | 
     """The random numbers of a sequence: (positions,), float64, uniform in [0, 1).
 
     Raises:
-        TypeError, ValueError: as `check_sequence`.
+        TypeError, ValueError: see `check_sequence`.
     """
     check_sequence(sequence)
     box = Box((SEQUENCES, POSITIONS), (sequence, 0), (1, positions))
@@ -115,13 +116,13 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         reached = torch.where(reached - weights < sampling.top_p, reached, 0.0).cummax(-1).values
     end = reached[:, -1:]
     place = torch.searchsorted(reached, numbers[:, None] * end, right=True)  # (B, 1)
-    place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # rounding may make numbers * end equal to end
+    place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # numbers * end may round to end
     found = place if tokens is None else tokens.gather(1, place)
     return torch.where(end > 0, found, -1)[:, 0]  # false for NaN
 
 
 def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabulary: int, group: Group) -> Tensor:
-    """Choose the next tokens, the same on all tensor parallel ranks: `choose` would find them in the whole logits.
+    """Choose the next tokens, the same on all tensor parallel ranks, as `choose` would from the logits of all ranks.
 
     Args:
         logits: (B, V here), logits of this rank's part of the vocabulary. All ranks have the same number of columns;
@@ -139,8 +140,7 @@ def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabul
     if sampling.greedy:
         return _best_on_ranks(logits, vocabulary, group)
     whole = start_gather(logits, -1, group)()[:, :vocabulary]
-    # The ranks' choices may differ, because sums on a GPU may differ in their last bits. The first rank's choice
-    # counts.
+    # All ranks use the first rank's choice, because the ranks' sums on GPUs may differ in their last bits.
     return start_gather(choose(whole, numbers, sampling)[None], 0, group)()[0]
 
 
@@ -159,4 +159,4 @@ def _best_on_ranks(logits: Tensor, vocabulary: int, group: Group) -> Tensor:
     bests, places = start_gather(own[None], 0, group)().unbind(-1)  # (ranks, B)
     most, rank = bests.max(0)
     token = places.gather(0, rank[None])[0].long()
-    return torch.where(most > -torch.inf, token, -1)  # `max` returns NaN if there is one, and NaN > -inf is false
+    return torch.where(most > -torch.inf, token, -1)  # if a value is NaN, `max` returns NaN, and NaN > -inf is false

@@ -5,8 +5,8 @@
     pipeline = Pipeline(schedule, group=groups["pp"], shape=model.shape_between(micro_batch, length), ...)
     losses = pipeline.run(lambda stage, number, x: model(stage, tokens[number] if x is None else x, ...))
 
-Layers are divided among stages so that the slowest rank is as fast as possible. Among such divisions, the slowest stage
-is as fast as possible. The first stage also has the embedding, and the last stage the head.
+Layers are divided among stages so that the slowest rank is as fast as possible. Among divisions that are equal in this
+respect, the slowest stage is as fast as possible. The first stage also has the embedding, and the last stage the head.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
 SLOWER_ATTENTION = ((64, 2.5), (math.inf, 1.5))
 """(maximum number of features of a head, weight of attention's flops).
 
-In a training step, attention has 3.5 times the flops of its forward pass; matrix products have 3 times. The flops rate
-of attention is 0.46 and 0.77 of the rate of matrix products (`results/h100/context_attention.json`).
+In a training step, attention has 3.5 times the flops of its forward pass, and matrix products have 3 times the flops of
+their forward pass. The flops rate of attention is 0.46 and 0.77 times the rate of matrix products, for up to 64 and for
+more features of a head (`results/h100/context_attention.json`).
 """
 FLOPS_OF_BYTE = 250
 """The number of matrix-product flops that take as long as one byte of memory traffic, on an H100 and an H200."""
@@ -59,15 +60,15 @@ def whole_name(config: GptConfig, name: str) -> str:
 def layers_of_stages(config: GptConfig, placement: Sequence[Sequence[int]], length: int) -> list[range]:
     """Divide the layers among stages, so that the slowest rank takes the least time.
 
-    The cost model measures time in flops of matrix products. A flop of attention counts several times, because its
-    kernels are slower. Bytes of norms, activations and sums count as the flops that take the same time. The embedding
-    is a lookup and counts as its bytes. On an H100 the head of llama-1b takes as long as 0.85 layers of 4,096 tokens;
-    the estimate is 0.86.
+    The cost model measures time in flops of matrix products. A flop of attention counts more than one flop, because
+    attention kernels are slower than matrix products. Bytes of norms, activations and sums count as the flops that take
+    the same time. The embedding is a lookup; its bytes are counted in the same way. On an H100 the head of llama-1b
+    takes as long as 0.85 layers with 4,096 tokens; the cost model's estimate is 0.86.
 
     Args:
         config: config of the whole model.
         placement: the stages of each rank (`Schedule.placement`).
-        length: tokens of a sequence; the flops of attention grow with it.
+        length: tokens per sequence; attention's flops per token grow with this length.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -100,14 +101,14 @@ def divided(
 ) -> list[range]:
     """Divide consecutive items into parts of at least one item, to minimize the cost of the most expensive rank.
 
-    With one part per rank, the result is optimal. Among the optimal divisions, it has the least sum of squared costs,
-    so that the other parts are as equal as possible. If these sums are equal too, the first parts get more items. With
-    several parts per rank, the result is a local optimum: moving one item to another part (and shifting the items in
-        between) makes neither the ranks nor the parts cheaper.
+    With one part per rank, the result is optimal. Among the optimal divisions, the result has the least sum of squared
+    costs, so that the cheaper parts are as equal as possible. If the sums of squared costs are equal too, the first
+    parts get more items. With several parts per rank, the result is a local optimum: moving one item to another part
+    (and shifting the items in between) makes neither the ranks nor the parts cheaper.
 
     Args:
         costs: cost of each item; at least as many items as parts.
-        placement: the numbers of each rank's parts.
+        placement: the indices of each rank's parts.
         first, last: costs of the first and the last part in addition to their items.
     """
     sums, parts = [0.0, *accumulate(costs)], sum(map(len, placement))
@@ -168,8 +169,8 @@ class GptStages(nn.Module):
     """The stages of a `Gpt` on a pipeline rank: one stage, or several that are not adjacent.
 
     Parameters have the same names as in the whole model. If the first and last stage are on different ranks and the
-    head is tied to the embedding, both ranks hold the weight: `ModelGradients(..., tied=model.tied)` sums its
-        gradients.
+    head is tied to the embedding, both ranks hold the tied weight: `ModelGradients(..., tied=model.tied)` sums the
+    gradients of this weight.
 
     Args:
         config: config of the whole model.
@@ -179,8 +180,8 @@ class GptStages(nn.Module):
     Attributes:
         stages: stages of this rank, by number.
         embedding, layers, head: the modules of all stages on this rank; None if there is none.
-        masks: the dropouts of all stages on this rank; their `place` says where the next forward pass draws its masks.
-        tied: the name of the weight that another rank holds too; None if there is none.
+        masks: the dropouts of all stages on this rank; their `place` determines the masks of the next forward pass.
+        tied: the name of the tied weight that another rank also holds; None if no other rank holds the weight.
         shared: whether the parameters are sharded over data ranks.
     """
 
@@ -209,7 +210,7 @@ class GptStages(nn.Module):
         return whole_name(self.config, name)
 
     def shape_between(self, batch: int, length: int) -> tuple[int, int, int]:
-        """Shape (B, S, W) of the tensors between stages; S counts this rank's positions only.
+        """Shape (B, S, W) of the tensors between stages; S counts only this rank's positions.
 
         Raises:
             ValueError: the sequence cannot be split among the ranks.
@@ -230,8 +231,8 @@ class GptStages(nn.Module):
     def end_step(self) -> None:
         """End a step of a sharded model: sum the gradients of all micro-batches, and free the gathered parameters.
 
-        This runs a backward pass of the whole sharded model without computing gradients; FSDP then reduces and frees
-        each part that it has not reduced yet.
+        The method runs a backward pass of the whole sharded model without computing gradients. In this pass, FSDP
+        reduces and frees each part that was not reduced yet.
         """
         if self.shared:
             self._at_the_end(True)
@@ -247,7 +248,7 @@ class GptStages(nn.Module):
         self.set_requires_gradient_sync(last)
 
     def forward(self, stage: int | None, input: Tensor, targets: Tensor | None = None, **options: object) -> Tensor:
-        """Run a stage on tokens or on the previous stage's result; arguments as in `Gpt.forward`.
+        """Run a stage on tokens or on the previous stage's result; see `Gpt.forward` for the arguments.
 
         If `stage` is None, nothing is computed (see `end_step`).
         """
@@ -279,7 +280,7 @@ def parallel_gpt_stages(
         config: config of the whole model.
         layout: the layout of the ranks; the schedule must be for its `pp`.
         groups: `layout.process_groups()`.
-        schedule: says which stages this rank has.
+        schedule: the pipeline schedule, which determines the stages of this rank.
         length: tokens of a sequence, which influence the division of layers among stages.
         seed, recompute, halves, context, device, dtype: as in `rooftop.models.parallel_gpt`.
         fully_shard: whether each stage is sharded over data ranks (`rooftop.parallel.fully_sharded`). Parameters are
@@ -328,7 +329,7 @@ def parallel_gpt_stages(
 
 
 def _share(model: GptStages, data: Group, device: torch.device, dtype: torch.dtype | None, seed: int) -> None:
-    """Shard the parameters on the meta device over data ranks, and fill them with initial values."""
+    """Shard the parameters of a meta-device model over data ranks, and fill them with initial values."""
     from rooftop.parallel.sharded_data import fully_sharded  # imports PyTorch's DTensor, which takes most of a second
 
     ends = [end for end in (model.embedding, model.head) if end is not None]

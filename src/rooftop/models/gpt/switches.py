@@ -1,13 +1,13 @@
-"""The config of a decoder-only transformer: its sizes and switches, and its numbers of parameters and flops.
+"""The config of a decoder-only transformer: sizes and switches, and the numbers of parameters and flops.
 
     config = GptConfig(vocabulary=256, layers=2, width=64, heads=4, kv_heads=4, hidden=256, positions=100)
     config.parameters                    # 122880
     config.flops_per_token(100)          # of a training step
     small = replace(config, layers=1)    # dataclasses.replace
 
-The switches cover GPT-2, Llama, and: Jiang et al. 2023, "Mistral 7B" (sliding-window attention); Yang et al. 2024,
-"Qwen2 Technical Report" (biases of queries, keys and values); Yang et al. 2025, "Qwen3 Technical Report" (norms of
-queries and keys). `rooftop.models.gpt.configs` has published configurations.
+The switches cover GPT-2, Llama, Mistral, Qwen2 and Qwen3. Sources: Jiang et al. 2023, "Mistral 7B" (sliding-window
+attention); Yang et al. 2024, "Qwen2 Technical Report" (biases of queries, keys and values); Yang et al. 2025, "Qwen3
+Technical Report" (norms of queries and keys). `rooftop.models.gpt.configs` has published configurations.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class GptConfig:
         head_size: features of a head; None: W divided by the number of heads.
         hidden: features in the hidden layer of the MLP.
         positions: the maximum length of a sequence.
-        norm: "layer" or "rms", before each sublayer and after the last one.
+        norm: type of the norm before each sublayer and after the last sublayer, "layer" or "rms".
         position: "learned" adds a learned vector per position to the token embedding; "rope" rotates queries and keys,
             in pairs of features (i, i + D / 2).
         rope_base: base of the angles, position / rope_base ** (2 i / D). Ignored for learned positions.
         rope_scaling: scaling of the frequencies for longer texts; None: no scaling.
         activation: activation of the MLP, "gelu", "gelu_tanh" or "swiglu" (with a gate).
-        biases: whether linear layers and layer norms have biases. RMS norms and the head never have biases. qkv_biases,
-        out_biases, mlp_biases: whether the linear layers of queries, keys and values, of attention's result, and of the
-            MLP have biases; None: as `biases`.
+        biases: whether linear layers and layer norms have biases. RMS norms and the head never have biases.
+        qkv_biases, out_biases, mlp_biases: whether the linear layers of queries, keys and values, of attention's
+            result, and of the MLP have biases; None: as `biases`.
         head_norms: whether RMS norms normalize each head's queries and keys before the rotation.
         window: number of positions to which a position attends, including itself; None: to all positions up to itself.
-        window_layers: numbers of the layers whose attention has the window; None: all layers.
+        window_layers: indices of the layers whose attention has the window; None: all layers.
         tied: whether head and embedding share their weight.
         dropout: dropout probability of the embedding and of each sublayer's result.
-        attention_dropout: dropout probability of the attention weights. If it is above 0, PyTorch operators compute
-            attention instead of a fused kernel.
+        attention_dropout: dropout probability of the attention weights. With a probability above 0, PyTorch operators
+            compute attention instead of a fused kernel.
         epsilon: epsilon of the norms.
 
     Raises:
@@ -159,7 +159,7 @@ class GptConfig:
 
     @property
     def kv_width(self) -> int:
-        """Number of key features of a position, over all heads; it has the same number of value features."""
+        """Number of key features of a position, over all heads; the number of value features is the same."""
         return self.kv_heads * self.head_features
 
     @property
@@ -181,7 +181,8 @@ class GptConfig:
         """The config of one tensor parallel rank's part: its heads, hidden features and tokens.
 
         The result's `parameters` counts one rank's parameters, including the padding of the vocabulary. With fewer
-        `kv_heads` than ranks, each rank has one. `rooftop.parallel.Layout.check` says which numbers of ranks are valid.
+        `kv_heads` than ranks, each rank has one key-value head. `rooftop.parallel.Layout.check` checks whether a number
+        of ranks is valid.
         """
         if ranks == 1:
             return self
@@ -198,7 +199,7 @@ class GptConfig:
         """Call `layout.check` with the sizes that tensor parallel ranks split, and with the arguments `more`.
 
         Raises:
-            ValueError: as `rooftop.parallel.Layout.check`.
+            ValueError: see `rooftop.parallel.Layout.check`.
         """
         layout.check(
             ranks,
@@ -241,8 +242,8 @@ class GptConfig:
     def flops_per_token(self, length: int, training: bool = True) -> int:
         """The flops of all matrix products of a sequence, divided by its number of tokens.
 
-        Attention counts only the pairs that a causal mask keeps, about half of all pairs: (length + 1) / 2 keys per
-            token, or fewer with a window. The lookup of the embedding and recomputation are not counted.
+        For attention, only the pairs that a causal mask keeps are counted, about half of all pairs: (length + 1) / 2
+        keys per token, or fewer with a window. The lookup of the embedding and recomputation are not counted.
 
         Args:
             length: tokens of the sequence.

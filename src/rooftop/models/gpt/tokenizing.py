@@ -1,6 +1,6 @@
-"""Convert text to tokens and back, with the `tokenizer.json` beside the weights, or with one token per byte.
+"""Convert text to tokens and back, with the `tokenizer.json` in the folder of the weights, or with one token per byte.
 
-When tokens are decoded one by one, a character can be incomplete: `Decoder` holds it back.
+When tokens are decoded one by one, a character can be incomplete. `Decoder` returns the character once it is complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A tokenizer with one token per byte of UTF-8; a token above 255 is decoded to its number, as <1234>."""
+    """A tokenizer with one token per byte of UTF-8; a token above 255 is decoded to its number, such as <1234>."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -100,10 +100,10 @@ class Decoder:
 
     Args:
         tokenizer: the model's tokenizer.
-        prompt: the preceding tokens; the text of the first new token may depend on them, e.g. a leading space.
+        prompt: the preceding tokens; the text of the first new token may depend on these, e.g. a leading space.
     """
 
-    CONTEXT = 5  # number of earlier tokens to decode again, because a tokenizer may change the beginning of a text
+    CONTEXT = 5  # number of earlier tokens to decode again, because a tokenizer may alter the first tokens of a text
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer, self._tokens = tokenizer, list(prompt)
@@ -111,7 +111,7 @@ class Decoder:
         self._begin = max(0, self._told - self.CONTEXT)
 
     def add(self, token: int) -> str:
-        """Return the text that the token adds; nothing while a character is incomplete."""
+        """Return the text that the token adds; the empty string while a character is incomplete."""
         self._tokens.append(token)
         text = self._new()
         if not text or text.endswith(UNFINISHED):

@@ -5,7 +5,7 @@
 
 Tensors are read one at a time, directly into the parameters, so memory never holds two copies of a model. If a tensor
 is split among ranks, each rank reads only its own rows and columns. To write, ranks gather the tensors of one file at a
-time. `rooftop.models.gpt.keys` lists the names, and what is packed and transposed.
+time. `rooftop.models.gpt.keys` lists the names, and the tensors that are packed or transposed.
 
 If the config ties the head to the embedding but the files contain a different head, the model is built untied, as in
 transformers.
@@ -57,18 +57,18 @@ if TYPE_CHECKING:
 def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str, Tensor]:
     """Convert the state dict of a Hugging Face model, such as GPT2LMHeadModel, to the state dict of a `Gpt`.
 
-    Gradients by parameter name can be converted too: they are packed and transposed like the weights.
+    Gradients by parameter name can be converted too, because they are packed and transposed like the weights.
 
     Args:
-        tensors: tensors by Hugging Face's keys; the prefix of a model with a head may be missing. A tied weight may be
-            given as the embedding's, as the head's, or as both. Causal masks and rotary frequencies of older models are
-            ignored; a warning names those that differ from what the config determines.
+        tensors: tensors by Hugging Face's keys; the prefix of a model with a head may be missing. A tied weight may
+            have the key of the embedding, the key of the head, or both keys. Causal masks and rotary frequencies of
+            older models are ignored; a warning names those that differ from the values that the config determines.
         config: the config of the model.
 
     Raises:
         WeightsError: keys are missing or unexpected, a tensor has another shape or is not floating point, or the head
             differs from the embedding although the config ties them.
-        ValueError: the config is neither a GPT-2's nor a Llama's.
+        ValueError: no Hugging Face model supports this config.
     """
     there, shapes = InMemory(tensors), shapes_of(config)
     match = matched(tensors, config)
@@ -96,7 +96,7 @@ def hugging_face_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) ->
 
     Raises:
         WeightsError: a tensor is missing, or the head differs from the embedding although the config ties them.
-        ValueError: the config is neither a GPT-2's nor a Llama's.
+        ValueError: no Hugging Face model supports this config.
     """
     embedding, head = (tensors.get(f"{name}.weight") for name in ("embedding.tokens", "head.output"))
     if config.tied and embedding is not None and head is not None and not equal(embedding, head):
@@ -138,13 +138,13 @@ def load_gpt(
 
     Args:
         folder: folder with these files.
-        device, dtype: device and dtype of the parameters; float32 if not given, whatever the files' dtype is.
+        device, dtype: device and dtype of the parameters; float32 by default, whatever the dtype in the files is.
         group: tensor parallel ranks that share the model, each of which reads its own part; None: this process has the
             whole model.
 
     Returns:
-        The model, in training mode. It has a separate head if the files' head differs from the embedding, even if the
-        config ties them.
+        The model, in training mode. The model has a separate head if the head in the files differs from the embedding,
+        even if the config ties them.
 
     Raises:
         InputError: the folder or a file does not exist.
@@ -167,7 +167,7 @@ def empty_gpt(
 ) -> Gpt:
     """Build a model, or a tensor parallel rank's part, with allocated but uninitialized parameters.
 
-    Arguments and errors are those of `load_gpt`.
+    Arguments and errors are the same as for `load_gpt`.
     """
     model = Gpt(config, group=group, device="meta", dtype=dtype or torch.float32).to_empty(device=device)
     model.tie()
@@ -191,11 +191,11 @@ def read_gpt_config(folder: str | Path) -> GptConfig:
 
 
 def config_of_files(config: GptConfig, path: str | Path) -> GptConfig:
-    """Return the config, untied if the files' head differs from their embedding, as transformers loads them.
+    """Return the config; untied if the head in the files differs from the embedding, as in transformers.
 
     Raises:
         InputError, WeightsError, MissingExtraError: as in `load_gpt`.
-        ValueError: the config is neither a GPT-2's nor a Llama's.
+        ValueError: no Hugging Face model supports this config.
     """
     if not config.tied:
         return config
@@ -220,21 +220,22 @@ def load_gpt_weights(model: Gpt | GptStages, path: str | Path) -> LoadReport:
         path: a folder as in `load_gpt`, or one .safetensors file.
 
     Returns:
-        The report of loaded keys, for this stage or part. Its `unneeded_keys` are the ignored keys: causal masks and
-            rotary frequencies of older files, and a head equal to the embedding. A warning names masks and frequencies
-            that differ from what the config determines.
+        The report of loaded keys, for this stage or part. The report's `unneeded_keys` are the ignored keys: causal
+            masks and rotary frequencies of older files, and a head equal to the embedding. A warning names masks and
+            frequencies that differ from the values that the config determines.
 
     Raises:
         InputError, MissingExtraError: as in `load_gpt`.
-        WeightsError: as in `load_gpt`; also if the head differs from the embedding although the config ties them.
-            `config_of_files` returns the right config.
-        ValueError: the config is neither a GPT-2's nor a Llama's.
+        WeightsError: as in `load_gpt`.
+        WeightsError: the head differs from the embedding although the config ties them; `config_of_files` returns the
+            right config.
+        ValueError: no Hugging Face model supports this config.
     """
     path = Path(path)
     config, state, shards = model.config, model.state_dict(), shards_of(model)
     own = {ours: source for ours, source in sources(config).items() if ours in state}
     if config.tied and "embedding.tokens.weight" in own:
-        own.pop("head.output.weight", None)  # the same tensor
+        own.pop("head.output.weight", None)  # the head's weight is the same tensor as the embedding's
     with TensorFiles(path) as files:
         try:
             match = matched(files.keys(), config)
@@ -282,7 +283,7 @@ def _held(held: Tensor, shard: Shard | None) -> Iterator[tuple[Tensor, tuple[int
 
 
 def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[str, str], files: TensorFiles) -> None:
-    """Fill a tensor with rows of the files, from row `start` on; the rows may lie in several tensors of the files."""
+    """Fill a tensor with rows of the whole tensor, from row `start` on; `source` lists the tensors with these rows."""
     columns = None if place.dim() == 1 else (start[1], start[1] + place.shape[1])
     row = 0  # first row of the next file tensor
     for key, rows in zip(source.keys, source.rows, strict=True):
@@ -296,9 +297,9 @@ def _fill(place: Tensor, start: tuple[int, ...], source: Source, given: Mapping[
 def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> None:
     """Write a whole model in Hugging Face's format: config.json, and one safetensors file, or several with an index.
 
-    The folder is renamed into place when everything is written. Besides the model, at most one file's tensors are in
+    The folder gets its name once all files are written. In addition to the model, at most one file's tensors are in
     memory. If a model is split among ranks, as by `parallel_gpt`, all tensor parallel ranks of one group must call
-    this. The first rank writes, and the others return when the folder is complete.
+    this. The first rank writes, and all other ranks return when the folder is complete.
 
     Args:
         model: the model, on any device.
@@ -308,7 +309,7 @@ def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> 
     Raises:
         InputError: the folder is not empty; all ranks raise this.
         WeightsError: the head differs from the embedding although the config ties them.
-        ValueError: the model is a pipeline stage, or Hugging Face has no such model.
+        ValueError: the model is a pipeline stage, or no Hugging Face model supports its config.
         MissingExtraError: safetensors is not installed.
     """
     folder = Path(folder)
@@ -331,11 +332,11 @@ def save_gpt(model: Gpt, folder: str | Path, *, file_bytes: int = 5 * 10**9) -> 
         if model.group is not None:
             dist.barrier(model.group)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # after success it does not exist any more
+        shutil.rmtree(partial, ignore_errors=True)  # after a success this folder no longer exists
 
 
 def _on_any_rank(model: Gpt, said: bool) -> bool:
-    """Whether a condition holds on any tensor parallel rank; all ranks get the same answer."""
+    """Whether `said` is True on any tensor parallel rank; all ranks get the same answer."""
     if model.group is None:
         return said
     together = torch.tensor([int(said)], device=next(model.parameters()).device)

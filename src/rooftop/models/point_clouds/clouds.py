@@ -1,9 +1,9 @@
 """Point clouds: read .ply and .npy files, write .ply files, and draw clouds.
 
 `read` supports the three encodings of the PLY format (Turk 1994). MeshLab, CloudCompare and Blender open the files of
-`write`. `draw` needs no display. It draws each point as a disc into a depth buffer; nearer points are larger. Surfaces
-behind an object are darkened at the object's outline (Boucheny 2009, "eye-dome lighting"), because points of one colour
-would otherwise merge into one area.
+`write`. `draw` needs no display. Each point is drawn as a disc into a depth buffer; near points are drawn larger than
+far points. Surfaces behind an object are darkened at the object's outline (Boucheny 2009, "eye-dome lighting"), because
+points of one colour would otherwise merge into one area.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def read(path: Path) -> Cloud:
     """Read a cloud from a .ply file, or from a .npy file: (N, 3) coordinates, or (N, 4) with an intensity.
 
     Coordinates are float64, because map coordinates are too large for float32. Integer intensities are divided by the
-    largest value of their type. Floating-point intensities are divided by the largest intensity in the file if it is
-    above 1. Some scanners write non-finite points where no light returned; these points are omitted.
+    largest value of their type. If a floating-point intensity is above 1, all intensities are divided by the largest
+    intensity in the file. Some scanners write non-finite points where no light returned; these points are omitted.
 
     Raises:
         InputError: the file does not exist, or is not a point cloud in one of these formats.
@@ -206,7 +206,7 @@ def write(cloud: Cloud, path: Path, palette: Sequence[Colour]) -> None:
 THICKNESS = 0.005  # radius of a drawn point in a cloud of 100,000 points and radius 1
 THICKEST = 0.02
 SMALLEST, LARGEST = 0.9, 7.0  # bounds of a point's radius, in pixels of the finer picture
-FINER = 2  # supersampling: the picture is drawn this many times finer in each direction, then averaged
+FINER = 2  # supersampling factor: the picture is drawn with this many times the pixels per side, then averaged
 NIGHT = (16, 19, 26)
 INK = (226, 230, 238)
 RIGHT, WRONG = (70, 76, 88), (255, 72, 66)
@@ -242,7 +242,7 @@ class View(NamedTuple):
 
 
 def from_the_side(xyz: Tensor, width: int, height: int) -> View:
-    """Project the cloud as seen along its longer side, from slightly behind and above, centred on its middle."""
+    """Project the cloud for a viewer slightly behind and above the cloud, who looks along the cloud's longer side."""
     centre, along, reach = _extent(xyz)
     forward = torch.cat((along * 0.83, torch.tensor([-0.55])))
     forward = forward / forward.norm()
@@ -280,7 +280,7 @@ def _extent(xyz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _radius(count: int) -> float:
-    """The drawn radius of a point; if there are fewer points, they are drawn larger."""
+    """The drawn radius of a point; the radius is larger in clouds with fewer points."""
     return min(THICKEST, THICKNESS * (1e5 / count) ** 0.5) / 2
 
 
@@ -294,8 +294,7 @@ def draw(view: View, colours: Tensor, width: int, height: int) -> Image.Image:
     width, height = FINER * width, FINER * height
     radii, order = (FINER * view.radii).clamp(SMALLEST, LARGEST).where(view.depths > 0, -1.0).sort(descending=True)
     columns, rows, depths = FINER * view.columns[order], FINER * view.rows[order], view.depths[order]
-    # The minimum of an integer that combines depth (in tenths of millimetres) and index finds the nearest point of each
-    # pixel.
+    # An integer combines depth (in tenths of a millimetre) and index; its minimum in a pixel is the nearest point.
     keys = ((depths.double() * 1e4).long().clamp(max=(1 << 30) - 1) << 32) | order
     nearest = torch.full((height * width,), 1 << 62)
     reach = math.ceil(LARGEST)
@@ -338,7 +337,7 @@ def of_heights(z: Tensor) -> Tensor:
 
 
 def lit(colours: Tensor, intensity: Tensor | None) -> Tensor:
-    """Darken colours uint8 (N, 3) slightly where little light was reflected."""
+    """Darken the colours, uint8 (N, 3), of points with a low intensity slightly."""
     if intensity is None:
         return colours
     return (colours * (0.72 + 0.28 * intensity.clamp(0, 1).sqrt())[:, None]).round().byte()

@@ -1,15 +1,16 @@
 """Sparse convolutional networks that label the sites of a point cloud: MinkUNet and a plain U-Net.
 
-Choy et al. 2019, "4D Spatio-Temporal ConvNets: Minkowski Convolutional Neural Networks", is the source of MinkUNet: its
-stages, widths and blocks. The stem has two 3 x 3 x 3 convolutions instead of one 5 x 5 x 5 convolution, as in Tang et
-al. 2020, "Searching Efficient 3D Architectures with Sparse Point-Voxel Convolution". The plain U-Net follows
-Ronneberger et al. 2015, "U-Net".
+MinkUNet's stages, widths and blocks are from Choy et al. 2019, "4D Spatio-Temporal ConvNets: Minkowski Convolutional
+Neural Networks". The stem has two 3 x 3 x 3 convolutions instead of one 5 x 5 x 5 convolution, as in Tang et al. 2020,
+"Searching Efficient 3D Architectures with Sparse Point-Voxel Convolution". The plain U-Net follows Ronneberger et al.
+2015, "U-Net".
 
     model = minkunet18(in_channels=4, num_classes=19)
     logits = model(x).features  # (N, 19), in the rows of x
 
-Within a level, submanifold convolutions keep the sites and share one rulebook. Each step down halves the grid. The step
-back up is an inverse convolution that restores exactly the earlier sites, so skip connections match row by row.
+Within a level, submanifold convolutions keep the sites and share one rulebook (the table of neighbouring sites). Each
+downsampling step halves the grid. The upsampling step is an inverse convolution that restores exactly the sites from
+before the downsampling, so skip connections match row by row.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class UShape(nn.Module):
     """A U-Net: a stem, downsampling stages, upsampling stages with skips, and the logits of each site.
 
     Args:
-        stem, encoder, decoder, head: the parts. The decoder consists of `Up` modules, in reverse order of the encoder.
+        stem, encoder, decoder, head: the modules of the network. The decoder consists of `Up` modules, in reverse order
+            of the encoder.
         multiple: each dimension of the grid is enlarged to a multiple of this number, so that no stage drops sites.
     """
 
@@ -54,7 +56,7 @@ class UShape(nn.Module):
         """Map N sites with C channels to the same N sites with `num_classes` channels.
 
         All rulebooks are cached in the input's `indice_dict`. Another tensor with this `indice_dict` and the same
-        indices reuses them.
+        indices reuses the rulebooks.
 
         Raises:
             TypeError, ValueError: x is not a `SparseConvTensor`, or has a wrong number of dimensions or channels.
@@ -77,7 +79,7 @@ class MinkUNet(UShape):
     Args:
         layers: blocks in each of the eight stages.
         in_channels, num_classes: input and output channels of a site.
-        planes: channels of the eight stages; the stem has as many as the first stage.
+        planes: channels of the eight stages; the stem has as many channels as the first stage.
 
     Raises:
         ValueError: `layers` or `planes` does not have eight numbers.
@@ -109,11 +111,11 @@ class MinkUNet(UShape):
 class SparseUNet(UShape):
     """A plain U-Net of 3 x 3 x 3 convolutions with norm and ReLU.
 
-    Each level has two convolutions on the way down and two on the way up.
+    Each level has two convolutions in the encoder and two in the decoder.
 
     Args:
         in_channels, num_classes: input and output channels of a site.
-        planes: channels of each level, the finest first.
+        planes: channels of each level, from the finest to the coarsest level.
 
     Raises:
         ValueError: there are no levels.

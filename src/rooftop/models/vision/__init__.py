@@ -1,1 +1,1 @@
-"""Networks for photographs and videos: ResNets and Swin transformers, and classification with them."""
+"""Networks for photographs and videos: ResNets, Swin Transformers and hybrids, and classification with these."""

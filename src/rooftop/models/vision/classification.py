@@ -99,14 +99,14 @@ def classify(
         classes: class names in the order of the logits. None: ImageNet's names if there are 1000 logits, no names for
             other numbers.
         top: the maximum number of classes for each photograph.
-        on_error: "raise" stops at a photograph that cannot be read; "skip" leaves it out with a warning.
+        on_error: "raise" stops at a photograph that cannot be read; "skip" leaves the photograph out with a warning.
         progress: called with (the current activity, fraction done) after each batch.
 
     Raises:
         ValueError: `top` or `batch_size` is below 1.
         InputError: a path does not exist, a file is not an image (and is not skipped), or the number of names differs
             from the number of logits.
-        ModelRunError: the memory is too small for a batch, the output is not logits (B, classes), or it is not finite.
+        ModelRunError: the memory is too small for a batch, or the output is not finite or not logits (B, classes).
     """
     if top < 1 or batch_size < 1:
         raise ValueError(f"expected top and batch_size of at least 1, got {top} and {batch_size}")

@@ -1,15 +1,16 @@
 """A hybrid network: convolutions on fine feature maps, attention on coarse feature maps.
 
 Dai et al. 2021, "CoAtNet: Marrying Convolution and Attention for All Data Sizes", found this order best: two stages of
-convolutions, then two of attention. Fine maps contain edges and textures, for which small receptive fields suffice, and
-so many positions that attention would be expensive. On coarse maps attention is cheap and relates whole objects.
+convolutions, then two stages of attention. Fine maps contain edges and textures, for which small receptive fields
+suffice; their many positions would make attention expensive. On coarse maps attention is cheap, and relates whole
+objects to each other.
 
-Both halves come from our other networks: the stem and the stages of a ResNet, the patch mergings and the stages of a
-Swin Transformer.
+The first half has the stem and the stages of a ResNet; the second half has the patch mergings and the stages of a Swin
+Transformer.
 
     model = hybrid_t(num_classes=10)
 
-Every builder takes `weights`, a file; its other options are those of `Hybrid`.
+Every builder accepts `weights`, a file, and the options of `Hybrid`.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class Hybrid(nn.Module):
     A stem comes first; a global average and a linear head come last.
 
     Args:
-        channels: channels of the first stage; each later stage has twice as many as the previous one.
+        channels: channels of the first stage; each later stage has twice as many channels as the previous stage.
         depths: blocks in each of the four stages.
         num_heads: heads in the third and in the fourth stage.
         window_size: (h, w) of a window in positions.
-        mlp_ratio: width of the hidden layer of a block with attention, as a multiple of its channels.
+        mlp_ratio: width of the MLP's hidden layer in a block with attention, as a multiple of the block's channels.
         dropout: dropout probability of the blocks with attention.
-        stochastic_depth_prob: stochastic depth of the last block; it grows linearly from 0 at the first block with
-            attention.
+        stochastic_depth_prob: probability of stochastic depth of the last block; the probability grows linearly from 0
+            at the first block with attention.
         num_classes: number of output logits.
         small_images: use a 3x3 stem that keeps the size, for images of about 64 pixels or less.
 
@@ -94,7 +95,7 @@ class Hybrid(nn.Module):
         _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        # (B, C, H / 4, W / 4). With small_images (B, C, H, W), and later maps are 4 times as high and wide, too.
+        # (B, C, H / 4, W / 4). With small_images (B, C, H, W), and all later maps are 4 times as high and wide.
         x = self.stem(x)
         x = self.layer1(x)  # (B, C, H / 4, W / 4)
         x = self.layer2(x)  # (B, 2 C, H / 8, W / 8)
@@ -123,7 +124,7 @@ def _residual_stage(channels: int, planes: int, stride: int, depth: int) -> nn.S
 
 
 def _initialize(model: nn.Module) -> None:
-    """Initialize convolutions like a ResNet's and linear layers like a Swin Transformer's."""
+    """Initialize convolutions as in a ResNet, and linear layers as in a Swin Transformer."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -141,7 +142,7 @@ def hybrid_t(*, weights: str | Path | None = None, **options: Any) -> Hybrid:
 
 @register
 def hybrid_s(*, weights: str | Path | None = None, **options: Any) -> Hybrid:
-    """A hybrid about as large as ResNet-50 and Swin-T. Its last two stages are those of Swin-T."""
+    """A hybrid about as large as ResNet-50 and Swin-T. The last two stages are the same as in Swin-T."""
     return _built("hybrid_s", weights, {"channels": 96, "depths": (3, 4, 6, 2), "num_heads": (12, 24), **options})
 
 

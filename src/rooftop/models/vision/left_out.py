@@ -1,4 +1,4 @@
-"""Compare the tensors of a file that the model computes itself with the model's own, before they are ignored."""
+"""Check tensors of a file that are ignored because the model computes them itself: do they equal the model's own?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def differing_keys(model: nn.Module, left_out: Mapping[str, tuple[str, Tensor]])
 
     Args:
         model: the model; it may be on the meta device.
-        left_out: maps each ignored key of the file to the model's name for it and the tensor.
+        left_out: maps each ignored key of the file to (the model's name of the tensor, the tensor).
     """
     return [key for key, (ours, tensor) in left_out.items() if not _follows(model, ours, tensor)]
 
@@ -38,10 +38,10 @@ def _follows(model: nn.Module, ours: str, given: Tensor) -> bool:
 
 
 def _hides_across_edges(mask: Tensor, window: Size) -> bool:
-    """Whether a mask (windows, N, N) is that of a square map shifted by half a window.
+    """Whether a mask (windows, N, N) is the attention mask of a square map shifted by half a window.
 
-    The mask is 0 for a visible pair and negative for a hidden one. The image size for which the mask was made does not
-    matter, because our model computes a mask for each size.
+    The mask is 0 for a visible pair and negative for a hidden pair. The mask may be for any image size, because
+    Rooftop's model computes a mask for each size.
     """
     high, wide = window
     rows = math.isqrt(len(mask)) if mask.dim() == 3 else 0
@@ -56,7 +56,8 @@ def _hides_across_edges(mask: Tensor, window: Size) -> bool:
 def _regions(length: int, window: int) -> Tensor:
     """The region of each position on an axis shifted by half a window.
 
-    Region 0 is before the last window, 1 is in it, and 2 holds the positions that wrapped around.
+    Region 0 is before the last window, and region 1 is in the last window. Region 2 contains the positions that wrapped
+    around.
     """
     place = torch.arange(length)
     return (place >= length - window).long() + (place >= length - window // 2).long()

@@ -1,15 +1,15 @@
 """ResNet, ResNeXt and Wide ResNet, with torchvision's keys.
 
-He et al. 2015, "Deep Residual Learning for Image Recognition"; the stride of a bottleneck is in its 3x3 convolution
-("v1.5", Goyal et al. 2017). Xie et al. 2016 add groups (ResNeXt); Zagoruyko and Komodakis 2016 widen the 3x3
-convolution.
+He et al. 2015, "Deep Residual Learning for Image Recognition". The stride of a bottleneck is in the 3x3 convolution
+("v1.5", Goyal et al. 2017). ResNeXt (Xie et al. 2016) adds groups; Wide ResNet (Zagoruyko and Komodakis 2016) widens
+the 3x3 convolution.
 
 A block computes relu(f(x) + shortcut(x)); the shortcut is the identity unless shape or stride changes.
 
     model = resnet50(weights="IMAGENET1K_V2").eval()
 
-Every builder takes `weights`: a published name, "DEFAULT" for the newest weights, or a file (`rooftop.models.weights`).
-Its other options are those of `ResNet`.
+Every builder accepts `weights` and the options of `ResNet`. `weights` is a published name, "DEFAULT" for the newest
+weights, or a file (`rooftop.models.weights`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Variant:
 class Block(nn.Module):
     """A residual block: relu(f(x) + shortcut(x)).
 
-    It maps (B, channels, H, W) to (B, expansion * planes, H / stride, W / stride).
+    The block maps (B, channels, H, W) to (B, expansion * planes, H / stride, W / stride).
     """
 
     expansion: ClassVar[int]
@@ -112,7 +112,7 @@ class BasicBlock(Block):
 
 
 class Bottleneck(Block):
-    """A residual block of a 1x1 convolution that reduces the channels, a 3x3 one, and a 1x1 one that expands them."""
+    """A residual block of three convolutions: 1x1, which reduces the channels; 3x3; and 1x1, which expands them."""
 
     expansion = 4
 
@@ -153,13 +153,13 @@ class ResNet(nn.Module):
         block: BasicBlock or Bottleneck.
         layers: blocks in each of the four stages.
         num_classes: number of output logits.
-        zero_init_residual: start each block as the identity (the last norm's weight is 0).
+        zero_init_residual: initialize each block to the identity (the last norm's weight is 0).
         groups, width_per_group: groups and width of the bottleneck's 3x3 convolution (ResNeXt, Wide ResNet).
-        replace_stride_with_dilation: for each of stages 2 to 4, whether it keeps the resolution and dilates instead.
+        replace_stride_with_dilation: for stages 2, 3 and 4, whether the stage has dilation instead of a stride.
         norm_layer: makes a norm from a number of channels.
         small_images: use a 3x3 stem that keeps the size, for images of about 64 pixels or less.
-        channels: channels of the stem, and planes of the first stage; each later stage has twice as many as the
-            previous one.
+        channels: channels of the stem, and planes of the first stage; each later stage has twice as many planes as the
+            previous stage.
 
     Raises:
         ValueError: the length of `layers` or `replace_stride_with_dilation` is wrong.

@@ -4,13 +4,14 @@ Liu et al. 2021, "Swin Transformer: Hierarchical Vision Transformer using Shifte
 Transformer V2: Scaling Up Capacity and Resolution".
 
 A block attends within windows of a feature map. In every second block, the windows are shifted by half their size, so
-that information crosses their borders. Between stages, 2x2 positions are merged into one with twice the channels.
-Images can have any size: maps are padded to whole windows. The windows of a map that one window covers are not shifted.
+that information crosses the borders of the windows. Between stages, 2x2 positions are merged into one position with
+twice the channels. Images can have any size: feature maps are padded to whole windows. If one window covers the whole
+map, windows are not shifted.
 
     model = swin_t(weights="IMAGENET1K_V1").eval()
 
-Every builder takes `weights`: a published name, "DEFAULT" for the newest weights, or a file (`rooftop.models.weights`).
-Its other options are those of `SwinTransformer`.
+Every builder accepts `weights` and the options of `SwinTransformer`. `weights` is a published name, "DEFAULT" for the
+newest weights, or a file (`rooftop.models.weights`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Permute(nn.Module):
 class GlobalAverage(nn.AdaptiveAvgPool2d):
     """Global average pooling: (B, C, H, W) -> (B, C, 1, 1).
 
-    For channels last, torch's own pooling would return strides that ONNX cannot express.
+    For inputs that are channels last, torch's own pooling would return strides that ONNX cannot express.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ class GlobalAverage(nn.AdaptiveAvgPool2d):
 class StochasticDepth(nn.Module):
     """Stochastic depth (Huang et al. 2016).
 
-    In training, an image is set to zero with probability p, or else divided by 1 - p.
+    In training, each image of a batch is set to zero with probability p; otherwise it is divided by 1 - p.
 
     Raises:
         ValueError: p is not a probability.
@@ -122,7 +123,7 @@ class PatchMergingV2(PatchMerging):
 
 @recorded_whole
 def gathered(x: Tensor) -> Tensor:
-    """Concatenate the channels of each 2x2 positions, in column-major order: (B, H, W, C) -> (B, H / 2, W / 2, 4 C)."""
+    """Concatenate the channels of 2x2 positions, in column-major order: (B, H, W, C) -> (B, H / 2, W / 2, 4 C)."""
     batch, height, width, channels = x.shape
     down, across = (height + 1) // 2, (width + 1) // 2
     # a trace always pads, so that it is valid for all sizes
@@ -136,18 +137,18 @@ def gathered(x: Tensor) -> Tensor:
 class ShiftedWindowAttention(nn.Module):
     """Attention in shifted windows, (B, H, W, C) -> (B, H, W, C).
 
-    It consists of linear layers around `rooftop.kernels.window_attention`.
+    The module consists of linear layers around `rooftop.kernels.window_attention`.
 
-    The bias of a pair of positions depends on their offset. A table has a row for each of the (2 h - 1)(2 w - 1)
-    offsets, and `relative_position_index` (N * N,) maps each pair to a row.
+    The bias of a pair of positions depends on the offset between the positions. A table has a row for each of the
+    (2 h - 1)(2 w - 1) offsets, and `relative_position_index` (N * N,) maps each pair to a row.
 
     Args:
         channels: C.
         window, shift: (h, w) in positions.
         heads: the number of heads, which divides C.
         dropout: dropout probability of the result.
-        attention_dropout: dropout probability of the attention weights in training. If it is above 0, PyTorch operators
-            compute attention instead of the kernel.
+        attention_dropout: dropout probability of the attention weights in training. With a probability above 0, PyTorch
+            operators compute attention instead of the kernel.
 
     Raises:
         ValueError: the heads do not divide the channels, or attention_dropout is not a probability.
@@ -194,7 +195,7 @@ class ShiftedWindowAttention(nn.Module):
     def attend(self, x: Tensor) -> Tensor:
         """Compute attention without the last linear layer.
 
-        In a map's padding, queries, keys and values equal the first layer's bias.
+        In the padding of a map, queries, keys and values equal the bias of the first linear layer.
         """
         return self._attention(self.qkv(x), padding=self.qkv.bias)
 
@@ -209,7 +210,7 @@ class ShiftedWindowAttention(nn.Module):
 
 
 class ShiftedWindowAttentionV2(ShiftedWindowAttention):
-    """Cosine attention with a learned scale per head, and a bias that a small network computes from log offsets."""
+    """Cosine attention with a learned scale per head; a small network computes the bias from logarithmic offsets."""
 
     relative_coords_table: Tensor
 
@@ -248,7 +249,7 @@ class ShiftedWindowAttentionV2(ShiftedWindowAttention):
 
 
 def relative_positions(window: Size) -> Tensor:
-    """The row of the bias table for each pair of positions in a window: (N * N,)."""
+    """Return the row in the bias table for each pair of positions in a window: (N * N,)."""
     high, wide = window
     row, column = (t.flatten() for t in torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij"))
     down = row[:, None] - row[None, :] + high - 1  # from 0
@@ -257,7 +258,7 @@ def relative_positions(window: Size) -> Tensor:
 
 
 def log_offsets(window: Size) -> Tensor:
-    """The offsets in a window, stretched to -8..8, then mapped by a logarithm: (1, 2 h - 1, 2 w - 1, 2)."""
+    """Return the logarithms of the offsets in a window, scaled to -8..8 before: (1, 2 h - 1, 2 w - 1, 2)."""
     axes = [torch.arange(-(size - 1), size, dtype=torch.float32) / max(1, size - 1) for size in window]
     offsets = 8 * torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)[None]
     return torch.sign(offsets) * torch.log2(torch.abs(offsets) + 1.0) / 3.0
@@ -309,7 +310,7 @@ class SwinBlock(nn.Module):
     def forward(self, x: Tensor, branch: Tensor | None = None, summed: bool = True) -> Tensor | tuple[Tensor, Tensor]:
         """Run the block on x, or on x + branch.
 
-        Return the result, or without `summed` the two terms of its last sum.
+        Returns the result; with `summed` False, the two terms of the last sum instead of their sum.
         """
         y, x = (self.norm1(x), x) if branch is None else norm_of_sum(self.norm1, branch, x)
         y, x = norm_of_sum(self.norm2, self.stochastic_depth(self.attn(y)), x)
@@ -330,8 +331,8 @@ class SwinBlockV2(SwinBlock):
 class Stage(nn.Sequential):
     """A stack of blocks.
 
-    One kernel computes the last sum of a `SwinBlock` and the first norm of the next block. This fusion is off if a
-    block has hooks or was replaced, or if torch.fx traces it.
+    One kernel computes the last sum of a `SwinBlock` and the first norm of the next block. The fusion of sum and norm
+    is off if a block has hooks or was replaced, or if torch.fx traces the block.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -353,11 +354,12 @@ class SwinTransformer(nn.Module):
         depths: blocks of each stage.
         num_heads: heads in each stage.
         window_size: (h, w) of a window in positions.
-        mlp_ratio: width of a block's hidden layer, as a multiple of its channels.
+        mlp_ratio: width of the MLP's hidden layer, as a multiple of the block's channels.
         dropout: dropout probability after attention and MLP.
-        attention_dropout: dropout probability of the attention weights in training. If it is above 0, PyTorch operators
-            compute attention (much slower). No published model has it.
-        stochastic_depth_prob: stochastic depth of the last block; it grows linearly from 0 at the first block.
+        attention_dropout: dropout probability of the attention weights in training. With a probability above 0, PyTorch
+            operators compute attention, which is much slower. No published model uses this dropout.
+        stochastic_depth_prob: probability of stochastic depth of the last block; the probability grows linearly from 0
+            at the first block.
         num_classes: number of output logits.
         norm_layer: creates a norm from a number of channels; None: LayerNorm with eps 1e-5.
         block: SwinBlock or SwinBlockV2.

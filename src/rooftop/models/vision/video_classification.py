@@ -6,8 +6,8 @@
         print(frame.time, frame.guesses[0].name, frame.guesses[0].probability)
 
 Frames are prepared like photographs: resized by the shorter side, cropped at the centre, normalized. If a GPU's NVDEC
-decodes the video, that GPU does all the work, and only the logits are copied to the host. The results differ slightly
-from those of the same frame as a photograph, because Pillow rounds to 8-bit pixels after the resize.
+decodes the video, that GPU does all the work, and only the logits are copied to the host. A photograph of the same
+frame has slightly different results, because Pillow rounds to 8-bit pixels after the resize.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rooftop.media import DamagedVideoError, VideoReader
 from rooftop.models.images import IMAGENET, Preprocessing
 from rooftop.models.vision.classification import Guess, guessed
 
-SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 s selects frame 2, even if its time is 0.067 s
+SLACK_S = 0.0005  # as in VideoReader.frames_at: the time 2 / 30 s selects frame 2, even if that frame's time is 0.067 s
 # torch's names for Pillow's filters
 MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
 
@@ -48,7 +48,8 @@ class SampledVideo:
     Args:
         path_or_bytes: path or content of a file.
         preprocessing: as for photographs.
-        every: interval in seconds. The frames are those that are shown at these times, counted from the first frame.
+        every: interval in seconds. The selected frames are those shown at multiples of the interval, counted from the
+            first frame.
         device: where frames are decoded and prepared, as in `VideoReader`: "cpu", "cuda", "cuda:1" or "auto".
 
     Attributes:
@@ -102,7 +103,7 @@ class SampledVideo:
         *,
         every: float = 1.0,
     ) -> SampledVideo:
-        """Decode with NVDEC on the model's GPU if NVDEC is available and faster; if not, on the CPU."""
+        """Decode with NVDEC on the model's GPU if NVDEC is available and faster than the CPU; if not, on the CPU."""
         where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         on_gpu = where.type == "cuda"
         with torch.cuda.device(where) if on_gpu else nullcontext():
@@ -167,9 +168,9 @@ def _sampled(times: Tensor, durations: Tensor, every: float) -> list[int]:
     """Find the indices of the frames that are shown at intervals of `every` seconds from the first frame on."""
     if not len(times):
         return []
-    every = max(every, SLACK_S)  # at this interval all frames are taken
+    every = max(every, SLACK_S)  # at this interval all frames are selected
     since = times - times[0] - SLACK_S  # (N,) float64: when the frame begins to be shown
-    asked = (since / every).ceil() * every  # the first requested time at or after it
+    asked = (since / every).ceil() * every  # the first requested time at or after `since`
     chosen: list[int] = (asked < since + durations).nonzero().flatten().tolist()
     return chosen
 

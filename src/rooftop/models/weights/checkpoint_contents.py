@@ -1,19 +1,19 @@
-"""Find a model's weights in a checkpoint: their key, their averages (EMA, SWA), and the prefixes of their names.
+"""Find a model's weights in a checkpoint: the state dict, its averages (EMA, SWA), and the prefixes of its keys.
 
     found = weights_in(torch.load("checkpoint.pth"))
     found.tensors          # by the model's keys
     found.taken            # "state_dict_ema (averaged weights)"
 
-| saved by | what is in the file | taken |
+| saved by | contents of the file | weights that are loaded |
 |---|---|---|
-| `torch.save(model.state_dict(), path)` | tensors | these |
-| scripts | tensors under `state_dict`, `model` or another key of `PLAIN` | these |
-| timm, relatives of DETR, YOLO | beside them `state_dict_ema`, `model_ema`, `ema` and the like | the averaged ones |
-| `AveragedModel` of torch.optim.swa_utils | `n_averaged`, and keys behind `module.` | these, averaged |
-| Lightning | `state_dict`, keys behind the attribute of the model, such as `model.` | those of the one model |
-| Lightning's `WeightAveraging` | `state_dict`, averaged; `current_model_state` | the averaged ones |
-| callbacks of Lightning | `state_dict`, and under `callbacks` the averages of one of them | the averaged ones |
-| ema_pytorch | `online_model.` and `ema_model.` under one key | the averaged ones |
+| `torch.save(model.state_dict(), path)` | tensors | these tensors |
+| scripts | tensors under `state_dict`, `model` or another key of `PLAIN` | these tensors |
+| timm, variants of DETR, YOLO | also averages under `state_dict_ema`, `model_ema` or `ema` | the averages |
+| `AveragedModel` of torch.optim.swa_utils | `n_averaged`, and keys with the prefix `module.` | the averages |
+| Lightning | `state_dict`, keys with the model's attribute as prefix, e.g. `model.` | the weights of that model |
+| Lightning's `WeightAveraging` | averages in `state_dict`, weights in `current_model_state` | the averages |
+| callbacks of Lightning | `state_dict`, and averages in the state of a callback, under `callbacks` | the averages |
+| ema_pytorch | `online_model.` and `ema_model.` under one key | the averages |
 
 Prefixes and infixes that `DataParallel`, `torch.compile`, FSDP and activation checkpointing add to keys are removed in
 any order. A file with several models raises an error that names them: choose one with `part`.
@@ -60,7 +60,7 @@ class Contents:
 
     Attributes:
         tensors: the tensors by the model's keys.
-        taken: a text that says which of the file's tensors these are, and whether they are averaged.
+        taken: a text that names the chosen weights of the file, and says whether they are averaged.
         averaged: whether the tensors are averages over training steps.
         others: names of other weights in the file, as values for `part`.
     """
@@ -85,7 +85,7 @@ def weights_in(content: Any, part: str | None = None) -> Contents:
 
     Args:
         content: the result of `torch.load`.
-        part: a name of `Contents.others`, or one that an error lists; None: the only model, or its averages.
+        part: a name in `Contents.others`, or a name that an error message lists. None: the only model, or its averages.
 
     Raises:
         WeightsError: there are no weights, several models, several averages, no such part, or two tensors for one key.
@@ -155,7 +155,7 @@ def _state_dicts(content: Any, path: tuple[str, ...] = ()) -> Iterator[_Candidat
 
 
 def _nameless_averages(content: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Whether averages are stored as a list in the order of a model's parameters, as torch_ema saves them."""
+    """Yield the path of each list of averaged tensors without names, such as the lists that torch_ema saves."""
     if not isinstance(content, Mapping) or len(path) > 3:
         return
     for key, value in content.items():
@@ -181,7 +181,7 @@ def _models_in(found: _Candidate) -> Iterator[_Candidate]:
         return
     for prefix in prefixes:
         own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        if len(prefixes) == 1:  # the remaining keys are part of the only model, and must not be lost
+        if len(prefixes) == 1:  # all other keys also belong to the only model, and must not be lost
             others = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
             own |= {key: value for key, value in others.items() if key not in own}
         around = [
@@ -197,7 +197,7 @@ def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Remove the prefixes and infixes that wrappers have added to the keys.
 
     Raises:
-        WeightsError: two tensors then have the same key.
+        WeightsError: two tensors have the same key after the removal.
     """
     keys = {key: key for key in tensors}
     while rest := [key for key in keys.values() if key != COUNT]:

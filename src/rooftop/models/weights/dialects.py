@@ -1,8 +1,8 @@
-"""The dialects of other libraries: their keys for a model's weights, and the conversion to Rooftop's keys and tensors.
+"""Dialects: the keys that other libraries use for a model's weights, and the conversion to Rooftop's keys and tensors.
 
-A dialect is recognized by one key, its sign, which no other dialect of the same family has. Its renames turn each key
-of the file into a key of Rooftop. If Rooftop packs tensors that the file stores separately, the renamed key ends in the
-name of the part, as in `in_proj_weight[q]`. Parts are joined in the order q, k, v.
+A dialect is recognized by one key, its sign, which no other dialect of the same family of models has. The dialect's
+renames convert each key of the file to a key of Rooftop. If Rooftop packs tensors that the file stores separately, the
+renamed key ends in the name of the part, as in `in_proj_weight[q]`. Parts are joined in the order q, k, v.
 
 Sources of the names: torchvision 0.28, timm 1.0 (`swin_transformer.py`, `swin_transformer_v2.py`), transformers 4 and 5
 (`modeling_detr.py`, `modeling_resnet.py`), facebookresearch/detr, MMDetection 2 (`detr_head.py`) and 3 (`detr.py`,
@@ -33,9 +33,9 @@ class Dialect:
     Attributes:
         origin: the library.
         sign: the key by which the dialect is recognized.
-        renames: the renames to our keys, applied one after another.
-        unneeded: a pattern of keys to ignore: the model computes their tensors itself, or they do not affect its
-            results. None: no keys are ignored.
+        renames: the renames to Rooftop's keys, applied one after another.
+        unneeded: a pattern of keys to ignore, because the model computes these tensors itself, or because the tensors
+            do not affect the model's results. None: no keys are ignored.
         zero_parts: parts that this library omits because they are zero.
     """
 
@@ -52,9 +52,9 @@ class Converted:
 
     Attributes:
         origin: the file's library.
-        tensors: the tensors by our keys.
-        sources: maps each of our keys to the file's keys that form the tensor.
-        left_out: maps each ignored key of the file to our name for it and the tensor.
+        tensors: the tensors by Rooftop's keys.
+        sources: maps each of Rooftop's keys to the file's keys that form the tensor.
+        left_out: maps each ignored key of the file to (Rooftop's key, the tensor).
     """
 
     origin: str
@@ -104,7 +104,7 @@ def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind
 
 
 def renamed(key: str, dialect: Dialect) -> str:
-    """Our key for a key of the file; it ends in [q], [k] or [v] if the tensor is only this part."""
+    """Convert a key of the file to Rooftop's key; it ends in [q], [k] or [v] if the tensor is only that part."""
     for pattern, replacement in dialect.renames:
         key = re.sub(pattern, replacement, key)
     return key
@@ -151,10 +151,10 @@ def _swin(merging: int) -> tuple[Rename, ...]:
     """Rename a Swin Transformer's keys to torchvision's.
 
     torchvision numbers patches, mergings and stages in one sequence. Stage i has the number 2 i + 1, and the merging
-    before it 2 i.
+    before stage i has the number 2 i.
 
     Args:
-        merging: the number of layers.0.downsample in this sequence.
+        merging: torchvision's number for layers.0.downsample.
     """
     return (
         (r"^patch_embed\.proj\.", "features.0.0."),
@@ -168,8 +168,8 @@ def _swin(merging: int) -> tuple[Rename, ...]:
     )
 
 
-# torchvision's index has other dimensions. Swin V2's table of coordinates is loaded if a file has it, because only its
-# shape tells the window size.
+# Ignored tables: torchvision's index has other dimensions. Swin V2's table of coordinates is not ignored, because only
+# the shape of this table shows the window size.
 SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
 
 SWIN = (
@@ -198,7 +198,7 @@ HUGGING_FACE_DETR: tuple[Rename, ...] = (
     (r"^(transformer\.encoder\..*)\.final_layer_norm\.", r"\1.norm2."),
     (r"^(transformer\.decoder\..*)\.final_layer_norm\.", r"\1.norm3."),
     (r"\.encoder_attn\.", ".multihead_attn."),
-    *HUGGING_FACE_RESNET,  # for Hugging Face's own backbone; the keys of timm's equal torchvision's
+    *HUGGING_FACE_RESNET,  # for Hugging Face's own backbone; timm's backbone has torchvision's keys
 )
 
 MMDETECTION_3: tuple[Rename, ...] = (
@@ -218,7 +218,7 @@ MMDETECTION_3: tuple[Rename, ...] = (
     (r"\.post_norm\.", ".norm."),
 )
 
-# First rename to the names of version 3, then to ours. The second name of each choice was used before version 2.12.
+# First rename to the names of version 3, then to Rooftop's. In (a|b), b is the name from before version 2.12.
 MMDETECTION_2: tuple[Rename, ...] = (
     (r"^bbox_head\.transformer\.", ""),
     (r"^bbox_head\.query_embedding\.", "query_embedding."),
@@ -230,7 +230,7 @@ MMDETECTION_2: tuple[Rename, ...] = (
     *MMDETECTION_3,
 )
 
-COUNTS = r"\.num_batches_tracked$"  # a frozen norm has none
+COUNTS = r"\.num_batches_tracked$"  # a frozen norm has no such counter
 
 DETR = (
     Dialect("facebookresearch", "query_embed.weight", (), COUNTS),

@@ -25,7 +25,7 @@ class _Failure(Exception):
 
 
 def download(url: str, target: Path, sha256: str) -> None:
-    """Download `url` under a temporary name next to `target`, check it, and rename it; a failure leaves no file.
+    """Download a URL to a temporary file next to `target`, check the file, and rename it; a failure leaves no file.
 
     Args:
         sha256: the first hex digits of the file's checksum.
@@ -33,7 +33,7 @@ def download(url: str, target: Path, sha256: str) -> None:
     Raises:
         WeightsError: the server, the network or the disk failed, or the checksum is wrong.
     """
-    partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")  # two processes may download it
+    partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")  # two processes may download the same file
     digest = hashlib.sha256()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

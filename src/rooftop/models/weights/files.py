@@ -1,7 +1,7 @@
 """Load published weights by name: find them in the cache or download them, check them, and copy them into a model.
 
-A published file has the first eight hex digits of its SHA-256 in its name (`resnet50-11ad3fa6.pth`). The file's bytes
-are checked against these digits before the download gets its name, and again at each use. Files are in torchvision's
+A published file has the first eight hex digits of its SHA-256 in its name (`resnet50-11ad3fa6.pth`). The file's
+contents are checked against these digits after the download, and again at each use. Files are stored in torchvision's
 folder (`torch.hub.get_dir()/checkpoints`), so that torchvision and Rooftop use each other's downloads.
 
 The environment variable `ROOFTOP_WEIGHTS_URL` replaces the base address of the files by a mirror or a folder
@@ -46,7 +46,7 @@ class Weights:
             whole photographs (`rooftop.models.detect`).
         publisher: the base address, to which the file's name is appended.
         dilation: whether the fourth stage of the ResNet keeps the resolution of the third stage ("DC5"). The file does
-            not contain this.
+            not contain this setting.
     """
 
     file: str
@@ -112,7 +112,7 @@ WEIGHTS |= {
         "COCO": Weights("detr-r101-2c7b67e5.pth", None, DETR_URL),
     },
 }
-"""The published files by builder and name, oldest first; "DEFAULT" stands for the last."""
+"""The published files by builder and name, oldest first; "DEFAULT" means the last file of a builder."""
 
 
 HEADS = ("fc.bias", "head.bias")
@@ -132,7 +132,7 @@ def load_weights(model: nn.Module, builder: str, weights: str | Path) -> None:
 
 
 def weights_file(builder: str, weights: str | Path) -> Path:
-    """The file for a published name (downloaded if necessary) or a path. A `Path` is never taken for a name.
+    """Return the file for a published name (downloaded if necessary) or for a path. A `Path` is never a name.
 
     Raises:
         InputError: `weights` is neither a name nor a file.
@@ -153,7 +153,7 @@ def weights_file(builder: str, weights: str | Path) -> Path:
 
 
 def published_weights(builder: str, weights: str | Path) -> Weights | None:
-    """The published file that `weights` names for this builder; None if it is not a name."""
+    """The published file that `weights` names for this builder; None if `weights` is not a published name."""
     named = {} if isinstance(weights, Path) else WEIGHTS.get(builder, {})
     return list(named.values())[-1] if named and weights == "DEFAULT" else named.get(str(weights))
 
@@ -177,9 +177,9 @@ def options_of(builder: str, weights: str | Path) -> dict[str, Any]:
 
     A copy of a published file is recognized by its file name.
 
-    For weights of a dilated DETR the result is {"dilation": True}, because their keys and shapes equal those without
-    dilation. For a file that `rooftop train` wrote for this builder, it is the options in the file. For other weights
-    it is empty.
+    For published weights of a dilated DETR the result is {"dilation": True}, because keys and shapes do not show the
+    dilation. For a file that `rooftop train` wrote for this builder, the result is the options in the file. For other
+    weights the result is empty.
     """
     published = _named_or_copied(builder, weights)
     if published is None and (trained := trained_file(weights)) is not None and trained.model == builder:
@@ -195,20 +195,20 @@ def _named_or_copied(builder: str, weights: str | Path) -> Weights | None:
 def read_weights(path: Path, part: str | None = None) -> dict[str, Tensor]:
     """Read the tensors of a file that `torch.save(model.state_dict(), path)` or safetensors wrote, to the CPU.
 
-    These are the tensors of `read_checkpoint`; arguments and errors are the same.
+    The result is the tensors of `read_checkpoint`; arguments and errors are the same as for `read_checkpoint`.
     """
     return read_checkpoint(path, part).tensors
 
 
 def read_checkpoint(path: Path, part: str | None = None) -> Contents:
-    """Read a model's weights from a file to the CPU; the result says which weights they are.
+    """Read a model's weights from a file to the CPU; the result also names the weights that were chosen.
 
     No code from the file runs. The checkpoint is searched for weights, and prefixes that wrappers have added to the
-        keys are removed: `rooftop.models.weights.checkpoint_contents` says which part of which file is used.
+    keys are removed. `rooftop.models.weights.checkpoint_contents` describes which weights are chosen.
 
     Args:
         path: file written by torch.save or safetensors.
-        part: which weights to read from a file with several models or averages.
+        part: name of the weights to read from a file with several models or averages.
 
     Raises:
         WeightsError: the file is damaged, is not a file of tensors, or has weights of several models.
@@ -280,7 +280,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> No
 
 
 def fitting(tensors: Mapping[str, Tensor]) -> str:
-    """Say which built-in models have tensors of these shapes; "" if there are none."""
+    """Return a sentence that names the built-in models with tensors of these shapes; "" if there are none."""
     found = {key: tuple(value.shape) for key, value in tensors.items()}
     classes = next((found[key][0] for key in HEADS if found.get(key)), 1000)
     names = []

@@ -14,8 +14,8 @@ Shape = tuple[int, ...]
 COMPUTED = ("num_batches_tracked", "relative_position_index", "relative_coords_table")
 """Endings of keys that a model does not need from a file.
 
-The window of a Swin Transformer determines its tables, and timm does not save them. A batch counter does not affect the
-result, and files from before torch 0.4.1 have none.
+The window size of a Swin Transformer determines the model's tables, and timm does not save the tables. A batch counter
+of a norm does not affect the results, and files from before torch 0.4.1 have no such counters.
 """
 
 
@@ -23,24 +23,24 @@ result, and files from before torch 0.4.1 have none.
 class LoadReport:
     """The use of each key of a weights file, and the source of each key of the model.
 
-    Keys of the file whose tensors do not fit are in `mismatched` or `quantized`, by the model's names for them.
+    Keys of the file whose tensors do not fit are in `mismatched` or `quantized`, under the model's names.
 
     Attributes:
         path: the file.
         origin: the library whose names the file uses, e.g. "timm".
-        used: maps a key of the model to the keys of the file that form its tensor: several if the model packs separate
-            tensors.
+        used: maps a key of the model to the keys of the file that form the tensor. Several keys of the file form one
+            tensor if the model packs tensors that the file stores separately.
         missing_keys: keys of the model that the file lacks.
         unexpected_keys: keys of the file that the model lacks.
         mismatched: maps a key of the model to its shape in the file and in the model.
-        quantized: maps a floating-point key of the model to its integer dtype in the file (integers are useless without
-            their scales).
+        quantized: maps a floating-point key of the model to its integer dtype in the file. Quantized integers are not
+            loaded, because they are useless without their scales.
         computed_keys: keys of the model that are not in the file, but that the model computes itself.
         unneeded_keys: ignored keys of the file, whose tensors the model computes itself or does not need.
         differing_keys: the unneeded keys whose tensors differ from the model's own.
-        taken: a text that says which of the file's weights these are, averaged or not.
+        taken: a text that names the chosen weights of the file, and says whether they are averaged.
         averaged: whether the weights are averages over training steps.
-        others: other weights of the file, as values for `part`.
+        others: names of other weights in the file, as values for `part`.
     """
 
     path: Path
@@ -109,13 +109,13 @@ def compared(
     unneeded: Collection[str] = (),
     differing: Collection[str] = (),
 ) -> LoadReport:
-    """Compare tensors with a model, and report which would be loaded.
+    """Compare tensors with a model's state dict, and report which tensors would be loaded.
 
     Args:
         expected: the model's state dict; only its shapes and dtypes are read.
         found: tensors by the model's keys.
         path, origin: as in `LoadReport`.
-        sources: the file's keys that form each tensor of `found`; None: the same keys.
+        sources: the file's keys that form each tensor of `found`; None: the keys of `found`.
         unneeded: keys of the file that are not in `found`.
         differing: the unneeded keys whose tensors differ from the model's own.
     """

@@ -1,4 +1,4 @@
-"""Read the tensors of safetensors files piece by piece: one file, or several with an index as Hugging Face writes them.
+"""Read tensors, or parts of tensors, from one safetensors file, or from several with an index in Hugging Face's format.
 
 with TensorFiles(Path("Llama-2-7b-hf")) as files:
     files.keys()
@@ -17,7 +17,7 @@ from rooftop.errors import InputError, MissingExtraError, WeightsError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATING = ("F64", "F32", "F16", "BF16")
-"""safetensors' names of the supported dtypes."""
+"""safetensors' names of the floating-point dtypes."""
 
 
 class TensorFiles:
@@ -51,7 +51,7 @@ class TensorFiles:
         return found
 
     def part(self, key: str, rows: tuple[int, int], columns: tuple[int, int] | None, transposed: bool) -> Tensor:
-        """Read a range of rows and a range of columns of a tensor to the CPU; with `transposed`, of its transpose."""
+        """Read a range of rows and columns of a tensor, or of its transpose if `transposed` is set, to the CPU."""
         view = self._file(self._places[key]).get_slice(key)
         if columns is None:
             found: Tensor = view[slice(*rows)]
@@ -98,7 +98,7 @@ class TensorFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
         WeightsError: the file cannot be read, or holds no JSON object.

@@ -1,6 +1,6 @@
-"""The metadata of a weights file: its model, the classes, and the preprocessing of images.
+"""The metadata of a weights file: the model, the classes, and the preprocessing of images.
 
-`rooftop train` writes it into the header of its safetensors files, under `KEY`, as JSON:
+`rooftop train` writes this metadata into the header of its safetensors files, under `KEY`, as JSON:
 
     {"model": "resnet18", "options": {"num_classes": 3, "small_images": true}, "classes": ["cat", "dog", "owl"],
      "preprocessing": {"resize": 36, "crop": 32, "interpolation": "bilinear", "mean": [...], "std": [...]}}
@@ -44,7 +44,7 @@ class TrainedFile:
 
 
 def trained_file(weights: str | Path) -> TrainedFile | None:
-    """Read the metadata of a file; None if there is no such file or it has no metadata.
+    """Read the metadata of a file; None if the file does not exist or has no metadata.
 
     Raises:
         WeightsError: the file is damaged.
@@ -64,7 +64,7 @@ def trained_file(weights: str | Path) -> TrainedFile | None:
         ) from error
     try:
         said = json.loads(header.get(KEY, "{}"))
-        return _read(said) if isinstance(said.get("model"), str) else None  # not ours: the key has another meaning
+        return _read(said) if isinstance(said.get("model"), str) else None  # without "model", the entry is not ours
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WeightsError(f"{path}: {KEY!r} in its header was not written by rooftop train ({error!r})") from error
 

@@ -1,12 +1,12 @@
 """Let all ranks agree once per step, in the background.
 
 Each rank sends a few numbers. One step later every rank gets the minimum of each number over all ranks. So all ranks
-act alike after the same step. For example, all ranks save if one rank received a stop signal. All ranks start the next
-phase of a save once all have finished the previous phase. If one rank could not write, all ranks raise.
+make the same decision after the same step. For example, all ranks save if one rank received a stop signal. All ranks
+start the next phase of a save once all have finished the previous phase. If one rank could not write, all ranks raise.
 
-    step 7     says [0]          hears what was said at step 6
-    step 8     says [-1] here    hears [0]
-    step 9     says [0]          hears [-1], on every rank
+    step 7     sends [0]             receives the minimum of step 6
+    step 8     one rank sends [-1]   receives [0]
+    step 9     sends [0]             every rank receives [-1]
 
 The hosts exchange the numbers with gloo, in a separate process group, while the next step computes, so no GPU waits.
 """
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """Computes minima of numbers over all ranks. Its methods are collective: all ranks create and call it together.
+    """Computes minima of numbers over all ranks. All ranks create the object together, and call each method together.
 
     Args:
         count: the number of numbers that each rank sends.
@@ -62,13 +62,13 @@ class Agreement:
             self._work = None
 
     def close(self) -> None:
-        """Destroy the group if no message is in flight. If one is, torch.distributed destroys the group at its end."""
+        """Destroy the group. If a message is in flight, leave this to the shutdown of torch.distributed."""
         if self._group is not None and self._work is None and dist.is_initialized():
             dist.destroy_process_group(self._group)
             self._group = None
 
     def gathered(self, value: T) -> list[T]:
-        """Gather a value from each rank, in the order of ranks; values are sent pickled."""
+        """Gather a picklable value from each rank, in the order of ranks."""
         if self._group is None:
             return [value]
         found: list[Any] = [None] * self.ranks

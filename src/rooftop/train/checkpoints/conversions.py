@@ -4,7 +4,8 @@
     convert(read_record(Path("run")), Path("for-eight"), tensor_ranks=8)
 
 Trainings of any layout can read any checkpoint. A conversion has three uses: to write whole tensors for the safetensors
-library, to write one file per rank, and to update checkpoints of format 1. Only one piece is in memory at a time.
+library, to write one file per rank, and to update checkpoints of format 1. Only one piece of a tensor is in memory at a
+time.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def convert(
 
     Args:
         record: the record of the checkpoint.
-        out: a new or empty folder, for `--load`. It is renamed into place once it is complete.
+        out: the folder to write, new or empty; `--load` reads it. The folder gets this name once it is complete.
         tensor_ranks: number of tensor parallel ranks; one file is written per rank. 1: one file with whole tensors.
         progress: called with (the tensor, the fraction done).
 
@@ -104,7 +105,7 @@ def check_new(out: Path) -> None:
         probe.rmdir()
     except OSError as error:
         raise InputError(
-            f"{out} cannot be written: no folder can be created there ({error.strerror}); give another one"
+            f"{out} cannot be written: no folder can be created there ({error.strerror}); give another path"
         ) from error
 
 
@@ -119,7 +120,7 @@ def _layout(config: GptConfig, tensor_ranks: int) -> Layout:
 
 @dataclass(frozen=True)
 class _Place:
-    """A rank of an imaginary process group, which tells layers on the meta device their rank and number of ranks."""
+    """Stand-in for a process group: layers on the meta device read their rank and the number of ranks from it."""
 
     index: int
     count: int

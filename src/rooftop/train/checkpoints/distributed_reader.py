@@ -6,8 +6,8 @@
     dcp.load(state, storage_reader=CheckpointReader("run"))
 
 PyTorch's planner determines which parts of which tensors each rank needs. `SavedTensors` reads only these parts and
-verifies their checksums. The tensors' names are those of `rooftop checkpoint inspect --json`. The files contain no
-pickled data.
+verifies their checksums. The tensors have the names that `rooftop checkpoint inspect --json` prints. The files contain
+no pickled data.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class CheckpointReader(StorageReader):
         folder: the folder of a training, whose last step is read, or of one step.
 
     Raises:
-        InputError: the folder has no training, or the checkpoint is damaged. Some damage is found only when a part is
-            read.
+        InputError: the folder has no training, or the checkpoint is damaged. Damaged tensor data raise only when they
+            are read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -80,7 +80,7 @@ class CheckpointReader(StorageReader):
         """Read the data that a rank needs.
 
         Raises:
-            InputError: a part is damaged; the message names its tensor and file.
+            InputError: the data of a tensor are damaged; the message names the tensor and the file.
         """
         with torch.no_grad():
             for item in plan.items:

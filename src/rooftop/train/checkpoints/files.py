@@ -2,14 +2,15 @@
 
     8 bytes     length of the header, little-endian
     header      JSON: dtype, shape and bytes of each piece, as in safetensors; in __metadata__, under "rooftop", the
-                tensor's name, its whole shape, where the piece starts in it, and the CRC-32 of each 4 MiB of it
+                tensor's name, its whole shape, the start of the piece in the tensor, and the CRC-32 of each 4 MiB block
     data        the pieces, one after another
 
 Each block has its own checksum, so that a reader can verify only the rows that it needs. The checksums are computed
 while the data are written and are put into the header last, so a truncated file has no checksums.
 
-This file imports only the standard library. Run as a script, it writes a checkpoint during the training. That process
-starts in a tenth of a second, and reads the data from memory that it shares with the training.
+This file imports only the standard library. Run as a script, this file writes a checkpoint while the training
+continues. The script starts in a tenth of a second, and reads the data from memory that it shares with the training
+process.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from zlib import crc32
 
 BLOCK_BYTES = 4 << 20  # each block has a checksum of 8 digits: 200 kB per 100 GB
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""The bytes of an element, by safetensors' names of the dtypes of weights and counters."""
-CHECKERS = 2  # threads; one computes checksums at 2.5 GB/s, and disks write up to 5 GB/s
-NICENESS = 10  # of the writing process, so that the training's threads, which launch kernels, have priority
+"""Bytes per element of each dtype, by the dtype's name in safetensors."""
+CHECKERS = 2  # number of checksum threads: one thread computes 2.5 GB/s, and disks write up to 5 GB/s
+NICENESS = 10  # niceness of the writing process: the training's threads, which launch kernels, have priority over it
 WAITING_CHECKSUM = "0" * 8
 METADATA = "rooftop"
 
@@ -65,7 +66,7 @@ class FilePiece:
 
     @property
     def key(self) -> str:
-        """The key in the file: the tensor's name, or for a part "layers.0.mlp.up.weight[0:64, 0:32]"."""
+        """The key in the file: the tensor's name; a part also has ranges: "layers.0.mlp.up.weight[0:64, 0:32]"."""
         if self.size == self.shape:
             return self.name
         return f"{self.name}[{', '.join(f'{a}:{a + n}' for a, n in zip(self.start, self.size, strict=True))}]"
@@ -77,7 +78,7 @@ class FilePiece:
 
 
 def header_of(pieces: Sequence[FilePiece], checksums: Sequence[Sequence[str]]) -> bytes:
-    """The header of a file. Its length does not depend on the values of the checksums."""
+    """The header of a file. The length of the header does not depend on the values of the checksums."""
     entries: dict[str, Any] = {}
     places: dict[str, Any] = {}
     end = 0

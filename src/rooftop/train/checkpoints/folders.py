@@ -4,10 +4,10 @@
       latest                          the name of the last complete step
       step-00000100/
         training.json                 the training, its layout and step; index.json's checksum
-        index.json                    the place of each tensor, with checksums
+        index.json                    the position of each tensor, with checksums
         rank-00000.safetensors        the tensors that each rank wrote
         rank-00001.safetensors
-      .step-00000200.8f3a.unfinished  a step that is being written, or was when the training was killed
+      .step-00000200.8f3a.unfinished  a step that is being written, or that a killed training left incomplete
 
 The order is: write the files to the disk, rename the folder, update `latest`, remove older steps. So the previous
 checkpoint survives if the process is killed in between. If a step is saved again, its folder gets another name
@@ -121,7 +121,7 @@ def last_step(folder: Path) -> Path | None:
 
 
 def steps_in(folder: Path, step: int) -> list[Path]:
-    """List the folders of steps that hold a training; other folders with such names are ignored."""
+    """List the folders of a step that contain a training; a step has several folders if it was saved several times."""
     return [path for number, path in _steps(folder) if number == step]
 
 

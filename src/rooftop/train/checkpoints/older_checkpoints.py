@@ -5,8 +5,8 @@
     tensor-1.pt
 
 A rank's tensors are stored as the rank held them, with padding; "shards" says which pieces of the whole tensors they
-are (`resharding`). The optimizer numbered the weights, beginning with weights of more than one dimension. This format
-is read through `saved_tensors.Readable`, and never written.
+are (`resharding`). The optimizer's numbers first count the weights of two or more dimensions, then all other weights.
+This format is read through `saved_tensors.Readable`, and never written.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class OlderTensors:
     Args:
         folder: folder of the step.
         ranks: number of tensor parallel ranks that saved the step.
-        own: (this tensor parallel rank, its parts) if the number of ranks is the same as in the save. Then the rank
-            reads only its own file.
+        own: (this tensor parallel rank, its parts) if the number of ranks is the same as in the save. With `own`, the
+            rank reads only its own file.
 
     Attributes:
         entries: the tensors' entries, by name.
@@ -102,7 +102,7 @@ class OlderTensors:
 
 
 def _as_first(shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    """The parts of a rank, marked so that only its own file is read."""
+    """Mark all pieces of a rank as `first`, so that `put_together` takes them from this rank's own file."""
     return {
         name: Shard(tuple(replace(piece, first=True) for piece in shard.pieces), shard.padding)
         for name, shard in shards.items()

@@ -7,8 +7,8 @@
 
 The ranks exchange lists of the parts that they hold (`Held`); the plan does not depend on the layout behind them. If
 several ranks hold a part, the rank with the least to write gets it. Data and context parallel ranks hold the same
-parts, tensor parallel ranks the same norms and shared heads, and pipeline stages the same tied embedding. Large parts
-are first cut by rows.
+parts. Tensor parallel ranks hold the same norms and shared heads. Pipeline stages hold the same tied embedding. Large
+parts are first cut by rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Held:
 
     @classmethod
     def of(cls, name: str, dtype: str, shape: Sequence[int], shard: Shard | None) -> Held:
-        """Create the description from a shard; None: the whole tensor of that shape.
+        """Describe a rank's shard of a tensor; if the shard is None, the rank holds the whole tensor.
 
         Raises:
             ValueError: the shard is not made of contiguous ranges of rows and columns.

@@ -1,16 +1,16 @@
 """Assemble a tensor parallel rank's part of a parameter from the parts that ranks of another layout saved.
 
-    tp=2 held            tp=4 holds             each new piece takes from each old one
-    +----------+         +-----+                the elements that both contain
-    | rank 0   |   ->    |  0  |  pieces of the whole,
-    |          |         |  1  |  by their boxes; padding
-    +----------+         +-----+  stays 0
-    | rank 1   |         |  2  |
+    tp=2 held            tp=4 holds
+    +----------+         +-----+
+    | rank 0   |   ->    |  0  |   each new piece copies from each old piece
+    |          |         |  1  |   the elements that both contain;
+    +----------+         +-----+   boxes are positions in the whole tensor;
+    | rank 1   |         |  2  |   padding stays 0
     |          |         |  3  |
     +----------+         +-----+
 
-In format 1, records list the pieces of the whole that the tensors of a rank hold. The rows of gate and up of a gated
-MLP are separate pieces. Several ranks store the key heads that they share.
+In format 1, each rank's file lists the pieces of the whole tensors that the rank holds. The rows of gate and up of a
+gated MLP are separate pieces. Several ranks store the key heads that they share.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple
     Args:
         here: the part to assemble; None: the whole tensor.
         shape: shape of the part that the rank holds, with padding.
-        parts: the shard and the tensor that each of the other ranks held, in order. A shard None: the rank held the
-            whole tensor.
+        parts: for each rank of the other layout, in order, its shard and its tensor. A shard of None means that the
+            rank held the whole tensor.
 
     Returns:
         A new tensor of that shape on the CPU; padding is 0.
@@ -72,7 +72,7 @@ def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple
 
 
 def _checked(shard: Shard | None, tensor: Tensor) -> tuple[Shard, Tensor]:
-    """Check that a tensor has as many rows as its pieces together; returns the tensor."""
+    """Check that a tensor has as many rows as its pieces together; return its shard and the tensor."""
     held = shard or Shard((Piece(Box.whole(tensor.shape)),))
     rows = sum(piece.box.size[0] for piece in held.pieces) + held.padding
     if tensor.dim() == 0 or rows != len(tensor) or any(piece.box.size[1:] != tensor.shape[1:] for piece in held.pieces):
@@ -81,7 +81,7 @@ def _checked(shard: Shard | None, tensor: Tensor) -> tuple[Shard, Tensor]:
 
 
 def common_part(one: Box, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """The position of the common elements in each of two parts; None if they have no common element.
+    """Return the slices of the common elements in each of two parts; None if the parts have no common element.
 
     Raises:
         ValueError: the parts belong to whole tensors of different shapes.

@@ -3,9 +3,9 @@
     saved = SavedTensors(Path("run/step-00000100"))
     saved.fill(rows, "layers.0.mlp.up.weight", Box.shard(shape, 0, index=1, count=4))
 
-index.json lists the dtype and whole shape of each tensor. For each piece it lists the file, the offset in the file, the
-position in the whole, and the checksum of each block. A part is assembled from the pieces that overlap it. The needed
-rows of the pieces are read in whole blocks, and each block is verified by its checksum.
+index.json lists the dtype and whole shape of each tensor. For each piece, index.json lists the file, the offset in the
+file, the position in the whole tensor, and the checksum of each block. A part is assembled from the pieces that overlap
+it. The needed rows of the pieces are read in whole blocks, and each block is verified by its checksum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 BATCH_BYTES = 64 << 20
 """Maximum number of bytes that are read at a time.
 
-A reader needs this much memory in addition to the tensor that it fills.
+A reader needs this number of bytes in memory, in addition to the tensor that it fills.
 """
 AGAIN = "continue with another step of this folder, or with a copy"
 
@@ -139,7 +139,7 @@ class SavedTensors:
     Attributes:
         entries: the tensors' entries, by name.
         files: size in bytes and header checksum of each file.
-        step: the last step before they were saved.
+        step: the last training step before the save.
 
     Raises:
         InputError: index.json is missing or damaged.
@@ -293,7 +293,7 @@ class SavedTensors:
 
 
 def _batches(of: tuple[slice, ...], size: tuple[int, ...], item_bytes: int) -> list[tuple[int, int]]:
-    """Yield ranges of the needed rows of a piece, of limited size; (0, 1) for a scalar."""
+    """List ranges of the needed rows of a piece, each of at most `BATCH_BYTES`; for a scalar, (0, 1)."""
     if not of:
         return [(0, 1)]
     rows = max(1, BATCH_BYTES // max(1, prod(size[1:]) * item_bytes))

@@ -15,10 +15,10 @@ ranks have written.
 |---|---|---|
 | a copy of the data that this rank writes | a stream of the GPU, or a thread | during the next forward and backward |
 | the file, on the disk, with checksums | a process | during later steps |
-| index, names, `latest` | a thread of rank 0 | once all ranks have written; they agree on that after a step |
+| index, names, `latest` | a thread of rank 0 | once all ranks have written, on which they agree after a step |
 
-Only one save is in progress at a time; the next one waits for it. A failure on any rank is raised on all ranks, after
-the same step.
+Only one save is in progress at a time; the next save waits for the current one. A failure on any rank is raised on all
+ranks, after the same step.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class Saver:
         """Begin to save the state after this step. Until the optimizer's next step, the weights must not change.
 
         Raises:
-            OSError: the previous save cannot be written, or this one if it is not asynchronous; all ranks raise this.
+            OSError: the previous save cannot be written, or the new save if `asynchronous` is False; all ranks raise
+                this.
         """
         with self._blocking():
             self._finish()
@@ -207,7 +208,7 @@ class Saver:
     def _finish(self) -> None:
         while self._phase:
             if self._task is not None:
-                self._task.join(POLL_S)  # a short wait, because no rank may wait for other ranks in a collective
+                self._task.join(POLL_S)  # a short wait, because the other ranks need this rank's next exchange
             self._agree(False)
 
     def _agree(self, stop: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Copy the data to save during the next forward and backward, to memory that the writing process shares.
+"""Copy a checkpoint's data to memory shared with the writing process, during the next forward and backward pass.
 
     training   step 7 | forward, backward of step 8 | optimizer of step 8
     copying           |-- weights, moments -->|     ^ waits for the copy, not for the disk
@@ -31,7 +31,7 @@ class Staging:
         descriptor: file descriptor of the memory, which a process can inherit.
 
     Raises:
-        OSError: the host has too little memory, or CUDA cannot pin it.
+        OSError: the host has too little memory, or CUDA cannot pin the memory.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class Staging:
         self._pinned = True
 
     def begin(self, sources: Sequence[Tensor]) -> None:
-        """Start to copy tensors to the memory, one after another. They must not change before `wait_to_change`."""
+        """Start to copy tensors to the memory, one after another. Do not change them before `wait_to_change`."""
         assert self._thread is None
         if self.device.type == "cuda":
             self._stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -91,7 +91,7 @@ def load_trained_gpt(
     for name, parameter in parameters.items():
         whole = Box.whole(parameter.shape)
         shard = shards.get(name, Shard((Piece(whole),)))
-        # a part of padding only does not know the whole shape
+        # a shard that is only padding has no piece that records the whole shape
         shape = shard.pieces[0].box.shape if shard.pieces else saved.entries[name].shape
         entry_of(saved, record.folder, name, saved.entries[name].dtype, shape)
         if shard.padding:

@@ -3,7 +3,7 @@
     layers.0.mlp.up.weight                         a weight; float32 or float64 even if the model's dtype is narrower
     optimizer.exp_avg.layers.0.mlp.up.weight       its moments
     optimizer.exp_avg_sq.layers.0.mlp.up.weight
-    optimizer.step.layers.0.mlp.up.weight          the number of its steps, ()
+    optimizer.step.layers.0.mlp.up.weight          the number of its steps, shape ()
 
 A rank holds parts of these tensors (`Shard`). Padding is not saved, because the whole tensors have none.
 """

@@ -76,7 +76,7 @@ class TrainingRecord:
 
     @property
     def config(self) -> GptConfig:
-        """The config of the model. An option that an older record lacks gets the behaviour from before it existed.
+        """The config of the model. An option that an older record lacks gets the value that keeps its old behaviour.
 
         Raises:
             InputError: the record is not valid.
@@ -107,13 +107,16 @@ class TrainingRecord:
 
 
 def holds_training(folder: str | Path) -> bool:
-    """Whether a folder is that of a training or of one of its steps."""
+    """Whether a folder is the checkpoint folder of a training, or the folder of one of its steps."""
     folder = Path(folder)
     return (folder / TRAINING).is_file() or last_step(folder) is not None
 
 
 def read_record(folder: str | Path) -> TrainingRecord:
-    """Read the record of the last step in a folder, or of the folder of a step.
+    """Read the training record of a checkpoint.
+
+    Args:
+        folder: the folder of a training, whose last step is read, or the folder of one step.
 
     Raises:
         InputError: the folder holds no training.
@@ -196,4 +199,4 @@ def plain_training(training: GptTraining) -> dict[str, Any]:
     values: dict[str, Any] = asdict(training)
     config: Mapping[str, Any] = values.pop("config")
     plain = {**config, **values, "dtype": str(training.dtype).removeprefix("torch.")}
-    return json.loads(json.dumps(plain))  # type: ignore[no-any-return]  # tuples are lists there
+    return json.loads(json.dumps(plain))  # type: ignore[no-any-return]  # JSON turns tuples into lists

@@ -4,11 +4,11 @@
       latest              the name of the last complete step
       step-00000100/
         training.json     the training and its layout
-        index.json        the place of each tensor
+        index.json        the position of each tensor
         rank-00000.safetensors ...
 
-A checkpoint holds the whole model's weights and moments by name. Each rank writes some parts of them (`plans`) and
-reads its own parts (`saved_tensors`). So a checkpoint does not depend on the layout: any number of tensor, data,
+A checkpoint holds the whole model's weights and moments by name. Each rank writes some parts of these tensors (`plans`)
+and reads its own parts (`saved_tensors`). So a checkpoint does not depend on the layout: any number of tensor, data,
 context and pipeline parallel ranks can resume it, with or without a sharded model. The step determines the schedule and
 the next data; seed and step determine the dropout masks.
 
@@ -36,7 +36,7 @@ from rooftop.train.tokens.tokens import Tokens
 
 
 def save_training(folder: str | Path, trainer: GptTrainer, *, keep_last: int | None = None) -> Path:
-    """Save a training after its last step, and wait until it is on the disk. All ranks must call it together.
+    """Save a training after its last step, and wait until the data are on the disk. All ranks must call this together.
 
     Args:
         folder: folder of all steps; created if missing.
@@ -82,7 +82,7 @@ def other_data(found: str | Path, tokens: Tokens | Mixture) -> str | None:
 
     The result is None if the data are the same, or if the checkpoint does not record its data.
 
-    Different data are no error, because they may be intended.
+    Different data do not raise an error, because the user may intend this.
     """
     saved = read_record(found).data
     if saved.get("fingerprint") in (None, tokens.fingerprint()):
@@ -94,13 +94,13 @@ def other_data(found: str | Path, tokens: Tokens | Mixture) -> str | None:
 
 
 def load_training(found: str | Path, trainer: GptTrainer) -> None:
-    """Load a checkpoint into a trainer, which keeps its own learning rate and weight decay.
+    """Load a checkpoint into a trainer. The trainer keeps its own learning rate and weight decay.
 
     Each rank reads its own parts and verifies their checksums, without communication.
 
     Raises:
-        InputError: a tensor or a file is missing, is damaged or does not fit; the message names it. The trainer is then
-            partly loaded, and must not be used.
+        InputError: a tensor or a file is missing, is damaged or does not fit; the message names this tensor or file.
+            The trainer is then partly loaded, and must not be used.
     """
     record = read_record(found)
     own = (trainer.place["tp"], shards_here(trainer)) if record.layout["tp"] == trainer.layout.tp else None

@@ -33,13 +33,13 @@ def _contents(sources: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 class WritingProcess:
-    """Writes pieces from a copy, in a separate process. Call the object once, in any thread.
+    """Writes a rank's file from a copy of the tensors, in a separate process. Call the object once, in any thread.
 
     Args:
         path: path of the file.
         pieces: the pieces that the copy contains, in order.
         staging: the copy, which may still be in progress.
-        sources: the tensors that are copied; this keeps them alive until the copy is complete.
+        sources: the tensors that are copied; the object keeps them alive until the copy is complete.
 
     Attributes:
         seconds: time from the end of the copy until the file is on the disk.
@@ -59,7 +59,8 @@ class WritingProcess:
         self.staging.wait()
         began, self.sources = time.perf_counter(), ()
         self.path.parent.mkdir(exist_ok=True)
-        # -I isolates the process from PYTHON* variables and the user's packages; it imports only the standard library.
+        # -I isolates the process from PYTHON* variables and the user's packages; the process imports only the standard
+        # library.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", checkpoint_files.__file__],
             stdin=subprocess.PIPE,

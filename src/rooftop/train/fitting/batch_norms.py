@@ -6,9 +6,9 @@
 Each norm stays the same object with the same parameters and buffers. Within the block, its class is replaced by a
 subclass. On a GPU the arithmetic is the same as in torch.nn.SyncBatchNorm.
 
-Each rank computes count, mean and sum of squared deviations of its part, (3C). Chan's formula merges them over ranks:
-sum = Σ sum_r + Σ n_r (mean_r - mean)². This never subtracts large squares from each other. The gradient, with sums over
-the whole batch of n values per channel, is
+Each rank computes count, mean and sum of squared deviations of its part of the batch, (3C). Chan's formula merges these
+statistics over ranks: sum = Σ sum_r + Σ n_r (mean_r - mean)². The formula never subtracts large squares from each
+other. The gradient, with sums over the whole batch of n values per channel, is
 
     dx = weight / std * (dy - Σ dy / n - x̂ * Σ (dy x̂) / n)
 
@@ -38,9 +38,9 @@ def batch_norms_over_ranks(model: nn.Module, group: Group) -> Iterator[list[str]
     """Within the `with` block, batch norms in training mode use statistics over the ranks of a group.
 
     All ranks must call the same norms in the same order, each with at least one sample. Norms in evaluation mode,
-    including those of frozen parts, use their running statistics as usual. Without a group nothing changes.
+    including those of frozen modules, use their running statistics as usual. Without a group nothing changes.
 
-    Yields: The names of these norms.
+    Yields: The names of the changed norms.
     """
     changed: list[tuple[nn.Module, type]] = []
     names = []

@@ -46,7 +46,7 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Compute the mean loss and the metrics, the same on all ranks; leaves the model in evaluation mode.
+        """Return the mean loss and the metrics, the same on all ranks. The model stays in evaluation mode.
 
         Raises:
             InputError: the task's best metric is not among the metrics.
@@ -70,7 +70,7 @@ class Evaluator:
         return self._checked({**self._means(sums, counts), **self._judged()})
 
     def _whole_or_uncompiled(self, count: int) -> AbstractContextManager[Any]:
-        """Disable the compiled model for smaller batches, because another size would compile it again."""
+        """Run batches that are smaller than the usual size uncompiled: a new size would compile the model again."""
         smaller = self.recipe.run.compile and count * self.world.size < self.batch
         return torch.compiler.set_stance("force_eager") if smaller else nullcontext()
 

@@ -1,6 +1,6 @@
 """Explain failed steps: find the first module with a non-finite output, or list the contents of the GPU's memory.
 
-Both need to run the batch of the failed step again, because checks in every step would cost time.
+Both functions run the batch of the failed step a second time, because checks in every step would cost time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def first_not_finite(stepper: Stepper, number: int, parts: Iterable[Part]) -> tu
     Weights, optimizer state and buffers stay unchanged, but gradients change.
 
     Returns:
-        (number of values checked before it, which orders the ranks; description of the value), or None if all values
-        are finite.
+        (number of values checked before this value, description of the value), or None if all values are finite. The
+        number tells which rank was first.
     """
     found: list[tuple[int, str]] = []
     looked = count()
@@ -91,11 +91,12 @@ def _batch_in_words(part: Part) -> str:
 
 @contextmanager
 def memory_explained(stepper: Stepper, number: int, again: Callable[[], Iterable[Part]] | None) -> Iterator[None]:
-    """Turn an out-of-memory error of a step into one line, with a note that lists what holds the memory.
+    """Turn an out-of-memory error of a step into one line, with a note that lists what uses the memory.
 
     Args:
-        again: yields the parts of the step again. With it, the step runs once more under `explained_memory`, to find
-            modules and lines. None: the step does not run again, because other ranks would have to take part.
+        again: yields the parts of the step again. The step then runs a second time under `explained_memory`, which
+            finds the modules and source lines that use the memory. None: the step does not run again, because other
+            ranks would have to take part.
 
     Raises:
         ModelRunError: memory ran out.

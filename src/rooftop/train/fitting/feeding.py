@@ -1,6 +1,6 @@
 """Feed the training data to each step, in parts for gradient accumulation.
 
-A step of `parts` forward and backward passes takes that many consecutive batches of the loader. So a step has the same
+A step of `parts` forward and backward passes reads `parts` consecutive batches of the loader. So a step has the same
 samples, at the same positions, for any number of parts and ranks.
 """
 
@@ -69,7 +69,7 @@ class Feed:
     """Reads the training data.
 
     Attributes:
-        loader: the loader, with its description, `waited_s` and `skipped`.
+        loader: the loader of the training data.
     """
 
     def __init__(self, task: Task, recipe: Recipe, lengths: Lengths, world: World) -> None:
@@ -77,15 +77,16 @@ class Feed:
         self._prepare = task.prepare
         self.loader = loader_of(task.train, lengths.batch // lengths.parts, task, recipe, world, training=True)
         self._batches: Iterator[Any] = iter(())
-        self._next = 0  # the step whose batches the loader yields next; 0: none
-        # Whether the loader's epochs end with a step. If not, the remaining batches of an epoch are skipped.
+        self._next = 0  # the step whose batches the loader yields next; 0: unknown
+        # Whether the loader's epochs end with a step. If False, the remaining batches of an epoch are skipped.
         self._joined_epochs = len(self.loader) == lengths.per_epoch * lengths.parts
 
     def parts(self, step: int) -> Iterator[Part]:
-        """Yield the parts of a step. The caller must take all parts of a step before it takes those of another step.
+        """Yield the parts of a step. The caller must take all parts of a step before it takes parts of the next step.
 
         Raises:
-            InputError: no sample of a part can be read. (If damaged samples are not skipped, the first one raises.)
+            InputError: no sample of a part can be read. (If damaged samples are not skipped, the first damaged sample
+                raises.)
         """
         if step != self._next or (self.lengths.epoch_of(step)[1] == 0 and not self._joined_epochs):
             self._go_to(step)

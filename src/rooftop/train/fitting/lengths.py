@@ -1,4 +1,4 @@
-"""The length of a training: steps per epoch and in total, and the steps after which it evaluates and saves."""
+"""The length of a training: steps per epoch, steps in total, and the steps after which to evaluate and to save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Lengths:
     """The lengths of a run, in steps; steps count from 1.
 
     Attributes:
-        batch: samples per step, summed over all ranks: as in the recipe, or all samples if there are fewer.
+        batch: samples per step, summed over all ranks: `run.batch`, or all samples if there are fewer than that.
         parts: forward and backward passes per step.
         per_epoch: steps per epoch; the last samples are left out if they do not fill a batch.
         steps: number of steps of the run.

@@ -2,14 +2,15 @@
 
     fitted = fit(task, Recipe.of({"run": {"epochs": 5}}), out=Path("runs/first"))
 
-`stepping.Stepper` runs each step. The loop decides when to read losses, evaluate the model, save the state, and end. It
-reads the results of steps from the device once every `interval` steps, and before each save.
+`stepping.Stepper` runs each step. The loop decides when to read losses, evaluate the model, save the state, and end.
+The loop reads the results of steps from the device once every `interval` steps, and before each save.
 
-After a kill, `resume=True` continues from the last checkpoint with the same bits (on a GPU with run.deterministic).
-Order, augmentation and dropout depend only on seed, epoch, step and position.
+`resume=True` continues a killed training from its last checkpoint. The results are bit-identical to those without the
+kill; on a GPU this needs run.deterministic. Sample order, augmentation and dropout depend only on seed, epoch, step and
+position.
 
-With gradient accumulation, each part has its own batch-norm statistics, over all ranks. Dropout masks depend on the
-number of ranks.
+With gradient accumulation, each forward pass has its own batch-norm statistics, over all ranks. Dropout masks depend on
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.stopping import Stop, stop_on_signals
 from rooftop.train.tasks.task import Task
 
-INTERVAL = 10  # number of steps whose results are read from a GPU at once; in between, the GPU never waits for Python
+INTERVAL = 10  # number of steps whose results are read from a GPU at once; between reads the GPU never waits for Python
 COMPILER = "inductor"
 DONE = "done"
 
@@ -132,10 +133,10 @@ def _settings_of_torch(recipe: Recipe, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _compiled(model: torch.nn.Module) -> Iterator[None]:
-    """Within the block, calls of the model run compiled. Its attributes and the names of its tensors stay the same.
+    """Within the block, calls of the model run compiled. The model keeps its attributes and the names of its tensors.
 
     A function in this file calls the model, because torch.compile skips calls that begin in torch.nn: `Module.compile`
-        has no effect on a torch.nn.Sequential.
+    has no effect on a torch.nn.Sequential.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +150,7 @@ def _compiled(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _Fitting:
-    """A rank's part of a training, from its first step in this process to its last."""
+    """A rank's part of a training, from the first to the last step in this process."""
 
     def __init__(
         self,
@@ -281,7 +282,7 @@ class _Fitting:
         )
 
     def _loading(self) -> str:
-        """How samples are loaded, with measurements; "" while ways are being timed, and after the first report."""
+        """Describe how samples are loaded, with measurements; "" before the loader has chosen, and after the report."""
         loader = self.feed.loader
         if loader.chosen is None or self._loading_told:
             return ""

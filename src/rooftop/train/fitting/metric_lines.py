@@ -3,8 +3,8 @@
     {"step": 3, "epoch": 0.1, "loss": 2.1, "grad_norm": 1.4, "learning_rate": 0.1, ...}
     {"step": 30, "epoch": 1.0, "values": {"loss": 1.2, "accuracy": 0.8}, "best": true}
 
-A resumed training repeats the steps after its checkpoint. So the earlier lines of the repeated steps are removed, and
-also a partial line of a killed process.
+A resumed training repeats the steps after its checkpoint. So the old lines of the repeated steps are removed, as is a
+partial line of a killed process.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     ...                      # change the tensors
     kept.put_back(skip)      # skip is a bool tensor, (): if True, restores the earlier values
 
-So a step with non-finite numbers changes nothing, with any optimizer. Tensors of one dtype are copied together: three
-launches per dtype instead of three per tensor.
+So a step with non-finite numbers changes no tensor, with any optimizer. Tensors of one dtype are copied together, with
+three kernel launches per dtype instead of three per tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class PutBack:
-    """Keeps copies of tensors, in memory that is allocated once and is twice the size of the tensors."""
+    """Keeps copies of tensors. The memory for the copies is allocated once, and is twice the size of the tensors."""
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.dtype, torch.device], _Room] = {}
@@ -61,7 +61,7 @@ class _Room:
         )
 
     def fits(self, tensors: list[Tensor]) -> bool:
-        """If these tensors have the same shapes, use them from now on; returns whether they do."""
+        """Whether these tensors have the same shapes as the current ones; if so, they replace the current ones."""
         same = [each.shape for each in tensors] == [each.shape for each in self.tensors]
         if same:
             self.tensors = tensors

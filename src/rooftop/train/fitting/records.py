@@ -10,16 +10,16 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a training that are known before its first step.
+    """The description of a training before its first step.
 
     Attributes:
         parameters, trained: number of all parameters of the model, and of its parameters that are not frozen.
         samples, held_out: number of training samples, and of validation samples.
         steps, steps_per_epoch: number of steps of the whole run, and of one epoch.
         before: number of steps before the loaded checkpoint.
-        ranks, device: number of ranks, and their kind of device.
-        loading: how samples are loaded, in words, with measurements; "" if ways are still to be timed. Then a later
-            note reports the choice.
+        ranks, device: number of ranks, and the device of this rank.
+        loading: how samples are loaded, in words, with measurements; "" if the loader has not chosen yet. In this case,
+            a later note reports the choice.
     """
 
     parameters: int
@@ -83,7 +83,8 @@ class Fitted:
     Attributes:
         steps: total number of steps, including earlier runs.
         seconds: duration of this run.
-        reason: "done", "no better for N evaluations", "stopped by SIGTERM", "stopped by Ctrl-C".
+        reason: why the training ended: "done", "no improvement for N evaluations", "stopped by SIGTERM", "stopped by
+            Ctrl-C".
         last, best: the last and the best evaluation; None without validation data.
         out: folder of the run; None: nothing was written.
     """

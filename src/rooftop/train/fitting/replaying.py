@@ -6,8 +6,8 @@
     loss.backward()
 
 A network launches hundreds of kernels for a step. If the host shares its cores with processes that decode images, it
-launches them too late, and the GPU waits. A replay is one launch. The loss, the gradient's sums, and the optimizer's
-step run as before.
+launches the kernels too late, and the GPU waits. A replay is one launch. Only the model is replayed: the loss, the sums
+of gradients over ranks, and the optimizer's step run as usual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ReplayedModel:
         device: a GPU.
         record: captures the graphs; tests pass another function.
 
-    A second call before the backward pass of the first one runs without a graph.
+    A second call of the model before the backward pass of the first call runs without a graph.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, record: Recorder | None = None) -> None:
@@ -58,7 +58,7 @@ class ReplayedModel:
             vars(self._model)["_compiled_call_impl"] = plain
 
     def _replays_of(self, run: Callable[..., Any]) -> TrainingReplays:
-        """The graphs. They are captured anew if weights have moved, since graphs read them at their addresses."""
+        """Return the graphs, which read fixed addresses; weights at new addresses need new graphs."""
         tensors = (*self._model.parameters(), *self._model.buffers())
         addresses = [each.data_ptr() for each in tensors]
         if self._replays is None or addresses != self._addresses:

@@ -3,14 +3,15 @@
     OUT/
       recipe.toml
       metrics.jsonl
-      best.safetensors, last.safetensors    exported weights, as they were evaluated
+      best.safetensors, last.safetensors    exported weights of the best and the last evaluation
       checkpoints/
         latest                              as in `rooftop.train.checkpoints.folders`
         step-00000100/
           training.json                     recipe, task and data; progress; the state without its tensors
           index.json, rank-00000.safetensors    the tensors, with checksums
 
-A data parallel training has the same state on all ranks, so rank 0 writes it, and any number of ranks may resume it.
+A data parallel training has the same state on all ranks. So rank 0 writes the state, and any number of ranks may resume
+the training.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from rooftop.train.tasks.task import Task
 
 CHECKPOINTS, RECIPE = "checkpoints", "recipe.toml"
 KIND = "task"
-"""The kind of training in training.json, to distinguish it from trainings of a GPT."""
+"""The value of "kind" in training.json, which distinguishes a task's training from a GPT's training."""
 MAY_CHANGE = ("loading", "faults")
 """Sections of the recipe that may differ when a training is resumed, because they do not change its results."""
 BEST, LAST = "best.safetensors", "last.safetensors"
@@ -119,14 +120,14 @@ def _content(samples: Samples, index: int) -> int | str:
 
 
 def _with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity in which switches that did not exist when it was saved have their defaults."""
+    """Complete a saved identity: switches that are newer than the checkpoint get their defaults."""
     usual = json.loads(json.dumps(Recipe().plain()))
     recipe = {name: {**usual.get(name, {}), **values} for name, values in identity.get("recipe", {}).items()}
     return {**identity, "recipe": recipe}
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], path: str = "") -> list[str]:
-    """The differences between two identities, such as "recipe.optimizer.lr is 0.2 now and 0.1 in the checkpoint"."""
+    """List the differences between two identities: "recipe.optimizer.lr is 0.2 now and 0.1 in the checkpoint"."""
     found = []
     for name in dict.fromkeys([*here, *there]):
         one, other = here.get(name), there.get(name)
@@ -178,7 +179,8 @@ class RunFolder:
             "state": taken_apart(state, "", tensors),
         }
         pieces = [_piece(name, tensor) for name, tensor in tensors.items()]
-        order = sorted(range(len(pieces)), key=lambda number: -ITEM_BYTES[pieces[number].dtype])  # to align all pieces
+        # wide dtypes first, so that all pieces are aligned
+        order = sorted(range(len(pieces)), key=lambda number: -ITEM_BYTES[pieces[number].dtype])
         sources = list(tensors.values())
         temporary = unfinished(self.checkpoints, step, secrets.token_hex(4))
         try:

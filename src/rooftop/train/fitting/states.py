@@ -3,7 +3,8 @@
     {"state": {0: {"step": tensor(3.), "momentum_buffer": tensor(...)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 
 becomes the tensors "optimizer.state.0.step" and "optimizer.state.0.momentum_buffer", and JSON in which {"tensor": name}
-replaces each tensor. JSON keeps floats exactly. It supports neither numeric keys nor tuples, so these are marked.
+replaces each tensor. JSON keeps floats exactly. JSON supports neither numeric keys nor tuples, so dicts become
+{"pairs": [[key, value], ...]}, and tuples become {"tuple": [...]}.
 """
 
 from __future__ import annotations

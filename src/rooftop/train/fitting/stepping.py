@@ -3,14 +3,14 @@
 The host does not wait for the device.
 
 `rooftop.parallel.ModelGradients` sums gradients over ranks during the last backward pass, instead of
-DistributedDataParallel. This has three advantages. The task's loss gets the model itself, with its attributes, and may
-call it several times. A parameter that a batch does not reach gets a zero gradient instead of an error. Gradient
-accumulation needs no special mode. The sums use their own process group, because ranks may compute gradients in
-different orders while batch norms communicate. The loss is summed too, so that each rank's device has the loss of the
-whole batch.
+DistributedDataParallel. `ModelGradients` has three advantages over DistributedDataParallel. The task's loss gets the
+model itself, with its attributes, and may call the model several times. A parameter that the loss of a batch does not
+use gets a zero gradient instead of an error. Gradient accumulation needs no special mode. The sums use their own
+process group, because ranks may compute gradients in different orders while batch norms communicate. The loss is summed
+too, so that each rank's device has the loss of the whole batch.
 
-The device checks whether all numbers are finite. All ranks decide alike, because one non-finite number makes the sum
-non-finite. A skipped step changes no weights, optimizer state or buffers.
+The device checks whether the loss and the gradients are finite. All ranks make the same decision, because one
+non-finite number makes the sum over ranks non-finite. A skipped step changes no weights, optimizer state or buffers.
 """
 
 from __future__ import annotations
@@ -75,14 +75,15 @@ class Stepper:
             number: number of the step, from 1.
 
         Returns:
-            (4,) float64 on the device: the loss of the whole batch, the norm of its gradient before clipping, whether
-            the step was skipped, and whether this is a fault. A float16 overflow is no fault.
+            (4,) float64 on the device: the loss of the whole batch, the norm of the gradient before clipping, whether
+            the step was skipped, and whether the step is a fault. In fp16, an overflow of the gradient is no fault.
         """
         set_rates(self.optimizer, rate_factor(self.recipe.schedule, number, self.steps))
         self._buffers.take(self.task.model.buffers())
         total = self.gradients(number, parts, summing=self.recipe.run.sum_in_backward, replayed=True)
         gradients, (loss, weight) = self._summed(total)
-        if self.recipe.faults.damaged == "skip":  # the batch may be smaller; only the sum over ranks is its real size
+        # Without its damaged samples the batch is smaller; the sum over ranks is its true size.
+        if self.recipe.faults.damaged == "skip":
             loss = loss / weight
             torch._foreach_mul_(gradients, 1 / weight)
         if self.scaler.is_enabled():
@@ -107,14 +108,15 @@ class Stepper:
         Args:
             summing: whether the last backward pass starts to sum gradients over the ranks; `_summed` completes the
                 sums.
-            replayed: whether to replay the model, if the recipe asks for that. Hooks of modules then do not run.
+            replayed: whether to replay the model, if the recipe sets run.replay. Hooks of modules do not run in a
+                replay.
 
         Returns:
-            (2,) float64: this rank's share of the loss, and of the whole batch.
+            (2,) float64: this rank's share of the loss, and its share of the whole batch.
 
         Raises:
-            InputError: with `summing`, a loss computes the gradient of a parameter in several backward passes; or the
-                model cannot be replayed.
+            InputError: with `summing`, a loss computes the gradient of a parameter in several backward passes.
+            InputError: the model cannot be replayed.
         """
         self.task.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -184,14 +186,14 @@ class Stepper:
         return [each.grad for each in self.trained if each.grad is not None], pending()
 
     def _seed(self, seed: int) -> None:
-        """Seed the generators of this rank. `torch.manual_seed` would seed those of the process's other GPUs, too."""
+        """Seed the generators of this rank. `torch.manual_seed` would also seed the generators of all other GPUs."""
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.manual_seed(seed)
 
     def _judged(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Decide whether to skip the step, and whether this is a fault: two bools on the device."""
+        """Decide whether to skip the step, and whether the step is a fault: two bools on the device."""
         wrong_loss = ~loss.isfinite()
         wrong = wrong_loss | ~norm.isfinite()
         fault = wrong_loss if self.scaler.is_enabled() else wrong
@@ -228,7 +230,7 @@ class Stepper:
     # ---- the state -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The complete state on which later steps depend."""
+        """The complete state that determines later steps."""
         return {
             "model": dict(self.task.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),

@@ -36,7 +36,7 @@ def fill_from(model: Gpt | GptStages, folder: str | Path, unshared: Callable[[],
         model: result of `parallel_gpt`, `parallel_gpt_stages` or `fully_sharded_gpt`, with the folder's config. If data
             parallel ranks shard the model, each rank reads its tensor parallel part once, on the CPU.
         folder: a folder with config.json and .safetensors files.
-        unshared: creates the same part of an unsharded model on the meta device.
+        unshared: creates this rank's part of the model on the meta device, not sharded over data parallel ranks.
 
     Raises:
         InputError: the folder holds a training of Rooftop.

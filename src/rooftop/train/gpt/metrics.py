@@ -1,7 +1,7 @@
 """Write the metrics file: one line of JSON per step, also in a resumed training.
 
-A resumed training repeats the steps after its checkpoint. So the earlier lines of the repeated steps are removed, and
-also a partial line of a killed process. The file then has each step once, in order.
+A resumed training repeats the steps after its checkpoint. So the old lines of the repeated steps are removed, as is a
+partial line of a killed process. The file then has each step once, in order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def kept_lines(path: Path, step: int) -> list[str]:
     """Read the lines of steps 1 to `step`, one per step; if a step ran twice, the last line counts.
 
     Raises:
-        InputError: the file has lines of another kind, which must not be removed.
+        InputError: the file has lines that are not metrics of steps, which must not be removed.
     """
     if not path.is_file():
         return []
@@ -60,14 +60,14 @@ def metrics_file(path: Path, after: int | None = None) -> Iterator[TextIO]:
     try:
         yield file
     except BaseException:
-        with suppress(OSError):  # closing tries to write the rest again, and its error would hide the first one
+        with suppress(OSError):  # closing tries to write the buffer again, and its error would hide the first error
             file.close()
         raise
     file.close()
 
 
 def add_lines(file: TextIO, reports: Iterable[StepReport]) -> None:
-    """Append the reports as lines to the file, which must happen before the next checkpoint is saved.
+    """Append the reports as lines to the file. Call this before the next checkpoint is saved.
 
     Raises:
         OSError: the lines cannot be written; the message names the file.
@@ -80,7 +80,7 @@ def add_lines(file: TextIO, reports: Iterable[StepReport]) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line; None if the line is cut off or of another kind."""
+    """The step of a line; None if the line is cut off or is not a step's metrics."""
     try:
         found = json.loads(line)
     except ValueError:  # the line is not JSON or not UTF-8

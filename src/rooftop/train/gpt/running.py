@@ -1,6 +1,7 @@
 """The training loop: steps, reports and checkpoints.
 
-Losses and norms are read from the device once every `interval` steps, so the GPU does not wait for Python in between.
+Losses and norms are read from the device once every `interval` steps. Between these reads, the GPU never waits for
+Python.
 """
 
 from __future__ import annotations
@@ -73,15 +74,15 @@ def run_steps(
         interval: number of steps that are read and reported together. The first step is reported alone, because it
             takes longer.
         roof: roof of a step.
-        validation: the data and the interval of validations. Their time is not part of the steps' time. A training that
-            was asked to stop runs no validation.
-        save: folder of checkpoints; one is saved after the last step. If the caller leaves the loop early, a checkpoint
-            in progress is aborted.
+        validation: the data and the interval of validations. The time of validations is not part of the steps' time. A
+            training that was asked to stop runs no validation.
+        save: folder of checkpoints; a checkpoint is saved after the last step. If the caller leaves the loop early, a
+            checkpoint in progress is aborted.
         save_interval: also save every `save_interval` steps.
         keep_last: number of checkpoints to keep in the folder; None: all.
         async_save: write in the background (`Saver`); the loop waits for the last checkpoint.
-        stop: if any rank is asked to stop, all ranks save after the same step, one or two steps later, and stop. Needs
-            `save`.
+        stop: if any rank is asked to stop, all ranks save after the same step, one or two steps later, and stop. `stop`
+            needs `save`.
 
     Yields: The reports of the steps since the previous reports.
 
@@ -145,7 +146,7 @@ def _steps(
             waiting.clear()
             if saver is not None and saving:
                 saver.begin()
-            elif saver is not None and step == first:  # before this step the optimizer has no state
+            elif saver is not None and step == first:  # the optimizer has a state only after the first step
                 saver.prepare()
             began = time.perf_counter()
 

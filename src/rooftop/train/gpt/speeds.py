@@ -1,9 +1,9 @@
-"""Compare a training with the limits of this machine: its flops rate, and the roof of a step.
+"""Compare a training with the limits of this machine: its flops rate, and the minimum time of a step (roof).
 
 In a step each rank must at least compute its share of the flops, read its weights in forward and backward, and write
-their gradients. Its optimizer must read weights, gradients and state, and write weights and state. The fused roof is
-the time of all this work in one kernel. It treats all micro-batches as one batch, keeps activations on the chip, and
-counts neither recomputation nor communication. So no training can be faster.
+their gradients. The rank's optimizer must read weights, gradients and state, and write weights and state. The fused
+roof is the minimum time of all this work in one kernel. This kernel treats all micro-batches as one batch, keeps
+activations on the chip, and neither recomputes nor communicates. So no step can be faster than the fused roof.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def step_cost(trainer: GptTrainer) -> Cost:
     training = trainer.training
     flops = training.config.flops_per_token(training.length) * training.tokens_per_step // trainer.layout.world_size
     model, main = list(trainer.model.parameters()), list(trainer.weights.named.values())
-    held = sum(weight.numel() for weight in model) * training.dtype.itemsize  # also shared weights
+    held = sum(weight.numel() for weight in model) * training.dtype.itemsize  # includes shared weights
     stepped = sum(local_of(weight).nbytes for weight in main)
     copied = held if trainer.narrow else 0  # bytes of the narrow weights, which the optimizer writes
     read = 2 * held + stepped + stepped + STATES * stepped  # forward, backward; optimizer: weights, gradients, state

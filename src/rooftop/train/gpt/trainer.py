@@ -5,8 +5,8 @@
     while trainer.step < 100:
         loss, norm = trainer.advance()
 
-Sequences and dropout masks depend only on the seed, the step and the position in the whole batch. The rank of a
-sequence and the micro-batch size do not matter.
+Sequences and dropout masks depend only on the seed, the step and the position in the whole batch. Sequences and masks
+are independent of the rank that computes a sequence and of the micro-batch size.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ IGNORED = -100  # a target that the loss ignores
 
 
 class GptTrainer:
-    """This rank's part of a training. The methods are collective: all ranks create it and call them together.
+    """This rank's part of a training. All ranks create the trainer together and call each method together.
 
     Args:
         training: the description of the training.
@@ -62,8 +62,8 @@ class GptTrainer:
         initial: a folder of Hugging Face (config.json, .safetensors files) with the initial weights; None: random
             weights from the seed.
 
-    If the caller writes to the model between steps, by `load_state_dict` (also with assign=True), `copy_` or `.data`,
-    training continues from these values; the optimizer keeps its moments.
+    The caller may write to the model between steps, by `load_state_dict` (also with assign=True), `copy_` or `.data`.
+    Training then continues from the written values; the optimizer keeps its moments.
 
     Attributes:
         step: number of steps so far.
@@ -162,11 +162,10 @@ class GptTrainer:
         )
 
     def advance(self) -> tuple[Tensor, Tensor]:
-        """Run one step; returns the batch's mean loss before the step, and the norm of its gradient, () each.
+        """Run one step; return two scalar tensors: the batch's mean loss before the step, and the norm of the gradient.
 
-        Both are the same on all ranks.
-
-        Both stay on the device; reading them waits for the device.
+        Both tensors are the same on all ranks. Both tensors stay on the device; reading their values waits for the
+        device.
         """
         self.weights.adopt(contents=False)  # the optimizer itself detects changed values
         size = self.training.micro_batch
@@ -188,11 +187,12 @@ class GptTrainer:
     def validation_loss(self, batches: Batches, sequences: int) -> float:
         """Compute the mean loss over the first sequences of some data, without dropout; the same on all ranks.
 
-        All ranks must call this. It does not change the later steps by a single bit, and waits for the device.
+        All ranks must call this. Validation leaves the results of later steps bit-identical, and waits for the device.
 
         Args:
             batches: the data, in batches of `training.global_batch` sequences of `training.length` tokens.
-            sequences: number of sequences to read, at least 1. Each counts once, also in a last batch that is not full.
+            sequences: number of sequences to read, at least 1. Each sequence counts once, even if the last batch is not
+                full.
         """
         size, length = self.training.micro_batch, self.training.length
         places = torch.tensor([[part * size + place for place in range(size)] for part in self._parts])
@@ -215,8 +215,8 @@ class GptTrainer:
     def _evaluating(self) -> Iterator[None]:
         """Put the model in evaluation mode within the block.
 
-        Afterwards its modules have their earlier modes. Sharded parameters do not stay gathered, because the next step
-        would then miss values that are loaded before it.
+        After the block, the modules have their earlier modes again. Sharded parameters do not stay gathered: otherwise
+        the next step would miss values that the user loads before this step.
         """
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
@@ -229,9 +229,9 @@ class GptTrainer:
                 free_gathered(self.model)
 
     def _losses_of(self, text: Tensor, real: Tensor, packings: Sequence[Packing]) -> Tensor:
-        """Sum the losses at this rank's positions of its micro-batches (parts, B, S + 1): ().
+        """Sum the losses of this rank's micro-batches, (parts, B, S + 1), at this rank's positions; returns a scalar.
 
-        Sequences that are not `real` (parts, B) do not count.
+        Only sequences whose `real`, (parts, B), is True count.
         """
         if self._pipeline is not None:
             losses = self._pipeline.forward(partial(self._loss_at_stage, text, real, packings), len(self._parts))
@@ -252,7 +252,7 @@ class GptTrainer:
         number: int,
         given: Tensor | None,
     ) -> Tensor:
-        """Run a stage of this rank on a micro-batch, for `_losses_of`; see `Pipeline.forward`."""
+        """Run one pipeline stage on a micro-batch, for `_losses_of`; see `Pipeline.forward`."""
         assert self.schedule is not None
         tokens, targets = self._here(text[number], packings[number])
         aim = targets.masked_fill(~real[number][:, None], IGNORED) if stage + 1 == self.schedule.stages else None
@@ -291,8 +291,8 @@ class GptTrainer:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute and keep the gradients of a step; returns the scalar tensors (loss, gradient norm, clipping factor).
 
-        text (parts, B, S + 1) int64 holds this rank's micro-batches, each with its packing. A step passed as a tensor
-        is () int64 on the device.
+        `text`, (parts, B, S + 1) int64, holds this rank's micro-batches; `packings` has one packing for each. `step`
+        may be a tensor, () int64 on the device.
         """
         loss = torch.zeros((), device=self.device, dtype=next(iter(self.weights.named.values())).dtype)
         counted, packings = self._targets_of(text), packings or [self._packing] * len(self._parts)
@@ -311,7 +311,7 @@ class GptTrainer:
         return start_sum(loss, self.groups["dp-cp"])(), norm, scale
 
     def _targets_of(self, text: Tensor) -> int | Tensor:
-        """Number of tokens of the whole batch in the loss; a device tensor () if it depends on the tokens."""
+        """Number of targets in the loss of the whole batch; a scalar device tensor if the number depends on tokens."""
         if not self.training.mask_ends:
             return self.training.tokens_per_step
         counted: Tensor = start_sum(text[..., :-1].ne(self._end).sum(), self.groups["dp"])()
@@ -326,7 +326,7 @@ class GptTrainer:
     def _with_gradients(
         self, part: int, sequences: Tensor, step: int | Tensor, packing: Packing, counted: int | Tensor
     ) -> Tensor:
-        """Accumulate the gradients of a micro-batch; returns its share of the loss, ()."""
+        """Accumulate the gradients of a micro-batch; return its share of the loss, a scalar."""
         self._take_place(part)
         tokens, targets = self._here(sequences, packing)
         total: Tensor = self.model(tokens, targets, **self._options(packing, step))
@@ -348,7 +348,7 @@ class GptTrainer:
         number: int,
         given: Tensor | None,
     ) -> Tensor:
-        """Run a stage of this rank, by its number, on a micro-batch; see `Pipeline.run`."""
+        """Run one pipeline stage on a micro-batch, for `_gradients_of`; see `Pipeline.run`."""
         assert self.schedule is not None
         self._take_place(self._parts[number])
         tokens, targets = self._here(text[number], packings[number])

@@ -28,44 +28,45 @@ from rooftop.words import did_you_mean
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LAUNCHED_FLOPS = 1.5e12
-"""Flops of a layer in a micro-batch, in 16 bits, up to which Python limits a step. Python needs 2 to 3 ms to launch a
-layer's forward and backward, in which an H100 or H200 computes 1 to 1.5e12 flops."""
+"""Below this number of flops per layer and micro-batch, in 16 bits, kernel launches limit a step. Python needs 2 to 3
+ms to launch a layer's forward and backward; in this time an H100 or H200 computes 1 to 1.5e12 flops."""
 STATE_BYTES = 18
 """Bytes per parameter in bfloat16 training: 2 for the weight, 4 each for its float32 copy and gradient, 8 for AdamW."""
 ACTIVATION_BYTES = 40
-"""Bytes that autograd saves in 16 bits for a token, a layer and a feature of its width. GPT-2 on an H200 needs 10.7 GiB
-for 12 layers of 768 features and 32,768 tokens, with all weights."""
+"""Bytes that autograd saves in 16-bit training, per token, per layer and per feature of the layer's width. On an H200,
+GPT-2 with 12 layers of 768 features needs 10.7 GiB for 32,768 tokens, including all weights."""
 DECAYS: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
 }
-"""Decay functions by name. They map the finished fraction of the decay steps to a fraction of the learning rate's
-range, 1 for the highest and 0 for the least rate.
+"""Decay functions by name. A decay function maps the finished fraction of the decay steps to a fraction of the learning
+rate's range, 1 for the highest and 0 for the least rate.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class GptTraining:
-    """A training, independent of the layout.
+    """The settings of a GPT training; they do not depend on the layout of ranks.
 
     Attributes:
         config: config of the model.
         length: tokens per sequence.
         global_batch: sequences per step, summed over all ranks.
-        micro_batch: sequences in one forward pass of a rank. It affects only memory and speed.
+        micro_batch: sequences in one forward pass of a rank. The micro-batch size affects only memory and speed.
         learning_rate, weight_decay: settings of AdamW; 1-D weights (norms and biases) do not decay.
         warmup: number of steps of linear warmup; the last of these steps has `learning_rate`.
         decay: schedule of the learning rate after the warmup, a name in `DECAYS`.
-        decay_steps: the step, counted from 1, at which the learning rate reaches `least_rate`, where it stays.
+        decay_steps: the step, counted from 1, at which the learning rate reaches `least_rate`. The rate then stays
+            constant.
         least_rate: the final learning rate.
         clip: maximum norm of the gradient; 0: gradients are not clipped.
         seed: seed of initial values, dropout and data order.
         dtype: compute dtype; with bfloat16, weights, gradients and optimizer state are float32.
-        recompute: what backward recomputes instead of keeping it (`rooftop.parallel.recomputing`). False: nothing; True
-            or "full": whole blocks; "selective": large tensors that are cheap to compute.
+        recompute: activations that backward recomputes instead of keeping them (`rooftop.parallel.recomputing`). False:
+            none; True or "full": the activations of whole blocks; "selective": large tensors that are cheap to compute.
         halves: compute the two halves of a micro-batch alternately, so that tensor parallel ranks communicate one half
-            while they compute the other. This doubles the number of launches, so on GPUs it needs `cuda_graph`.
+            while they compute the other. Halves double the number of launches, so on GPUs `halves` needs `cuda_graph`.
         sum_once: with a sharded model, sum gradients once per step instead of after each micro-batch. Each rank then
             holds unsharded gradients of its parameters, 4 bytes per parameter.
         pipeline_schedule: order in which pipeline ranks compute micro-batches, a name in
@@ -78,14 +79,16 @@ class GptTraining:
         document_end: the token that ends a document; attention then stays within each document. None: each sequence is
             one document.
         reset_positions: whether positions restart at each document.
-        mask_ends: whether the loss ignores the target of each end token, because it belongs to the next document.
+        mask_ends: whether the loss ignores the target of each end token, because this target belongs to the next
+            document.
         cuda_graph: from the fourth step on, replay forward and backward from a CUDA graph (`rooftop.train.Replayed`).
             Later changes of the model's modes, hooks or memory have no effect.
 
     Raises:
         ValueError: a size is not positive, a rate or seed is out of range, the dtype is not supported, or a sequence is
-            longer than the model's positions. Also if the learning rate does not fall to `least_rate` after the
-            warm-up, or if `halves` is set with an odd micro-batch or with `recompute`.
+            longer than the model's positions.
+        ValueError: the learning rate does not fall to `least_rate` after the warm-up, or `halves` is set with an odd
+            micro-batch or with `recompute`.
     """
 
     config: GptConfig
@@ -241,9 +244,9 @@ class GptTraining:
         return self.global_batch * self.length
 
     def is_limited_by_launches(self, layout: Layout, device: str) -> bool:
-        """Whether one GPU probably computes the layers faster than Python launches them, so that a CUDA graph pays.
+        """Whether a CUDA graph probably pays: one GPU computes the layers faster than Python launches their kernels.
 
-        False for several ranks and for documents, whose steps differ.
+        False for several ranks. False also with `document_end`, because documents differ from step to step.
         """
         if torch.device(device).type != "cuda" or layout.world_size > 1 or self.document_end is not None:
             return False
@@ -253,9 +256,9 @@ class GptTraining:
 
     @property
     def graph_bytes(self) -> int:
-        """Approximate GPU memory of a training on one rank whose steps come from a CUDA graph: weights, gradients and
-        optimizer state, and the activations twice. The graph has its own, and the allocator keeps those of the first
-        steps."""
+        """Approximate GPU memory of a training on one rank that replays a CUDA graph: weights, gradients, optimizer
+        state, and twice the activations. The graph has its own activation memory, in addition to the memory that the
+        allocator keeps from the steps before the capture."""
         config, tokens = self.config, self.micro_batch * self.length
         activations = config.layers * tokens * config.width * ACTIVATION_BYTES * self.dtype.itemsize // 2
         return STATE_BYTES * config.parameters + 2 * activations

@@ -25,9 +25,9 @@ class Validation:
 
     Args:
         tokens: validation data.
-        training: gives the length of the sequences and the size of the batches.
+        training: the training, which determines the length of the sequences and the size of the batches.
         interval: steps between two validations; the last step is always validated.
-        iters: number of batches per validation; if the data are fewer, a validation reads all sequences once.
+        iters: number of batches per validation; with fewer data, a validation reads all sequences once.
 
     Attributes:
         batches: the data, in batches.
@@ -63,7 +63,7 @@ def split_tokens(
     """Split tokens into training data at the front and validation data after them.
 
     Args:
-        tokens: each row of a mixture is split.
+        tokens: the tokens to split. Each row (data set) of a mixture is split separately.
         parts: relative sizes of the training data, the validation data and, optionally, unused test data.
 
     Raises:

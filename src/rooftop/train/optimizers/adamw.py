@@ -1,11 +1,11 @@
 """AdamW in one pass over memory.
 
-A bfloat16 model may have float32 weights for the optimizer. Operator by operator, a step then converts gradients to
-float32 (6 bytes per weight), clips them (8), runs AdamW (28), and converts the weights to bfloat16 (6). Memory
-bandwidth bounds the step, and one kernel needs only 30 bytes per weight. The kernel reads gradients in the dtype of
-backward, scales them for clipping, and writes the model's weights together with the float32 weights. Two of the 30
-bytes are a read of the model's weights, to detect values that the user has loaded. `adamw_launches.py` decides which
-weights share a kernel.
+A bfloat16 model may have float32 weights for the optimizer. With one PyTorch operator per operation, a step then
+converts gradients to float32 (6 bytes of memory traffic per weight), clips them (8), runs AdamW (28), and converts the
+weights to bfloat16 (6). Memory bandwidth bounds the step, and a single kernel needs only 30 bytes per weight. This
+kernel reads gradients in the dtype of backward, scales them for clipping, and writes the model's weights together with
+the float32 weights. Two of the 30 bytes are a read of the model's weights, to detect values that the user has loaded.
+`adamw_launches.py` decides which weights share a kernel.
 
 The step count and the learning rate are on the GPU too, so the host never waits, and a CUDA graph can capture the step.
 
@@ -40,14 +40,15 @@ class AdamW(torch.optim.AdamW):
 
     Args:
         params, lr, betas, eps, weight_decay: see `torch.optim.AdamW`; `lr` may be a tensor.
-        weights: the float32 weights to update. The step takes their gradients in any dtype, and writes the result to
-            the model. If values were written to the model, the next step starts from them. So no `weights.publish()`
-            and no `zero_grad` of the model is needed.
+        weights: the float32 weights to update. The step accepts their gradients in any dtype, and writes the updated
+            weights to the model. If the user writes values to the model, the next step starts from these values. So no
+            `weights.publish()` and no `zero_grad` of the model is needed.
 
     Raises:
         TypeError: a parameter is not floating point.
-        ValueError: see `torch.optim.AdamW`; also if a parameter has gaps in its memory (such as a slice) or is not in
-            `weights.named`, or if `amsgrad` or `maximize` is set.
+        ValueError: see `torch.optim.AdamW`.
+        ValueError: a parameter has gaps in its memory (such as a slice) or is not in `weights.named`, or `amsgrad` or
+            `maximize` is set.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class AdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as in PyTorch's optimizers.
 
-        It may come from any device, and moves to the parameters' device.
+        The state may be on any device, and is moved to the parameters' device.
         """
         for group in state_dict["param_groups"]:
             _refuse_options(group)
@@ -117,8 +118,8 @@ class AdamW(torch.optim.AdamW):
 
         Args:
             closure: computes the loss and its gradients again; see PyTorch's optimizers.
-            scale: () on the device of the parameters. The step multiplies gradients by it (`ModelGradients.scale_for`)
-                as it reads them, so the gradients in memory stay the same.
+            scale: factor for all gradients, () on the device of the parameters, such as the clipping factor of
+                `ModelGradients.scale_for`. On a GPU the gradients in memory stay unscaled.
 
         Returns:
             The loss of `closure`.
@@ -126,7 +127,7 @@ class AdamW(torch.optim.AdamW):
         Raises:
             TypeError, ValueError: the scale is not a tensor of one element.
             RuntimeError: a gradient is sparse, or other tensors have replaced the model's parameters (`load_state_dict`
-                with assign=True). Then no parameter is updated.
+                with assign=True). After this error no parameter is updated.
         """
         _check_scale(scale)
         loss = None

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def adamw_numbers(
-    steps,  # (count,) float32, step counts including this step; with COUNTING int64 addresses of such counts
+    steps,  # (count,) float32: step counts including this step. With COUNTING: int64 addresses of counts to increment
     constants,  # (8,) float64: rate, 1 - rate * decay, beta1, 1 - beta1, beta2, 1 - beta2, and the logarithms of both
     numbers,  # (count, 8) float64: rate / first bias correction, root of second bias correction, constants 2 to 6
     count, COUNTING: tl.constexpr, BLOCK: tl.constexpr,
@@ -46,8 +46,8 @@ def adamw_steps(
 ):  # fmt: skip
     """Update BLOCK elements of one of many weights.
 
-    The kernel reads and writes weight, moments and narrow weight once each. The narrow weight may hold values that the
-    user has loaded.
+    The kernel reads and writes weight, moments and narrow weight (the model's weight) once each. If the user has loaded
+    new values into the narrow weight, the step starts from these values.
     """
     program = tl.program_id(0)
     row = rows + tl.load(row_of + program).to(tl.int64) * 8
@@ -91,7 +91,7 @@ def step_from(
     weight, gradient, average, square, narrow, numbers, scale, left,
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update BLOCK elements from the pointers on, of which only the first `left` exist."""
+    """Update the BLOCK elements that start at the pointers; only the first `left` of these elements exist."""
     rate = tl.load(numbers).to(WIDE)
     root = tl.load(numbers + 1).to(WIDE)
     decay = tl.load(numbers + 2).to(WIDE)
@@ -125,7 +125,7 @@ def step_of_block(
     g = tl.load(gradient + lane, mask=inside).to(WIDE)
     m = tl.load(average + lane, mask=inside).to(WIDE)
     v = tl.load(square + lane, mask=inside).to(WIDE)
-    if NARROW:  # if the narrow weight differs from the rounded weight, it was loaded anew, and the step starts from it
+    if NARROW:  # a narrow weight that differs from the rounded weight was loaded by the user: start from it
         n = tl.load(narrow + lane, mask=inside)
         w = tl.where(w.to(narrow.dtype.element_ty) == n, w, n.to(WIDE))
     if SCALED:

@@ -1,8 +1,9 @@
-"""Launch AdamW: one kernel updates all weights of the same dtypes, which it finds in a table of addresses.
+"""Launch AdamW: one kernel updates all weights of the same dtypes; a table on the GPU lists their addresses.
 
-A launch takes the host longer than the GPU takes to update a million elements, and Python code per weight takes as long
-again. So the plan of a step is kept for the next step, and addresses are compared for all weights at once. Usually they
-have not changed: gradients keep the previous step's addresses, and the table on the GPU stays valid.
+One launch costs the host more time than the GPU needs to update a million elements. Python code per weight would cost
+as much time as a launch per weight. So the plan of a step is kept for the next step, and the addresses of all weights
+are compared at once. Usually no address has changed: gradients keep the previous step's addresses, and the table on the
+GPU stays valid.
 
 A CUDA graph would copy the table from the host at each replay. So a captured step launches a kernel for each weight,
 which costs the host nothing in a replay.
@@ -33,7 +34,7 @@ BLOCK, WARPS = 1024, 4
 WEIGHTS = 128  # weights per program of `adamw_numbers`
 
 _dtype = attrgetter("dtype")
-_kept = [methodcaller("get", name) for name in ("step", "exp_avg", "exp_avg_sq")]  # parts of a state
+_kept = [methodcaller("get", name) for name in ("step", "exp_avg", "exp_avg_sq")]  # read the entries of a state
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class AdamWPlan:
     """The plan of a step on one device: tables of addresses, and launches.
 
     Args:
-        parameters: floating-point parameters without gaps in memory; of sharded parameters, this rank's part is
-            updated.
+        parameters: floating-point parameters without gaps in memory. For a sharded parameter, the plan updates this
+            rank's part.
         states: states of the parameters: "step" () float32 on the device; "exp_avg" and "exp_avg_sq" with the memory
             layout of the parameter.
         models: the model's weight for each parameter, or None.
@@ -92,8 +93,9 @@ class AdamWPlan:
         self.steps, averages, squares = self._kept
         self.averages, self.squares = [*map(local_of, averages)], [*map(local_of, squares)]
         self._models = [own for own in models if own is not None]
-        self.narrow: list[Tensor | None] = []  # the model's weight, if it has the same memory layout
-        self._apart: list[tuple[Tensor, Tensor]] = []  # for another memory layout: (the model's weight, updated tensor)
+        self.narrow: list[Tensor | None] = []  # the model's weight; None if its memory layout differs
+        # pairs whose memory layouts differ: (the model's weight, the updated tensor)
+        self._apart: list[tuple[Tensor, Tensor]] = []
         for own, weight in zip(models, self.weights, strict=True):
             alike = own is not None and same_layout(own, weight)
             self.narrow.append(own.detach() if own is not None and alike else None)
@@ -136,7 +138,7 @@ class AdamWPlan:
         Args:
             gradients: gradients of the parameters, in any floating dtype.
             options: options of AdamW.
-            scale: () on the device, by which gradients are multiplied; or None.
+            scale: factor for all gradients, () on the device; or None.
 
         """
         if self._shared:
@@ -238,7 +240,7 @@ class _Table:
         self._elements: list[int] = []
 
     def take(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        """Append rows for `adamw_steps`, without the column of the first program."""
+        """Build the table for `adamw_steps` from rows that lack the column of the first program."""
         elements = [row[-2] for row in rows]
         if elements != self._elements:
             from rooftop.train.optimizers.adamw_kernels import adamw_steps
@@ -278,7 +280,7 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 
 
 def _alike(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Copy the gradient to the memory layout of the weight, if it differs."""
+    """Return the gradient in the memory layout of the weight; a gradient in another layout is copied."""
     if same_layout(gradient, weight):
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)

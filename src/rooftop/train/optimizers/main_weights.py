@@ -1,8 +1,8 @@
 """The weights that an optimizer updates: the model's own, or float32 copies if the model computes in a narrow dtype.
 
-A bfloat16 weight has 8 bits of precision: it would lose an update of less than 1/256 of its value, and a sum over
-micro-batches would lose small gradients. So weights and gradients are kept in float32, and the rounded result of each
-step is written to the model.
+A bfloat16 number has 8 bits of precision. So a bfloat16 weight would lose an update of less than 1/256 of its value,
+and a bfloat16 sum over micro-batches would lose small gradients. Therefore weights and gradients are kept in float32,
+and the rounded result of each step is written to the model.
 
 The user may write to the model at any time: if a weight of the model differs from its rounded float32 copy, the next
 step first copies it to the float32 weight (`adopt`).
@@ -22,7 +22,7 @@ from rooftop.parallel import ModelGradients
 from rooftop.parallel.weight_places import WeightPlaces
 
 Held = list[tuple[Tensor | None, Tensor | None]]
-"""For each weight: the gradient in `.grad`, and the narrow gradient."""
+"""For each weight: the gradient in `.grad`, and the narrow gradient (in the model's dtype)."""
 
 
 class MainWeights:
@@ -32,13 +32,13 @@ class MainWeights:
         model: the model, which is converted to `dtype`; its parameters stay the same objects.
         dtype: bfloat16, or the model's dtype, for which no copies are needed.
         keep_narrow: keep a gradient in the `dtype` of backward until another gradient is added or `widen` is called.
-            This loses no precision, and `rooftop.train.AdamW` takes such gradients. Code that reads `.grad`, such as
-            `clip_grad_norm_` and `GradScaler`, needs `widen` first.
+            Narrow gradients lose no precision, and `rooftop.train.AdamW` accepts them. Before code such as
+            `clip_grad_norm_` or `GradScaler` reads `.grad`, call `widen`.
 
     Attributes:
         named: the weights that the optimizer updates, by the model's names; tied weights appear once. Without
-            `keep_narrow`, their `.grad` is complete after each backward. If they are copies, backward releases the
-            model's own gradients.
+            `keep_narrow`, their `.grad` is complete after each backward. If these weights are copies, backward releases
+            the gradients of the model's own weights.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, keep_narrow: bool = False) -> None:
@@ -71,8 +71,8 @@ class MainWeights:
         """Write the updated weights to the model.
 
         Raises:
-            RuntimeError: other tensors have replaced the model's parameters, or a parameter was written to between its
-                backward and this call.
+            RuntimeError: other tensors have replaced the model's parameters, or both a parameter and its float32 copy
+                were written to.
         """
         self._places.check("MainWeights.publish")
         if not self.narrow:
@@ -93,8 +93,8 @@ class MainWeights:
         The trainer calls this before each step; no other call is needed.
 
         Args:
-            contents: whether to compare each weight of the model with its copy. False: check only without a pass over
-                memory whether parameters were replaced and whether `named` were written to.
+            contents: whether to compare each weight of the model with its copy. False: only check whether parameters
+                were replaced and whether weights in `named` were written to, which reads no weights.
 
         Raises:
             RuntimeError: a tensor that replaced a parameter cannot be adopted.
@@ -116,7 +116,7 @@ class MainWeights:
             self._gradients.saw(self._model_has.items(), only_main=True)
 
     def before_step(self, contents: bool) -> None:
-        """Call `adopt` between backward and the step, when replaced parameters can no longer be adopted.
+        """Call `adopt` between backward and the step. At this time a replaced parameter raises an error.
 
         Raises:
             RuntimeError: a parameter was replaced.
@@ -125,13 +125,13 @@ class MainWeights:
         self.adopt(contents)
 
     def synchronized(self) -> None:
-        """Record that model and copies are equal, after a step that has written both."""
+        """Record that the model's weights and their copies agree; called after a step has written both."""
         if self.narrow:
             self._gradients.saw(self._model_has.items())
 
     def step_adopts(self) -> None:
-        """Record that the optimizer calls `before_step`, which adopts values that were written to the model, so
-        backward need not look for them."""
+        """Record that the optimizer calls `before_step`. This call adopts values that were written to the model, so
+        backward need not look for such values."""
         self._gradients.step_adopts = True
 
     def model_has(self, main: Tensor) -> nn.Parameter | None:
@@ -153,10 +153,10 @@ class MainWeights:
             self._gradients.widen(each)
 
     def add(self, main: Tensor, gradient: Tensor) -> None:
-        """Add a tensor to the gradient of a weight in `named`, as backward does; the tensor itself may be kept.
+        """Add a tensor to the gradient of a weight in `named`, as backward does. The tensor may be kept without a copy.
 
         Raises:
-            ValueError: the tensor has another shape than the weight, or is not floating point.
+            ValueError: the tensor does not have the shape of the weight, or is not floating point.
         """
         if gradient.shape != main.shape or not gradient.is_floating_point():
             raise ValueError(
@@ -166,7 +166,7 @@ class MainWeights:
         self._gradients.add(main, gradient)
 
     def answer_for(self, gradients: ModelGradients) -> None:
-        """Use these gradients for sums over ranks and for clipping, instead of the model's own."""
+        """Make a `ModelGradients` sum and clip the gradients of `named` instead of those of the model's parameters."""
         gradients.parameters = self.named
         gradients.gradient_of, gradients.widen = self.gradient_of, self.widen
 
@@ -176,7 +176,7 @@ class MainWeights:
         return [(main.grad, narrow.get(main)) for main in self.named.values()]
 
     def hold(self, held: Held) -> None:
-        """Restore the gradients from `held`, which a CUDA graph has rewritten, and drop all others."""
+        """Restore the gradient tensors that `held` returned, whose memory a CUDA graph rewrites; drop all others."""
         narrow = self._gradients.narrow
         for main, (wide, of_model) in zip(self.named.values(), held, strict=True):
             main.grad = wide
@@ -259,7 +259,7 @@ class _Moved:
 
 
 def adopt_into(main: Tensor, own: Tensor) -> None:
-    """Copy the model's values to a main weight where they differ from its rounded values.
+    """Copy a model's weight to its main weight where it differs from the rounded main weight.
 
     The host does not wait for the GPU.
     """

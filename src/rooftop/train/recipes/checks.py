@@ -15,13 +15,13 @@ from rooftop.train.tasks.task import Task
 
 
 def check_recipe(recipe: Recipe, task: Task, *, ranks: int = 1, device: str = "cuda") -> None:
-    """Check that a task supports the values of a recipe; changes nothing.
+    """Check that a task supports the values of a recipe. Neither the task nor the recipe is changed.
 
     Args:
-        device: the kind of device of the training.
+        device: the type of the training's device: "cuda" or "cpu".
 
     Raises:
-        InputError: a switch does not fit; the message names it and a value that fits.
+        InputError: a switch does not fit; the message names the switch and a value that fits.
     """
     _check_batch(recipe, ranks)
     _check_mix(recipe, task, ranks)

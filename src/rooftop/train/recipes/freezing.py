@@ -19,7 +19,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     Frozen parameters get no gradient. Norms in frozen modules stay in evaluation mode, even after `model.train()`, so
     their statistics stay the same. Call `freeze` after `convert_sync_batchnorm`, which replaces norms.
 
-    Returns: The matching names, in the model's order; a name inside another matching module is left out.
+    Returns: The matching names, in the model's order. If a module matches, names inside this module are left out.
 
     Raises:
         InputError: a pattern matches nothing.
@@ -68,8 +68,8 @@ def _freeze_module(module: nn.Module) -> None:
 
 
 def _stay(norm: nn.Module, mode: bool = True) -> nn.Module:
-    """A `train` method for frozen norms that does nothing.
+    """Replacement for the `train` method of frozen norms, which changes nothing.
 
-    As a module-level function it survives copying and pickling.
+    `_stay` is a module-level function, so that frozen norms can be copied and pickled.
     """
     return norm

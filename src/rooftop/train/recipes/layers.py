@@ -10,10 +10,10 @@ the preceding block.
 | ResNet-50 | conv1 and bn1, 16 blocks, fc |
 | Swin-T | patches, 12 blocks (and 3 mergings), norm and head |
 | ViT | embeddings, blocks, norm and head |
-| `nn.Sequential(Linear, ReLU, Linear)` | each member that has parameters; a norm belongs to the preceding member |
+| `nn.Sequential(Linear, ReLU, Linear)` | one per member that has parameters; a norm belongs to the preceding member |
 
-This counting follows Bao et al. 2021, "BEiT" (arXiv:2106.08254), and Xie et al. 2022, "SimMIM" (arXiv:2111.09886), for
-Swin.
+The counting of layers follows Bao et al. 2021, "BEiT" (arXiv:2106.08254), and Xie et al. 2022, "SimMIM"
+(arXiv:2111.09886), for Swin.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def layers_of(model: nn.Module) -> list[list[str]]:
     """List the parameter names of each layer, from the first layer to the last.
 
     Raises:
-        InputError: the model has no chain of layers, or several parts with chains whose order is unknown.
+        InputError: the model has no chain of layers, or several chains whose order is unknown.
     """
     for divides in (_is_chain, _is_sequence):
         parents = {path.rpartition(".")[0] for path in _outermost_chains(model, "", divides)}

@@ -8,7 +8,8 @@
     mean <- d * mean + (1 - d) * weights, with d = min(decay, (1 + n) / (10 + n)) at update n
 
 Polyak and Juditsky 1992; Tarvainen and Valpola 2017, "Mean teachers" (arXiv:1703.01780). As in TensorFlow's
-ExponentialMovingAverage with `num_updates`, d rises, so the mean soon forgets the initial weights, even in a short run.
+ExponentialMovingAverage with `num_updates`, d starts low and rises. So even in a short run the mean soon forgets the
+initial weights.
 
 Means are kept in float32 or wider: in bfloat16, a change by 1 - decay would be rounded away. Integer buffers are
 copied. The arithmetic is `torch._foreach_lerp_`, as in `torch.optim.swa_utils.AveragedModel`, but that class keeps a
@@ -31,8 +32,8 @@ class MeanWeights:
     """The moving average of all tensors in the model's state dict.
 
     Args:
-        model: a model on its final device. Its tensors must stay the same objects, as they do in training.
-        decay: the highest d.
+        model: a model on its final device. The model's tensors must stay the same objects, as usual in training.
+        decay: the maximum of d.
         every: steps between two updates.
 
     Raises:

@@ -31,14 +31,16 @@ Alter = Callable[[Any, Tensor, GeneratorOf], tuple[Tensor, Tensor]]
 
 
 def mixer(mix: Mix, classes: int) -> Alter | None:
-    """Return a function that mixes batches (images (N, C, H, W) floating, labels (N,) int64); None: no mixing.
+    """Return a function that mixes a batch of images and labels; None if mixup and CutMix are off.
+
+    The function accepts floating-point images (N, C, H, W) and int64 labels (N,).
 
     The function returns images of the same shape and dtype, and float32 targets (N, classes). A sample whose partner is
     not in the batch stays unchanged.
 
     Raises:
-        InputError: there are fewer than two classes. The returned function raises InputError for images that are not
-            floating point, or have no height and width for CutMix.
+        InputError: there are fewer than two classes. The returned function raises InputError if the images are not
+            floating point, or if CutMix is on and the samples have no height and width.
     """
     if not mix.mixup and not mix.cutmix:
         return None
@@ -58,7 +60,7 @@ def mixer(mix: Mix, classes: int) -> Alter | None:
         index = torch.tensor(partners, dtype=torch.int64).to(device, non_blocking=True)
         other = images[index]
         if mix.mixup:
-            # A CutMix pair gets the weight 1 in the mixup below, which leaves it unchanged, bit for bit.
+            # A CutMix pair gets the weight 1 in the mixup below. This weight leaves the images bit-identical.
             pixels = [weight if box is None else 1.0 for weight, box in zip(own, boxes, strict=True)]
             mixed = torch.lerp(other, images, _column(pixels, images))
         else:
@@ -79,7 +81,7 @@ def _check(images: Tensor, mix: Mix) -> None:
 
 
 def _partners(places: list[int]) -> list[int]:
-    """The position of each sample's partner in this batch; a sample without a partner gets its own position."""
+    """Return the index of each sample's partner in this batch; a sample without a partner gets its own index."""
     rows = {place: row for row, place in enumerate(places)}
     return [rows.get(place ^ 1, row) for row, place in enumerate(places)]
 
@@ -107,7 +109,7 @@ def _draws(
 
 
 def _box(weight: float, size: tuple[int, int], generator: np.random.Generator) -> tuple[int, int, int, int]:
-    """Draw a box (top, bottom, left, right) of 1 - weight of the image's area, clipped to the image."""
+    """Draw a box (top, bottom, left, right) that covers a fraction 1 - weight of the image, clipped to the image."""
     edges = []
     for length in size:
         half = math.sqrt(1 - weight) * length / 2
@@ -118,7 +120,7 @@ def _box(weight: float, size: tuple[int, int], generator: np.random.Generator) -
 
 
 def _inside(boxes: list[tuple[int, int, int, int] | None], size: tuple[int, int], device: torch.device) -> Tensor:
-    """Whether a pixel is inside the box of its sample: (N, 1, H, W)."""
+    """Return a mask, (N, 1, H, W), of the pixels inside each sample's box."""
     edges = torch.tensor([box or (0, 0, 0, 0) for box in boxes], dtype=torch.int64).view(-1, 4)
     edges = edges.to(device, non_blocking=True)
     top, bottom, left, right = (edge[:, None] for edge in edges.unbind(1))  # (N, 1)

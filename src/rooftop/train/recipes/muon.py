@@ -102,7 +102,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return {"params": flat, "lr": group["lr"], "weight_decay": group["weight_decay"]}
 
     def _follow(self, parameter: Tensor, flat: nn.Parameter) -> None:
-        """Point Muon's matrix and gradient at the memory of the parameter and its gradient, which may have moved."""
+        """Point Muon's matrix and gradient at the current memory of the parameter and of its gradient."""
         order = _order(parameter)
         flat.data = _flattened(parameter.detach(), order)
         if order != self._orders[parameter]:
@@ -144,7 +144,7 @@ def _sides(parameter: Tensor) -> tuple[int, int]:
 
 
 def _order(parameter: Tensor) -> tuple[int, ...]:
-    """The dimensions of a parameter in memory order, rows first. Muon does not depend on the order of columns."""
+    """Return a parameter's dimensions, rows first, then in memory order; Muon's result ignores the order of columns."""
     columns = sorted(range(1, parameter.dim()), key=lambda axis: -parameter.stride()[axis])
     return (0, *columns)
 

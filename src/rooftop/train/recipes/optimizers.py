@@ -16,7 +16,7 @@ from rooftop.train.recipes.parameter_groups import parameter_groups
 from rooftop.train.recipes.recipe import Optimizer, Recipe
 
 FUSED_ON = ("cuda", "cpu")
-"""Kinds of devices on which PyTorch updates all parameters of a group in one kernel."""
+"""Device types for which PyTorch has fused optimizers, which update all parameters of a group in one kernel."""
 
 
 def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:

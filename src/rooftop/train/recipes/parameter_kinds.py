@@ -1,4 +1,4 @@
-"""Sort parameters into kinds with different weight decay: weights, parameters of norms, and biases.
+"""Sort parameters into three kinds, each with its own weight decay: weights, parameters of norms, and biases.
 
 Networks train better if only weights decay (He et al. 2019, "Bag of Tricks for Image Classification with Convolutional
 Neural Networks", section 3.1, arXiv:1812.01187). Position tables, class tokens, scales, and every other parameter of

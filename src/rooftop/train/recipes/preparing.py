@@ -16,9 +16,9 @@ def prepare_model(
     """Check the recipe, then load initial weights, switch on dropout and stochastic depth, and freeze modules.
 
     Args:
-        task: the task; its model is changed. Its metadata contain the model's name and number of classes.
+        task: the task, whose model is changed. The task's metadata contain the model's name and number of classes.
         begins: whether the training starts now; a resumed training loads its weights from a checkpoint.
-        device: the kind of device of the training.
+        device: the type of the training's device: "cuda" or "cpu".
 
     Returns:
         A description of the changes, for the user.
@@ -42,6 +42,6 @@ def prepare_model(
 
 
 def classes_of(task: Task, recipe: Recipe) -> int:
-    """Number of classes of the model, from the task or the recipe; 0 if neither states it."""
+    """Number of classes of the model, from the task or the recipe; 0 if neither states the number."""
     options = task.metadata.get("options", {})
     return int(options.get("num_classes") or recipe.model.num_classes or len(task.metadata.get("classes", ())))

@@ -5,11 +5,11 @@
 | schedule | after the warm-up |
 |---|---|
 | constant | 1 |
-| cosine | half a wave from 1 down to `least` (Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983) |
+| cosine | half a cosine wave from 1 down to `least` (Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983) |
 | wsd | 1, then linear from 1 to `least` in the last part (Hu et al. 2024, "MiniCPM", section 4, arXiv:2404.06395) |
 
 The warm-up is linear; its last step has the factor 1 (Goyal et al. 2017, arXiv:1706.02677). As in
-torch.optim.lr_scheduler, the decay would reach `least` one step after the last step: no step is wasted on a rate of 0.
+torch.optim.lr_scheduler, the decay would reach `least` one step after the last step. So no step has a rate of 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def rate_factor(schedule: Schedule, step: int, steps: int) -> float:
     """The learning rate of a step, as a factor of the highest rate.
 
     Args:
-        schedule: the section of the recipe; its fractions of the run are rounded to whole steps.
+        schedule: the section `schedule` of the recipe; its fractions of the run are rounded to whole steps.
         step: a step from 1 to `steps`.
         steps: number of steps of the whole run.
 
@@ -55,7 +55,7 @@ def check_parts(schedule: Schedule) -> None:
     """Check that warm-up and decay of a schedule fit into the run.
 
     Raises:
-        InputError: they do not fit.
+        InputError: the sum of both fractions is above 1.
     """
     if schedule.name == "wsd" and schedule.warmup + schedule.decay > 1:
         raise InputError(

@@ -3,7 +3,8 @@
     recipe = Recipe.of({"run": {"epochs": 20}, "optimizer": {"name": "adamw", "lr": 1e-3}})
     recipe = recipe.with_values(["mix.mixup=0.2", "ema.decay=0.999"])
 
-A switch left at its default is off and costs nothing, except `run.sync_norms` and `run.sum_in_backward`, which are on.
+A switch that is off costs nothing. By default all optional techniques are off, except `run.sync_norms` and
+`run.sum_in_backward`.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ class Run:
 
     Attributes:
         epochs: passes over the training data.
-        steps: number of optimizer steps; above 0, it replaces epochs.
+        steps: number of optimizer steps; a number above 0 replaces epochs.
         batch: samples per optimizer step, summed over all ranks.
-        accumulate: forward and backward passes per step (gradient accumulation); each takes batch / (ranks x
+        accumulate: forward and backward passes per step (gradient accumulation); each pass has batch / (ranks x
             accumulate) samples.
         seed: seed of initial values, sample order and augmentation.
         precision: "fp32", "bf16" (autocast), or "fp16" (autocast with a gradient scaler).
             Source: Micikevicius et al. 2018, arXiv:1710.03740.
         channels_last: whether the model and image batches are channels last in memory.
         compile: whether to compile the model with torch.compile.
-        replay: whether to replay the model's forward and backward pass from CUDA graphs, on one GPU. This pays if the
-            host launches kernels too late: small models, small batches, or cores that decode images.
+        replay: whether to replay the model's forward and backward pass from CUDA graphs, on one GPU. This helps if
+            kernel launches limit the speed: with small models, small batches, or CPU cores busy with decoding images.
             Source: Nguyen et al. 2021, "Accelerating PyTorch with CUDA Graphs".
         sync_norms: whether batch norms use statistics of the whole batch over all ranks. Source: Peng et al. 2018,
             "MegDet", arXiv:1711.07240.
-        sum_in_backward: whether to sum gradients over ranks during the backward pass. False: after it. Source: Li et
-            al. 2020, "PyTorch Distributed", arXiv:2006.15704.
+        sum_in_backward: whether to sum gradients over ranks during the backward pass. False: after the backward pass.
+            Source: Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704.
         deterministic: whether to use PyTorch's deterministic algorithms, which are slower on a GPU.
     """
 
@@ -66,7 +67,7 @@ class Optimizer:
     """The optimizer and its options.
 
     Attributes:
-        name: "sgd", "adamw", or "muon" (matrices of hidden layers by torch.optim.Muon, the rest by AdamW).
+        name: "sgd", "adamw", or "muon" (torch.optim.Muon for matrices of hidden layers, AdamW for all others).
             Source: AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101; Muon: Jordan et al. 2024,
             https://kellerjordan.github.io/posts/muon.
         lr: the highest learning rate.
@@ -117,14 +118,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Mix:
-    """Changes to a batch and its targets.
+    """Techniques that mix the samples of a batch or smooth its targets.
 
     Attributes:
         label_smoothing: fraction of a target that is spread over all classes.
             Source: Szegedy et al. 2016, arXiv:1512.00567.
         mixup: alpha of the Beta distribution of mixup; 0: off. Source: Zhang et al. 2018, arXiv:1710.09412.
-        cutmix: alpha of the Beta distribution of CutMix; 0: off. If mixup is on too, each pair of samples uses one of
-            the two at random. Source: Yun et al. 2019, arXiv:1905.04899.
+        cutmix: alpha of the Beta distribution of CutMix; 0: off. If mixup is on too, each pair of samples uses mixup or
+            CutMix at random. Source: Yun et al. 2019, arXiv:1905.04899.
     """
 
     label_smoothing: float = 0.0
@@ -146,21 +147,21 @@ class Augment:
         hue: maximum change of the hue in colour jitter, as a fraction of the colour circle, up to 0.5; 0: off.
         rand_augment: number of operations of RandAugment; 0: off. Source: Cubuk et al. 2020, arXiv:1909.13719.
         magnitude: strength of RandAugment's operations, from 0 to 10.
-        rand_augment_on: "cpu" or "gpu": what applies RandAugment's operations; the pixels are the same. On a GPU,
-            Rooftop's image tasks set "gpu".
+        rand_augment_on: "cpu" or "gpu": device that applies RandAugment's operations; both compute the same pixels. On
+            a GPU, Rooftop's image tasks set "gpu".
         erase: probability of random erasing. Source: Zhong et al. 2020, arXiv:1708.04896.
         repeats: copies of each sample in a batch, each with its own augmentation. An epoch has the same number of
-            steps, so it has fewer different samples. Source: Hoffer et al. 2020, arXiv:1901.09335.
-        decode: device that decodes and crops the JPEGs of the training images: "cpu", "gpu", or "auto": the GPU if it
-            decodes more than 2.5 times as many images a second as the CPU, because it also has to train. rooftop train
-            measures both at the start. A GPU's pixels differ slightly from a CPU's.
+            steps as without repeats, so it has fewer different samples. Source: Hoffer et al. 2020, arXiv:1901.09335.
+        decode: device that decodes and crops the JPEGs of the training images: "cpu", "gpu", or "auto". "auto" chooses
+            the GPU if the GPU decodes more than 2.5 times as many images a second as the CPU, because the GPU also has
+            to train. rooftop train measures both at the start. A GPU's pixels differ slightly from a CPU's.
         gpu_share: with decode = "gpu", the fraction of the images that the GPU decodes; the CPU decodes the others. A
             GPU that decodes all images has less time for the step.
         detail: minimum number of decoded pixels per pixel of a random crop, along a side. Below 1 the CPU decodes more
             JPEGs at 1/2, 1/4 or 1/8 of their size, which is faster but blurs these crops.
         size: side of the training images in pixels; 0: the task's default.
-        test_size: side of the validation images; 0: as in training. A larger size is often better.
-            Source: Touvron et al. 2019, "FixRes", arXiv:1906.06423.
+        test_size: side of the validation images; 0: as in training. A size above the training size often raises the
+            accuracy. Source: Touvron et al. 2019, "FixRes", arXiv:1906.06423.
     """
 
     crop: float = 1.0
@@ -189,8 +190,8 @@ class Model:
         weights: a file of initial weights, or the name of published weights; "": random weights.
         num_classes: classes of the model; 0: the number in the data.
         frozen: shell patterns of modules to freeze; their norms stay in evaluation mode.
-        dropout: dropout probability of the model's dropout layers, or of its last linear layer's input if it has none.
-            Source: Srivastava et al. 2014.
+        dropout: dropout probability of the model's dropout layers. Without dropout layers: of the last linear layer's
+            input. Source: Srivastava et al. 2014.
         stochastic_depth: probability of skipping the last block; it falls linearly to 0 at the first block. Source:
             Huang et al. 2016, arXiv:1603.09382.
         options: further arguments of the model's builder.
@@ -256,7 +257,7 @@ class Loading:
     Attributes:
         how: "here" (in the training loop), "threads", "processes", or "auto" (the fastest of these, measured at the
             start).
-        workers: number of threads or processes per rank; 0: from the number of CPUs.
+        workers: number of threads or processes per rank; 0: depends on the number of CPUs.
         ahead: number of batches that are made in advance.
     """
 
@@ -291,9 +292,10 @@ class Recipe:
 
     @classmethod
     def read(cls, path: Path, before: Recipe | None = None) -> Recipe:
-        """Read a recipe from a TOML file, over `before` or the defaults; or read a published recipe.
+        """Read a recipe from a TOML file or by the name of a published recipe.
 
-        A published recipe is complete, so `before` has no effect.
+        Values that the file does not set come from `before`, or from the defaults. A published recipe is complete, so
+        `before` has no effect on it.
 
         Raises:
             InputError: the file cannot be read, is not TOML, or has a value that does not fit.
@@ -335,7 +337,7 @@ class Recipe:
         """Return this recipe with values from texts `section.name=value`; a value is TOML, or text without quotes.
 
         Raises:
-            InputError: as in `of`; also if a text has another form.
+            InputError: as in `of`; also if a text is not of the form `section.name=value`.
         """
         recipe = self
         for text in texts:

@@ -24,7 +24,7 @@ class Started:
     """A report on the weights from which a training starts.
 
     Attributes:
-        report: the report of loading, key by key.
+        report: which keys of the file and of the model were loaded.
         renewed: keys of the model's head that keep their initial values.
         num_classes: number of classes of the model.
     """
@@ -48,7 +48,7 @@ class Started:
 
 
 def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name: str = "") -> Started:
-    """Load weights into a model, except those of a head for another number of classes.
+    """Load weights into a model. A head whose number of classes differs from the file keeps its initial values.
 
     Args:
         model: a model on any device, in any dtype.
@@ -84,7 +84,7 @@ def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name:
 
 
 def _is_of_classes(found: tuple[int, ...], expected: tuple[int, ...], num_classes: int) -> bool:
-    """Whether two shapes differ only in the number of classes. A detector has an additional class, "no object"."""
+    """Whether two shapes differ only in the number of classes. A detector has one more class, "no object"."""
     if len(found) != len(expected):
         return False
     differing = [size for other, size in zip(found, expected, strict=True) if other != size]

@@ -1,11 +1,11 @@
 """Measure the effect of each switch of a recipe: train the recipe with and without the switch, once for each seed.
 
-For each seed, the whole recipe is trained once. Then it is trained once per switch with this switch off, i.e. at its
-default in `Recipe` or at a given value. The worth of a switch is the mean over seeds of the metric with the switch
-minus the metric without it. The sign is reversed if a lower metric is better, so a positive worth means that the switch
-helps. Both runs of a pair have the same seed, so initial values, sample order and augmentation are the same unless the
-switch changes them. The standard error is that of the mean difference over the pairs. A worth whose 95% interval
-(Student's t) contains 0 is within noise.
+For each seed, the whole recipe is trained once. Then the recipe is trained once per switch with this switch off, i.e.
+at its default in `Recipe` or at a given value. The worth of a switch is the mean over seeds of the metric with the
+switch minus the metric without it. The sign is reversed if a lower metric is better, so a positive worth means that the
+switch helps. Both runs of a pair have the same seed, so initial values, sample order and augmentation are the same
+unless the switch changes them. Each worth has the standard error of the mean difference over the pairs. A worth whose
+95% interval (Student's t) contains 0 is within noise.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Ablation:
 
 
 def switches_of(recipe: Recipe, texts: Sequence[str]) -> list[Switch]:
-    """Parse switches, "section.name" or "section.name=value"; the value is the one that counts as off.
+    """Parse switches, "section.name" or "section.name=value"; in the second form, this value counts as off.
 
     Raises:
         InputError: a switch does not exist, is given twice, is the seed, or is already off in the recipe.
@@ -263,7 +263,7 @@ def ablate(
     Args:
         recipe: the whole recipe.
         runs: the result of `runs_of`.
-        results: the result of `results_of`. With several ranks, read it before any rank trains.
+        results: the result of `results_of`. With several ranks, read the results before any rank trains.
         train: trains one run, and may resume an interrupted run.
         metric: the metric of the last evaluation that compares runs.
         maximize: whether a higher metric is better.
@@ -275,7 +275,7 @@ def ablate(
         continues with that run.
 
     Raises:
-        InputError: the evaluation of a run has no such metric.
+        InputError: the evaluation of a run does not report `metric`.
     """
     for run in runs:
         if run.folder in results:

@@ -15,7 +15,7 @@ class History:
 
     Attributes:
         batch: samples per step, from the recipe.
-        facts, task: facts about the training, and its task.
+        facts, task: the description of the training before its first step, and its task.
         steps, evaluations, notes: the reports so far, including those of an earlier run in the same folder.
         earlier: the number of `steps` from an earlier run.
         peak_bytes: peak memory of rank 0 so far.
@@ -91,7 +91,7 @@ def spans_of(steps: list[StepRecord], batch: int, seconds: float) -> Spans:
 
 @dataclass(frozen=True)
 class Pace:
-    """Means over several steps: loss, samples per second, and share of time spent waiting for data; highest rate."""
+    """Loss, speed and share of time spent waiting for data, averaged over several steps; last learning rate."""
 
     loss: float
     samples_per_s: float
@@ -100,7 +100,7 @@ class Pace:
 
 
 def pace_of(steps: list[StepRecord]) -> Pace | None:
-    """Average steps; None if there are no steps, or all were skipped."""
+    """Average the records of several steps; None if all steps were skipped, or if there are none."""
     counted = [record for record in steps if not record.skipped]
     if not counted:
         return None

@@ -1,7 +1,7 @@
-"""The roof of a training step: the shortest possible time on this machine, from ceilings that were measured earlier.
+"""The roof of a training step: its minimum time on this machine, from ceilings (peak rates) that were measured earlier.
 
 The flops and bytes of one step (loss, gradients, optimizer) are counted on fake tensors, without computation. Missing
-ceilings are not measured here, because that would disturb the training.
+ceilings are not measured here, because the measurement would slow down the training.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters),
-    "muon": lambda parameters: torch.optim.AdamW(parameters),  # Muon's products are small beside the model's
+    "muon": lambda parameters: torch.optim.AdamW(parameters),  # Muon's own matrix products are negligible
 }
-"""Stand-ins for the optimizers of a recipe, by name, that read and write the same state."""
+"""Stand-ins for the optimizers of a recipe, by name, to count the memory traffic of the optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TaskRoof:
     """The limits of this machine for one step of a rank.
 
     Attributes:
-        fused_ms: the roof with everything fused.
+        fused_ms: the minimum time of the step if all operators were fused into one kernel.
         op_ms: the time of the step if every operator ran at its own roof.
         flops: flops of the step.
         samples: samples per step on this rank.

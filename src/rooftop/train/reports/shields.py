@@ -9,7 +9,7 @@ from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, Obser
 
 
 class Shielded:
-    """Wraps an observer that may fail, e.g. on a full disk: the training then continues with a note.
+    """Wraps an observer. If the observer fails, e.g. on a full disk, the training continues, and a note is printed.
 
     Args:
         observer: the observer that may fail.

@@ -75,9 +75,9 @@ class TensorBoard:
 
 
 def summary_writer() -> Any:
-    """Return TensorBoard's `SummaryWriter` class, with a changed error handling.
+    """Return a subclass of TensorBoard's `SummaryWriter` that reports write errors only once.
 
-    If the writer's thread cannot write, it prints no traceback; the next call raises the error.
+    If the writer's thread cannot write, the thread prints no traceback; the next call of the writer raises the error.
 
     Raises:
         MissingExtraError: tensorboard is not installed.

@@ -18,7 +18,7 @@ class Terminal:
 
     Args:
         recipe: recipe of the training.
-        say: prints a line of the result.
+        say: prints a line of the report.
         warn: prints a note.
         progress: called with (the current activity, fraction done).
     """

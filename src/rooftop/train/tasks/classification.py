@@ -5,8 +5,8 @@
     digits       scikit-learn's 1797 handwritten digits, 8 x 8 pixels
     a folder     with train/ and val/, each with one subfolder of images per class
     a folder     with one subfolder of images per class; a tenth of each class is held out
-    a folder     of tar files in webdataset's layout, or with train/ and val/ of these; a line of classes.txt in the
-                 folder names each class
+    a folder     of tar files in webdataset's layout, or with such tar files in train/ and val/; classes.txt in the
+                 folder has one class name per line
 
 Images of at most `SMALL` pixels keep their size, and the model has a stem for small images. Larger images are cropped
 to 224 x 224.
@@ -51,7 +51,7 @@ DIGITS = "digits"
 SMALL = 64  # images whose shorter side has at most this many pixels keep their size
 USUAL_SIZE = 224
 DIGIT_SIZE = 8
-HELD_OUT = 10  # one image in this many is held out if the folder has no val/
+HELD_OUT = 10  # one of this many images is held out if the folder has no val/
 TRIED = 100  # number of images to try for the usual size, because damaged images may be skipped
 SHOWN = 12  # number of examples on the page
 SHOWN_SIDE = 192  # smallest side of an example in pixels
@@ -68,7 +68,7 @@ class Family:
     Attributes:
         usual: name of the default model for photographs.
         small: name of the default model for small images.
-        small_options: returns the builder's options for small images, from their number of pixels.
+        small_options: builder options for small images.
         off: builder options that switch off regularization which is on by default in the builder but not in the recipe.
     """
 
@@ -139,7 +139,7 @@ def _normalized(normalizer: Normalizer, batch: Sequence[Any]) -> tuple[Tensor, T
 
 
 def accuracies(model: nn.Module, batch: Sequence[Tensor], top: int = 0) -> dict[str, Tensor]:
-    """Whether each image's class is the most probable one; if `top` is given, also whether it is in the `top` ones."""
+    """Whether each image's class is the most probable; with `top`, also whether it is among the `top` most probable."""
     images, labels = batch
     logits = model(images)
     found = {"accuracy": (logits.argmax(1) == labels).float()}
@@ -267,7 +267,7 @@ def _of_shards(folder: Path, roots: tuple[Path, Path], recipe: Recipe) -> _Image
 
 
 def _class_names(folder: Path, count: int) -> tuple[str, ...]:
-    """Read the class names from classes.txt; without it, the names are the numbers."""
+    """Read the class names from classes.txt; without this file, the names are the class numbers."""
     file = folder / "classes.txt"
     if not file.is_file():
         return tuple(map(str, range(count)))
@@ -278,9 +278,9 @@ def _class_names(folder: Path, count: int) -> tuple[str, ...]:
 
 
 def _parts(folder: Path, train: Samples, valid: Samples, labels: Sequence[int]) -> tuple[Samples, Samples]:
-    """Take the training part of one data set and the held-out part of another.
+    """Take the training samples from `train`, and the held-out samples from `valid`.
 
-    Both data sets have the same samples, with different transforms.
+    Both data sets, `train` and `valid`, contain all samples, with different transforms.
     """
     trained, out = held_out(labels)
     if not trained:
@@ -317,7 +317,7 @@ def _transforms(recipe: Recipe, usual: int) -> tuple[ImageTransform, ImageTransf
 
 
 def _preprocessing(transform: ImageTransform) -> Preprocessing:
-    """The preprocessing for `rooftop classify`, which prepares photographs as in validation."""
+    """The preprocessing with which `rooftop classify` prepares photographs, the same as in validation."""
     margin = MARGIN if transform.augment.crop < 1 else 1.0
     return Preprocessing(round(transform.size * margin), transform.size)
 

@@ -4,11 +4,12 @@
 
     digits       scikit-learn's digits, which bounce around in a frame; new videos in each epoch
     a video, or a folder of videos
-                 clips of the first four fifths of each video; the last fifths are held out
+                 training clips from the first four fifths of each video; the last fifth is held out
 
-On digits, the network predicts every frame and learns by binary cross entropy. On videos, the colour network predicts
-the last frame and learns by mean absolute error. Metrics are computed on held-out sequences, whose digits are not in
-the training set. The baseline is "copying": the error of a prediction that repeats frame t as frame t + 1.
+On digits, the network predicts every frame and is trained with binary cross entropy. On videos, the colour network
+predicts the last frame and is trained with mean absolute error. Metrics are computed on held-out sequences, whose
+digits are not in the training set. The baseline is "copying": the error of a prediction that repeats frame t as frame
+t + 1.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LARGE_FRAMES, LARGE_SIDE, LARGE_TOGETHER = 20, 64, 2  # as in Keras's example
 PASS, JUDGED = 1600, 32  # number of sequences of moving digits per epoch, and held out
 HIGHEST_SEED = 1 << 40  # highest seed of a training sequence; held-out sequences have higher seeds
 SETTLED_BY = 8  # number of batches that recompute the norms' statistics at the end
-LEAST, MOST = 0.01, 0.99  # range of copied frames, so that their cross entropy is bounded
+LEAST, MOST = 0.01, 0.99  # clamp range of copied frames, which bounds the cross entropy of copying
 TRAINED_PART = 0.8  # the first part of each video is for training
 SHOWN, SHOWN_SIDE = 2, 96  # number of examples, and smallest side of a frame in pixels
 
@@ -76,7 +77,7 @@ OF_VIDEOS_ON_GPU: Values = {
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """The task's defaults of the recipe."""
+    """Return the recipe values that this task uses by default."""
     if data in (None, DIGITS):
         return over(OF_DIGITS, OF_DIGITS_ON_GPU if cuda else {})
     return over(OF_VIDEOS, OF_VIDEOS_ON_GPU if cuda else {})
@@ -88,8 +89,8 @@ def needs(data: str | None) -> list[Extra]:
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
-    """Build the task. In model.options, `frames` is the length of a sequence and `together` the number of digits in it;
-    other options are those of the network.
+    """Build the task. In model.options, `frames` is the number of frames of a sequence, and `together` the number of
+    digits in a sequence; all other options are options of the network.
 
     Raises:
         InputError: a video or folder does not exist, or has too few frames.
@@ -123,7 +124,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
 
 
 class TrainedNetwork(NextFrameNetwork):
-    """A next-frame network for training: forward returns logits, each frame's from its own and earlier steps."""
+    """A next-frame network for training: forward returns the logits of each next frame, from all frames before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(x, ahead=False)
@@ -160,9 +161,9 @@ def errors(model: nn.Module, videos: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def settle_norms(samples: Samples, batch: int, model: nn.Module) -> None:
-    """Recompute the norms' statistics over some videos.
+    """Recompute the running statistics of the batch norms over some videos.
 
-    In such a short training, running statistics lag behind the weights.
+    In a short training, running statistics lag behind the weights.
     """
     assert isinstance(model, NextFrameNetwork)
     norms = [norm for norm in model.norms if isinstance(norm, nn.BatchNorm2d)]
@@ -286,8 +287,8 @@ def _network(recipe: Recipe, options: dict[str, Any]) -> tuple[TrainedNetwork, d
 def _examples(videos: Samples, model: nn.Module, device: torch.device) -> list[tuple[str, Image.Image]]:
     """Draw some held-out videos with predictions, in three rows.
 
-    The rows are the actual frames, each frame as predicted from all earlier frames, and a roll-out, in which the second
-    half of the input is the network's own output.
+    The rows are: the actual frames; each frame predicted from all earlier actual frames; and a roll-out, in which the
+    network predicts frames from its own previous predictions.
     """
     assert isinstance(model, NextFrameNetwork)
     shown = []

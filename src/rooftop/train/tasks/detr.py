@@ -3,9 +3,10 @@
 --data is one of
 
     shapes       eight pictures of coloured shapes to memorize: a test that network, losses and boxes fit together
-    new-shapes   new pictures of shapes at each step, and others for evaluation; for a GPU a folder in COCO's format:
-    annotations/instances_train*.json and instances_val*.json beside folders of photographs with the same names; or
-    instances.json beside photographs; a tenth of the photographs is then held out
+    new-shapes   new pictures of shapes at each step, and separate pictures for evaluation; intended for a GPU
+    a folder     in COCO's format: annotations/instances_train*.json and instances_val*.json, and folders of photographs
+                 named like these files (train2017/, val2017/)
+    a folder     with instances.json and photographs; a tenth of the photographs is held out
 
 For shapes, the model is a small network with random initial weights; for a folder, a DETR on a ResNet-50. `judge`
 returns COCO's metrics; the best checkpoint has the highest "AP".
@@ -48,8 +49,8 @@ PASS = 12_800  # number of new pictures per epoch
 JUDGED = 256  # number of new pictures that are held out
 FIRST_SEED = 1 << 32  # first seed of the held-out pictures; training pictures have lower seeds
 SIDE = 64  # side of a picture of shapes, in pixels
-SHORTER, LONGER = 800, 1333  # pixels of photographs
-HELD_OUT = 10  # one photograph in this many is held out if the folder has no instances_val
+SHORTER, LONGER = 800, 1333  # size of a photograph's shorter side, and maximum of its longer side, in pixels
+HELD_OUT = 10  # one of this many photographs is held out if the folder has no instances_val
 SHOWN, SHOWN_SIDE, SURE = 8, 256, 0.5  # number of examples, their size in pixels, smallest score of drawn boxes
 
 BUILDERS = {build.__name__: build for build in (detr_small, detr_resnet50, detr_resnet101)}
@@ -70,13 +71,13 @@ FOLDERS: Values = {
     "augment": {"flip": 0.5},
     "evaluation": {"every": 5},
 }
-"""The recipe of Carion et al. 2020, but their learning rate falls to a tenth for the last third of the training."""
+"""The recipe of Carion et al. 2020, except for the schedule: their learning rate drops to a tenth after two thirds."""
 GPU: Values = {"run": {"precision": "bf16"}}
 FOLDERS_ON_GPU: Values = {"run": {"batch": 16}}
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """The task's defaults of the recipe."""
+    """Return the recipe values that this task uses by default."""
     gpu = GPU if cuda else {}
     if data in (None, BY_HEART):
         return over(SHAPES, gpu)
@@ -311,7 +312,7 @@ def judged(found: _Pictures, batch: int, model: nn.Module, device: torch.device)
 def find(
     model: nn.Module, pictures: CocoDataset, numbers: Sequence[int], batch: int, device: torch.device
 ) -> list[Detections]:
-    """Detect objects in each picture with a network in evaluation mode; boxes are in pixels of the file, on the CPU."""
+    """Detect objects in each picture with a network in evaluation mode. Boxes are on the CPU, in pixels of the file."""
     found: list[Detections] = []
     for start in range(0, len(numbers), batch):
         those = numbers[start : start + batch]

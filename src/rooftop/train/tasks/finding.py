@@ -6,10 +6,10 @@
 
 The module of a task has `build(data, recipe)` and optionally:
 
-    RECIPE         values by section and name, on any device
-    RECIPE_CUDA    values that replace them on a GPU: bf16, channels_last, larger batches
+    RECIPE         default values of the recipe by section and name, on any device
+    RECIPE_CUDA    values that replace those of RECIPE on a GPU, e.g. bf16, channels_last, batch size
     defaults(data, cuda)
-                   instead of both, if the values also depend on the data
+                   a function instead of RECIPE and RECIPE_CUDA, if the values also depend on the data
     needs(data)    optional packages that the task needs, as `rooftop.doctor.extras.Extra`; nothing by default
 """
 
@@ -48,8 +48,8 @@ def find_task(name: str, data: str | None = None, device: str = "cpu") -> tuple[
     Raises:
         TargetError: the task, module or function does not exist, or the defaults have a wrong form. The returned
             `build` also raises TargetError if the user's function does not return a `Task`.
-        ModelRunError: the import of the user's module raised. The returned `build` raises this too, if the user's
-            function raises.
+        ModelRunError: the import of the user's module raised. The returned `build` also raises ModelRunError if the
+            user's function raises.
     """
     cuda = device.startswith("cuda")
     if ":" in name:
@@ -65,13 +65,13 @@ def find_task(name: str, data: str | None = None, device: str = "cpu") -> tuple[
 
 
 def needs_of(build: Build, data: str | None) -> list[Extra]:
-    """Return the optional packages that a task needs, from `needs` beside the `build` of `find_task`."""
+    """Return the optional packages that a task needs, from the function `needs` in the module of its `build`."""
     needs = getattr(sys.modules.get(build.__module__), "needs", None)
     return list(needs(data)) if callable(needs) else []
 
 
 def over(values: Values, others: Values) -> dict[str, dict[str, Any]]:
-    """Merge values of a recipe, by section and name, with values that replace them."""
+    """Merge two sets of recipe values by section and name; `others` replace `values`."""
     sections = dict.fromkeys((*values, *others))
     return {section: {**values.get(section, {}), **others.get(section, {})} for section in sections}
 

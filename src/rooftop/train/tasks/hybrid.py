@@ -1,4 +1,4 @@
-"""The task `hybrid`: image classification with convolutions on fine feature maps and attention on coarse ones.
+"""The task `hybrid`: image classification with convolutions in early stages and attention in late stages.
 
 rooftop train hybrid --data digits
 rooftop train hybrid --data photographs/ --set model.name=hybrid_s
@@ -31,9 +31,9 @@ DIGITS: Values = {
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """The task's defaults of the recipe.
+    """Return the recipe values that this task uses by default.
 
-    For folders they are those of a Swin Transformer, because of the attention layers.
+    For folders, the defaults are the same as for a Swin Transformer, because both models have attention layers.
     """
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
 
@@ -44,5 +44,5 @@ def needs(data: str | None) -> list[Extra]:
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
-    """Build the task; `data` and errors as in `rooftop.train.tasks.classification`."""
+    """Build the task; see `rooftop.train.tasks.classification` for `data` and errors."""
     return classification(data, recipe, FAMILY)

@@ -29,12 +29,12 @@ FOLDERS: Values = {
     "mix": {"label_smoothing": 0.1},
     "augment": {"crop": 0.25, "flip": 0.5},
 }
-"""The recipe of Goyal et al. 2017, but with a cosine schedule; their learning rate is 0.1 for a batch of 256 images."""
+"""The recipe of Goyal et al. 2017 with a cosine schedule; the paper's learning rate is 0.1 for 256 images per batch."""
 FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 0.1}}
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """The task's defaults of the recipe."""
+    """Return the recipe values that this task uses by default."""
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU)
 
 
@@ -44,5 +44,5 @@ def needs(data: str | None) -> list[Extra]:
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
-    """Build the task; `data` and errors as in `rooftop.train.tasks.classification`."""
+    """Build the task; see `rooftop.train.tasks.classification` for `data` and errors."""
     return classification(data, recipe, FAMILY)

@@ -39,7 +39,7 @@ from rooftop.train.tasks.task import Task
 
 SCANS = "scans"
 WARP = Extra("sparse", "warp", "warp-lang", "sparse convolution")
-FEATURES = 6  # of a voxel: mean position of its points within it (3), height, intensity, whether the intensity is known
+FEATURES = 6  # per voxel: mean position of its points in the voxel (3), height, intensity, whether intensity is known
 SLOTS = 8  # maximum number of points of a voxel that are used
 WITHOUT_INTENSITY = 0.2  # fraction of training scans whose intensities are dropped
 FIRST_SEED = 1 << 20  # first seed of training scans; seeds of held-out scans count from 0
@@ -65,7 +65,7 @@ ON_GPU: Values = {
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """The task's defaults of the recipe."""
+    """Return the recipe values that this task uses by default."""
     return over(ON_CPU, ON_GPU) if cuda else ON_CPU
 
 
@@ -122,7 +122,7 @@ class Options:
         scans, held_out: numbers of training scans and of held-out scans.
         planes: channels of a `SparseUNet`; empty: a MinkUNet18.
         voxel_m: edge of a voxel in metres; 0: the default of the setting.
-        fine: whether this default is the small edge of the setting.
+        fine: whether the default of `voxel_m` is `FINE_M` of the setting instead of `VOXEL_M`.
     """
 
     beams: int = 32
@@ -142,15 +142,15 @@ def _options(given: dict[str, Any], setting: str) -> Options:
     return replace(found, voxel_m=found.voxel_m or (FINE_M if found.fine else VOXEL_M)[setting])
 
 
-# ---- clouds in cubes -------------------------------------------------------------------------------------------
+# ---- clouds as voxels ------------------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
     """Points of B clouds, ready for `voxels_of`.
 
     Attributes:
-        points: float32 (N, 3 + 1 + FEATURES + 1): position in voxels, number of the cloud, features, and the label + 1
-            (0 if unknown).
+        points: float32 (N, 3 + 1 + FEATURES + 1): position in units of voxels, index of the cloud, features, and the
+            label + 1 (0 if unknown).
         sizes: sizes of the grid, in voxels.
         clouds: the number of clouds, B.
     """
@@ -250,7 +250,7 @@ class Scans:
         return rows_of(varied(cloud, generator) if self.changing else cloud, self.voxel_m)
 
     def class_weights(self) -> Tensor:
-        """Class weights of the loss, (classes,): rare classes weigh more, but less than in inverse proportion."""
+        """Class weights of the loss, (classes,): each is the inverse square root of the class's frequency."""
         classes = len(self.setting.classes)
         counts = torch.stack([torch.bincount(scan.labels, minlength=classes) for scan in self.scans]).sum(0)
         return (counts / counts.sum()).clamp(min=1e-4).rsqrt()
@@ -269,7 +269,7 @@ def varied(cloud: Cloud, generator: np.random.Generator) -> Cloud:
 
 
 def network(classes: int, planes: Sequence[int]) -> SparseUNet | MinkUNet:
-    """A `SparseUNet` with these planes; without planes, a MinkUNet18."""
+    """Build a `SparseUNet` with these channels; if `planes` is empty, build a MinkUNet18."""
     return SparseUNet(FEATURES, classes, tuple(planes)) if planes else minkunet18(FEATURES, classes)
 
 

@@ -35,14 +35,14 @@ FOLDERS: Values = {
     "mix": {"label_smoothing": 0.1, "mixup": 0.8, "cutmix": 1.0},
     "augment": {"crop": 0.08, "flip": 0.5, "rand_augment": 2, "erase": 0.25},
 }
-"""The recipe of the paper, whose learning rate is 0.001 for a batch of 1024 images."""
+"""The recipe of the paper; the paper's learning rate is 0.001 for a batch of 1024 images."""
 FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 2.5e-4}}
 GPU: Values = {"run": {"precision": "bf16"}, "augment": {"rand_augment_on": "gpu"}}
 """Recipe values on a GPU, without channels_last, because a Swin Transformer's feature maps are always channels last."""
 
 
 def defaults(data: str | None, cuda: bool) -> Values:
-    """The task's defaults of the recipe."""
+    """Return the recipe values that this task uses by default."""
     return defaults_by_data(data, cuda, of_digits=DIGITS, of_folders=FOLDERS, of_folders_on_gpu=FOLDERS_ON_GPU, gpu=GPU)
 
 
@@ -52,5 +52,5 @@ def needs(data: str | None) -> list[Extra]:
 
 
 def build(data: str | None, recipe: Recipe) -> Task:
-    """Build the task; `data` and errors as in `rooftop.train.tasks.classification`."""
+    """Build the task; see `rooftop.train.tasks.classification` for `data` and errors."""
     return classification(data, recipe, FAMILY)

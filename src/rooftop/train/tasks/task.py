@@ -37,24 +37,24 @@ class Task:
     Attributes:
         model: the model, on the CPU in float32. The loop applies the recipe's section `model`, and moves the model to
             the device.
-        train: the training data; `train[i]` is a sample. If the data have a method `draw(index, generator)`, it is
-            called instead, with a `numpy.random.Generator` seeded by (seed, epoch, index), so augmentation is the same
-            for any number of workers. For repeated copies (augment.repeats), the number of the copy is also part of the
-            seed.
-        loss: (model, batch on the device) -> mean loss over the samples, (). Training calls it with the model in
-            training mode, validation in evaluation mode without gradients.
+        train: the training data; `train[i]` is a sample. If the data have a method `draw(index, generator)`, the loader
+            calls `draw` instead, with a `numpy.random.Generator` seeded by (seed, epoch, index). So augmentation is the
+            same for any number of workers. For repeated copies (augment.repeats), the number of the copy is also part
+            of the seed.
+        loss: (model, batch on the device) -> mean loss over the samples, (). During training, the model is in training
+            mode; during validation, the model is in evaluation mode, and gradients are off.
         valid: samples for evaluation; None: no evaluation.
         metrics: (model in evaluation mode, batch on the device) -> dict from name to values of the samples, (N,). The
             loop computes the mean over all samples.
-        judge: computes metrics of the whole validation data that are not means over samples, e.g. COCO's; called on
+        judge: computes metrics of the whole validation data that are not means over samples, e.g. COCO's AP; called on
             rank 0.
         best: the metric that selects the best checkpoint; "loss" is the validation loss.
-        maximize: whether a higher value is better.
+        maximize: whether a higher value of `best` is better.
         collate: makes a batch from a list of samples.
-        collate_train: the same for training samples, if they differ in kind from those of `valid`.
+        collate_train: replaces `collate` for training samples, if their type differs from those of `valid`.
         arrive: changes training batches before they are on the device, as in `rooftop.data.Loader`.
-        prepare: changes each batch on the device before anything else, in training and evaluation, e.g. normalizes
-            uint8 images.
+        prepare: the first change to each batch on the device, in training and evaluation, e.g. to normalize uint8
+            images.
         alter: (batch, places, generator_of) -> batch: changes a training batch on the device, e.g. mixup. `places`,
             (N,) int64 on the CPU, holds each sample's position in the whole batch of the step. `generator_of(place)`
             returns a NumPy generator seeded by (seed, step, place). So the change does not depend on the number of
@@ -63,7 +63,7 @@ class Task:
         examples: (model, device) -> (caption, picture) of each example picture for the page.
         metadata: metadata of exported weights, e.g. {"model": "resnet18", "classes": ...}.
         decoding: measures which device decodes the training images faster, for a recipe with augment.decode="auto".
-        unit: what samples are called, in the plural.
+        unit: word for samples in reports, in the plural, such as "images".
     """
 
     model: nn.Module

@@ -1,8 +1,8 @@
-"""Choose the sequences of a step from the seed, the step and the position in the batch alone.
+"""Choose the sequences of a step. The choice depends only on the seed, the step and the position in the batch.
 
 So trainings with any layout or micro-batch size read the same sequences, and so does a resumed training. The tokens are
-cut into sequences of one length. A pass reads each sequence once, and each pass has another order. In a mixture, the
-share of each row determines its number of passes.
+cut into sequences of equal length. A pass reads each sequence once, and each pass has a different order. In a mixture,
+the share of each row (data set) determines how many passes the training makes over the row.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ class Batches:
 
     Args:
         tokens: the data.
-        length: length of a sequence; one more token is read, as the target of the last token.
+        length: tokens per sequence; one additional token is read, as the target of the last token.
         batch: sequences per step, summed over all ranks.
         seed: seed of the order.
 
     Attributes:
         sequences: number of sequences; without a mixture, a pass reads each sequence once.
-        parts: for each row of a mixture, its number of sequences, and its share of all sequences that the training
-            reads.
+        parts: for each row, (number of sequences, share of all sequences that the training reads).
 
     Raises:
         InputError: the tokens, or the tokens of a row, are too few for one sequence.
@@ -56,7 +55,7 @@ class Batches:
         self._proportions = Proportions(shares)
 
     def read(self, step: int, places: Iterable[int]) -> Tensor:
-        """Read the sequences at given places of a step's batch: (places, length + 1) int64."""
+        """Read the sequences at given positions of a step's batch: (positions, length + 1) int64."""
         rows, numbers = self._proportions.between(step * self.batch, (step + 1) * self.batch)
         return torch.stack([self._sequence(int(rows[place]), int(numbers[place])) for place in places])
 
@@ -69,10 +68,11 @@ class Batches:
 
 
 def shuffled(place: int, count: int, key: str) -> int:
-    """Return the number at a place in a permutation of 0..count - 1, which the key determines.
+    """Return element `place` of a pseudorandom permutation of 0..count - 1; the key determines the permutation.
 
-    No list is created: a Feistel network permutes the numbers below the smallest sufficient power of four, and is
-        applied until the result is in range. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains".
+    No list is created: a Feistel network permutes the numbers below the smallest power of four that is at least
+    `count`, and is applied until the result is below `count`. Source: Black and Rogaway 2002, "Ciphers with Arbitrary
+    Finite Domains".
     """
     half = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half) - 1

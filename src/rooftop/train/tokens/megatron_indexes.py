@@ -1,17 +1,17 @@
 """Read Megatron-LM's index of a token file: `text.idx` describes `text.bin`.
 
-| bytes | of | |
+| bytes | type | meaning |
 |---|---|---|
 | 9 | `MMIDIDX`, 0, 0 | the format |
-| 8 | uint64 | its version, 1 |
-| 1 | uint8 | the dtype of the tokens, by `DTYPES` |
-| 8, 8 | uint64 | sequences; entries of the document index |
-| 4 each | int32 | tokens of each sequence |
-| 8 each | int64 | the byte at which each begins in the other file |
-| 8 each | int64 | the first sequence of each document, then the end of the last one |
+| 8 | uint64 | version of the format, 1 |
+| 1 | uint8 | the dtype of the tokens, a key of `DTYPES` |
+| 8, 8 | uint64 | number of sequences; number of entries of the document index |
+| 4 each | int32 | number of tokens of each sequence |
+| 8 each | int64 | offset in bytes of each sequence in `text.bin` |
+| 8 each | int64 | document index: the first sequence of each document, then the number of sequences |
 | 1 each | int8 | only in multimodal data: the mode of each sequence |
 
-All are little-endian. Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
+All numbers are little-endian. Source: Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ AGAIN = "create both files again with Megatron's tools/preprocess_data.py"
 
 
 def index_beside(path: Path) -> Path | None:
-    """The path of the `.idx` of a `.bin`; None if it does not exist."""
+    """The path of the `.idx` file of a `.bin` file; None if there is no such file."""
     index = path.with_suffix(".idx")
     return index if index.is_file() else None
 
 
 def indexed_dtype(index: Path, data: Path) -> np.dtype:
-    """Read the dtype of a `.bin` from its index, and check that the sequences fill the file.
+    """Read the dtype of a `.bin` file from its index, and check that the sequences fill the file.
 
     Raises:
         InputError: the index has another format, is cut off, or belongs to another file, or the tokens are not

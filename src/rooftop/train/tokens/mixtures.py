@@ -1,11 +1,11 @@
-"""Mix several rows of tokens, each with its share of the sequences.
+"""Mix several rows of tokens (data sets), each with its share of the sequences.
 
     mixture = open_mixture(["0.7", "books/", "0.3", "code.bin"])    # as in Megatron-LM's --data-path
     mixture = open_mixture(["books/", "code.bin"])                  # weighted by their numbers of sequences
 
-The weights alone determine which sequence comes from which row (`proportions`): after any number of sequences, the
-count of each row is within one sequence of its share. When all sequences of a row have been read, the row starts again
-in another order.
+The weights alone determine which row each sequence comes from (`proportions`). After n sequences, the number of
+sequences from each row differs from n times the row's share by less than one. When all sequences of a row have been
+read, the row starts again in a new order.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Mixture:
     Args:
         rows: the rows of the mixture, at least one. Either all rows are text, or all have tokens of the same
             vocabulary.
-        weights: weights of the rows, 0 or more, in any unit; None: the number of sequences of each row, so that a pass
-            reads every sequence once.
+        weights: weights of the rows, 0 or more; only their ratios matter. None: the number of sequences of each row, so
+            that a pass reads every sequence once.
 
     Attributes:
         source, text, vocabulary, kind: see `Tokens`.
@@ -77,7 +77,11 @@ class Mixture:
         return sum(map(len, self.rows))
 
     def shares(self, sequences: Sequence[int]) -> list[Fraction]:
-        """The shares of the rows, which sum to 1, from their numbers of sequences."""
+        """The shares of the rows, which sum to 1.
+
+        Args:
+            sequences: the number of sequences of each row; the shares without weights.
+        """
         weights = [Fraction(count) for count in sequences] if self.weights is None else self.weights
         total = sum(weights)
         return [weight / total for weight in weights]
@@ -101,7 +105,7 @@ def open_mixture(words: Sequence[str], kind: str | None = None, option: str = OP
     Args:
         words: paths, either each after its weight or all without weights; `rooftop.train.open_tokens` describes paths.
         kind: see `open_tokens`.
-        option: name of the words in error messages.
+        option: name of the command-line option in error messages.
 
     Returns:
         `Tokens` for one path, a `Mixture` for several.
@@ -120,7 +124,7 @@ def open_mixture(words: Sequence[str], kind: str | None = None, option: str = OP
 
 
 def paths_of(words: Sequence[str], option: str = OPTION) -> list[Path]:
-    """The paths among the words of `open_mixture`, with the files that describe them. Raises the same errors."""
+    """List all files that `open_mixture` may read for these words. Raises the errors of `open_mixture`."""
     paths, _ = _pairs(words, option)
     return [path.with_name(path.name + end) for path in paths for end in ("", ".bin", ".idx")] + [
         path.with_suffix(end) for path in paths if path.suffix in (".bin", ".idx") for end in (".bin", ".idx")
@@ -151,7 +155,7 @@ def _number(word: str) -> float | Fraction:
 
 
 def _pairs(words: Sequence[str], option: str) -> tuple[list[Path], list[str] | None]:
-    """Split words into paths, and their weights if they have any."""
+    """Split words into paths and weights; the weights are None if no path has a weight."""
     given = [bool(WEIGHT.match(word)) for word in words]
     said = f"{option} {' '.join(words)}"
     if not any(given) or (len(words) == 1 and Path(words[0]).exists()):

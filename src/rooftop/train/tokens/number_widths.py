@@ -1,15 +1,15 @@
 """Detect the integer type of a token file without a header, from a sample of its numbers.
 
 If 32-bit tokens are read as 16-bit numbers, every second number is the upper half of a token: 0, or a small number for
-vocabularies above 65,536. At the right width, numbers at even and odd places have the same distribution. So the ratio
-of their means decides:
+vocabularies above 65,536. At the right width, numbers at even and odd positions have the same distribution. So the
+ratio of their means decides:
 
-| a pair of neighbours is | mean at odd positions divided by mean at even positions |
+| two neighbouring numbers are | mean at odd positions divided by mean at even positions |
 |---|---|
-| one number of twice the width | below 1/64: a vocabulary of 256 thousand tokens has an upper half of at most 3 |
-| two numbers | near 1 |
+| two halves of one number | below 1/64: with 256 thousand tokens, the upper half of a token is at most 3 |
+| two separate numbers | near 1 |
 
-Ratios in between raise an error, and so do bytes and big-endian numbers.
+A ratio between these ranges raises an error, and so do bytes and big-endian numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS: dict[str, np.dtype[Any]] = {
     "int32": np.dtype("<i4"),
     "int64": np.dtype("<i8"),
 }
-PLACES, LOOKED_AT = 64, 8192  # places in a file, and bytes read at each, a multiple of the widest number
+PLACES, LOOKED_AT = 64, 8192  # samples per file, and bytes per sample, a multiple of the widest number
 UPPER_HALF, NEIGHBOUR = 1 / 64, 1 / 4  # limits of the ratio of means, as described above
 TEXT_BYTES = 64  # in this many bytes, 16-bit tokens nearly always contain a zero or invalid UTF-8
 # pairs needed to compare two distributions; number of byte values in text; maximum distance
@@ -60,7 +60,7 @@ def found_kind(path: Path) -> str:
 
 
 def _sample(path: Path, size: int) -> NDArray[np.uint8]:
-    """Read bytes at places all over a file, at multiples of 8; reads a small file completely."""
+    """Read samples at regular offsets in a file, all multiples of 8 bytes; a small file is read completely."""
     if size <= PLACES * LOOKED_AT:
         return np.fromfile(path, np.uint8)
     whole = np.memmap(path, np.uint8, mode="r")
@@ -69,7 +69,7 @@ def _sample(path: Path, size: int) -> NDArray[np.uint8]:
 
 
 def _mean_ratio(halves: NDArray[Any], path: Path, candidates: str) -> float:
-    """Ratio of the means at odd and even places; below `NEIGHBOUR`, two neighbours are halves of one number.
+    """Ratio of the mean at odd positions to the mean at even positions; below `NEIGHBOUR`, neighbours are two halves.
 
     Raises:
         InputError: the ratio is neither near 0 nor near 1.

@@ -1,9 +1,9 @@
-"""Draw from several sources in exact proportions: after any number of draws, each count is within one of its share.
+"""Draw from several sources in exact proportions: after n draws, each count is within one of n times the share.
 
 Let the k sources have weights w_i that sum to 1. Source i gets c_i of the first n draws, with |c_i - w_i n| <= 1 - 1 /
 (2k - 2). No smaller bound holds for all weights. Each draw considers the sources that stay within the bound if they are
-drawn. It takes the one that would fall below the bound first if it were not drawn. Source: Tijdeman 1980, "The chairman
-assignment problem".
+drawn. Among these sources, it selects the source that would be the first to fall below the bound if it were not drawn.
+Source: Tijdeman 1980, "The chairman assignment problem".
 
 Integer arithmetic avoids accumulated rounding. The period of the draws is the common denominator of the weights.
 """
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from rooftop.launch.numba_loops import numba_works
 
-FINEST = 1 << 50  # weights are rounded to multiples of their sum / FINEST, which ignores differences below 1e-15
+FINEST = 1 << 50  # weights are rounded to multiples of (their sum / FINEST), a relative error of about 1e-15
 KEPT = 1 << 16  # number of draws between two stored states
-COMPILED = 1 << 20  # from this many draws on, compilation pays off, which takes a second
+COMPILED = 1 << 20  # minimum number of draws for which numba compiles the loop; compilation takes a second
 
 Ints = NDArray[np.int64]
 
@@ -31,10 +31,10 @@ class Proportions:
     """Determines the source of each draw, and the number of earlier draws from this source.
 
     Args:
-        weights: weights of the sources, 0 or more, in any unit; at least one is positive.
+        weights: weights of the sources, 0 or more; at least one is positive. Only the ratios of the weights matter.
 
     Raises:
-        ValueError: a weight is negative, or all are 0.
+        ValueError: a weight is negative, or all weights are 0.
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
@@ -50,7 +50,7 @@ class Proportions:
         self._last = (0, none, none)
 
     def between(self, start: int, stop: int) -> tuple[Ints, Ints]:
-        """The sources of draws `start` to `stop - 1`, and the number of each draw within its source, from 0."""
+        """Return the source of each draw from `start` to `stop - 1`, and how often this source was drawn before."""
         sources, numbers = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
         at = start
         while at < stop:
@@ -90,7 +90,7 @@ class Proportions:
     ) -> tuple[list[int], list[int], Ints, Ints]:
         """Draw `count` times; returns the new state, and the sources and numbers of the draws.
 
-        `all_of` is the number of draws in all calls.
+        `all_of` is the total number of draws of the caller, in all calls; it decides whether compilation pays.
         """
         which, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         if all_of >= COMPILED and numba_works():
@@ -103,7 +103,7 @@ class Proportions:
 
 
 def _whole(weights: Sequence[Fraction]) -> list[int]:
-    """Convert weights to integers without a common factor, whose sum is close to `FINEST` at most."""
+    """Convert weights to integers without a common factor; the sum of the integers is at most about `FINEST`."""
     total = sum(weights)
     shares = [weight / total for weight in weights]
     common = math.lcm(*(share.denominator for share in shares))
@@ -117,10 +117,10 @@ def _whole(weights: Sequence[Fraction]) -> list[int]:
 def _draws(parts, behind, drawn, period, which, numbers):  # type: ignore[no-untyped-def]
     """Fill `which` and `numbers` with draws.
 
-    `behind` is the number of draws that each source lacks, in units of 1 / `period`.
+    `behind` says how many draws each source is behind its share, in units of 1 / `period`.
     """
     sources = len(parts)
-    least = -(-period // (2 * sources - 2))  # a source must lack this much to be drawn
+    least = -(-period // (2 * sources - 2))  # a source must be at least this far behind to be drawn
     most = period - least
     for place in range(len(which)):
         found, soonest = -1, 0

@@ -1,12 +1,12 @@
-"""Read files of integers as tokens; the dtype comes from a file beside them, a header, or the numbers.
+"""Read files of integers as tokens. The dtype comes from a second file, from a header, or from the numbers.
 
-| beside or in a `.bin` | source of the dtype |
+| found in the folder or in the `.bin` file | source of the dtype |
 |---|---|
-| `.idx` beside it | Megatron-LM's index (`megatron_indexes`) |
-| the first 256 int32 begin with 20240520, 1, tokens | llm.c's header of GPT-2's tokens; uint16 follow |
-| the first 256 int32 begin with 20240801, 7, tokens | llm.c's header of Llama 3's tokens; uint32 follow |
-| `meta.pkl` beside it | nanoGPT's characters: uint16, and the vocabulary size |
-| nothing | the file's numbers (`number_widths`) |
+| an `.idx` file with the same name | Megatron-LM's index (`megatron_indexes`) |
+| a header of 256 int32: 20240520, 1, number of tokens | llm.c's header of GPT-2's tokens; uint16 tokens follow |
+| a header of 256 int32: 20240801, 7, number of tokens | llm.c's header of Llama 3's tokens; uint32 tokens follow |
+| `meta.pkl` in the folder | nanoGPT's characters: uint16, and the vocabulary size |
+| none of these | the file's numbers (`number_widths`) |
 
 Source: llm.c `dev/data/data_common.py`; nanoGPT `data/shakespeare_char/prepare.py`.
 """
@@ -58,7 +58,7 @@ class Numbers(NamedTuple):
 
     Attributes:
         tokens: a 1-D array.
-        vocabulary: vocabulary size, if the file or one beside it states it.
+        vocabulary: vocabulary size; None if neither the file nor another file in its folder states the size.
     """
 
     tokens: Integers
@@ -66,11 +66,12 @@ class Numbers(NamedTuple):
 
 
 def binary_numbers(path: Path, kind: str | None = None) -> Numbers:
-    """Read the tokens of a `.bin`.
+    """Read the tokens of a `.bin` file.
 
     Args:
         path: path of the file.
-        kind: a name in `KINDS`, for a file that does not state its type; None: the type is detected.
+        kind: integer type of the tokens, a name in `KINDS`, for a file that does not state the type. None: the type is
+            detected.
 
     Raises:
         InputError: the file contradicts its header or index, `kind` contradicts the stated type, or no type is stated
@@ -98,7 +99,7 @@ def binary_numbers(path: Path, kind: str | None = None) -> Numbers:
 
 
 def array_numbers(path: Path, kind: str | None = None) -> Numbers:
-    """Read the tokens of a `.npy`.
+    """Read the tokens of a `.npy` file.
 
     Raises:
         InputError: the file is not a 1-D array of integers, or `kind` contradicts its dtype.
@@ -143,8 +144,8 @@ def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", min(size, LLMC_HEADER_BYTES) // 4)
     magic = int(header[0]) if len(header) else 0
-    # A header has only zeros after the count. If there are other numbers, the first token merely equals the magic
-    # number.
+    # After the count, a header has only zeros. With other numbers the file has no header: its first token merely equals
+    # the magic number.
     if magic not in LLMC_TOKENS | LLMC_OTHERS or header[32:].any():
         return None
     if magic in LLMC_OTHERS:
@@ -173,7 +174,7 @@ class _PlainValues(pickle.Unpickler):
 
 
 def _nanogpt_vocabulary(path: Path) -> int | None:
-    """Read the vocabulary size from nanoGPT's file beside the tokens; None if there is no such file."""
+    """Read the vocabulary size from nanoGPT's meta.pkl; None if the file does not exist or has no valid size."""
 
     if not path.is_file():
         return None

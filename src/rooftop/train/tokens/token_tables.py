@@ -5,7 +5,8 @@
 | `input_ids` | lists of integers, one after another |
 | `text` | the bytes of the texts, one after another |
 
-`datasets` reads them (`pip install datasets`): it maps Arrow files, and converts Parquet to Arrow files in its cache.
+The package `datasets` reads the files (`pip install datasets`): it memory-maps Arrow files, and converts Parquet files
+to Arrow files in its cache.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NUMBERED = re.compile(r"[-_.]?\d+(-of-\d+)?$")  # matches the end of train-00000
 
 
 class Rows(NamedTuple):
-    """The 1-D parts of a row of tokens, and whether they are bytes of text."""
+    """A row of tokens as 1-D arrays to concatenate, and whether the tokens are bytes of text."""
 
     parts: list[NDArray[np.integer[Any]]]
     text: bool
@@ -89,7 +90,7 @@ def _check_one_split(path: Path, files: list[Path]) -> None:
 
 
 def _table(path: Path, files: list[Path], datasets: Any) -> Any:
-    """An Arrow table."""
+    """Open a data set as an Arrow table."""
     if not files:
         found = datasets.load_from_disk(str(path))
     elif files[0].suffix == ".parquet":

@@ -3,13 +3,14 @@
 | path | tokens |
 |---|---|
 | `.bin` | integers, whose dtype comes from Megatron-LM's index, llm.c's header, or detection (`token_files`) |
-| `.idx`, or a name without either | Megatron-LM's pair |
+| `.idx`, or the common name without `.bin` and `.idx` | Megatron-LM's pair of `.bin` and `.idx` |
 | `.npy` | a NumPy array of integers with one dimension |
 | `.parquet`, `.arrow`, a folder of these | a data set of Hugging Face (`token_tables`) |
 | another file | its bytes: text, 256 tokens |
-| another folder | the bytes of all text files in it, one file after another by their paths; hidden files are left out |
+| another folder | the bytes of all text files in the folder, in the order of their paths; hidden files are left out |
 
-Large files are memory-mapped: the system reads tokens from the disk when they are used, and caches them if they fit.
+Large files are memory-mapped: the operating system reads tokens from the disk when they are used, and caches the tokens
+if they fit in memory.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from rooftop.train.tokens.token_tables import is_table, table_rows
 
 BYTES = 256
 """Vocabulary size of text, whose tokens are bytes."""
-PEEKED_BYTES = 8192  # a file is text if its first bytes contain no zero; git checks similarly many
+PEEKED_BYTES = 8192  # a file is text if its first bytes contain no zero; git checks about as many bytes
 SCANNED = 1 << 24  # number of tokens that are checked at a time
-PLACES, LOOKED_AT = 256, 64  # number of places in a fingerprint, and tokens read at each place
+PLACES, LOOKED_AT = 256, 64  # number of samples in a fingerprint, and tokens per sample
 NUMBERS = (".bin", ".npy")
 EXPECTED = "expected a file of tokens (.bin, .npy, .parquet, .arrow), text, or a folder"
 
@@ -92,9 +93,9 @@ class Tokens:
         return Tokens([piece for piece in pieces if len(piece)], source, self.text, self.vocabulary)
 
     def fingerprint(self) -> str:
-        """A hash of the number of tokens and of a sample of them.
+        """A hash of the number of tokens and of a sample of the tokens.
 
-        Different data almost surely have different hashes, unless they differ only in a few places.
+        Different data almost surely have different hashes, unless the data differ in only a few tokens.
         """
         digest = blake2b(str(len(self)).encode(), digest_size=16)
         last = max(0, len(self) - LOOKED_AT)
@@ -105,7 +106,7 @@ class Tokens:
     def check_vocabulary(self, vocabulary: int, progress: Progress = lambda what, fraction: None) -> None:
         """Check that a vocabulary contains all tokens.
 
-        This reads all data, unless the integer type cannot hold a larger token.
+        The check reads all data, unless the integer type cannot represent tokens beyond the vocabulary.
 
         Raises:
             InputError: a token is outside the vocabulary.
@@ -138,12 +139,13 @@ def open_tokens(path: Path, kind: str | None = None) -> Tokens:
 
     Args:
         path: see the table above.
-        kind: integer type of a `.bin` that does not state it: "uint8", "uint16", "uint32", "int32" or "int64",
-            little-endian. None: detected.
+        kind: integer type of a `.bin` file that does not state the type: "uint8", "uint16", "uint32", "int32" or
+            "int64", little-endian. None: detected.
 
     Raises:
-        InputError: the path does not exist, or has neither tokens nor text. Also if the integer type of a `.bin` cannot
-            be detected, or the file states another type than `kind`.
+        InputError: the path does not exist, or has neither tokens nor text.
+        InputError: the integer type of a `.bin` file cannot be detected, or the type that the file states differs from
+            `kind`.
         MissingExtraError: the path is a data set of Hugging Face, and `datasets` is not installed.
         ValueError: `kind` is unknown.
     """

@@ -34,12 +34,12 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def moving_digits(images: Tensor, count: int, frames: int, side: int, together: int, seed: int) -> Tensor:
-    """Generate videos of digits that move straight and bounce at the edges; overlapping digits show the brighter pixel.
+    """Generate videos of digits that move straight and bounce off the edges; where digits overlap, the brighter wins.
 
     Args:
-        images: (M, 8, 8) in 0..1, from which digits are drawn; the videos are on the same device.
+        images: (M, 8, 8) in 0..1, the digits to choose from; the videos are on the device of these images.
         count, frames: N videos of T frames.
-        side: side of the square frames in pixels; a digit's side is three eighths of it.
+        side: side of the square frames in pixels; a digit's side is three eighths of this side.
         together: number of digits in each video.
         seed: the same seed gives the same videos.
 

@@ -5,8 +5,8 @@ steps, and its vertically stacked beams measure at each step. `cast` finds the f
 on any device.
 
 The difficulties of real scans are simulated too. Ranges have noise, many rays that hit dark or slanted surfaces are
-lost, and rays enter foliage. A street is scanned from only one place, and the scanner is rarely level. The same seed
-gives the same scene everywhere, and the same scan on the same kind of device.
+lost, and rays enter foliage. A street is scanned from only one position, and the scanner is rarely level. The same seed
+gives the same scene on every machine, and the same scan on every device of one type.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SLACK_RAD = 1e-3  # overlap of sectors, which exceeds float32's error in an angl
 
 
 class Solids(NamedTuple):
-    """S solids as tensors, sorted by kind.
+    """The solids of a scene as tensors of S rows: first boxes, then cylinders, then ellipsoids.
 
     Attributes:
-        kinds: numbers of boxes, cylinders and ellipsoids, in this order.
+        kinds: how many solids are boxes, cylinders and ellipsoids.
         center, half: float32 (S, 3).
         turn: float32 (S, 2), cosine and sine of the yaw.
         label: int64 (S,).
@@ -92,15 +92,16 @@ class Hits(NamedTuple):
 
 
 def cast(solids: Solids, origin: Tensor, directions: Tensor) -> Hits:
-    """Find the first hits of rays, unit vectors (R, 3), from one place, float32 (3,). Rays do not hit solids that
-    contain the place.
+    """Find the first hits of rays, unit vectors (R, 3), from one origin, float32 (3,). Rays do not hit solids that
+    contain the origin.
 
-    A change of coordinates makes each solid a cube of -1..1, or a cylinder or ball of radius 1; a ray remains a line
-    with the same parameter. Each solid is an intersection of slabs, discs and balls, and a ray is inside each of these
-    shapes for one interval. The ray hits the solid where the last interval begins, if no interval has ended before.
+    A change of coordinates makes each solid a cube of -1..1, or a cylinder or ball of radius 1. In these coordinates a
+    ray is still a line with the same parameter. Each solid is an intersection of slabs, discs and balls, and a ray is
+    inside each of these shapes for one interval. The ray hits the solid where the last of these intervals begins, if
+    none of the intervals has ended before.
 
-    Rays are processed in sectors of equal size, with the solids that reach into each sector. So rays should be ordered
-    by heading. The host waits for the device once, to select the solids of all sectors.
+    Rays are processed in sectors of equal size, each with only the solids that reach into the sector. So rays should be
+    ordered by heading. The host waits for the device once, to select the solids of all sectors.
     """
     parts = directions.chunk(SECTORS)
     reaching = torch.stack([_reaches(solids, origin, part) for part in parts]).cpu()
@@ -152,7 +153,7 @@ def _unit_rays(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor
 
 
 def _within(kind: int, o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Start and end of each ray inside a unit solid, (R, S) from (R, S, 3); start exceeds end if the ray misses."""
+    """Ray parameters at which rays (R, S, 3) enter and leave unit solids, (R, S); enter > leave if a ray misses."""
     if kind == BOX:
         return _slabs(o, d)
     if kind == ELLIPSOID:
@@ -167,7 +168,7 @@ def _slabs(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ball(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Start and end of each ray inside a unit ball in any number of dimensions.
+    """Ray parameters at which each ray enters and leaves a unit ball, in any number of dimensions.
 
     The computation starts from the point nearest to the centre, so it is exact even for a distant scanner.
     """
@@ -204,7 +205,7 @@ class Scanner:
         lowest_deg, highest_deg: elevations of the beams.
         farthest_m: maximum measured distance.
         noise_m: standard deviation of a measured range.
-        weakest: reflectivity at which half of the rays are lost at half of `farthest_m`.
+        weakest: reflectivity at which half of the rays from a distance of `farthest_m` / 2 are lost.
         lost: fraction of rays that are lost at random.
     """
 
@@ -241,7 +242,7 @@ class Scan(NamedTuple):
 
 
 def scan(solids: Solids, scanner: Scanner, places: Tensor, seed: int) -> Scan:
-    """Scan from each place (K, 3), and merge the points in one frame, on the solids' device.
+    """Scan a scene from K scanner positions (K, 3), and merge the points in one frame, on the solids' device.
 
     The host waits for the device, because the number of returned rays depends on the scene.
     """
@@ -258,7 +259,8 @@ def scan(solids: Solids, scanner: Scanner, places: Tensor, seed: int) -> Scan:
     deeper = -solids.depth_m[solid] * drawn().clamp(min=1e-6).log()
     noise = scanner.noise_m * torch.randn(len(distance), generator=chance, device=device)
     distance = distance + deeper + noise
-    # The returned light falls with the square of the distance. Foliage has no surface, so its angle is ignored.
+    # The intensity of returned light falls with the square of the distance. Foliage has no surface, so for foliage
+    # the angle is ignored.
     cosine = torch.where(solids.depth_m[solid] > 0.1, 0.7, cosine)
     intensity = (solids.reflectivity[solid] * cosine * (0.9 + 0.2 * drawn())).clamp(0, 1)
     signal = intensity * (scanner.farthest_m / (2 * distance)) ** 2
@@ -276,7 +278,7 @@ class Setting:
 
     Attributes:
         classes: names and colours of the classes, by number.
-        build: generates the solids, and the places of the scanner.
+        build: generates the solids, and the positions of the scanner.
         scanner: the scanner.
         tilt_deg: standard deviation of the scanner's pitch and roll.
         lid: the class that pictures omit because it hides the other classes, e.g. a ceiling; -1: no class.

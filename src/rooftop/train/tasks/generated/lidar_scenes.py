@@ -1,7 +1,8 @@
 """Generate streets and rooms from boxes, cylinders and ellipsoids, a new scene for each seed.
 
-`street` and `room` return the solids of a scene and the places of its scanner. An object (a car, a tree, a chair) is a
-list of solids around its own origin, and `placed` moves it to a place. The same seed gives the same scene everywhere.
+`street` and `room` return the solids of a scene and the positions of its scanner. An object (a car, a tree, a chair) is
+a list of solids around its own origin, and `placed` moves an object into the scene. The same seed gives the same scene
+on every machine.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Material:
     """How a surface reflects light.
 
     Attributes:
-        least, most: range of the reflectivity, from which each solid draws a value.
-        depth_m: for foliage, the average depth at which it reflects rays.
+        least, most: range of the reflectivity; each solid has a random value in this range.
+        depth_m: average depth below the surface at which rays are reflected, in metres; above 0 for foliage.
     """
 
     least: float
@@ -44,9 +45,9 @@ class Solid:
 
     Attributes:
         kind: BOX, CYLINDER or ELLIPSOID.
-        label: number of its class.
+        label: index of the solid's class.
         center: x, y and z, in metres.
-        half: half of its length, width and height, in metres.
+        half: half of the length, width and height, in metres.
         material: material of the surface.
         yaw: rotation about the vertical axis, in radians.
     """
@@ -60,7 +61,7 @@ class Solid:
 
 
 def placed(solids: Iterable[Solid], x: float, y: float, yaw: float = 0.0, z: float = 0.0) -> list[Solid]:
-    """Turn an object, given as solids around its own origin, and move it to a place."""
+    """Rotate an object, given as solids around its own origin, by `yaw`, and move it to (x, y, z)."""
     c, s = math.cos(yaw), math.sin(yaw)
     return [
         replace(
@@ -93,7 +94,7 @@ CURB_M = 0.14
 
 
 def vehicle(chance: Random) -> list[Solid]:
-    """A car, a van or a truck, which faces x."""
+    """A car, a van or a truck, which faces the direction +x."""
     kind = chance.choices(("car", "van", "truck"), (8, 2, 1))[0]
     length, width, height = {"car": (4.4, 1.8, 1.5), "van": (5.4, 2.0, 2.3), "truck": (8.0, 2.4, 3.2)}[kind]
     length, width, height = (size * chance.uniform(0.9, 1.1) for size in (length, width, height))
@@ -128,7 +129,7 @@ def vehicle(chance: Random) -> list[Solid]:
 
 
 def person(chance: Random) -> list[Solid]:
-    """A standing or walking person, who faces x."""
+    """A standing or walking person, who faces the direction +x."""
     tall = chance.uniform(1.5, 1.9)
     step = chance.uniform(0, 0.25)
     legs, chest = 0.47 * tall, 0.83 * tall
@@ -162,7 +163,7 @@ def tree(chance: Random) -> list[Solid]:
 
 
 def pole(chance: Random) -> list[Solid]:
-    """A pole with a lamp whose arm points to y, or with a sign or a traffic light that faces -x."""
+    """A pole with a lamp whose arm points to +y, or with a sign or a traffic light that faces -x."""
     kind = chance.choices(("lamp", "sign", "light"), (3, 3, 1))[0]
     if kind == "lamp":
         tall, arm = chance.uniform(5, 8), chance.uniform(0.6, 1.6)
@@ -300,7 +301,7 @@ def table(chance: Random) -> list[Solid]:
 
 
 def chair(chance: Random) -> list[Solid]:
-    """A chair whose sitter faces x."""
+    """A chair; a person on the chair faces the direction +x."""
     a, seat = chance.uniform(0.19, 0.24), chance.uniform(0.42, 0.48)
     back = chance.uniform(0.8, 1.0)
     parts = [
@@ -322,7 +323,7 @@ def chair(chance: Random) -> list[Solid]:
 
 
 def sofa(chance: Random) -> list[Solid]:
-    """A sofa with its back at y = 0, facing y."""
+    """A sofa with its back at y = 0, facing the direction +y."""
     a, deep = chance.uniform(0.5, 1.1), chance.uniform(0.75, 0.95)
     back, arm = chance.uniform(0.7, 0.9), chance.uniform(0.55, 0.65)
     return [
@@ -369,7 +370,7 @@ def lamp(chance: Random, ceiling: float) -> list[Solid]:
 
 
 def room(chance: Random) -> tuple[list[Solid], list[Place]]:
-    """A furnished room, with the scanner on a tripod at two or three places."""
+    """A furnished room, with the scanner on a tripod at two or three positions."""
     a, b, tall = chance.uniform(2.2, 4.2), chance.uniform(1.8, 3.2), chance.uniform(2.4, 3.1)
     parts = [
         Solid(BOX, FLOOR, (0, 0, -0.1), (a + 1, b + 1, 0.1), WOOD),
@@ -424,7 +425,7 @@ def _moved(along: float, out: float, x: float, y: float, yaw: float) -> tuple[fl
 
 
 class _Floor:
-    """The circles that are occupied on a floor of half-sizes a and b."""
+    """The occupied circles of a floor that spans -a..a and -b..b."""
 
     def __init__(self, a: float, b: float, chance: Random) -> None:
         self.a, self.b, self.chance = a, b, chance

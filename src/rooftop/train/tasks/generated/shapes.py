@@ -1,9 +1,9 @@
 """Pictures of coloured shapes with their boxes, in COCO's format: a small data set for training a detector.
 
 A picture has one to four circles, squares and triangles on a noisy background. `draw` generates a batch on any device
-and never waits for the device: the host draws the number of shapes in each picture, and the device all other random
-numbers. The same seed gives the same pictures on the same kind of device. `write` writes a batch to a folder, as PNG
-files and instances.json, for `rooftop.models.CocoDataset`.
+and never waits for the device. The host generates the random number of shapes in each picture; the device generates all
+other random numbers. The same seed gives the same pictures on every device of one type. `write` writes a batch to a
+folder, as PNG files and instances.json, for `rooftop.models.CocoDataset`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 NAMES = ("circle", "square", "triangle")
 MOST = 4  # maximum number of shapes in a picture
 RADII = (0.08, 0.2)  # smallest and largest radius, as fractions of a picture's side
-TRIES = 64  # candidate places of a shape; the place that hides the least of other shapes is chosen
+TRIES = 64  # candidate positions of a shape; the position with the least overlap with other shapes is chosen
 NOISE = 0.1  # standard deviation of a pixel, where black is 0 and white is 1
 
 
@@ -28,7 +28,7 @@ class Shapes(NamedTuple):
 
     Attributes:
         images: float32 (B, 3, side, side), 0..1.
-        labels: int64 (B, MOST), numbers of `NAMES`.
+        labels: int64 (B, MOST), indices into `NAMES`.
         boxes: float32 (B, MOST, 4) as (center x, center y, width, height), as fractions of the picture.
         counts: number of valid labels and boxes of each picture.
     """
