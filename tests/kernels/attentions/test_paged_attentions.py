@@ -272,7 +272,7 @@ PAGES, LENGTHS = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([1, 6])
         ({"query": [1.0]}, TypeError, "query must be a tensor, got list"),
         ({"pages": PAGES.float()}, TypeError, "pages must be int32 or int64, got torch.float32"),
         ({"query": QUERY.int()}, TypeError, "query must be bfloat16"),
-        ({"values": KEYS.half()}, TypeError, "query is torch.float32, values torch.float16: give both one dtype"),
+        ({"values": KEYS.half()}, TypeError, "query is torch.float32, values torch.float16: convert one of them"),
         ({"keys": KEYS.to("meta")}, ValueError, "query is on cpu, keys on meta"),
         ({"query": QUERY[0]}, ValueError, r"expected query \(B, H, D\), D up to 256, got \(4, 8\)"),
         ({"query": QUERY[..., :7]}, ValueError, r"keys and values of one shape \(N, H_k, P, 7\)"),

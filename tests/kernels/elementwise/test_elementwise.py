@@ -638,7 +638,7 @@ def test_other_text_is_refused(text: str) -> None:
         (lambda x: fused(lambda x: x.sum()), AttributeError, "have no 'sum': a fused function may use"),
         (lambda x: fused(lambda x: x if x > 0 else -x), TypeError, r"no truth value .* torch\.where"),
         (lambda x: fused(lambda x: x[0]), TypeError, "not subscriptable"),
-        (lambda x: fused(lambda x: x + torch.ones(3)), TypeError, "not an argument of the function: make it one"),
+        (lambda x: fused(lambda x: x + torch.ones(3)), TypeError, "not an argument of the function: add an argument"),
         (lambda x: fused(lambda x: 3.0), TypeError, "must return expressions"),
         (lambda x: fused(lambda *x: x[0]), TypeError, r"without \* and \*\*"),
         (lambda x: fused(lambda x: torch.div(x, 2, rounding_mode="floor")), TypeError, "rounding mode"),

@@ -81,9 +81,9 @@ def test_a_part_can_be_cut_again() -> None:
     ("make", "message"),
     [
         (lambda: Box((4, 4), (0,), (4, 4)), "the same number of dimensions,"),
-        (lambda: Box((4,), (2,), (3,)), "3 elements from 2, 1 apart, exceed a dimension of 4"),
-        (lambda: Box((4,), (0,), (3,), (2,)), "3 elements from 0, 2 apart"),
-        (lambda: Box((4,), (-1,), (2,)), "2 elements from -1"),
+        (lambda: Box((4,), (2,), (3,)), "3 elements from index 2, 1 apart, exceed a dimension of 4"),
+        (lambda: Box((4,), (0,), (3,), (2,)), "3 elements from index 0, 2 apart"),
+        (lambda: Box((4,), (-1,), (2,)), "2 elements from index -1"),
         (lambda: Box((4,), (0,), (2,), (0,)), "0 apart"),
         (lambda: Box.shard((6, 4), 0, 0, 4), r"dimension 0 of \(6, 4\) cannot be cut into 4 equal pieces"),
         (lambda: Box.zigzag((6, 4), 0, 0, 2), r"cannot be cut into 4 equal pieces"),

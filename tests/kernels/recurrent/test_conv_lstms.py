@@ -217,7 +217,7 @@ def test_bytes_are_counted_once() -> None:
         ({"cell": torch.zeros(1, 2, 3, 3).half()}, TypeError, "cell must be torch.float32 like the gates"),
         ({"cell": torch.zeros(1, 2, 3, 3, device="meta")}, ValueError, "gates is on cpu, cell on meta"),
         ({"added": torch.zeros(1, 8, 3, 1)}, ValueError, "expected `added` of gates' shape"),
-        ({"added": torch.zeros(1, 8, 3, 3).double()}, TypeError, "give both one dtype"),
+        ({"added": torch.zeros(1, 8, 3, 3).double()}, TypeError, "convert one of them"),
         ({"activation": "gelu"}, ValueError, "activation must be one of tanh, .* got 'gelu'"),
         ({"recurrent_activation": None}, ValueError, "recurrent_activation must be one of"),
     ],

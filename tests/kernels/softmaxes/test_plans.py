@@ -148,7 +148,7 @@ def test_masks_run_as_planned(kind: int, launched: list[Launched]) -> None:
         (16_392, {}, "clusters", "32768 to 65536 bytes of whole groups of 16 bytes are faster read once, by 4 blocks"),
         (16_392, {"device": H200._replace(cuda=8)}, "tiles", "up to 65536 bytes"),
         (262_144, {}, "clusters", "262144 to 524288"),
-        (262_152, {}, "long", "a row of 524304 bytes: it is read twice"),
+        (262_152, {}, "long", "a row of 524304 bytes: each row is read twice"),
         (64, {"dtype": torch.float64}, "reference", "float64"),
         (64, {"device": H200._replace(triton=False)}, "reference", "no kernels for the CPU"),
         (0, {}, "tiles", "no elements"),

@@ -1,12 +1,12 @@
 """Scaled dot-product attention by the fastest of PyTorch's back ends, with the log-sum-exp of its rows.
 
-softmax(Q K^T scale + mask) V, and L = log(sum(exp(...))) of each row. The back ends are flash (Dao 2023,
+The results are softmax(Q K^T scale + mask) V and L = log(sum(exp(...))) of each row. The back ends are flash (Dao 2023,
 "FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021). Attention is bound by
 flops above a few hundred positions. `attention_plan` names the back end of a call and the reason.
 
 The gradient with respect to L: dS = P (dO V^T - delta + dL), where P are the probabilities and delta = rowsum(dO O).
-The back ends compute delta from dO and O, and use O for nothing else. So they get an O' with rowsum(dO O') = delta -
-dL:
+The back ends compute delta from dO and O, and use O for nothing else. So the operator replaces O by an O' with
+rowsum(dO O') = delta - dL:
 
     O' = O - dL dO / |dO|^2
 
@@ -44,8 +44,8 @@ from rooftop.launch.triton_launch import launch, require_triton
 def attention_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out (B, H, S_q, D_v), L (B, H, S_q)) in plain PyTorch, float32 or float64 inside. Without keys the results are 0
-    and -inf."""
+    """Compute (out (B, H, S_q, D_v), L (B, H, S_q)) in plain PyTorch, in float32 or float64. Without keys the results
+    are 0 and -inf."""
     scores, _, values = scores_of(query, key, value, mask, is_causal, scale)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
     return (_probabilities(scores, lse) @ values).to(query.dtype), lse
@@ -63,7 +63,7 @@ def attention_backward_reference(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dquery, dkey, dvalue, dscores); dscores is (B, H, S_q, S_k)."""
+    """Compute (dquery, dkey, dvalue, dscores) in plain PyTorch; dscores is (B, H, S_q, S_k)."""
     scores, keys, values = scores_of(query, key, value, mask, is_causal, scale)
     weights, gradient = _probabilities(scores, lse), dout.to(scores.dtype)
     dweights = gradient @ values.mT
@@ -78,7 +78,7 @@ def attention_backward_reference(
 def scores_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores (B, H, S_q, S_k), keys, values), with keys and values for each head of the queries."""
+    """Return (scores (B, H, S_q, S_k), keys, values), with keys and values repeated for each query head."""
     inside = accumulator_dtype(query.dtype)
     keys, values = (_for_heads(t.to(inside), query.shape[1]) for t in (key, value))
     scores = query.to(inside) @ keys.mT * scale
@@ -91,18 +91,18 @@ def scores_of(
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """The probabilities, 0 where the mask hides a key. They are not computed as exp(scores - lse), because the rounding
-    of lse would cost accuracy."""
+    """The probabilities; masked keys have probability 0. The function does not compute exp(scores - lse), because the
+    rounding of lse would cost accuracy."""
     return scores.softmax(-1).masked_fill((lse == -math.inf)[..., None], 0.0)
 
 
 def _for_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values (B, H_k, S, D), each head repeated for its group of queries."""
+    """Keys or values (B, H_k, S, D), with each head repeated for its group of query heads."""
     return x if x.shape[1] in (0, heads) else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def kv_of_groups(gradient: Tensor, like: Tensor) -> Tensor:
-    """The sum over each group of heads: the reverse of `_for_heads`."""
+    """Sum a gradient over each group of query heads: the reverse of `_for_heads`."""
     heads = like.shape[1]
     return gradient if heads in (0, gradient.shape[1]) else gradient.unflatten(1, (heads, -1)).sum(2)
 
@@ -110,11 +110,11 @@ def kv_of_groups(gradient: Tensor, like: Tensor) -> Tensor:
 # ---- implementations -------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
-ALIGNMENT = 16  # bytes of a load; in the back ends, a row's size must be a multiple of it
+ALIGNMENT = 16  # bytes of a load; the back ends require rows whose size is a multiple of this number
 
 
 def _aligned_rows(x: Tensor) -> Tensor:
-    """The tensor with contiguous features in each row, and a row stride that is a multiple of 16 bytes."""
+    """The tensor, copied if needed, with contiguous features in each row and a row stride of a multiple of 16 bytes."""
     x, size = unit_features(x), x.element_size()
     strides = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
     apart = x.shape[-1] * size % ALIGNMENT == 0 and any(stride * size % ALIGNMENT for stride in strides)
@@ -128,7 +128,7 @@ def _at_aligned_address(x: Tensor) -> Tensor:
 def _forward(
     backend: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out, L) from a back end, which may get fake tensors."""
+    """Compute (out, L) with a back end; the tensors may be fake."""
     if backend == "reference":
         return attention_reference(query, key, value, mask, is_causal, scale)
     query, key, value = (_aligned_rows(t) for t in (query, key, value))
@@ -163,7 +163,7 @@ def _backward(
     scale: float,
     mask_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dquery, dkey, dvalue, dscores or None), computed by one of PyTorch's fused back ends."""
+    """Compute (dquery, dkey, dvalue, dscores or None) with one of PyTorch's fused back ends."""
     dout = dout if 0 not in dout.stride() else dout.contiguous()
     tensors = (_at_aligned_address(t) for t in (dout, query, key, value, out))
     dout, query, key, value, out = (_aligned_rows(t) for t in tensors)
@@ -183,7 +183,7 @@ def _backward(
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel ignores the strides of out
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
-    if mask is not None:  # otherwise each row attends to a key
+    if mask is not None:  # without a mask, each row attends to at least one key
         lse = lse.masked_fill(lse == -math.inf, math.inf)
     if rows := -query.shape[2] % 32:
         lse = torch.nn.functional.pad(lse, (0, rows), value=math.inf)
@@ -196,7 +196,7 @@ def _backward(
 
 
 def _in_order_of(x: Tensor, query: Tensor) -> Tensor:
-    """x, which has the query's shape, copied if needed to have the query's memory layout too."""
+    """x (of the query's shape) in the query's memory layout, copied if needed."""
     target = torch.empty_like(query)
     return x if same_layout(x, target) else target.copy_(x)
 
@@ -214,7 +214,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _with_lse_gradient(dout: Tensor, dlse: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """(dout', out') with rowsum(dout' out') = rowsum(dout out) - dlse: see the top of this file."""
+    """Return (dout', out') with rowsum(dout' out') = rowsum(dout out) - dlse. The module's docstring explains this."""
     new_dout, new_out = like_rows(dout), like_rows(out)
     require_triton()
     from rooftop.kernels.attentions.triton_kernels.states import fold_lse_gradient
@@ -248,7 +248,7 @@ class Kept(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """(out (B, H, S_q, D_v), the log-sum-exp of each row (B, H, S_q))."""
+    """Attention: returns (out (B, H, S_q, D_v), the log-sum-exp of each row (B, H, S_q))."""
 
     query: Tensor
     key: Tensor
@@ -294,13 +294,15 @@ class Attention(NamedTuple):
         return True
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: the products for scores and values. Each pair adds 5 for the softmax, and 1 if there is a mask."""
+        """Flops: the products for scores and values. Each pair of a query and a key adds 5 for the softmax, and 1 if
+        there is a mask.
+        """
         flops = _flops(self, self.query.shape[3] + self.value.shape[3], 5)
         return Cost(distinct_bytes(self[:4]), distinct_bytes(made), flops)
 
 
 class AttentionBackward(NamedTuple):
-    """(dquery, dkey, dvalue, dmask); the last is empty unless `mask_gradient`."""
+    """The gradients (dquery, dkey, dvalue, dmask) of attention; dmask is empty unless `mask_gradient`."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -335,8 +337,8 @@ class AttentionBackward(NamedTuple):
         return *_gradients_of(query, key, value, mask, self.is_causal), dmask
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: the products for scores and for gradients of queries, keys, values and weights. Each pair adds 6 for
-        the softmax.
+        """Flops: the products for scores and for gradients of queries, keys, values and weights. Each pair of a query
+        and a key adds 6 for the softmax.
         """
         flops = _flops(self, 3 * self.query.shape[3] + 2 * self.value.shape[3], 6)
         written = made if self.mask is not None and self.mask_gradient else made[:3]
@@ -357,8 +359,9 @@ _attention_backward = declare(
 def _gradients_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the gradients of the three tensors: in the order of each, or as the usual back end lays out its
-    results. It does not depend on settings, which may change between the trace of a program and its run."""
+    """Memory for the gradients of query, key and value: in the memory layout of each tensor, or in the layout that the
+    back end returns. The choice ignores PyTorch's settings, which may change between the trace of a program and its
+    run."""
     plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "backward", settings=False)
     if plan.backend == "efficient" and key.shape[1] == query.shape[1]:
         return _by_positions(query), _by_positions(key), _by_positions(value)
@@ -372,7 +375,7 @@ def _by_positions(x: Tensor) -> Tensor:
 
 
 def _laid_out(gradient: Tensor | None, target: Tensor) -> Tensor:
-    """The gradient, copied to `target` unless it has the same strides, as the fake implementation promises."""
+    """The gradient in the strides of `target`, as the fake implementation promises; copied if its strides differ."""
     assert gradient is not None
     return gradient if gradient.stride() == target.stride() else target.copy_(gradient)
 
@@ -464,33 +467,34 @@ def attention(
 
     Args:
         query: (B, H, S_q, D), bfloat16, float16, float32 or float64, any strides.
-        key, value: (B, H, S_k, D) and (B, H, S_k, D_v), or with `enable_gqa` fewer heads that divide H.
+        key, value: (B, H, S_k, D) and (B, H, S_k, D_v). With `enable_gqa`, keys and values may have fewer heads; their
+            number must divide H.
         attn_mask: broadcastable to (B, H, S_q, S_k). Numbers are added to the scores; in a boolean mask, False excludes
             a key. A mask cannot be combined with `is_causal`.
-        is_causal: a query attends to the keys up to its own position, counted from the first.
+        is_causal: query i attends to the keys 0 to i.
         scale: factor of the scores; 1 / sqrt(D) if not given.
         enable_gqa: each head of the keys serves a group of heads of the queries.
-        return_lse: also return the log-sum-exp of each row's scores, for `merge_attention_states`. This is
+        return_lse: also return the log-sum-exp of each row's scores, for `merge_attention_states`. The log-sum-exp is
             differentiable, too (not in float16 on a GPU).
 
     Returns:
-        (B, H, S_q, D_v), or with `return_lse` also (B, H, S_q) in float32 (float64 for float64). For rows that may
-        attend to nothing, the values are 0 and -inf. Under autocast the result has autocast's dtype, as in PyTorch. The
-        bits of gradients may differ from run to run, unless `torch.use_deterministic_algorithms(True)`: the back ends
-        add up gradients of queries or keys atomically.
+        (B, H, S_q, D_v), or with `return_lse` also (B, H, S_q) in float32 (float64 for float64). In a row that attends
+        to no keys, the output is 0 and the log-sum-exp -inf. Under autocast the result has autocast's dtype, as in
+        PyTorch. The last bits of gradients may differ from run to run, because the back ends add up gradients of
+        queries or keys atomically. `torch.use_deterministic_algorithms(True)` makes gradients reproducible.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: shapes or devices do not match, the scale is not finite, or both masks are given.
+        ValueError: shapes or devices do not match, the scale is not finite, or attn_mask is given with is_causal.
         NotImplementedError: forward-mode differentiation, a second derivative, or in backward the gradient of the
             log-sum-exp in float16 on a GPU.
     """
     _check(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    no_tangents("attention", query, key, value, attn_mask, instead="the math back end of PyTorch's")
+    no_tangents("attention", query, key, value, attn_mask, instead="PyTorch's math back end")
     query, key, value, attn_mask = _under_autocast(query, key, value, attn_mask)
     features, out_features = query.shape[3], value.shape[3]
     factor = float(scale) if scale is not None else 1 / math.sqrt(max(1, features))
-    if query.device.type == "cuda" and query.dtype != torch.float64:  # loads of 16 bytes
+    if query.device.type == "cuda" and query.dtype != torch.float64:  # the back ends load 16 bytes at a time
         query, key, value = (_padded(t) for t in (query, key, value))
     mask = attn_mask if attn_mask is None or attn_mask.dim() == 4 else _four_dimensions(attn_mask)
     out, lse = _attention(query, key, value, mask, is_causal, factor)

@@ -1,13 +1,13 @@
 """Paged attention: one new position of each sequence attends to keys and values in pages.
 
 softmax(q K^T scale) V over the positions that a page table lists for each sequence: Kwon et al. 2023, "Efficient Memory
-Management for Large Language Model Serving with PagedAttention". It is bound by memory: query heads that share a key
-head read each page once for all of them (Ainslie et al. 2023, "GQA"). One sequence has too few heads to fill a GPU. So
-several programs share its positions, and merge their results by log-sum-exps in float32 (Dao et al. 2023,
-"Flash-Decoding for long-context inference").
+Management for Large Language Model Serving with PagedAttention". The kernel is bound by memory: it reads each page once
+for all query heads that share a key head (Ainslie et al. 2023, "GQA"). One sequence has too few heads to fill a GPU. So
+several programs divide the positions of a sequence, and a second kernel merges their results by log-sum-exps in float32
+(Dao et al. 2023, "Flash-Decoding for long-context inference").
 
-It is for inference and has no gradient. The lengths are in a tensor, and the launch does not depend on their values. So
-a CUDA graph can be replayed while sequences grow.
+The operator is for inference and has no gradient. The lengths are in a tensor, and the launch does not depend on their
+values. So a CUDA graph can be replayed while sequences grow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def paged_attention_reference(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """(B, H, D), as in `paged_attention`; softmax in float32, or in float64 for float64."""
+    """Compute `paged_attention` (B, H, D) in plain PyTorch, with the softmax in float32 (float64 for float64)."""
     inside = accumulator_dtype(query.dtype)
     key, value = (_gathered(stored, pages).to(inside) for stored in (keys, values))  # (B, H_k, T, D)
     room = key.shape[2]
@@ -62,7 +62,9 @@ def paged_attention_reference(
 
 
 def _gathered(stored: Tensor, pages: Tensor) -> Tensor:
-    """The keys or values (B, H_k, W * P, D) at all positions of pages (B, W), in order; arbitrary for other pages."""
+    """The keys or values (B, H_k, W * P, D) at all positions of pages (B, W), in order. Values of pages outside the
+    cache are arbitrary.
+    """
     found = stored[pages.long().clamp(0, stored.shape[0] - 1)]  # (B, W, H_k, P, D)
     return found.transpose(1, 2).flatten(2, 3)
 
@@ -96,8 +98,8 @@ def _attend_one_by_one(
 
 
 def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
-    """The positions (H_k, T, D) in the pages `own` of a cache (N, H_k, P, D). In a new cache a sequence's pages are
-    adjacent.
+    """The positions (H_k, T, D) in the pages `own` of a cache (N, H_k, P, D). If these pages are adjacent, as in a new
+    cache, the function slices the cache instead of copying pages by index.
     """
     if len(own) == 1:
         return stored[own[0]]
@@ -182,7 +184,9 @@ def _attend(
 
 
 class PagedAttention(NamedTuple):
-    """(B, H, D), as in `paged_attention`. `positions`: the number of positions attended to, for the cost, if known."""
+    """The operator of `paged_attention`. `positions`: the number of positions that the queries attend to, if known;
+    only the cost depends on it.
+    """
 
     query: Tensor
     keys: Tensor
@@ -245,7 +249,7 @@ def paged_attention(
             is 0.
         scale: factor of the scores; None: 1 / sqrt(D).
         positions: the sum of `lengths`, or with a window the sum of the positions inside each window, if known. Only
-            the cost depends on it. If it is None, the cost counts one position per sequence, the least possible.
+            the cost depends on this sum. With None, the cost counts one position per sequence, the least possible.
         window: each query attends to at most the last `window` positions; None: to all.
 
     Returns:
@@ -286,7 +290,7 @@ def _check(tensors: dict[str, Tensor]) -> None:
     keys, pages = tensors["keys"], tensors["pages"]
     check_tensors(name, FLOATS, query=query, keys=keys, values=tensors["values"])
     check_tensors(name, INDICES, (), ("query", query), pages=pages, lengths=tensors["lengths"])
-    check_same_dtype(name, "query", query, "give both one dtype", keys=keys, values=tensors["values"])
+    check_same_dtype(name, "query", query, "convert one of them", keys=keys, values=tensors["values"])
     if query.dim() != 3 or query.shape[2] > MOST_FEATURES:
         raise ValueError(f"{name}: expected query (B, H, D), D up to {MOST_FEATURES}, got {tuple(query.shape)}")
     if keys.dim() != 4 or keys.shape != tensors["values"].shape or keys.shape[3] != query.shape[2]:
@@ -305,7 +309,7 @@ def _check(tensors: dict[str, Tensor]) -> None:
 
 
 def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
-    """Pages and lengths as numbers. Lengths, and the pages within them, are checked first."""
+    """Check the lengths, and the pages within each length. Return pages and lengths as Python numbers."""
     count, page, room = keys.shape[0], keys.shape[2], pages.shape[1] * keys.shape[2]
     depends("pages and lengths are checked at each call")
     numbers: list[int] = lengths.tolist()

@@ -1,7 +1,7 @@
 """Attention to a part of the keys: its results are merged later, and its gradients follow from the merged results.
 
-Forward returns a part's result and log-sum-exp, which `merge_attention_states` merges. Backward takes the merged
-results: with L over all keys, exp(S - L) are the probabilities of the whole row, and rowsum(dO O) is the sum of the
+Forward returns a part's result and log-sum-exp, which `merge_attention_states` merges. Backward reads the merged
+results: with L over all keys, exp(S - L) are the probabilities of the whole row, and rowsum(dO O) is the sum over the
 whole row. So backward does not need the results of single parts. Liu et al. 2023, "Ring Attention with Blockwise
 Transformers" (arXiv:2310.01889).
 """
@@ -21,7 +21,7 @@ from rooftop.kernels.attentions.plans import plan_of, shape_of
 def attention_part(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out, log-sum-exp), without gradients.
+    """Compute (out, log-sum-exp) of attention to a part of the keys, without gradients.
 
     Args:
         query: (B, H, S_q, D).
@@ -47,13 +47,13 @@ def attention_part_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dquery, dkey, dvalue) of a part; `out` and `lse` are the merged results of all parts."""
+    """Compute (dquery, dkey, dvalue) of a part; `out` and `lse` are the merged results of all parts."""
     mask = None if mask is None else mask[None, None]
     shape = shape_of(query, key, value, mask, is_causal)
     if plan_of(shape, query.device, "backward").backend == "reference":
         return attention_part_backward_reference(dout, query, key, value, mask, out, lse, is_causal, scale)
     features = query.shape[3]
-    if features % 8:  # loads of 16 bytes
+    if features % 8:  # the back ends load 16 bytes at a time
         dout, query, key, value, out = (pad(t, (0, -features % 8)) for t in (dout, query, key, value, out))
     found = torch.ops.rooftop.attention_backward(
         dout, None, query, key, value, mask, out, lse.contiguous(), is_causal, scale, False

@@ -18,7 +18,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The properties of a call on which the choice depends."""
+    """The properties of a call on which the choice of a back end depends."""
 
     query: tuple[int, int, int, int]  # B, H, S_q, D
     key_heads: int
@@ -38,11 +38,11 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for calls within all its limits. It picks the first back end in its order that can compute the call."""
+    """A rule for the calls within all its limits: use the first back end in `order` that can compute the call."""
 
     direction: Direction
     order: tuple[str, ...]
-    capability: tuple[int, int] = (0, 0)  # at least
+    capability: tuple[int, int] = (0, 0)  # least compute capability
     most_features: int = MOST_FEATURES
     least_positions: int = 0  # least number of queries
     causal: bool | None = None
@@ -51,8 +51,8 @@ class Rule:
 
 # Measured on an H200 at 64 to 16384 positions of 32 to 128 features (benchmarks/results/h200/tune_attentions.json).
 # cuDNN's kernels, which use Hopper's matrix instructions, are the fastest in forward and backward, causal or not. Next
-# is flash-2, which does not use them, and then the memory-efficient kernels. For few positions with few features, the
-# memory-efficient kernels are the fastest.
+# is flash-2, which does not use these instructions, and then the memory-efficient kernels. For few positions with few
+# features, the memory-efficient kernels are the fastest.
 _CUDNN_FIRST, _EFFICIENT_FIRST = ("cudnn", "flash", "efficient"), ("efficient", "cudnn", "flash")
 RULES = (
     Rule("forward", _CUDNN_FIRST, capability=(9, 0), least_positions=128),
@@ -85,7 +85,7 @@ class AttentionPlan:
 def plan_of(shape: Shape, device: torch.device, direction: Direction, settings: bool = True) -> AttentionPlan:
     """Choose the back end for a call of this shape on a device.
 
-    With `settings`, it excludes back ends that PyTorch's settings disable, such as `torch.nn.attention.sdpa_kernel`.
+    With `settings`, back ends that PyTorch's settings disable (such as `torch.nn.attention.sdpa_kernel`) are excluded.
     """
     if device.type != "cuda":
         return AttentionPlan("reference", f"on {device.type}")
@@ -95,7 +95,7 @@ def plan_of(shape: Shape, device: torch.device, direction: Direction, settings: 
     for place, name in enumerate(rule.order):
         why = _refusal(name, shape, capability, settings)
         if why is None:
-            reason = "fastest by the table" if place == 0 else "fastest by the table of those that support this call"
+            reason = "fastest by the table" if place == 0 else "fastest by the table among those that support this call"
             return AttentionPlan(name, reason, refused)
         refused[name] = why
     return AttentionPlan("reference", "no back end supports this call", refused)
@@ -123,10 +123,10 @@ def _refusal(name: str, shape: Shape, capability: tuple[int, int], settings: boo
 _DISABLED, _NOT_DETERMINISTIC = _BY_SETTINGS = "it is disabled", "it is not deterministic"
 Limit = tuple[Callable[[Shape, tuple[int, int]], bool], str]
 
-_NOT_EMPTY: Limit = (lambda s, c: 0 not in (*s.query, s.key_heads, s.keys, s.value_features), "there is nothing to do")
+_NOT_EMPTY: Limit = (lambda s, c: 0 not in (*s.query, s.key_heads, s.keys, s.value_features), "an input is empty")
 _SQUARE: Limit = (lambda s, c: not s.is_causal or s.query[2] == s.keys, "a causal mask must be square")
 _HALF: Limit = (lambda s, c: s.dtype in HALVES, "it needs bfloat16 or float16")
-_UNMASKED: Limit = (lambda s, c: not s.masked, "it takes no mask here")
+_UNMASKED: Limit = (lambda s, c: not s.masked, "it supports no mask here")
 _SAME_FEATURES: Limit = (lambda s, c: s.query[3] == s.value_features, "values must have as many features as keys")
 
 _LIMITS: dict[str, tuple[Limit, ...]] = {
@@ -135,7 +135,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         (lambda s, c: torch.backends.cuda.is_flash_attention_available(), "PyTorch was built without it"),
         (lambda s, c: c >= (8, 0), "it needs compute capability 8.0"),
         *(_NOT_EMPTY, _HALF, _UNMASKED, _SQUARE, _SAME_FEATURES),
-        (lambda s, c: s.query[3] <= 256, "it takes up to 256 features"),
+        (lambda s, c: s.query[3] <= 256, "it supports up to 256 features"),
     ),
     "cudnn": (
         (lambda s, c: torch.backends.cuda.cudnn_sdp_enabled(), _DISABLED),
@@ -143,7 +143,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         (lambda s, c: c >= (8, 0), "it needs compute capability 8.0"),
         (lambda s, c: not torch.are_deterministic_algorithms_enabled(), _NOT_DETERMINISTIC),
         *(_NOT_EMPTY, _HALF, _UNMASKED, _SQUARE, _SAME_FEATURES),
-        (lambda s, c: s.query[3] <= 128, "it takes up to 128 features"),
+        (lambda s, c: s.query[3] <= 128, "it supports up to 128 features"),
         (lambda s, c: min(s.query[2], s.keys) >= 64, "it needs 64 positions or more"),
     ),
     "efficient": (

@@ -1,9 +1,9 @@
 """Rotary position embeddings: rotate each pair (a, b) of a head's features by an angle that grows with the position.
 
 (a, b) -> (a cos - b sin, b cos + a sin). Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position
-Embedding". Pairs are (i, i + R / 2), as in GPT-NeoX and Llama, or neighbours (2 i, 2 i + 1), as in the paper. It is
-bound by memory: one kernel reads and writes queries and keys once, and reads the tables once for each group of heads.
-The gradient is the rotation by the negative angle.
+Embedding". Pairs are (i, i + R / 2), as in GPT-NeoX and Llama, or neighbours (2 i, 2 i + 1), as in the paper. The
+operator is bound by memory: one kernel reads and writes queries and keys once, and reads the tables once for each group
+of heads. The gradient is the rotation by the negative angle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from rooftop.launch.triton_launch import launch, require_triton
 def rope_reference(
     x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, offset: int, interleaved: bool, conjugate: bool
 ) -> Tensor:
-    """x (B, H, S, D), tables (B or 1, T, R / 2), starts (B,); float32 inside, or float64 for float64."""
+    """Compute `rope` in plain PyTorch, in float32 (float64 for float64): x (B, H, S, D), tables (B or 1, T, R / 2),
+    starts (B,).
+    """
     inside = accumulator_dtype(x.dtype)
     places = torch.arange(x.shape[2], device=x.device) + offset  # (S,)
     places = places.expand(x.shape[0], -1) if starts is None else places + starts[:, None]  # (B, S)
@@ -227,19 +229,20 @@ def rope(
         x: (B, H, S, D), bfloat16, float16, float32 or float64; any strides (the transposed view of (B, S, H, D) is read
             and written without a copy). (H, S, D) and (S, D) are accepted as well.
         cos, sin: (T, R / 2), or (B, T, R / 2) for one table per sequence: T positions, and R <= D rotated features. The
-            other features are copied. Half or single precision; any with float64 x. The tables get no gradient.
+            other features are copied. The tables have half or single precision; with float64 x, any precision. The
+            tables get no gradient.
         interleaved: whether pairs are neighbours (2 i, 2 i + 1) instead of (i, i + R / 2).
-        offset: position of x's first row in the tables, one for all sequences or (B,) integers.
-        inplace: write the result to x; without autograd only.
+        offset: position of x's first row in the tables: an int for all sequences, or a tensor of (B,) integers.
+        inplace: write the result to x; not possible if autograd tracks x.
 
     Returns:
-        Like x (in place: x). The arithmetic is float32 (float64 for float64). Positions outside the tables raise if
-        they are known (an int, or tensors on the CPU); otherwise the result is NaN.
+        A tensor like x, or x itself if `inplace`. The arithmetic is float32 (float64 for float64). Positions outside
+        the tables raise if the offset is an int or a tensor on the CPU; on a GPU the result there is NaN.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: a shape, device or position is wrong. Also, in place: x has overlapping memory, or autograd tracks
-            x.
+        ValueError: a shape, device or position is wrong. With `inplace`, also if x has overlapping memory, or autograd
+            tracks x.
         NotImplementedError: tables that require a gradient, or forward-mode differentiation.
     """
     return _apply("rope", (x,), cos, sin, interleaved, offset, inplace)[0]
@@ -309,7 +312,7 @@ def _check(
 
 def _check_pair(name: str, query: Tensor, key: Tensor) -> None:
     if query.dtype != key.dtype:
-        raise TypeError(f"{name}: query is {query.dtype}, key {key.dtype}: give both one dtype")
+        raise TypeError(f"{name}: query is {query.dtype}, key {key.dtype}: convert one of them")
     same = query.dim() == key.dim() and query.shape[-2:] == key.shape[-2:] and query.shape[:-3] == key.shape[:-3]
     if not same:
         raise ValueError(
@@ -326,8 +329,8 @@ def _check_tables(name: str, argument: str, x: Tensor, cos: Tensor, sin: Tensor)
         )
     pairs, width = cos.shape[-1], x.shape[-1]
     if 2 * pairs > width:
-        repeated = f"; if they hold each angle twice, give cos[..., :{width // 2}]" if pairs == width else ""
-        raise ValueError(f"{name}: tables of {pairs} pairs turn {2 * pairs} features, {argument} has {width}{repeated}")
+        repeated = f"; if the tables contain each angle twice, give cos[..., :{width // 2}]" if pairs == width else ""
+        raise ValueError(f"{name}: {pairs} pairs in tables are {2 * pairs} features, {argument} has {width}{repeated}")
     if not 0 < pairs <= MOST_PAIRS:
         raise ValueError(f"{name}: tables must have 1 to {MOST_PAIRS} pairs, got {pairs}")
     if cos.requires_grad or sin.requires_grad:

@@ -33,7 +33,7 @@ PLAIN = "the formula in plain PyTorch"
 
 
 def merge_reference(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse), of shapes (..., D) and (...)."""
+    """Compute the merged (out, lse), of shapes (..., D) and (...), in plain PyTorch."""
     dtype = torch.promote_types(out_a.dtype, out_b.dtype)
     weight_a, weight_b, lse = _weights(lse_a, lse_b)
     out = _weighted(weight_a[..., None], out_a.to(lse.dtype)) + _weighted(weight_b[..., None], out_b.to(lse.dtype))
@@ -43,7 +43,7 @@ def merge_reference(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 def merge_backward_reference(
     dout: Tensor, dlse: Tensor | None, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dout_a, dlse_a, dout_b, dlse_b)."""
+    """Compute the gradients (dout_a, dlse_a, dout_b, dlse_b) in plain PyTorch."""
     weight_a, weight_b, _ = _weights(lse_a, lse_b)
     gradient, a, b = (t.to(weight_a.dtype) for t in (dout, out_a, out_b))
     both = weight_a * weight_b
@@ -64,7 +64,7 @@ def _weights(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _weighted(weight: Tensor, values: Tensor) -> Tensor:
-    """A value with weight 0 adds nothing, even if it is infinite or NaN."""
+    """weight * values; 0 where the weight is 0, even if the value is infinite or NaN."""
     return torch.where(weight == 0, 0.0, weight * values)
 
 
@@ -111,7 +111,7 @@ def like_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class MergeAttentionStates(NamedTuple):
-    """(out, lse) of both parts, (B, H, S, D) and (B, H, S)."""
+    """Merge the states of two parts to (out, lse), of shapes (B, H, S, D) and (B, H, S)."""
 
     out_a: Tensor
     lse_a: Tensor
@@ -141,7 +141,7 @@ class MergeAttentionStates(NamedTuple):
 
 
 class MergeAttentionStatesBackward(NamedTuple):
-    """(dout_a, dlse_a, dout_b, dlse_b)."""
+    """The gradients (dout_a, dlse_a, dout_b, dlse_b) of `MergeAttentionStates`."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -192,7 +192,7 @@ class MergeAttentionStatesInPlace(NamedTuple):
     part_lse: Tensor
 
     def run(self) -> None:
-        _merge(*self, self.out, self.lse)  # in place: the kernel reads a row before it writes it
+        _merge(*self, self.out, self.lse)  # safe in place: the kernel reads each row before it writes that row
 
     def fake(self) -> None:
         return None
@@ -249,9 +249,9 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
             means attention to no keys: the merge ignores that row of the output.
 
     Returns:
-        (out, lse). The output has the wider of both dtypes, so that an output accumulated in float32 stays float32. The
-        output is 0 for rows that attend to no keys in either part. The arithmetic is done in the dtype of the
-        log-sum-exps.
+        (out, lse). The output has the wider dtype of out_a and out_b, so that an output accumulated in float32 stays
+        float32. The output is 0 for rows that attend to no keys in either part. The arithmetic is done in the dtype of
+        the log-sum-exps.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.

@@ -31,17 +31,17 @@ class WindowConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# These parameters follow the compiler's report of spills for sm_90. They are not measured yet. Forward: no spills in
+# These parameters follow the compiler's report of spills for sm_90, and are not measured yet. Forward: no spills in
 # half precision; for windows of more than 64 positions, a program has 16 query positions. Backward: no spills in half
-# precision with plain scores. Cosine attention and float32 spill a few hundred bytes a thread in backward, with 4, 8
-# and 16 warps alike.
+# precision with plain scores. Cosine attention and float32 spill a few hundred bytes a thread in backward, with any of
+# 4, 8 or 16 warps.
 WINDOW_FORWARD = (
     WindowConfig(positions=64, features=64, queries=64, warps=4, measured=False),
     WindowConfig(positions=64, features=128, queries=64, warps=8, measured=False),
     WindowConfig(positions=256, features=64, queries=16, warps=4, measured=False),
 )
 WINDOW_BACKWARD = (WindowConfig(positions=64, features=64, queries=64, warps=8, measured=False),)
-WINDOW_PROGRAMS_PER_SM = 4  # programs in backward; each writes its sums over windows once
+WINDOW_PROGRAMS_PER_SM = 4  # programs in backward; each program writes its sums over windows once
 
 # ---- rotary embeddings ---------------------------------------------------------------------------------------------
 
@@ -57,8 +57,8 @@ class RotaryConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# Not measured yet. In half precision, each thread holds 16 bytes of each half of a head, for each of the program's
-# heads. A longer head needs more registers, so its programs compute fewer positions.
+# These parameters are not measured yet. In half precision, each thread holds 16 bytes of each half of a head, for each
+# of the program's heads. A longer head needs more registers, so its programs compute fewer positions.
 ROTARY = (
     RotaryConfig(pairs=16, positions=64, heads=2, warps=4, measured=False),
     RotaryConfig(pairs=32, positions=32, heads=4, warps=4, measured=False),
@@ -88,10 +88,11 @@ MOST_SUMS = 8192  # largest product of query heads and features in a program, li
 
 
 def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
-    """Launch parameters for these sizes. The kernels compile for sm_90 without spills, and are not measured yet.
+    """Launch parameters for `group` query heads per key head and heads of `width` features. The kernels compile for
+    sm_90 without spills, and are not measured yet.
 
-    With one query head per key head, the kernel sums in registers; with several, it uses matrix products of 16 rows or
-    more. Products in float32 are sums in registers, too, and use the smallest tiles.
+    With one query head per key head, the kernel sums in registers; with several, the kernel uses matrix products of 16
+    rows or more. Products in float32 are sums in registers, too, and use the smallest tiles.
     """
     block = max(16, power_of_two(width))
     keys = max(16, min(MOST_KEYS, TILE_BYTES // (block * element_bytes)))
@@ -105,7 +106,7 @@ def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
 
 
 PROGRAMS_PER_PROCESSOR = 4
-"""The number of parts into which the positions are split, if there are enough tiles. These parts suffice to keep the
-GPU's memory busy.
+"""Programs per multiprocessor that suffice to keep the GPU's memory busy. Positions are split into parts until there
+are this many programs, if there are enough tiles.
 """
 MOST_SPLITS = 128

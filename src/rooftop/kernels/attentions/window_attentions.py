@@ -4,12 +4,12 @@
     softmax(c Q K^T / (|Q| |K|) + bias + mask) V  with cosine attention
 
 Liu et al. 2021, "Swin Transformer", sections 3.1 and 3.2; cosine attention: Liu et al. 2022, "Swin Transformer V2". The
-map is shifted cyclically before it is cut, so a window at its end holds parts that are not neighbours. Pairs of
+map is shifted cyclically before it is cut, so a window at the map's end has parts that are not neighbours. Pairs of
 positions from two parts get a mask of -100, as in the original. The shifted, padded and cut map is never written to
-memory: a program reads the positions of its window directly from the original map. It is bound by memory at the sizes
-of Swin (49 positions of 32 features): forward reads the map and writes a third as many bytes.
+memory: a program reads the positions of its window directly from the original map. The operator is bound by memory at
+the sizes of Swin (49 positions of 32 features): forward reads the map and writes a third as many bytes.
 
-Only the inputs are kept for backward, which computes the weights again. Backward uses no atomics, so it is
+Only the inputs are kept for backward, which computes the weights again. Backward uses no atomics, so gradients are
 deterministic.
 """
 
@@ -53,8 +53,8 @@ def window_attention_reference(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """(B, H, W, C) in plain PyTorch; float32 inside, or float64 for float64. Dropout of weights uses PyTorch's random
-    numbers.
+    """Compute window attention (B, H, W, C) in plain PyTorch, in float32 (float64 for float64). Dropout of weights uses
+    PyTorch's random numbers.
     """
     query, key, value = _cut_heads(query_key_value, padding, heads, window, shift)
     mask = _shift_mask(query_key_value, window, shift)
@@ -114,7 +114,7 @@ def _cut_heads(
 
 
 def _cut(x: Tensor, padding: Tensor | None, window: Sequence[int], shift: Sequence[int]) -> Tensor:
-    """(B, H, W, channels) padded, shifted and cut: (B, windows, N, channels)."""
+    """Pad and shift a map (B, H, W, channels), and cut it into windows (B, windows, N, channels)."""
     batch, height, width, channels = x.shape
     down, across = _windows(x, window)
     padded = torch.nn.functional.pad(x, (0, 0, 0, across * window[1] - width, 0, down * window[0] - height))
@@ -145,8 +145,8 @@ def _on_map(padded: Tensor, like: Tensor) -> Tensor:
 
 
 def _shift_mask(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tensor | None:
-    """(windows, 1, N, N): MASKED for pairs in which only one position was shifted over from the other end of the
-    map."""
+    """The mask (windows, 1, N, N): MASKED for pairs in which only one position was shifted over from the other end of
+    the map, otherwise 0; None if there is no shift."""
     if not any(shift):
         return None
     (down, across), (high, wide) = _windows(x, window), window
@@ -248,7 +248,7 @@ def _config(table: Sequence[WindowConfig], x: Tensor, sizes: Sizes) -> WindowCon
 
 
 def _forward(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes) -> Tensor:
-    """x (B, H, W, 3 C)."""
+    """Compute window attention of packed queries, keys and values x (B, H, W, 3 C)."""
     config = _config(WINDOW_FORWARD, x, sizes)
     if config is None:
         return window_attention_reference(x, bias, padding, cosine_scale, *sizes.all)
@@ -272,7 +272,7 @@ def _forward(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tens
 def _backward(
     dout: Tensor, x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: Tensor | None, sizes: Sizes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the same as the reference."""
+    """Compute the same as `window_attention_backward_reference`."""
     config = _config(WINDOW_BACKWARD, x, sizes)
     if config is None or x.numel() == 0:
         return window_attention_backward_reference(dout, x, bias, padding, cosine_scale, *sizes.all)
@@ -312,7 +312,7 @@ def _contiguous(x: Tensor, bias: Tensor, padding: Tensor | None, cosine_scale: T
 
 
 class WindowAttention(NamedTuple):
-    """(B, H, W, C) from packed queries, keys and values (B, H, W, 3 C)."""
+    """Window attention (B, H, W, C) of packed queries, keys and values (B, H, W, 3 C)."""
 
     query_key_value: Tensor
     bias: Tensor
@@ -441,13 +441,13 @@ def window_attention(
         query_key_value: (B, H, W, 3 C), bfloat16, float16, float32 or float64. Each position has the queries of all
             heads, then the keys, then the values, as `torch.nn.Linear(C, 3 * C)` returns them. H and W are arbitrary: a
             map whose size is not a multiple of the window's is padded below and on the right. Queries attend to
-            padding, too, as in the original.
-        bias: (heads, N, N) for the N = h * w positions of a window, row by row. It is added to the scores of queries
-            (second dimension) and keys (third). It may have another floating-point dtype.
+            padding, too, as in the original model.
+        bias: (heads, N, N) for the N = h * w positions of a window, row by row. The bias is added to the scores of
+            queries (second dimension) and keys (third). The bias may have another floating-point dtype than the map.
         heads: the number of heads, which divides C.
         window: (h, w), the size of a window in positions.
-        shift: (h, w), each at least 0 and below the window's size. If one window covers the map, it is not shifted, as
-            in the original.
+        shift: (h, w), each at least 0 and below the window's size. A dimension that one window covers is not shifted,
+            as in the original model.
         padding: (3 C,), queries, keys and values of positions in the padding: the bias of the linear layer, because the
             original model pads before that layer. None: zeros.
         cosine_scale: (heads,), selects cosine attention: scores are products of normalized queries and keys, times this
@@ -459,7 +459,7 @@ def window_attention(
 
     Returns:
         (B, H, W, C), contiguous, of query_key_value's dtype. The arithmetic is float32 (float64 for float64); the
-        matrix products read half precision without conversion. Under autocast query_key_value is cast to its dtype.
+        matrix products read half precision without conversion. Autocast casts query_key_value to its own dtype.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.

@@ -1,11 +1,11 @@
 """Convolutions fused with the operations that follow them: y = activation(conv2d(x, weight, bias) + residual).
 
 Once its batch norms are folded, a convolutional network consists of such operations (He et al. 2016, "Deep Residual
-Learning": the sum with the shortcut comes before the activation). They are bound by the tensor cores for windows of 3 x
-3, and by memory for 1 x 1. For 1 x 1, a separate pass for bias, sum and activation would move more bytes than the
+Learning": the sum with the shortcut comes before the activation). Windows of 3 x 3 are bound by the tensor cores, and
+windows of 1 x 1 by memory. For 1 x 1, a separate pass for bias, sum and activation would move more bytes than the
 convolution. The kernel is an implicit matrix product (Chetlur et al. 2014, "cuDNN", section 3), channels last and in
-half precision. It applies these operations to the float32 sums before it stores them. No sum uses atomics, so results
-are deterministic.
+half precision. The kernel applies bias, residual and activation to the float32 sums before it stores them. No sum uses
+atomics, so results are deterministic.
 
 For the shape of a call, `tables.py` chooses a kernel and its parameters, or cuDNN, or cuBLAS. `conv_act_plan` returns
 the choice and its reason; `launches.py` launches the kernel.
@@ -52,8 +52,8 @@ Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]  # stride, pad
 def conv_act_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """(y, input of the activation) in plain PyTorch; the operations after the convolution are float32, or float64 for
-    float64.
+    """Compute (y, input of the activation) in plain PyTorch. The operations after the convolution are float32, or
+    float64 for float64.
     """
     g = geometry
     values = functional.conv2d(x, weight, bias, g.stride, g.padding, g.dilation, g.groups)
@@ -83,7 +83,7 @@ class Kept(NamedTuple):
 
 
 class ConvAct(NamedTuple):
-    """(y, input of the activation, or an empty tensor if it is not kept)."""
+    """A fused convolution: returns (y, input of the activation). The second tensor is empty unless `keep_`."""
 
     x: Tensor
     weight: Tensor
@@ -162,7 +162,7 @@ class ConvAct(NamedTuple):
 
 
 def _without_cudnn(arguments: Sequence[Any]) -> str | None:
-    """The setting on which the plan depends."""
+    """The PyTorch setting on which the plan depends: whether cuDNN is enabled."""
     return None if torch.backends.cudnn.enabled else "without cuDNN"
 
 
@@ -190,7 +190,7 @@ def _format_of(x: Tensor, weight: Tensor) -> torch.memory_format:
 def geometry_of(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Geometry:
-    """The shapes of a convolution with the arguments of `torch.ops.aten.convolution`."""
+    """The `Geometry` of a convolution with the arguments of `torch.ops.aten.convolution`."""
     batch, channels, height, width = x.shape
     kernel = (weight.shape[2], weight.shape[3])
     (down, right), (lines, pixels), (apart, along) = stride, padding, dilation
@@ -201,7 +201,7 @@ def geometry_of(
 
 @without_autocast
 def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *options: Any) -> Tensor:
-    """The input of the activation."""
+    """Compute the input of the activation again."""
     stride, padding, dilation, groups = options
     before = functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
     return before if residual is None else before + residual
@@ -226,14 +226,14 @@ def conv_act(
 ) -> Tensor:
     """activation(conv2d(input, weight, bias) + residual), with the arguments of `torch.nn.functional.conv2d`.
 
-    It is fastest if input and weight are channels last in half precision, as `.to(memory_format=torch.channels_last)`
-    makes them.
+    The operator is fastest if input and weight are channels last (`.to(memory_format=torch.channels_last)`) in half
+    precision.
 
     Args:
         input: (N, C, H, W), bfloat16, float16, float32 or float64.
-        weight: (O, C / groups, KH, KW), same dtype.
-        bias: (O,), same dtype.
-        residual: (N, O, OH, OW), the result's shape, same dtype; under autocast any of these dtypes.
+        weight: (O, C / groups, KH, KW), with input's dtype.
+        bias: (O,), with input's dtype.
+        residual: (N, O, OH, OW), the result's shape, with input's dtype; under autocast, any dtype that input may have.
         stride, padding, dilation: a number, or a pair (vertical, horizontal).
         groups: number of channel groups, each convolved separately.
         activation: None (or "none"), "relu", "gelu", "gelu_tanh" (as `gelu(approximate="tanh")`), "silu", "sigmoid",
@@ -270,7 +270,7 @@ def conv_act_plan(
     activation: str | None = None,
 ) -> ConvPlan:
     """Return how `conv_act` would compute a call, and the reason, without computing it. Arguments and errors are those
-    of `conv_act`. As in the call, the plan depends on whether a gradient will be needed.
+    of `conv_act`. The plan, like the call, depends on whether a gradient will be needed.
     """
     prepared = _prepared("conv_act_plan", input, weight, bias, residual, stride, padding, dilation, groups, activation)
     x, weight, bias, residual, later, geometry, after = prepared
@@ -290,9 +290,9 @@ def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, stride: Pair, padding: Pair,
     dilation: Pair, groups: int, activation: str | None,
 ) -> Prepared:  # fmt: skip
-    """Return the arguments, checked and cast as by autocast; a residual to add after the operator; the shapes; the
-    activation's name. Under autocast a residual of another dtype is added later, because it promotes the sum, as in
-    PyTorch.
+    """Check the arguments, and cast them as autocast does. Return the tensors, a residual to add after the operator (or
+    None), the shapes, and the activation's name. Under autocast a residual of another dtype is added later, because it
+    promotes the sum, as in PyTorch.
     """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation

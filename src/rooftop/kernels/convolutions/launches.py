@@ -67,15 +67,15 @@ def has_cudnn(x: Tensor) -> bool:
 
 
 def copied(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: Geometry) -> bool:
-    """Whether tensor descriptors can describe all operands. Channels must be groups of 16 bytes, and strides must
-    divide sizes.
+    """Whether tensor descriptors can describe all operands. Channels must fill whole groups of 16 bytes, and the
+    convolution's strides must divide the image's sizes.
     """
     group = GROUP_BYTES // x.element_size()
     aligned = all(t.data_ptr() % GROUP_BYTES == 0 for t in (x, weight, residual) if t is not None)
     if geometry.groups > 1 or geometry.out_channels % group or not aligned:
         return False
     if geometry.channels < LEAST_CHANNELS:
-        return True  # `packed` lays out few channels in groups
+        return True  # `packed` pads few channels to groups of 16 bytes
     if geometry.channels % (2 * group):
         return False
     strided = geometry.taps > 1 or geometry.padding != (0, 0)
@@ -86,8 +86,8 @@ def forward(
     plan: ConvPlan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry,
     activation: str, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y (N, O, OH, OW), input of the activation or None), computed by `plan`. The back end decides the memory layout
-    of y.
+    """Compute (y (N, O, OH, OW), input of the activation) as `plan` says. The second tensor is empty unless `keep`. The
+    back end decides the memory layout of y.
     """
     nothing = x.new_empty(0)
     bias = bias.contiguous() if bias is not None else None
@@ -188,7 +188,7 @@ class Boxes:
     """An image in the five dimensions that tensor descriptors need: (N, H / SH, SH, W / SW, SW C), with any strides.
 
     Attributes:
-        base: the memory.
+        base: the tensor that owns the memory.
         shape, strides: sizes and strides of the five dimensions.
         geometry: geometry of the convolution of this image.
         batch, out: batch and size of the convolution's result as the kernels see it.
@@ -203,8 +203,8 @@ class Boxes:
 
 
 def boxes_of(x: Tensor, geometry: Geometry) -> Boxes:
-    """The boxes of x, channels last. The channels of x are groups of 16 bytes, and the convolution's strides divide its
-    size.
+    """Describe x, channels last, as `Boxes`. The channels of x must fill whole groups of 16 bytes, and the
+    convolution's strides must divide the height and width of x.
     """
     batch, channels, height, width = x.shape
     (down, right), line = geometry.stride, width * channels
@@ -257,7 +257,9 @@ def _widened(x: Tensor, weight: Tensor, geometry: Geometry, channels: int) -> tu
 
 
 def _pack(source: Tensor, height: int, width: int, pixel: int, left: int) -> Tensor:
-    """(N, C, H, W) of any strides as (N, height, width, pixel), shifted `left` pixels to the right; zeros elsewhere."""
+    """Copy (N, C, H, W) of any strides to (N, height, width, pixel), shifted `left` pixels to the right, and fill the
+    other elements with zeros.
+    """
     from rooftop.kernels.convolutions.triton_kernels.conv_acts import conv_act_pack
 
     batch, channels, source_height, source_width = source.shape
@@ -276,8 +278,8 @@ def _pack(source: Tensor, height: int, width: int, pixel: int, left: int) -> Ten
 @cache
 def box_of(pixels: int, batch: int, lines: int, line: int) -> tuple[int, int, int]:
     """The box (images, lines, pixels of a line), powers of 2 with a given product, that covers a result with the fewest
-    boxes. Among equal boxes it is the one with the longest lines in the fewest images, so that copies are
-    contiguous.
+    boxes. Among boxes that need the same number, the function returns the one with the fewest images and the longest
+    lines, so that copies are contiguous.
     """
     powers = [1 << exponent for exponent in range(pixels.bit_length())]
     boxes = [(pixels // (h * w), h, w) for h in powers for w in powers if h * w <= pixels]
@@ -323,7 +325,7 @@ def _copied(
 
 
 def _part_of(box: tuple[int, int, int], parts: int) -> tuple[int, int, int]:
-    """Cut a box in equal parts, in the order of its pixels."""
+    """The size of each part of a box that is cut into equal parts, in the order of its pixels."""
     images, lines, pixels = box
     while parts > 1:
         if images > 1:
@@ -395,7 +397,7 @@ def _depthwise(
 
 
 def channels_fastest(weight: Tensor) -> Tensor:
-    """The same weights (C, 1, KH, KW) of a depthwise convolution, stored as (KH, KW, C), the fastest for its kernel."""
+    """The weights (C, 1, KH, KW) of a depthwise convolution, stored as (KH, KW, C), which its kernel reads fastest."""
     return weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
 
 
@@ -435,7 +437,9 @@ def _early(tile: ConvTile) -> dict[str, bool]:
 
 
 def _shared_sums(tile: ConvTile, tiles: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """(memory for the sums of the parts of K, zeroed counters of the parts that are stored), both by tile."""
+    """Allocate memory for the sums of each part of K, and zeroed counters of the stored parts, both indexed by tile.
+    Return (None, None) if K has one part.
+    """
     if tile.split == 1:
         return None, None
     sums = torch.empty(tile.split * tiles * tile.rows * tile.columns, dtype=torch.float32, device=device)
@@ -453,7 +457,7 @@ def pool_plan_of(x: Tensor, geometry: Geometry) -> PoolPlan:
 
 
 def max_pool(plan: PoolPlan, x: Tensor) -> Tensor:
-    """(N, C, OH, OW), channels last like x."""
+    """Compute the max pool (N, C, OH, OW) of x, channels last like x."""
     require_triton()
     from rooftop.kernels.convolutions.triton_kernels import max_pools
 

@@ -1,7 +1,8 @@
 """Max pooling of images for inference: y = the largest value in each window, without its position.
 
-It is bound by memory: the kernel reads the image once, and writes one result for each window. PyTorch's operator also
-writes the position of each maximum, which only backward needs: 8 bytes, beside 2 bytes for a value in half precision.
+The operator is bound by memory: the kernel reads the image once, and writes one result for each window. PyTorch's
+operator also writes the position of each maximum, which only backward needs: 8 bytes, in addition to 2 bytes for a
+value in half precision.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Pair = int | Sequence[int]
 
 
 class MaxPool(NamedTuple):
-    """(N, C, OH, OW) of x (N, C, H, W), channels last if x is and if its shape distinguishes the formats."""
+    """Max pooling of x (N, C, H, W) to (N, C, OH, OW). The result is channels last if x is and if the shape of x
+    distinguishes the formats.
+    """
 
     x: Tensor
     kernel: Sequence[int]
@@ -92,8 +95,8 @@ def max_pool2d(
 ) -> Tensor:  # fmt: skip
     """The largest value in each window, for inference, with the arguments of `torch.nn.functional.max_pool2d`.
 
-    A kernel of this library computes it if the input is channels last, as `.to(memory_format=torch.channels_last)`
-    makes it, and a window has 25 elements or fewer; otherwise PyTorch does.
+    A Rooftop kernel computes the result if the input is channels last (`.to(memory_format=torch.channels_last)`) and a
+    window has 25 elements or fewer; otherwise PyTorch does.
 
     Args:
         input: (N, C, H, W), bfloat16, float16, float32 or float64.
@@ -102,7 +105,7 @@ def max_pool2d(
         ceil_mode: round the size of the result up, not down. The last window may then reach beyond the padded image.
 
     Returns:
-        (N, C, OH, OW), channels last if input is; NaN if a window contains one.
+        (N, C, OH, OW), channels last if input is. A result is NaN if its window contains a NaN.
 
     Raises:
         TypeError: the input is not a dense tensor of floating point, or a size is not an integer.
@@ -132,7 +135,7 @@ def max_pool2d_plan(
 def _window(
     name: str, x: Tensor, kernel_size: Pair, stride: Pair | None, padding: Pair, dilation: Pair, ceil_mode: bool
 ) -> tuple[list[int], list[int], list[int], list[int], bool]:
-    """(kernel, stride, padding, dilation, ceil_mode), checked."""
+    """Check the arguments, and return (kernel, stride, padding, dilation, ceil_mode)."""
     check_tensors(name, FLOATS, input=x)
     kernel = list(two_integers(name, "kernel_size", kernel_size, 1))
     padded = list(two_integers(name, "padding", padding, 0))

@@ -1,8 +1,8 @@
 """Choose the kernel and its parameters, or the library, by the shape of a convolution and the operations after it.
 
-`MEASURED_ON_HOPPER` holds the measurements of a GPU (`benchmarks/tuning/conv_acts.py` prints its lines). A call uses
-the fastest choice for the nearest measured shape of its kind. If no measured shape is near, `_predicted` returns the
-choice that should be the fastest. Nothing is measured at run time.
+`MEASURED_ON_HOPPER` contains measurements on an H200 (`benchmarks/tuning/conv_acts.py` prints its lines). A call uses
+the fastest choice for the nearest measured shape of the same kind. If no measured shape is near, `_predicted` returns
+the choice that should be the fastest. Nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class ConvTile:
         group: rows of tiles in a band; L2 caches the operands of a band.
         parts: number of parts in which the epilogue stores a tile's pixels (not gathered).
         split: number of parts of K that separate programs sum (not persistent); no part is empty.
-        programs_per_sm: number of persistent programs on an SM. With two, one computes while the other stores.
-        early: whether the kernel is launched while the previous kernel may still run, and waits for it (not
-            persistent).
+        programs_per_sm: number of persistent programs on an SM. If there are two, one program computes while the other
+            stores.
+        early: whether the kernel may start while the previous kernel still runs, and then waits for the previous kernel
+            (not persistent).
     """
 
     kernel: Kernel
@@ -62,8 +63,8 @@ class ConvTile:
 
 class Geometry(NamedTuple):
     """The shapes of a convolution: x (batch, channels, height, width) and weight (out_channels, channels / groups,
-    *kernel). The other attributes are pairs (vertical, horizontal). It is a tuple, which is fast to create and hash,
-    since each call does both.
+    *kernel). The other attributes are pairs (vertical, horizontal). The class is a tuple, because each call creates and
+    hashes a geometry, and tuples do both fast.
 
     Attributes:
         ceil: whether the size of the result is rounded up, as `ceil_mode` of a pool does (pools only).
@@ -114,8 +115,8 @@ class Geometry(NamedTuple):
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """The number of windows along one side. With `ceil`, the last one may end behind the image and its padding, but
-    starts before the padding's end side.
+    """The number of windows along one side. With `ceil`, the last window may end behind the image and its padding, but
+    it starts before the padding behind the image.
     """
     after_first = size + 2 * padding - dilation * (kernel - 1) - 1
     if not ceil:
@@ -163,7 +164,7 @@ class ConvPlan:
 SQUARE_IN_TWO = ConvTile("persistent", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
 SQUARE_IN_FOUR = replace(SQUARE_IN_TWO, parts=4)
 
-# The first 16 kinds of convolutions of ResNet-50 at a batch of 256, on an H200
+# The first 16 different convolutions of ResNet-50 at a batch of 256, on an H200
 # (benchmarks/results/h200/tune_conv_acts.json).
 MEASURED_ON_HOPPER: tuple[Entry, ...] = (
     Entry(
@@ -195,39 +196,40 @@ MEASURED_ON_HOPPER: tuple[Entry, ...] = (
     Entry((50176, 256, 256, 9, 1, False), "cudnn", None, 0.08549, 0.09615),
     Entry((50176, 1024, 256, 1, 1, True), "cudnn", None, 0.08275, 0.1266),
 )
-NEAR = 2.0  # sum of the logarithms (base 2) of three ratios: rows, out channels and channels
+NEAR = 2.0  # largest sum of the logarithms (base 2) of three ratios: rows, out channels and channels
 # Results of few pixels were not measured yet. Two programs of 128 x 128 run on each SM, as in linear_act: one computes
 # while the other stores.
 MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also takes shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
-# Channels of a group for which cuDNN's fused call takes about as long as its convolution alone. For other groups it
-# takes up to 21 times as long as the convolution and a pass (benchmarks/results/h200/tune_grouped_convs.json).
+# Channels of a group for which cuDNN's fused call takes about as long as its convolution alone. For other groups the
+# fused call takes up to 21 times as long as the convolution and a separate pass for the operations after it
+# (benchmarks/results/h200/tune_grouped_convs.json).
 GROUPS_OF_CUDNN = (4, 8, 16, 32, 64, 128)
 LEAST_OF_GROUP = 16  # smallest operand of a tensor-core instruction
 # For other groups (the same file), the kernel takes 0.15 to 1.18 times as long as cuDNN and a pass at batch 1. At batch
-# 128 it takes 0.62 to 0.84 times as long, but 1.3 to 1.7 times for the groups of `_library_is_faster`.
+# 128 the kernel takes 0.62 to 0.84 times as long, but 1.3 to 1.7 times for the groups of `_library_is_faster`.
 FEW_OF_GROUPS = ConvTile("gathered", 64, 64, 64, 4, 4)
 MANY_OF_GROUPS = ConvTile("gathered", 128, 64, 64, 8, 3)
-FEW_TILES = 8  # tiles per SM; more count as many. No batch between 1 and 128 was measured.
+FEW_TILES = 8  # tiles per SM; a larger number counts as many tiles. No batch between 1 and 128 was measured.
 # Depthwise convolutions (tune_depthwise.json). The kernel takes 0.53 to 0.85 times as long as cuDNN and a pass at batch
 # 128, and 0.59 to 0.68 times at batch 1. A program computes runs of pixels below each other.
 RUNS_OF_CHANNELS = 512  # in a program
 MOST_COLUMNS_OF_RUNS = 64
 LONG_RUN, SHORT_RUN = 7, 4  # the lines of image networks are multiples of 7 pixels
 LONGEST_WINDOW = 7  # the kernel is unrolled over a line of the window
-MOST_PARTS, LEAST_STEPS = 8, 4  # largest number of parts of K; least size of a part
+MOST_PARTS, LEAST_STEPS = 8, 4  # largest number of parts of K; least number of steps of a part
 
 # ---- choice ----------------------------------------------------------------------------------------------------
 
 
 class Problem(NamedTuple):
-    """The properties of a call on which the choice depends.
+    """The properties of a call on which the choice of a plan depends.
 
     Attributes:
         residual: whether a residual is added.
         keep: whether the kernel also writes the input of the activation.
-        device, kernels: the device type, and whether Triton's kernels run on it.
+        device, kernels: the device type, and whether Triton's kernels run on the device.
         channels_last: whether x is channels last.
         copied: whether tensor descriptors can describe x and the result (`launches.copied`).
         cudnn: whether one call of cuDNN does everything: relu alone or after a sum, on a GPU.
@@ -300,8 +302,9 @@ def _of_groups(problem: Problem, library: Backend) -> ConvPlan:
 
 
 def _library_is_faster(geometry: Geometry) -> bool:
-    """Whether cuDNN and a pass should be faster for many pixels. They were for two groups of 24 channels, and for 4 to
-    16 groups of 56 channels with a stride of 1; the bounds extend this to similar groups.
+    """Whether cuDNN and a separate pass should be faster than the kernel for many pixels. Measurements showed this for
+    two groups of 24 channels, and for 4 to 16 groups of 56 channels with a stride of 1; the bounds extend the result to
+    similar groups.
     """
     channels, _ = geometry.of_group
     return geometry.groups < 4 if channels <= 32 else channels <= 64 and geometry.stride == (1, 1)
@@ -335,7 +338,7 @@ def _same_kind(entry: Entry, problem: Problem) -> bool:
     geometry = problem.geometry
     *_, taps, stride, residual = entry.shape
     same = (taps, (stride, stride), residual) == (geometry.taps, geometry.stride, problem.residual)
-    return same and (entry.backend != "product" or geometry.pointwise)  # else it is not a matrix product
+    return same and (entry.backend != "product" or geometry.pointwise)  # other convolutions are not matrix products
 
 
 def _distance(entry: Entry, problem: Problem) -> float:
@@ -360,7 +363,7 @@ def _predicted(problem: Problem, library: Backend) -> ConvPlan:
 
 
 def fitted(tile: ConvTile, problem: Problem) -> ConvTile:
-    """Adapt a tile for launch. A tile has at most as many channels of a tap and of the result as the convolution. No
+    """Adapt a tile to a convolution for launch. A tile is not wider or deeper than the convolution's channels need. No
     part of K is empty. The kernel is "gathered" if TMA cannot copy the operands.
     """
     geometry = problem.geometry
@@ -447,9 +450,7 @@ class PoolPlan:
 
 @cache
 def choose_pool(geometry: Geometry, dtype: torch.dtype, device: str, kernels: bool, channels_last: bool) -> PoolPlan:
-    """The plan for a max pool of an input with these channels; `kernels`: whether Triton's kernels run on the
-    device.
-    """
+    """The plan for a max pool with this geometry; `kernels`: whether Triton's kernels run on the device."""
     if dtype == torch.float64:
         return PoolPlan("reference", "float64")
     if not kernels:

@@ -66,7 +66,7 @@ Function = Callable[..., Any]
 def fused_reference(
     outputs: Sequence[Expression], results: Sequence[torch.dtype], types: Types, arguments: Sequence[Argument | None]
 ) -> list[Tensor]:
-    """The trees' values in plain PyTorch, each node in the dtype in which a kernel computes it."""
+    """Compute the trees' values in plain PyTorch, each node in the dtype in which a kernel computes that node."""
     device = next(each.device for each in arguments if isinstance(each, Tensor))
     values: dict[int, Argument] = {}
 
@@ -131,8 +131,8 @@ class Kept(NamedTuple):
     summed: dict[int, torch.Size]
 
     def gradients(self, tensors: Sequence[Tensor | None], given: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Gradients by argument number, from the gradients of outputs of one shape; each is summed to its argument's
-        shape.
+        """Compute the gradients by argument number, from the gradients of outputs of one shape. Each gradient is summed
+        to its argument's shape.
         """
         full = next(iter(given.values())).shape
         outputs = tuple([(i, g.dtype) for i, g in given.items()])
@@ -151,14 +151,14 @@ class Kept(NamedTuple):
 
 
 class BackwardCall(NamedTuple):
-    """The call that computes gradients.
+    """The call of the fused operator that computes gradients.
 
     Attributes:
         program: text of the program; "" if nothing is computed.
         tensors, slopes, numbers: indices of the tensors, of the outputs' gradients and of the numbers that the call
             takes.
-        found: for each gradient its `Like`, and the output whose gradient it equals (summed to shape); None if the call
-            computes it.
+        found: for each gradient, its `Like` and the number of the output whose gradient (summed to the argument's
+            shape) it equals. The number is None if the call computes the gradient.
     """
 
     program: str
@@ -220,7 +220,7 @@ def _needs(
 
 
 class FusedProgram(NamedTuple):
-    """The results of a program, in the order of its outputs."""
+    """The fused operator: computes the results of a program, in the order of its outputs."""
 
     tensors: list[Tensor]
     numbers: list[bool | int | float]
@@ -259,7 +259,7 @@ class FusedProgram(NamedTuple):
         return self.in_pytorch()
 
     def keep(self, made: list[Tensor]) -> tuple[Any, ...]:
-        """The tensors to keep for backward (None for a tensor that no gradient needs), and the other values."""
+        """The tensors to keep for backward (None for a tensor that no gradient needs), and then a `Kept`."""
         likes = tuple([(t.shape, t.device, t.dtype, t.requires_grad) for t in self.tensors])
         needed, wanted, summed = _remembered(_needs, self.program, likes, tuple([y.dtype for y in made]))
         kept = [t if needs else None for t, needs in zip(self.tensors, needed, strict=True)]
@@ -306,7 +306,7 @@ class FusedProgram(NamedTuple):
 
 _fused = declare("fused", FusedProgram, known="itself")
 _known: dict[tuple[Any, ...] | None, Known] = {}
-"""The allocations and launches of a call, by its facts."""
+"""Recorded allocations and launches, by the properties of a call that `facts_of` lists."""
 also_forget(_known.clear)
 
 
@@ -365,18 +365,18 @@ class Fused:
         return f"fused({', '.join(self.names)}: {self.text})"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickle by name if the object has one, as functions are: a decorated function's name refers to this object."""
+        """Pickle the object by name, as functions are pickled, if the name of the decorated function refers to it."""
         found: Any = sys.modules.get(self.function.__module__)
         for name in self.function.__qualname__.split("."):
             found = getattr(found, name, None)
         return self.function.__qualname__ if found is self else (Fused, (self.function,))
 
     def __call__(self, *arguments: Argument, **keywords: Argument) -> Any:
-        """The results for tensors and numbers in the function's arguments.
+        """Compute the function of tensors and numbers.
 
         Returns:
-            A tensor, or a tuple of tensors if the function returns one. Each has the broadcast shape of the tensors
-            that it depends on, PyTorch's dtype, and the memory layout of the first tensor of that shape.
+            A tensor, or a tuple of tensors if the function returns a tuple. Each result has the broadcast shape of the
+            tensors that it depends on, PyTorch's dtype, and the memory layout of the first tensor of that shape.
 
         Raises:
             TypeError: the arguments are wrong, or an operation is not defined for a dtype.
@@ -465,11 +465,12 @@ def fused(function: Function) -> Fused:
 
     Args:
         function: takes up to 8 tensors that broadcast, and numbers. A new number does not recompile. The function is
-            called once, with expressions in place of tensors. It may use operators, comparisons, casts (`.to(dtype)`,
-            `.float()`) and elementwise functions of torch and torch.nn.functional: abs, add, addcdiv, addcmul, ceil,
-            clamp, cos, div, elu, erf, exp, expm1, floor, gelu, hardtanh, isnan, leaky_relu, lerp, log, log1p, log2,
-            logical_*, maximum, minimum, mul, neg, pow, reciprocal, relu, round, rsqrt, sigmoid, sign, silu, sin,
-            softplus, sqrt, square, sub, tanh, trunc, where. It returns one expression or a tuple of them.
+            called once, with expressions in place of tensors. The function may use operators, comparisons, casts
+            (`.to(dtype)`, `.float()`) and elementwise functions of torch and torch.nn.functional: abs, add, addcdiv,
+            addcmul, ceil, clamp, cos, div, elu, erf, exp, expm1, floor, gelu, hardtanh, isnan, leaky_relu, lerp, log,
+            log1p, log2, logical_*, maximum, minimum, mul, neg, pow, reciprocal, relu, round, rsqrt, sigmoid, sign,
+            silu, sin, softplus, sqrt, square, sub, tanh, trunc, where. The function returns one expression or a tuple
+            of expressions.
 
     Returns:
         A callable with the same arguments. dtypes are promoted as in PyTorch; half precision is computed in float32 and
@@ -478,13 +479,13 @@ def fused(function: Function) -> Fused:
 
     Raises:
         TypeError: the function uses an operation that is not elementwise, or a tensor that is not its argument.
-        AttributeError: it uses a method that is not elementwise, such as `x.sum()`.
+        AttributeError: the function uses a method that is not elementwise, such as `x.sum()`.
     """
     return Fused(function)
 
 
 def _autocasts(tensors: Sequence[Tensor]) -> bool:
-    """Whether PyTorch's autocast would compute some functions in float32, as it does on a GPU."""
+    """Whether a GPU's autocast is on, under which PyTorch computes some functions in float32."""
     return tensors[0].device.type == "cuda" and torch.is_autocast_enabled("cuda")
 
 

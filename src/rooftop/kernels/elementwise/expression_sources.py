@@ -2,7 +2,7 @@
 
 A kernel has one of two forms. The flat form steps through all tensors in the same way. The tiled form has rows and
 columns, for tensors that are broadcast or strided and for results that are summed. The class of layouts states along
-which dimensions each tensor moves, and which tensors are contiguous. Sizes and strides are arguments.
+which dimensions each tensor has a nonzero stride, and which tensors are contiguous. Sizes and strides are arguments.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Layout:
-    """The class of layouts that a kernel serves.
+    """The class of memory layouts that a kernel supports.
 
     Attributes:
         accesses: one for each argument, after dimensions were merged; None for a number or an unused argument.
@@ -131,7 +131,8 @@ def _flat(
 
 
 def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines: Sequence[str]) -> list[str]:
-    """The function that computes one block by `lines`, and the kernel that calls it with or without a mask.
+    """The source lines of the function that computes one block, and of the kernel that calls this function with or
+    without a mask.
 
     Args:
         arguments: the arguments of function and kernel, separated by commas, including `elements`.
@@ -256,7 +257,7 @@ def stride_names(number: int, access: Access) -> list[str]:
 
 
 class Body:
-    """Lines that load the arguments and compute the nodes."""
+    """Generates the source lines that load the arguments and compute the nodes."""
 
     def __init__(self, types: Types, layout: Layout, precise: bool) -> None:
         self.types, self.layout, self.precise = types, layout, precise

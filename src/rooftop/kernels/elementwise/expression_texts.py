@@ -59,8 +59,8 @@ _WORDS = {"inf": math.inf, "nan": math.nan, "True": True, "False": False}
 class _Waiting(NamedTuple):
     """An operator, a call or a parenthesis that waits for operands.
 
-    `operation`: "" for grouping parentheses. `binding`: precedence; 0 for calls and parentheses. `before`: how many
-    values were on the stack when it was pushed.
+    `operation`: "" for grouping parentheses. `binding`: precedence; 0 for calls and parentheses. `before`: the number
+    of values on the stack when the operator was pushed.
     """
 
     operation: str

@@ -53,15 +53,17 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def summand(node: Expression, types: Types) -> Expression:
-    """A node whose value is summed for a result: in float32, because half precision is rounded after the sum."""
+    """The node whose values a sum adds. A final cast to half precision is skipped, because the sum is float32 and is
+    rounded afterwards.
+    """
     if DTYPES.get(node.operation) in HALVES and types[id(node.operands[0])].inside == torch.float32:
         return node.operands[0]
     return node
 
 
 OF_LIMITS = ("maximum", "minimum", "clamp_min", "clamp_max", "where")
-"""Operations that return one of their operands. With these an integer outside the dtype's range would become another
-number; in sums it only wraps.
+"""Operations that return one of their operands. An operand outside the range of an integer dtype would become another
+number in these operations, while sums only wrap around.
 """
 
 
@@ -77,7 +79,7 @@ def limits_of(outputs: Sequence[Expression], types: Types) -> list[tuple[Express
 
 
 def check_limit(value: int | float | bool, dtype: torch.dtype) -> None:
-    """Raise ValueError if an integer tensor cannot hold the number."""
+    """Raise ValueError if the number is out of range for an integer dtype."""
     if dtype == torch.bool:
         return
     limits = torch.iinfo(dtype)

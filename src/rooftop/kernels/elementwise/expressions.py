@@ -1,9 +1,9 @@
 """Elementwise expressions as trees: trace them from a Python function, and differentiate them.
 
-A function of tensors is called with `Expression`s in place of the tensors. It returns the tree of its computation:
-operators, methods and torch's own functions (through `__torch_function__`) each add a node. Equal nodes are one object,
-so a value that a function computes twice is in the tree once. No traversal of a tree is recursive, so only memory
-limits its depth.
+A function of tensors is called with `Expression`s in place of the tensors. The function returns the tree of its
+computation: operators, methods and torch's own functions (through `__torch_function__`) each add a node. Equal nodes
+are one object, so a value that a function computes twice is in the tree once. No traversal of a tree is recursive, so
+only memory limits the tree's depth.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Operation:
 
 
 def _operations() -> dict[str, Operation]:
-    """The table of operations; it is a function because the gradients are expressions."""
+    """The table of operations, in a function because the gradients use functions that are defined later."""
     return {
         "add": Operation("promoted", 2, torch.add, lambda g, y, a, b: (g, g), symbol="+"),
         "sub": Operation("promoted", 2, torch.sub, lambda g, y, a, b: (g, -g), symbol="-"),
@@ -149,7 +149,7 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-"""Dtypes of tensors and casts, by their names in texts."""
+"""Dtypes of tensors and casts, by their names in expression texts."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -179,11 +179,11 @@ def _gradient_of_cast(name: str) -> Callable[..., Gradients] | None:
 
 
 class Expression:
-    """A node: an argument, a constant, or an operation on other nodes. It is used like a tensor, element by element.
+    """A node: an argument, a constant, or an operation on other nodes. A traced function uses a node like a tensor.
 
     Attributes:
         operation: "argument", "constant" or a key of `OPERATIONS`.
-        operands: the nodes from which it is computed.
+        operands: the nodes that the operation reads.
         value: a constant's value, or an argument's number.
     """
 
@@ -269,7 +269,7 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 def argument(number: int) -> Expression:
-    """The argument with that number: a tensor, or a Python number."""
+    """The node of argument `number`, which is a tensor or a Python number."""
     return _node("argument", (), number)
 
 
@@ -302,7 +302,7 @@ def _as_expression(operation: str, value: Any) -> Expression:
     if isinstance(value, numbers.Real):  # NumPy's numbers
         return constant(int(value) if isinstance(value, numbers.Integral) else float(value))
     if isinstance(value, Tensor):
-        raise TypeError(f"fused: {operation} uses a tensor that is not an argument of the function: make it one")
+        raise TypeError(f"fused: {operation} uses a tensor that is not an argument of the function: add an argument")
     raise TypeError(f"fused: {operation} needs tensors and numbers, got {type(value).__name__}")
 
 
@@ -336,8 +336,8 @@ MOST_DEPTH = 16  # levels of parentheses
 
 
 def text_of(outputs: Sequence[Expression]) -> str:
-    """The canonical text. It first names the values that are used more than once, then lists the results, separated by
-    commas.
+    """The canonical text of expressions. The text first names the values that are used more than once, then lists the
+    results, separated by commas.
     """
     nodes = topological(outputs)
     uses: dict[int, int] = {}
@@ -380,7 +380,7 @@ def _bare(text: str) -> str:
 def _power(a: Any, b: Any) -> Expression:
     """A power; small constant exponents become products, as in PyTorch."""
     if type(b) in (int, float) and b in (1, 2, 3, 4):
-        # a power of booleans is an integer, or a float if the exponent is one
+        # a power of booleans is an integer, or a float if the exponent is a float
         a = apply("base", a, type(b)(1))
         square = apply("mul", a, a)
         return {1: lambda: a, 2: lambda: square, 3: lambda: square * a, 4: lambda: square * square}[int(b)]()
@@ -436,11 +436,11 @@ def _clamp(input: Any, min: Any = None, max: Any = None) -> Expression:
 
 
 def _gelu(input: Any, approximate: str = "none") -> Expression:
-    """Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"."""
+    """The Gaussian error linear unit (Hendrycks and Gimpel 2016, "Gaussian Error Linear Units")."""
     if approximate == "tanh":
         return input * 0.5 * (apply("tanh", (input + input * input * input * 0.044715) * math.sqrt(2 / math.pi)) + 1.0)
     if approximate != "none":
-        raise ValueError(f"fused: gelu has approximate='none' and 'tanh', got {approximate!r}")
+        raise ValueError(f"fused: gelu needs approximate='none' or 'tanh', got {approximate!r}")
     return input * apply("ndtr", input)
 
 
@@ -534,7 +534,7 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Expression]] = {
     F.elu: _activation(_elu),
     F.hardtanh: _activation(_hardtanh),
 }
-"""Functions of torch and torch.nn.functional."""
+"""The supported functions of torch and torch.nn.functional, each with the function that builds its expression."""
 
 
 def _define_methods() -> None:

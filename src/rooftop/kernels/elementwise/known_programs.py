@@ -1,6 +1,7 @@
 """Repeat the allocations and launches of a fused program for arguments of known shapes, strides and dtypes.
 
-On the host, planning a call takes longer than launching it. A plan depends only on these facts, so it is made once.
+On the host, planning a call takes longer than launching it. A plan depends only on shapes, strides and dtypes, so it is
+made once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ Facts = tuple[Any, ...]
 
 
 def facts_of(tensors: Sequence[Tensor], numbers: Sequence[Number], program: str) -> Facts | None:
-    """The facts on which plans and launches depend; None for tensors on several devices or without strides."""
+    """The properties of a call on which plans and launches depend: program, default dtype, device, and the shapes,
+    strides and dtypes of the arguments. None for tensors on several devices or without strides.
+    """
     facts: list[Any] = [program, torch.get_default_dtype()]
     device = tensors[0].device if tensors else None
     facts.append(device)
@@ -32,10 +35,10 @@ def facts_of(tensors: Sequence[Tensor], numbers: Sequence[Number], program: str)
 
 
 class Known(NamedTuple):
-    """The allocations and launches of a call with known facts.
+    """The recorded allocations and launches of a call, to repeat for calls with the same properties (`facts_of`).
 
     Attributes:
-        results: shape, strides (None: contiguous) and dtype of each.
+        results: shape, strides (None: contiguous) and dtype of each result.
         steps: the launches, with tensors and then numbers as arguments.
     """
 
@@ -56,7 +59,7 @@ class Known(NamedTuple):
         return Known(tuple(results), tuple(moved))
 
     def run(self, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> list[Tensor]:
-        """Allocate and compute the results for arguments with the recorded facts."""
+        """Allocate and compute the results for arguments with the same properties as in the recorded call."""
         results = [empty(*each, tensors[0]) for each in self.results]
         arguments = (*tensors, *numbers)
         for step in self.steps:

@@ -1,6 +1,6 @@
 """Launch the kernels of fused elementwise expressions: merge dimensions, and take parameters from tables.
 
-`launch_program` serves the operator in `elementwise.py`. `expression_sources.py` writes one kernel for each combination
+`elementwise.py` has the operator. `expression_sources.py` writes one kernel for each combination
 of program, dtypes and class of memory layouts.
 """
 
@@ -40,8 +40,8 @@ class Step(NamedTuple):
     """One launch of a program, which can be repeated for arguments of the same shapes, strides and dtypes.
 
     Attributes:
-        used: indices of the program's arguments, the kernel's first parameters.
-        stored: indices of the results, which follow.
+        used: indices of the program's arguments that are the kernel's first parameters.
+        stored: indices of the results that are the kernel's next parameters.
         sizes: the kernel's last parameters.
     """
 
@@ -142,9 +142,10 @@ def launch_program(
 def _launch_tiles(
     kernel: Any, given: list[Any], results: list[Tensor], tensors: dict[int, Tensor], layout: Layout, dims: Dims
 ) -> tuple[tuple[int, ...], tuple[int, ...], Constants]:
-    """Grid, sizes and constants of the tiled kernel, for tensors that are broadcast or strided and for sums.
+    """Launch the tiled kernel, for tensors that are broadcast or strided and for sums. Return its grid, sizes and
+    constants.
 
-    `dims` hold the strides of the tensors, then of the outputs; a summed output's strides are 0.
+    `dims` contain the strides of the tensors, then of the outputs; an output has stride 0 in summed dimensions.
     """
     *outer, (columns, steps) = dims
     group, values = columns, []
@@ -211,7 +212,8 @@ def _mark(y: Tensor, kept: str) -> Tensor:
 def _summed_over(y: Tensor, kept: str, dims: Dims, mark: int) -> str:
     """The axis over which the tiled kernel can sum a result: "columns", "rows", or "" for neither.
 
-    The sums have the order of y's memory. That is the order of the result if y is contiguous or one dimension is kept.
+    The kernel writes sums in the order of y's memory. This is also the order of the result if y is contiguous or one
+    dimension is kept.
     """
     if not kept or len(dims) > MOST_DIMS:
         return ""
@@ -245,7 +247,7 @@ def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
 
 
 def layout_of(dims: Dims, tensors: dict[int, Tensor], arguments: int, y: Tensor, sums: tuple[str, ...] = ()) -> Layout:
-    """The class of layouts of the tensors, over merged dimensions."""
+    """The `Layout` of these tensors, over merged dimensions."""
     accesses: list[Access | None] = [None] * arguments
     for n, i in enumerate(tensors):
         outer = tuple(strides[n] != 0 for _, strides in dims[:-1])

@@ -1,9 +1,9 @@
-"""Programs of fused elementwise expressions: trees, the kinds of their arguments, and facts derived from both.
+"""Programs of fused elementwise expressions: trees, the kinds of their arguments, and properties derived from both.
 
-The operator takes a program as text, "tnt: a0 * a1 + a2": letters for tensor and number arguments, and the trees
-(`expression_texts.py`). "tt 1=01: a0, a0 * a1" sums result 1 over the first of two dimensions, which becomes 1. A plan
-is a program together with the dtypes of its arguments. Programs are cached by their text, plans by the program and the
-arguments' dtypes. Shapes and the results' layouts are computed at each call.
+The operator accepts a program as text, "tnt: a0 * a1 + a2": letters for tensor and number arguments, and the trees
+(`expression_texts.py`). "tt 1=01: a0, a0 * a1" sums result 1 over the first of two dimensions, whose size becomes 1. A
+plan is a program together with the dtypes of its arguments. Programs are cached by their text, plans by the program and
+the arguments' dtypes. Shapes and the results' layouts are computed at each call.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ Argument = Tensor | Number
 class Program:
     """The kinds of the arguments, and the trees.
 
-    `kinds` has a letter for each argument: t a tensor, n a number, - none (not used). `kept` has a digit for each
-    dimension of a summed output: 1 if it stays, 0 if it becomes 1. For an output that is not summed, `kept` is "".
+    `kinds` has a letter for each argument: t for a tensor, n for a number, - for an unused argument. `kept` has a digit
+    for each dimension of a summed output: 1 if the dimension stays, 0 if its size becomes 1. For an output that is not
+    summed, `kept` is "".
     """
 
     kinds: str
@@ -94,9 +95,11 @@ def program_of(text: str) -> Program:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The facts that follow from a program and its arguments' dtypes. Launches are cached by the plan's identity."""
+    """The properties that follow from a program and its arguments' dtypes. Launches are cached by the plan's
+    identity.
+    """
 
-    outputs: tuple[Expression, ...]  # held here, because `types` has the ids of nodes as keys
+    outputs: tuple[Expression, ...]  # kept alive here, because `types` has the ids of nodes as keys
     kept: tuple[str, ...]
     kinds: tuple[Kind | None, ...]
     types: Types
@@ -129,7 +132,7 @@ def plan_of(program: Program, kinds: tuple[Kind | None, ...], default: torch.dty
 
 
 def _kind(value: Argument | None) -> Kind | None:
-    """Dtype and rank of an argument; None for an unused one."""
+    """Dtype and rank of an argument; None for an unused argument."""
     if isinstance(value, Tensor):
         return Kind(value.dtype, TENSOR if value.dim() else SINGLE)
     return None if value is None else number_kind(value)
@@ -245,7 +248,7 @@ class ProgramGradients:
         there: for each argument, whether it has a gradient.
         used: indices of the arguments that `program` needs. The gradient of output i has the index n + i, where n is
             the original program's number of arguments.
-        program: computes the gradients that exist and are not passed; "" if there are none.
+        program: text of the program that computes the gradients that exist and are not passed; "" if there are none.
     """
 
     passed: tuple[int | None, ...]
@@ -258,7 +261,8 @@ class ProgramGradients:
 def gradients_of(
     text: str, outputs: tuple[tuple[int, torch.dtype], ...], wanted: tuple[tuple[int, torch.dtype], ...]
 ) -> ProgramGradients:
-    """The gradients with respect to the arguments `wanted`, from the gradients of `outputs`. Each is (index, dtype)."""
+    """The gradients with respect to the arguments `wanted`, from the gradients of `outputs`. Both are tuples of (index,
+    dtype)."""
     program = program_of(text)
     first = len(program.kinds)
     given = [argument(first + i) for i, _ in outputs]

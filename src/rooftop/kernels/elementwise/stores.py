@@ -1,15 +1,15 @@
 """Store elementwise expressions into existing memory: y[...] = f(a, b, ...), in one kernel.
 
-`fused` (`elementwise.py`) allocates its results. Here the result is the caller's strided tensor, and the kernel
-computes float64 too. No product is fused with a sum, so each operation is rounded as in PyTorch. Some numbers may
+`fused` (`elementwise.py`) allocates its results. `store_fused` writes to the caller's strided tensor, and its kernels
+also compute float64. No product is fused with a sum, so each operation is rounded as in PyTorch. Some numbers may
 repeat along the last dimension (`rows`, from `operands/repeating_numbers.py`), such as one for each channel of images.
 
 The kernel is bound by memory: it reads every operand once and writes the result once. Tensors with the same layout are
 treated as one flat dimension, for any shape. A program reads a strided region one block of a row at a time, or as a
 tile of several short rows. A thread handles 16 bytes of the narrowest tensor. Triton vectorizes only if a pointer is a
 multiple of 16 bytes, but a region may begin anywhere. So pointers are rounded down to a multiple of 16 bytes. The
-kernel takes the remaining offsets and all strides in the largest unit that divides them (`UNIT`). Loads and stores are
-one unit wide.
+kernel's arguments count the remaining offsets and all strides in `UNIT`, the largest number of elements that divides
+them. Loads and stores are one unit wide.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FAST = frozenset(
     {"exp", "expm1", "log", "log1p", "log2", "tanh", "sigmoid", "ndtr", "erf", "sin", "cos", "sqrt", "rsqrt"}
     | {"reciprocal", "pow"}
 )
-"""Operations whose kernels compute in float32."""
+"""Operations that kernels compute in float32 only."""
 
 
 class Row(NamedTuple):
@@ -79,12 +79,12 @@ def store_fused(
 
     Args:
         program: a tree, or its text "ttn: a0 * a1 + a2", with t for tensors and n for numbers.
-        tensors: tensors of the shape of `out`, with any strides, on its device.
+        tensors: tensors of the shape of `out`, with any strides, on the device of `out`.
         numbers: Python numbers. Floats are float32; a float64 number is passed as an integer with the same bits,
             `float64_of_bits(a0)`.
-        out: the memory of the result. It may be the memory of an input tensor, but must not overlap one partially.
-        rows: numbers that repeat along the last dimension of `out`, whose size is a multiple of their count. In the
-            program's arguments, rows come after the tensors.
+        out: the memory of the result. It may be the memory of an input tensor, but must not overlap an input partially.
+        rows: numbers that repeat along the last dimension of `out`. The size of this dimension is a multiple of the
+            count of the numbers. In the program's arguments, rows come after the tensors.
 
     Returns:
         The launch, which can be repeated on other memory. None if there was no launch, or several launches, or a launch
@@ -127,7 +127,7 @@ class Stored(NamedTuple):
     Attributes:
         launch: the kernel with its arguments.
         tensors: for each pointer of the launch, the number of its tensor; -1 for the result.
-        leads: for each pointer of the launch, the bytes from it to the beginning of its tensor.
+        leads: for each pointer of the launch, the number of bytes from the pointer to the beginning of its tensor.
     """
 
     launch: Repeated

@@ -1,8 +1,8 @@
 """SwiGLU: silu(gate) * up, the activation of the feed-forward layers of Llama and most models after it.
 
-Shazeer 2020, "GLU Variants Improve Transformer". It is bound by memory: forward reads two tensors and writes one;
-backward reads three and writes two. Backward computes the sigmoid again, which takes no additional time, so only the
-inputs are kept.
+Shazeer 2020, "GLU Variants Improve Transformer". The operator is bound by memory: forward reads two tensors and writes
+one; backward reads three and writes two. Backward computes the sigmoid again, which takes no additional time, so only
+the inputs are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rooftop.launch.symbolic import recorded_whole
 
 
 class Swiglu(NamedTuple):
-    """silu(gate) * up (..., N), contiguous; without `up`, gate holds both: (..., 2 N)."""
+    """silu(gate) * up (..., N), contiguous. If `up` is None, gate contains both tensors: (..., 2 N)."""
 
     gate: Tensor
     up: Tensor | None
@@ -57,7 +57,7 @@ class Swiglu(NamedTuple):
 
 
 class SwigluBackward(NamedTuple):
-    """(dgate, dup), contiguous; dup is empty if gate holds both."""
+    """The gradients (dgate, dup) of `Swiglu`, contiguous; dup is empty if gate contains both tensors."""
 
     dy: Tensor
     gate: Tensor
@@ -114,7 +114,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Args:
         gate: (..., N), bfloat16, float16, float32 or float64; or gate and up in one tensor (..., 2 N), the gate first,
             as one matrix product returns them.
-        up: like gate; None: gate holds both tensors.
+        up: like gate; None: gate contains both tensors.
 
     Returns:
         (..., N), contiguous, of the inputs' dtype. The arithmetic is float32 (float64 for float64).
@@ -136,6 +136,6 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
         if gate.shape[-1] % 2:
             raise ValueError(f"swiglu: a packed tensor must be (..., 2 N), got {tuple(gate.shape)}")
         return
-    check_same_dtype("swiglu", "gate", gate, "give both one dtype", up=up)
+    check_same_dtype("swiglu", "gate", gate, "convert one of them", up=up)
     if up.shape != gate.shape:
         raise ValueError(f"swiglu: expected up of gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")

@@ -3,13 +3,13 @@
     out[b] = sum over corners (i, j, k) of e_i(u) e_j(v) e_k(w) features[b, 4 i + 2 j + k]
     e_1(u) = (1 + u) / 2,  e_0(u) = (1 - u) / 2
 
-The point (u, v, w) is in [-1, 1]. Tutorials of PyTorch's CUDA extensions use it as their example, and volume rendering
-applies it to grids of features. Outside of [-1, 1] the operator extrapolates linearly.
+The point (u, v, w) is in [-1, 1]. Tutorials of PyTorch's CUDA extensions use this interpolation as their example, and
+volume rendering applies it to grids of features. Outside of [-1, 1] the operator extrapolates linearly.
 
-It is bound by memory: forward reads eight corners and writes one result; backward writes eight corners and, for the
-points' gradient, reads eight. It needs no atomics, because each corner belongs to one point. If points share corners,
-the caller gathers their features first, and the gradient of that gather adds the shared gradients. `interpolations.py`
-has the same operator in Triton.
+The operator is bound by memory: forward reads eight corners and writes one result; backward writes eight corners and,
+for the points' gradient, reads eight. Backward needs no atomics, because each corner belongs to one point. If points
+share corners, the caller gathers their features first, and the gradient of that gather adds the shared gradients.
+`interpolations.py` has the same operator in Triton.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CUDA_FILES = ("lookups/cuda_interpolations.cu",)
 
 @without_autocast
 def trilinear_reference(features: Tensor, points: Tensor) -> Tensor:
-    """(B, C) of features (B, 8, C) and points (B, 3) in plain PyTorch, added up in float32 or wider."""
+    """Interpolate features (B, 8, C) at points (B, 3) in plain PyTorch, in float32 or wider. Returns (B, C)."""
     wide = accumulator_dtype(features.dtype)
     return torch.einsum("bk,bkc->bc", _weights(points.to(wide)), features.to(wide)).to(features.dtype)
 
@@ -65,13 +65,13 @@ def trilinear_backward_reference(
 
 
 def _ends(points: Tensor) -> Tensor:
-    """(B, 3, 2): the weights of the lower and upper end in each dimension."""
+    """The weights (B, 3, 2) of the lower and the upper end in each dimension."""
     upper = (points + 1) * 0.5
     return torch.stack((1 - upper, upper), 2)
 
 
 def _weights(points: Tensor) -> Tensor:
-    """(B, 8): the weight of corner 4 i + 2 j + k."""
+    """The weights (B, 8) of the corners 4 i + 2 j + k."""
     u, v, w = _ends(points).unbind(1)
     return (u[:, :, None, None] * v[:, None, :, None] * w[:, None, None, :]).flatten(1)
 
@@ -98,7 +98,7 @@ def kernel_for(name: str, points: Tensor, tensors: Sequence[Tensor]) -> tuple[st
 
 
 class TrilinearCuda(NamedTuple):
-    """(B, C) of features (B, 8, C) and points (B, 3)."""
+    """Trilinear interpolation of features (B, 8, C) at points (B, 3). Returns (B, C)."""
 
     features: Tensor
     points: Tensor
@@ -185,8 +185,8 @@ def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
 
     Args:
         features: (B, 8, C), bfloat16, float16, float32 or float64; corner 4 i + 2 j + k is at (i, j, k) of its cell.
-        points: (B, 3) on the same device, of these dtypes; coordinate -1 is at corner index 0, and coordinate 1 at
-            corner index 1.
+        points: (B, 3) on the device of features, of any dtype that features may have; coordinate -1 is at corner index
+            0, and coordinate 1 at corner index 1.
 
     Returns:
         (B, C), the dtype of features; added up in float32 (float64 for float64).
@@ -221,4 +221,4 @@ def check_arguments(function: str, features: Tensor, points: Tensor) -> None:
         raise ValueError(f"{function}: expected one row of features for each point, got {counts}")
     if features.device != points.device:
         where = f"features are on {features.device}, points on {points.device}"
-        raise ValueError(f"{function}: {where}: move one to the other")
+        raise ValueError(f"{function}: {where}: move both to one device")

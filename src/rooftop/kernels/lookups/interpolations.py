@@ -1,8 +1,9 @@
 """Trilinear interpolation between the eight corners of a cell, in Triton: the same operator as in
 `cuda_interpolations.py`.
 
-`cuda_interpolations.py` has the formula, the reference, the checks and the cost. It is bound by memory: forward reads
-eight corners and writes one result; backward writes eight and, for the points' gradient, reads eight.
+`cuda_interpolations.py` has the formula, the reference, the checks and the cost. The operator is bound by memory:
+forward reads eight corners and writes one result; backward writes eight corners and, for the points' gradient, reads
+eight.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def trilinear_interpolate(features: Tensor, points: Tensor) -> Tensor:
 
     Args:
         features: (B, 8, C), bfloat16, float16, float32 or float64; corner 4 i + 2 j + k is at (i, j, k) of its cell.
-        points: (B, 3) on the same device, of these dtypes; coordinate -1 is at corner index 0, and coordinate 1 at
-            corner index 1. Outside of [-1, 1] the operator extrapolates linearly.
+        points: (B, 3) on the device of features, of any dtype that features may have; coordinate -1 is at corner index
+            0, and coordinate 1 at corner index 1. Outside of [-1, 1] the operator extrapolates linearly.
 
     Returns:
         (B, C), the dtype of features, even under autocast; added up in float32. For float64, the reference computes the

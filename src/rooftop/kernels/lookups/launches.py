@@ -33,7 +33,7 @@ def gather(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_rows(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
-    """(rows, D): for each token, the sum of the rows of dy (N, D) at its positions in tokens (N,)."""
+    """For each token, sum the rows of dy (N, D) at the token's positions in tokens (N,). Returns (rows, D)."""
     table = torch.zeros(rows, dy.shape[1], dtype=dy.dtype, device=dy.device)
     if dy.numel() == 0 or rows == 0:
         return table
@@ -45,7 +45,7 @@ def add_rows(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
 
 
 def _add_few(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
-    """Each program looks for the rows of one token."""
+    """Add the rows of few tokens: each program looks for the rows of one token."""
     from rooftop.kernels.lookups.triton_kernels.embeddings import add_equal
 
     (rows, width), items, config = table.shape, tokens.numel(), tables.FEW
@@ -56,7 +56,7 @@ def _add_few(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
 
 
 def _add_sorted(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
-    """Each program adds runs of equal tokens."""
+    """Add the rows of many tokens: sort the tokens; each program adds runs of equal tokens."""
     from rooftop.kernels.lookups.triton_kernels.embeddings import add_runs
 
     (rows, width), runs = table.shape, tables.RUNS
@@ -83,7 +83,7 @@ def _add_sorted(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None
 
 
 def interpolate(features: Tensor, points: Tensor) -> Tensor:
-    """(B, C) of features (B, 8, C) and points (B, 3), both contiguous."""
+    """Interpolate features (B, 8, C) at points (B, 3), both contiguous. Returns (B, C)."""
     require_triton()
     from rooftop.kernels.lookups.triton_kernels.interpolations import trilinear_forward
 

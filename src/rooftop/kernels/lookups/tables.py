@@ -29,8 +29,8 @@ RUNS = RunsConfig(chunk=32, ahead=8, columns=512, warps=2)
 
 @dataclass(frozen=True)
 class FewConfig:
-    """Parameters of the embedding's gradient without a sort: the most tokens, tokens that are compared at once, columns
-    of a program, and warps."""
+    """Parameters of the embedding's gradient without a sort: the maximum number of tokens, tokens that are compared at
+    once, columns of a program, and warps."""
 
     most: int
     items: int
@@ -39,7 +39,7 @@ class FewConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# The host's time decides for few tokens: two launches instead of a sort and up to three passes. The number of
+# For few tokens the host's time decides: two launches instead of a sort and up to three passes. The number of
 # comparisons grows with the square of the tokens. Not measured yet.
 FEW = FewConfig(most=2048, items=32, columns=256, warps=4, measured=False)
 

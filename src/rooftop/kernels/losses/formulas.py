@@ -16,7 +16,9 @@ from rooftop.launch.operators import without_autocast
 
 
 def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """(losses (N,), statistics (2, N)) of logits x (N, V) in plain PyTorch; float64, or float32 for half precision."""
+    """Compute (losses (N,), statistics (2, N)) of logits x (N, V) in plain PyTorch, in float64 (float32 for half
+    precision).
+    """
     values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
     label = target.where(counted, 0)
@@ -34,7 +36,7 @@ def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Te
 
 
 def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, terms: Terms) -> Tensor:
-    """dx (N, V); `factor`: (N,) or (), the factor of each row's derivative.
+    """Compute dx (N, V) in plain PyTorch. `factor`: (N,) or (), the factor of each row's derivative.
 
     The statistics are computed again, because the saved float32 statistics would round each probability.
     """
@@ -83,7 +85,7 @@ def losses_by_reference(
 def gradient_by_reference(
     dloss: Tensor, x: Tensor, target: Tensor, statistics: Tensor, terms: Terms, inverse: Tensor | None
 ) -> Tensor:
-    """dx (N, V) from dloss (N,) or (), in plain PyTorch."""
+    """Compute dx (N, V) from dloss (N,) or (), in plain PyTorch."""
     factor = dloss.to(reference_dtype(x.dtype)) * (inverse if inverse is not None else 1.0)
     factor, dx = factor.expand(x.shape[0]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for rows in _blocks(x):
@@ -92,7 +94,7 @@ def gradient_by_reference(
 
 
 def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The maximum of each row, and the sum of exponentials relative to it."""
+    """The maximum of each row, and the sum of exponentials relative to the maximum."""
     maximum = values.amax(1)
     return maximum, (values - maximum[:, None]).exp().sum(1)
 
@@ -147,8 +149,8 @@ def inverse_by_formula(target: Tensor, x: Tensor, terms: Terms) -> Tensor:
 
 
 def inverse_of_count(count: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor that turns a sum into a mean: 1 / count. If count is 0 it is 0, so that the mean and its gradient are
-    0.
+    """The factor that turns a sum into a mean: 1 / count. If count is 0, the factor is 0, so that the mean and its
+    gradient are 0.
     """
     wide = count.to(dtype)
     return torch.where(wide == 0, 0.0, wide.masked_fill(wide == 0, 1.0).reciprocal())

@@ -49,7 +49,7 @@ def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
 
 
 def total_of(losses: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum of losses (N,) times `inverse`: a tensor () of `dtype`, float32 rounded to it."""
+    """The sum of losses (N,) times `inverse`, as a tensor () of `dtype`. The sum is first rounded to float32."""
     if losses.numel() > tables.TOTAL_ROWS:
         total = losses.sum(dtype=torch.float64)
         return (total if inverse is None else total * inverse).to(torch.float32).to(dtype)
@@ -65,9 +65,9 @@ def total_of(losses: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tens
 def losses_of_rows(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(losses (N,), statistics (2, N)) of logits x (N, V). If `dx` is given, the kernel fills dx instead of the
+    """Compute (losses (N,), statistics (2, N)) of logits x (N, V). If `dx` is given, the kernel fills dx instead of the
     statistics. The rows of dx need not be contiguous. For float32 logits, losses are float64; cluster kernels return
-    float32.
+    float32 losses.
     """
     require_triton()
     from rooftop.kernels.losses import triton_kernels as kernels
@@ -113,7 +113,7 @@ def _is_shifted(x: Tensor, dx: Tensor | None, terms: Terms) -> bool:
 def gradient(
     dloss: Tensor, x: Tensor, target: Tensor, statistics: Tensor, terms: Terms, inverse: Tensor | None
 ) -> Tensor:
-    """dx (N, V) from dloss (N,) or ()."""
+    """Compute dx (N, V) from dloss (N,) or ()."""
     require_triton()
     from rooftop.kernels.losses.triton_kernels import cross_entropy_gradient
 
@@ -133,7 +133,7 @@ def gradient(
 
 
 def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
-    """result = gradient * factor. Nothing is launched if result is gradient and the factor is 1."""
+    """result = gradient * factor. If result is gradient and the factor is 1, the kernel only reads the factor."""
     require_triton()
     from rooftop.kernels.losses.triton_kernels import scale_unless_one
 
@@ -156,7 +156,9 @@ def _weight_arguments(terms: Terms, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _numbers(terms: Terms, classes: int) -> tuple[int | float, ...]:
-    """The kernels' arguments for the terms: the ignored index, 1 - e, e / V and the factor of the z-loss."""
+    """The kernels' arguments for the terms: the ignored index, 1 - e and e / V for the label smoothing e, and the
+    factor of the z-loss.
+    """
     return terms.ignore_index, 1 - terms.label_smoothing, terms.label_smoothing / classes, terms.z_loss
 
 

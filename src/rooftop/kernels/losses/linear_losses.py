@@ -1,12 +1,12 @@
-"""Cross entropy of hidden states and a weight, without the logits.
+"""Cross entropy of hidden states and a weight, without storing all logits.
 
 The forward pass computes the logits of a chunk of rows at a time, turns them into their gradient in place, and
 immediately multiplies this gradient by weight and hidden (as in Hsu et al. 2024, "Liger Kernel"). Backward only scales
 the gradients. The three matrix products take most of the time. `losses.py` defines the loss of a row. Results are
 deterministic: chunks are added up in order, and their size depends only on the shapes.
 
-In float16 the gradient of the logits is not divided by the number of rows before the products, because it would
-underflow before a loss scale can help. Backward applies that factor while the gradient of the weight is still float32.
+In float16 the gradient of the logits is not divided by the number of rows before the products, because the gradient
+would underflow before a loss scale can help. Backward divides it while the gradient of the weight is still float32.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def chunk_rows(rows: int, features: int, classes: int) -> int:
 
 
 class LinearCrossEntropy(NamedTuple):
-    """(loss (), dhidden, dweight, dbias, factor). Forward already computes the gradients that `wanted` selects;
-    backward only multiplies them by `factor`."""
+    """The operator: returns (loss (), dhidden, dweight, dbias, factor). Forward already computes the gradients that
+    `wanted` selects; backward only multiplies these gradients by `factor`."""
 
     hidden: Tensor
     weight: Tensor
@@ -113,7 +113,7 @@ class LinearCrossEntropy(NamedTuple):
             real = logits[:, :classes]
             gradient = real if any(self.wanted) else None
             losses[start:stop] = losses_of_rows(real, target[start:stop], terms, within, gradient)[0]
-            logits[:, classes:] = 0.0  # padding classes: rows with inf or NaN in hidden left nonzero values there
+            logits[:, classes:] = 0.0  # in padding classes, rows with inf or NaN in hidden have nonzero values
             if dhidden is not None:
                 torch.mm(logits, weight, out=dhidden[start:stop])
             if dweight is not None:
@@ -194,8 +194,8 @@ class LinearCrossEntropy(NamedTuple):
         return slope @ weight, slope.t() @ hidden, None if bias is None else slope.sum(0)
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: one matrix product for the logits, one for each gradient of hidden and weight. Logits count as no
-        memory traffic.
+        """Flops: one matrix product for the logits, one for each gradient of hidden and weight. Logits do not
+        count as memory traffic.
         """
         hidden, weight, bias, wanted = *self[:3], self.wanted
         logits = hidden.shape[0] * weight.shape[0]
@@ -218,8 +218,8 @@ def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 
 def _scaled_late(hidden: Tensor) -> bool:
-    """Whether backward applies 1 / rows. In forward, it would make float16 gradients of the logits underflow before a
-    loss scale can help.
+    """Whether backward applies the factor 1 / rows. In forward, this factor would make float16 gradients of the logits
+    underflow before a loss scale can help.
     """
     return hidden.dtype == torch.float16
 
@@ -253,15 +253,15 @@ def linear_cross_entropy(
 ) -> Tensor:
     """cross_entropy(hidden @ weight.T + bias, target) without all the logits in memory at once.
 
-    The forward pass computes the gradients too, chunk by chunk; backward only scales them. The gradient of the weight
-    is added up in float32.
+    The forward pass computes the gradients too, chunk by chunk; backward only scales these gradients. The gradient of
+    the weight is added up in float32.
 
     Args:
-        hidden: (..., H), bfloat16, float16, float32 or float64. Under autocast, hidden, weight and bias are cast to its
+        hidden: (..., H), bfloat16, float16, float32 or float64. Autocast casts hidden, weight and bias to its own
             dtype.
-        weight: (V, H), as in `torch.nn.Linear`; same dtype.
+        weight: (V, H), as in `torch.nn.Linear`, with the dtype of hidden.
         target: class indices (...), int64.
-        bias: (V,), same dtype.
+        bias: (V,), with the dtype of hidden.
         class_weight, ignore_index, label_smoothing, z_loss: as in `cross_entropy`.
         reduction: "mean" or "sum".
         chunk_size: rows whose logits are computed at a time. None: up to 2^20 logits are one chunk; above, 4096 to 8192

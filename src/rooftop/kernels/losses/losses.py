@@ -7,10 +7,10 @@ V: classes. "mean" divides the sum over rows by the sum of their w_t, as PyTorch
 
 The loss is bound by memory, and has two forms. *Separable* reads the logits and keeps two numbers for each row: the
 maximum, and the sum of exponentials relative to the maximum (a log-sum-exp would lose accuracy for large logits).
-Backward reads the logits again and writes the gradient. *Fused* writes the gradient in the forward pass. It reads
-logits once and writes gradients once, as long as the rows in flight stay in registers or in L2. Backward multiplies the
-gradient in place by grad_output, unless grad_output is 1. float16 uses the separable form by default: without the loss
-scale, a gradient would underflow.
+Backward reads the logits again and writes the gradient. *Fused* writes the gradient in the forward pass. The fused form
+reads logits once and writes gradients once, as long as the rows in flight stay in registers or in L2. Backward
+multiplies the gradient in place by grad_output, unless grad_output is 1. float16 uses the separable form by default,
+because a gradient without the loss scale would underflow.
 
 Results are deterministic: the kernels use no atomics, and add in a fixed order.
 """
@@ -102,7 +102,7 @@ def losses_of_rows(
 
 def total_of(losses: Tensor, inverse: Tensor | None, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The reduced loss of logits x, a scalar: the sum of losses (N,) times `inverse`, the reciprocal of the mean's
-    divisor. It is rounded to `dtype`; None: it keeps the accumulators' dtype.
+    divisor. The loss is rounded to `dtype`; if `dtype` is None, the loss keeps the accumulators' dtype.
     """
     wide = accumulator_dtype(x.dtype)
     if by_reference(x):
@@ -116,8 +116,8 @@ Kept = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, int, float, float]
 
 
 class CrossEntropy(NamedTuple):
-    """(loss () or (N,), statistics (2, N), inverse) of logits x (N, V). `inverse` is () for a mean, else empty. The
-    loss is rounded to `dtype`; None: it keeps the accumulators' dtype.
+    """Cross entropy of logits x (N, V): returns (loss () or (N,), statistics (2, N), inverse). `inverse` is () for a
+    mean, else empty. The loss is rounded to `dtype`; if `dtype` is None, the loss keeps the accumulators' dtype.
     """
 
     x: Tensor
@@ -152,7 +152,7 @@ class CrossEntropy(NamedTuple):
 
     @without_autocast
     def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Targets are not checked; a target that is not a class raises or gives NaN."""
+        """Targets are not checked; a target that is not a class raises an error or makes the loss NaN."""
         dtype, mean = accumulator_dtype(self.x.dtype), self.reduction == "mean"
         losses, statistics = cross_entropy_reference(self.x, self.target, self.terms)
         inverse = inverse_by_formula(self.target, self.x, self.terms) if mean else losses.new_empty(0)
@@ -176,7 +176,7 @@ class CrossEntropy(NamedTuple):
 
 
 class CrossEntropyBackward(NamedTuple):
-    """dx (N, V) from dloss (N,) or ()."""
+    """The gradient dx (N, V) of `CrossEntropy`, from dloss (N,) or ()."""
 
     dloss: Tensor
     x: Tensor
@@ -215,8 +215,8 @@ class CrossEntropyBackward(NamedTuple):
 class KeptGradient(NamedTuple):
     """The values that backward needs if forward has computed the gradient. A second derivative also needs the logits.
 
-    Only a weak reference to the logits is kept, because the kernel exists to save their memory. A caller who
-    differentiates twice often still holds them.
+    Only a weak reference to the logits is kept, because the fused kernel exists to save the memory of the logits. A
+    caller who differentiates twice often still has a reference to the logits.
     """
 
     gradient: Tensor
@@ -229,7 +229,9 @@ class KeptGradient(NamedTuple):
 
 
 class CrossEntropyWithGradient(NamedTuple):
-    """(loss (), its gradient (N, V)), for a mean or a sum; the loss as in `CrossEntropy`."""
+    """The fused form: returns (loss (), its gradient (N, V)) for a mean or a sum. The loss is that of
+    `CrossEntropy`.
+    """
 
     x: Tensor
     target: Tensor
@@ -364,7 +366,7 @@ def _scale_into(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
     """Scale `gradient` into `result`; both are contiguous."""
     in_place = result is gradient
     if by_reference(gradient):
-        if gradient.is_cuda:  # all in float64: the host does not read the factor, so it does not wait for the GPU
+        if gradient.is_cuda:  # float64: the factor stays on the GPU, so the host does not wait to read the factor
             torch.mul(gradient, factor, out=result)
         elif not in_place or float(factor) != 1.0:
             torch.mul(gradient, float(factor), out=result)
@@ -388,13 +390,13 @@ def cross_entropy(
     z_loss: float = 0.0,
     fused: bool | None = None,
 ) -> Tensor:
-    """Cross entropy of logits and class indices, with the arguments of `torch.nn.functional.cross_entropy` and two
-    more.
+    """Cross entropy of logits and class indices, with the arguments of `torch.nn.functional.cross_entropy`, `z_loss`
+    and `fused`.
 
     Args:
         input: logits (N, V), (V,) or (N, V, d1, ...), bfloat16, float16, float32 or float64; for the last form, the
             logits are copied with V last.
-        target: class indices, int64, of the shape of `input` without V; on the same device.
+        target: class indices, int64, of the shape of `input` without V; on the device of `input`.
         weight: (V,), the weight of each class; it gets no gradient.
         ignore_index: rows with this target are ignored.
         reduction: "mean" (divided by the sum of the targets' weights), "sum" or "none".
@@ -428,7 +430,8 @@ def cross_entropy(
         fused = reduction != "none" and input.dtype != torch.float16
     elif fused and reduction == "none":
         raise ValueError(
-            "cross_entropy: fused needs a reduction, because the gradient of each row's loss is unknown in forward"
+            "cross_entropy: fused needs a reduction, because forward does not know the incoming gradient of each row's "
+            "loss: use fused=False"
         )
     numbers = (ignore_index, float(label_smoothing), float(z_loss))
     indices = target.reshape(-1)
@@ -452,7 +455,7 @@ class LogitsShape(NamedTuple):
 
 
 def check_index(name: str, ignore_index: int) -> None:
-    """Raise TypeError if `ignore_index` is not an int: no target would ever equal it."""
+    """Raise TypeError if `ignore_index` is not an int, because no target would ever equal such a value."""
     if not isinstance(ignore_index, (int, torch.SymInt)):
         raise TypeError(f"{name}: ignore_index must be an int, got {type(ignore_index).__name__}")
 

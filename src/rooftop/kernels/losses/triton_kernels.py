@@ -2,8 +2,8 @@
 
 As in `softmaxes/triton_kernels.py`, rows that fit a program's registers are read once as tiles. Longer rows are read by
 persistent programs, block by block with an online maximum and sum. With GRADIENT the kernel also computes the gradient.
-It then reads long rows a second time, mostly from L2, from the end to the beginning. The part of a row after its last
-full block stays in registers. `dx` may share memory with `x`: a program reads an element before it writes it.
+The kernel then reads long rows a second time, mostly from L2, from the end to the beginning. The part of a row after
+its last full block stays in registers. `dx` may share memory with `x`: a program reads each element before writing it.
 
 WIDE, for float32 logits: exponentials are added up in float64, and losses are float64. Rounding a sum or a logarithm
 shifts all results of its row equally; in some small tensors that shift exceeds twice PyTorch's error.
@@ -99,11 +99,11 @@ def cross_entropy_rows_long(
     UNIT: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """Like `cross_entropy_rows`, for every (number of programs)-th row. Ignored rows are not read.
+    """Like `cross_entropy_rows`, for every P-th row, where P is the number of programs. Ignored rows are not read.
 
     SHIFTED: rows may begin at any address. The program loads the groups of GROUP elements that enclose a row: column =
-    position - shift. It stores whole groups at once, and at the end the elements in groups that neighbouring rows
-    share. Class weights are not supported.
+    position - shift. The program stores whole groups at once. Groups that neighbouring rows share are stored last,
+    element by element. Class weights are not supported.
     """
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
@@ -136,7 +136,7 @@ def cross_entropy_rows_long(
             if SHIFTED:
                 last = tl.where((tail >= shift) & (tail < length), last, float("-inf"))
             row_weight, picked = _of_target(source, weight, label, True, columns, HAS_WEIGHT)
-            # If this logit is infinite or NaN, so is the loss. The sums below are then relative to 0.
+            # If the target's logit is infinite or NaN, so is the loss. The sums below are then relative to 0.
             origin = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)
             largest = tl.full((COLUMNS // GROUP,), float("-inf"), tl.float32)
             total = tl.zeros((COLUMNS // GROUP,), tl.float32)
@@ -304,7 +304,9 @@ def scale_unless_one(
 
 @triton.jit
 def _in_groups(position, length, GROUP: tl.constexpr, SHIFTED: tl.constexpr):
-    """Whether a position is inside the row. SHIFTED: whether its group overlaps the row, as groups load whole."""
+    """Whether a position is inside the row. With SHIFTED, whether the position's group overlaps the row, because the
+    kernel loads whole groups.
+    """
     if SHIFTED:
         return position < (length + GROUP - 1) // GROUP * GROUP
     else:
@@ -319,7 +321,7 @@ def _next_group(position, GROUP: tl.constexpr):
 
 @triton.jit
 def _scale_blocks(gradient, scale, result, elements, BLOCK: tl.constexpr):
-    """Scale every (number of programs)-th block."""
+    """Scale every P-th block, where P is the number of programs."""
     for block in tl.range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(gradient + index, mask=index < elements, other=0.0).to(tl.float32) * scale
@@ -370,7 +372,7 @@ def _class_weights(weight, column, columns, HAS_WEIGHT: tl.constexpr):
 
 @triton.jit
 def _terms(factor, row_weight, log_sum_exp, kept, z_loss):
-    """dx = a (p - [target]) + b p for probabilities p: returns the factors a, and b of the z-loss."""
+    """Return the factors (a, b) of dx = a (p - [target]) + b p for probabilities p; b is the factor of the z-loss."""
     return factor * (row_weight * kept), factor * (2.0 * z_loss * row_weight * log_sum_exp)
 
 

@@ -41,8 +41,8 @@ def forward(
     plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
     keep: bool, rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y (M, N), input of the activation (M, N) or None), computed by cuBLAS or a kernel as `plan` selects; any
-    strides.
+    """Compute (y (M, N), input of the activation) with cuBLAS or a kernel, as `plan` selects. The second tensor is
+    empty unless `keep`. Operands may have any strides.
 
     rounded: apply the activation to the rounded value that is kept, instead of to the value before rounding.
     """
@@ -162,7 +162,9 @@ def _with_single_tiles(
 
 
 def _described(t: Tensor, height: int, width: int) -> TensorDescriptor:
-    """A tensor descriptor with boxes of (height, width). If columns are contiguous, it describes the transpose."""
+    """A tensor descriptor with boxes of (height, width). If columns are contiguous, the descriptor describes the
+    transpose.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if t.stride(1) != 1:
@@ -192,7 +194,7 @@ _RUN = {"descriptors": _with_descriptors, "single": _with_single_tiles, "pointer
 
 
 def _reach(t: Tensor, beyond: int) -> int:
-    """The largest offset that a kernel computes in a matrix; it may reach `beyond` columns past the end."""
+    """The largest offset that a kernel computes in a matrix. The offset may be `beyond` columns past the end."""
     return (t.shape[0] - 1) * t.stride(0) + (t.shape[1] + beyond) * t.stride(1)
 
 
@@ -229,7 +231,7 @@ def finish(
     sums: Tensor, split: int, padded_rows: int, bias: Tensor | None, activation: str, residual: Tensor | None,
     y: Tensor, before: Tensor, rounded: bool = False,
 ) -> None:  # fmt: skip
-    """y = activation(sum of sums + bias) + residual."""
+    """Compute y = activation(total + bias) + residual, where total adds the `split` parts of `sums`."""
     from rooftop.kernels.matmuls.triton_kernels import linear_act_finish
 
     rows, columns = y.shape
@@ -256,7 +258,7 @@ def activate(before: Tensor, activation: str) -> Tensor:
 
 
 def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool) -> tuple[Tensor, Tensor]:
-    """(dz, its column sums). dz is empty without an activation; the sums are empty if they are not needed."""
+    """Compute (dz, the column sums of dz). dz is empty without an activation; the sums are empty unless `sums`."""
     dz = dy.new_empty(dy.shape if activation != "none" else 0)
     total = dy.new_empty(dy.shape[1] if sums else 0)
     if dy.numel() == 0:

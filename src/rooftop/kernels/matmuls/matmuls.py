@@ -1,10 +1,10 @@
 """Matrix products fused with the operations after them: y = activation(x @ weight.T + bias) + residual.
 
-With a few hundred rows or more they are bound by the tensor cores, with fewer rows by reading the weight. cuBLAS's
-product alone reaches the roof, but a separate pass for the activation adds a read and a write per element. The kernels
-here apply bias, activation and residual to the float32 sums before writing them. Bands of tiles share operands in L2,
-and persistent programs use tensor descriptors, as in Triton's tutorial on persistent products (Tillet, Kung and Cox
-2019, "Triton"). No sum uses atomics, so results are deterministic.
+Products of a few hundred rows or more are bound by the tensor cores, products of fewer rows by reading the weight.
+cuBLAS's product alone reaches the roof, but a separate pass for the activation adds a read and a write per element. The
+kernels here apply bias, activation and residual to the float32 sums before writing them. Bands of tiles share operands
+in L2, and persistent programs use tensor descriptors, as in Triton's tutorial on persistent products (Tillet, Kung and
+Cox 2019, "Triton"). No sum uses atomics, so results are deterministic.
 
 For the shape of a call, `tables.py` chooses a kernel and its parameters, or cuBLAS and one pass for the operations
 after it. `linear_act_plan` returns the choice and its reason; `launches.py` launches the kernel.
@@ -49,8 +49,8 @@ from rooftop.launch.triton_launch import INTERPRETED
 def linear_act_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(y, input of the activation) of x (..., K) and weight (N, K) in plain PyTorch; the operations after the product
-    are float32, or float64 for float64."""
+    """Compute (y, input of the activation) of x (..., K) and weight (N, K) in plain PyTorch. The operations after the
+    product are float32, or float64 for float64."""
     before = functional.linear(x, weight, bias)
     values = activated(before.to(accumulator_dtype(x.dtype)), activation)
     if residual is not None:
@@ -62,8 +62,8 @@ def linear_act_reference(
 
 
 class Kept(NamedTuple):
-    """The values that backward needs. `saved` is the activation's result if `of_output`, else its input. It is None
-    without an activation, and in a traced program.
+    """The values that backward needs. `saved` is the activation's result if `of_output`, else its input. `saved` is
+    None without an activation, and in a traced program.
     """
 
     x: Tensor
@@ -75,7 +75,8 @@ class Kept(NamedTuple):
 
 
 class LinearAct(NamedTuple):
-    """(y, input of the activation) for x (M, K) and weight (N, K). The second is empty if it is not kept.
+    """A linear layer with its activation, for x (M, K) and weight (N, K): returns (y, input of the activation). The
+    second tensor is empty unless `keep_`.
 
     rounded: the input of the activation is rounded first, as if it had been kept.
     """
@@ -190,7 +191,7 @@ class Activation(NamedTuple):
         return self.before.new_empty(self.before.shape)
 
     def in_pytorch(self) -> Tensor:
-        """float32 inside, or float64 for float64."""
+        """Compute the activation in float32, or in float64 for float64."""
         before = self.before
         return activated(before.to(accumulator_dtype(before.dtype)), self.activation).to(before.dtype)
 
@@ -215,12 +216,14 @@ def _keeps(activation: str, residual: Tensor | None) -> bool:
 
 @without_autocast
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The input of the activation, recomputed."""
+    """Compute the input of the activation again."""
     return functional.linear(x, weight, bias)
 
 
 def _products(dz: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(dz @ weight, dz^T @ x) of dz (M, N), weight (N, K) and x (M, K). A product is None if weight or x is None."""
+    """Compute (dz @ weight, dz^T @ x) of dz (M, N), weight (N, K) and x (M, K). A product is None if its second operand
+    is None.
+    """
     columns = dz.shape[1]
     more = missing_columns(columns, dz)
     if more and dz.numel() >= LEAST_PADDED and not torch.is_grad_enabled():
@@ -245,11 +248,11 @@ def linear_act(
 
     Args:
         input: (..., K), bfloat16, float16, float32 or float64; any strides.
-        weight: (N, K), same dtype.
-        bias: (N,), same dtype.
+        weight: (N, K), with input's dtype.
+        bias: (N,), with input's dtype.
         activation: "none", "relu", "gelu", "gelu_tanh" (as `gelu(approximate="tanh")`), "silu", "sigmoid", "relu6",
             "hardswish" or "hardsigmoid".
-        residual: (..., N), same dtype; under autocast any of these dtypes.
+        residual: (..., N), with input's dtype; under autocast, any dtype that input may have.
 
     Returns:
         (..., N). Sums, bias, activation and residual are float32 (float64 for float64) and rounded once. float32
@@ -268,15 +271,15 @@ def linear_act(
 def linear_act_and_before(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu"
 ) -> tuple[Tensor, Tensor]:
-    """`linear_act` that also returns the input of the activation, without a gradient. `activation_of` recomputes the
-    result from that input.
+    """Compute `linear_act`, and also return the input of the activation, without a gradient. `activation_of` recomputes
+    the result from that input.
 
     The input of the activation is rounded before the activation, as in PyTorch, so in half precision the result is
     rounded twice. Arguments and errors are as in `linear_act`. Only activations whose backward needs their input are
     supported.
 
     Returns:
-        (y, before), (..., N) both.
+        (y, before), both of shape (..., N).
 
     Raises:
         ValueError: also if the activation's backward does not need its input.
@@ -310,7 +313,8 @@ def _linear_act_of(
     residual: Tensor | None,
     again: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(y (..., N), the activation's input (M, N) or (..., N)). The input is None if it is neither needed nor requested.
+    """Compute (y (..., N), the activation's input (M, N) or (..., N)). The operator returns an empty input if the input
+    is neither needed nor requested.
 
     again: whether the caller requests the input, to compute y from it again.
     """
@@ -329,7 +333,7 @@ def _linear_act_of(
 
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> bool:
     """Whether all tensors are on the CPU and match, so that PyTorch's own functions compute the result with less
-    overhead. It never raises.
+    overhead. This check never raises.
     """
     if INTERPRETED or x is None or weight is None or not computed_on_cpu(x, weight, bias, residual):
         return False
@@ -350,7 +354,7 @@ MOST_KNOWN = 4096
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `torch.nn.functional.linear` computes the whole call with less work for the host: the plan is cuBLAS,
-    rows are aligned, and there is no bias whose gradient a kernel sums faster. It never raises.
+    rows are aligned, and there is no bias whose gradient a kernel sums faster. This check never raises.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if INTERPRETED or not all(isinstance(t, Tensor) and t.is_cuda and t.layout == torch.strided for t in tensors):
@@ -378,8 +382,8 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 
     Args:
         input: (K,), (M, K) or (..., M, K), bfloat16, float16, float32 or float64.
-        other: (K,), (K, N) or (..., K, N), same dtype. If it has more than two dimensions, `torch.matmul` computes the
-            products in batches.
+        other: (K,), (K, N) or (..., K, N), with input's dtype. If other has more than two dimensions, `torch.matmul`
+            computes the products in batches.
 
     Returns:
         As `torch.matmul`, with float32 sums (float64 for float64).
@@ -416,7 +420,7 @@ def linear_act_plan(
     residual: Tensor | None = None,
 ) -> LinearPlan:
     """Return how `linear_act` would compute a call, and the reason, without computing it. Arguments and errors are
-    those of `linear_act`. As in the call, the plan depends on whether a gradient will be needed.
+    those of `linear_act`. The plan, like the call, depends on whether a gradient will be needed.
     """
     x, weight, bias, residual, _ = _prepared("linear_act_plan", input, weight, bias, activation, residual)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -435,8 +439,8 @@ Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Prepared:
-    """Return the arguments, checked and cast as by autocast, and a residual to add after the operator. Under autocast a
-    residual of another dtype is added later, because it promotes the sum, as in PyTorch.
+    """Check the arguments, and cast them as autocast does. Return the tensors, and a residual to add after the operator
+    (or None). Under autocast a residual of another dtype is added later, because it promotes the sum, as in PyTorch.
     """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     check_choice(name, "activation", activation, ACTIVATIONS)

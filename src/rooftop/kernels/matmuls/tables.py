@@ -1,7 +1,7 @@
 """Choose the kernel and its parameters, or the library, by the shape of a product and the operations after it.
 
-The tables hold measurements of a GPU (`benchmarks/tuning/matmuls.py`), and `plan_of` looks up a call in them. Nothing
-is measured at run time.
+The tables contain measurements on an H200 (`benchmarks/tuning/matmuls.py`), and `plan_of` looks up a call in the
+tables. Nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Tile:
         group: rows of tiles in a band; L2 caches the operands of a band.
         parts: number of parts in which the epilogue stores a tile's columns (descriptors).
         split: number of parts of K that separate programs sum.
-        programs_per_sm: number of persistent programs on an SM (descriptors). With two, one computes while the other
-            stores.
-        lag: delay of the second half of the programs (descriptors), in clock cycles per element of K. Without it, the
-            two programs of an SM would store at the same time. The delay is about half of a tile's time.
-        early: programmatic dependent launch (single): the kernel may start while the previous one still runs, and waits
-            for its results.
+        programs_per_sm: number of persistent programs on an SM (descriptors). If there are two, one program computes
+            while the other stores.
+        lag: delay of the second half of the programs (descriptors), in clock cycles per element of K. Without a delay,
+            the two programs of an SM would store at the same time. The delay is about half of a tile's time.
+        early: programmatic dependent launch (single): the kernel may start while the previous kernel still runs, and
+            waits for the previous kernel's results.
         more: additional columns of a tile (single), 0 or `columns // parts`; for example 128 + 64 columns make a tile
             of 192.
     """
@@ -84,14 +84,14 @@ class Entry:
 
 # ---- tables ----------------------------------------------------------------------------------------------------
 
-# With two programs of 128 x 128 on an SM, one multiplies while the other stores. This hides more time than one program
-# of 128 x 256.
+# With two programs of 128 x 128 on an SM, one multiplies while the other stores. Two such programs hide more time than
+# one program of 128 x 256.
 TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
-# With at most one tile per SM, the kernel starts while the previous one still runs.
+# With at most one tile per SM, the kernel starts while the previous kernel still runs.
 AHEAD = Tile("single", 128, 128, 64, 8, 6, parts=2, early=True)
 # Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. relu, relu6, hardswish
 # and hardsigmoid use the entries of sigmoid. Below half a tile per SM, K would have to be split. Compared with cuBLAS,
-# one split was 2% faster at 64 rows and 12% slower at 16. Another was 9% faster at 16 rows and 85% slower at 64.
+# one split was 2% faster at 64 rows and 12% slower at 16. Another split was 9% faster at 16 rows and 85% slower at 64.
 _LIKE_SIGMOID = (
     Entry(0.5, None),
     Entry(1.0, AHEAD, (512, 4096, 4096), 0.02901, 0.03168),
@@ -111,8 +111,8 @@ FUSED_ON_HOPPER = {
     "silu": (*_LIKE_SIGMOID[:3], Entry(math.inf, TWO_AN_SM, (2048, 4096, 4096), 0.1056, 0.1087)),
     **dict.fromkeys(("sigmoid", "relu6", "hardswish", "hardsigmoid"), _LIKE_SIGMOID),
 }
-# Loads of two bytes cannot be prefetched. They take longer than copying the operands to aligned rows. Results with
-# fewer tiles than SMs were not measured.
+# Loads of two bytes cannot be prefetched. Such loads take longer than copying the operands to aligned rows. Results
+# with fewer tiles than SMs were not measured.
 UNALIGNED_ON_HOPPER = (
     Entry(0.1, None),
     Entry(1.0, Tile("pointers", 128, 128, 64, 8, 3)),
@@ -162,9 +162,9 @@ class LinearPlan:
 
 @dataclass(frozen=True)
 class Problem:
-    """The properties on which the choice depends. `aligned`: whether tensor descriptors can describe the operands.
-    `finish`: whether more than a bias follows the product. `library_finish`: whether cuBLAS has an epilogue for these
-    operations.
+    """The properties of a call on which the choice of a plan depends. `aligned`: whether tensor descriptors can
+    describe the operands. `finish`: whether more than a bias follows the product. `library_finish`: whether cuBLAS has
+    an epilogue for the operations after the product.
     """
 
     rows: int
@@ -193,7 +193,7 @@ def choose(problem: Problem) -> LinearPlan:
     if not problem.finish:
         return LinearPlan("library", None, "only a bias follows, which cuBLAS adds")
     if problem.library_finish:
-        return LinearPlan("library", None, "cuBLAS has an epilogue for this")
+        return LinearPlan("library", None, "cuBLAS has an epilogue for these operations")
     table: tuple[Entry, ...]
     if problem.capability != 9:
         table = FUSED_ELSEWHERE
@@ -247,7 +247,7 @@ def plan_of(
 def finished_by_library(x: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool) -> bool:
     """Whether a cuBLAS epilogue computes all operations after the product, as exactly as PyTorch's operators.
 
-    cuBLAS has no gelu_tanh in float32, and for K = 0 it would omit the activation.
+    cuBLAS has no gelu_tanh in float32, and for K = 0 cuBLAS would omit the activation.
     """
     has_one = activation == "relu" or (activation == "gelu_tanh" and x.element_size() == 2)
     return has_one and bias is not None and residual is None and not keep and x.is_cuda and x.shape[1] > 0

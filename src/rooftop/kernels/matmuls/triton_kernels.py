@@ -1,21 +1,22 @@
-"""Triton kernels of y = activation(x @ weight.T + bias) + residual; `launches.py` launches them.
+"""Triton kernels of y = activation(x @ weight.T + bias) + residual; `launches.py` launches these kernels.
 
-Three kernels compute the product. Tiles of ROWS by COLUMNS accumulate in float32, in steps of DEPTH through K. The
-order of tiles is by bands of GROUP rows of tiles, so that tiles in progress at the same time share operands in L2:
+Three kernels compute the product. Tiles of ROWS by COLUMNS accumulate in float32, in steps of DEPTH through K. Tiles
+are ordered in bands of GROUP rows of tiles, so that tiles in progress at the same time share operands in L2:
 
 - `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. Its programs
   are persistent: the first copies of a tile are in flight while the previous tile is stored. A tile is stored in PARTS
-  of its columns, which need less staging and leave more shared memory for copies. With two programs on an SM, one
-  multiplies while the other stores. Programs that begin together would store together and leave the tensor cores idle.
-  So OUT_OF_STEP delays the second half of the programs.
-- `linear_act_single` also copies with TMA, one tile per program, for results with at most one tile per SM. It loads
-  bias and residual before the product. MORE columns allow tiles whose width is not a power of two.
+  groups of columns, which need less staging and leave more shared memory for copies. With two programs on an SM, one
+  program multiplies while the other stores. Programs that begin together would store together and leave the tensor
+  cores idle. So OUT_OF_STEP delays the second half of the programs.
+- `linear_act_single` also copies with TMA, one tile per program, for results with at most one tile per SM. This kernel
+  loads bias and residual before the product. MORE columns allow tiles whose width is not a power of two.
 - `linear_act_pointers` supports any strides and any K, one tile per program.
 
-With SPLIT > 1 the K dimension is cut, and each part writes its own float32 sums. `linear_act_finish` adds them in order
-without atomics, so results are deterministic. It also computes the operations after cuBLAS's products.
+With SPLIT > 1 the K dimension is cut, and each part writes its own float32 sums. `linear_act_finish` adds these sums in
+order without atomics, so results are deterministic. `linear_act_finish` also computes the operations after cuBLAS's
+products.
 
-Either dimension of x and weight may be contiguous. X_ACROSS and W_ACROSS: K is not the contiguous one.
+Either dimension of x and weight may be contiguous. X_ACROSS and W_ACROSS: K is not the contiguous dimension.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def linear_act_descriptors(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, OUT_OF_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute every (number of programs)-th tile. OUT_OF_STEP: the second half of the programs begins `lag` cycles
-    later. ROUNDED: the activation is applied to the value that KEEP stores, rounded to z's dtype.
+    """Compute every P-th tile, where P is the number of programs. OUT_OF_STEP: the second half of the programs begins
+    `lag` cycles later. ROUNDED: the activation is applied to the value that KEEP stores, rounded to z's dtype.
     """
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
@@ -51,7 +52,7 @@ def linear_act_descriptors(
     if OUT_OF_STEP:
         start += _zero_after(tl.where(start >= programs - programs // 2, lag, 0))
     # The position of a finished tile is computed again, so that the loops over tiles and over K become one loop. In
-    # that loop, the copies for the next tile begin before this one is finished.
+    # that loop, the copies for the next tile begin before this tile is finished.
     finished = start - programs
     for tile in tl.range(start, tiles * SPLIT, programs, flatten=True):
         row_tile, column_tile = tile_place(tile % tiles, row_tiles, column_tiles, GROUP)
@@ -99,10 +100,10 @@ def linear_act_single(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, MORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of COLUMNS + MORE columns; MORE is 0 or the COLUMNS // PARTS columns that are stored at a time.
+    """Compute one tile of COLUMNS + MORE columns; MORE is 0 or the COLUMNS // PARTS columns that are stored at a time.
 
-    EARLY: programmatic dependent launch: this kernel starts while the previous one may still run, and waits for its
-    results.
+    EARLY: programmatic dependent launch: this kernel may start while the previous kernel still runs, and waits for the
+    previous kernel's results.
     """
     if EARLY:
         gdc_wait()
@@ -217,8 +218,8 @@ def linear_act_finish(
     KEEP: tl.constexpr, ROUNDED: tl.constexpr,
     SPLIT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """y = activation(sum of sums + bias) + residual; z is the activation's input. Strides count groups of UNIT
-    elements."""
+    """Compute y = activation(total + bias) + residual, where total adds the SPLIT parts of `sums`. z is the
+    activation's input. Strides count groups of UNIT elements."""
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -252,8 +253,8 @@ def linear_act_backward(
     """dz = dy * activation', and with SUM the column sums of dz over a chunk of rows.
 
     `saved` is the activation's input or, with OF_OUTPUT, its result. Without an activation the kernel computes only the
-    sums. A chunk may have very many rows, so its sums are compensated, except with HALF, where the final rounding is
-    far coarser than their error.
+    sums. A chunk may have very many rows, so its sums are compensated. HALF needs no compensation, because the final
+    rounding is far coarser than the error of the sums.
     """
     columns = units * UNIT
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -287,7 +288,7 @@ def add_column_sums(
     chunks, columns,
     HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over chunks, in a fixed order."""
+    """Add the column sums of all chunks, in a fixed order."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     lost = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -308,8 +309,8 @@ def add_column_sums(
 
 @triton.jit
 def _compensated(sums, lost, values):
-    """Kahan summation (Kahan 1965): (sums + values, the rounding error of that addition, for the next one). Infinities
-    stay.
+    """Kahan summation (Kahan 1965): returns (sums + values, the rounding error of this addition, which the next
+    addition corrects). Infinite sums stay infinite.
     """
     values -= lost
     total = sums + values
@@ -319,7 +320,7 @@ def _compensated(sums, lost, values):
 
 @triton.jit
 def _rows_from(source, row, step, ACROSS: tl.constexpr):
-    """A block of a matrix, rows by K. K is the descriptor's contiguous dimension; with ACROSS, the rows are."""
+    """Load a block of a matrix, rows by K. The descriptor's contiguous dimension is K, or the rows with ACROSS."""
     if ACROSS:
         block = source.load([step, row]).T
     else:

@@ -1,9 +1,9 @@
 // Layer norm and RMS norm of rows that bulk copies load to shared memory (rooftop.kernels.norms.clusters).
 //
-// The CLUSTER blocks of a cluster share a row: each block has `share` of its groups of eight elements (16 bytes). A
-// cluster computes every (number of clusters)-th row. One thread starts the copies of the next rows (cp.async.bulk),
-// which complete on the mbarrier of their stage, without registers. The blocks of a cluster exchange two floats per row
-// through distributed shared memory. Sums are always added in the same order.
+// The CLUSTER blocks of a cluster share a row: each block computes `share` of the row's groups of eight elements (16
+// bytes). A cluster computes every C-th row, where C is the number of clusters. One thread starts the copies of later
+// rows (cp.async.bulk), which complete on the mbarrier of their stage, without registers. The blocks of a cluster
+// exchange two floats per row through distributed shared memory. Sums are always added in the same order.
 //
 // Rows may begin at odd addresses: the copies load the groups that enclose a row, and column = 8 group + i - shift. All
 // rows of a cluster have the same shift, because eight divides N or the number of clusters. Only threads whose group
@@ -15,13 +15,13 @@ constexpr int GROUP = 8;
 struct Exchange {
     unsigned long long full[8];     // barrier of each stage
     unsigned long long arrived[2];  // barriers of the cluster's exchange, used in turns
-    float of_warps[2][2][32];       // two sums of a row, in turns: a late warp may still read the previous row's
+    float of_warps[2][2][32];       // two sums of a row, in turns: a late warp may still read the previous row's sums
     float4 of_blocks[2][8];
 };
 
 // A block's part of a row.
 struct Part {
-    int shift, share, first, groups;  // first: index in the row of its first group
+    int shift, share, first, groups;  // first: index of the part's first group in the row
     int columns;
 
     __device__ Part(int cluster, int rank, int blocks, int columns) : columns(columns) {
@@ -57,7 +57,7 @@ __device__ void start_copies(const Part& part, Pack<T, GROUP>* stage, const T* a
     if (b != nullptr) copy_bulk(stage + part.share, b + part.column(0), bytes, full);
 }
 
-// Load a parameter in the groups of the rows; `missing` replaces absent elements.
+// Load a parameter in the same groups of eight as the rows; `missing` replaces absent elements.
 template <typename P>
 __device__ void fetch_parameter(const Part& part, const P* from, P* to, float missing) {
     for (int group = threadIdx.x; group < part.groups; group += blockDim.x) {
@@ -98,9 +98,9 @@ __device__ float2 block_sums(float2 values, float (&scratch)[2][32]) {
     return {warp_sum(values.x), block_sum<WARPS>(values.y, scratch[1])};
 }
 
-// Each block of a cluster sends a pair to all blocks, and receives the pairs of all. Work between the two steps hides
-// the time in which blocks wait for each other. `number` counts the exchanges. A block that is one exchange ahead sends
-// to the other set, and no block can be two ahead.
+// Each block of a cluster sends two floats to all blocks, and receives two floats from each block. Work between `send`
+// and `received` hides the time in which blocks wait for each other. `number` counts the exchanges. A block that is one
+// exchange ahead writes to the other set of `of_blocks`, and no block can be two exchanges ahead.
 template <int CLUSTER>
 __device__ void send(float2 values, int rank, Exchange& shared, unsigned number) {
     unsigned long long* const arrived = &shared.arrived[number % 2];
@@ -116,8 +116,9 @@ __device__ const float4* received(Exchange& shared, unsigned number) {
     return shared.of_blocks[number % 2];
 }
 
-// The groups of a thread. Its loops do not branch: for a group past the block's end they read the last group, and
-// ignore the result. `edge`: a group overlaps a neighbouring row, so this thread processes single elements.
+// The groups of a thread. Loops over these groups do not branch: for a group past the block's end, a loop reads the
+// last group and ignores the result. `edge`: a group overlaps a neighbouring row, so this thread processes single
+// elements.
 template <int CHUNKS, int THREADS>
 struct Own {
     const Part& part;
@@ -167,7 +168,7 @@ struct Own {
     }
 };
 
-// Each thread holds CHUNKS groups. weight and bias may be null, and so may mean for an RMS norm.
+// Each thread holds CHUNKS groups. weight and bias may be null. mean may be null for an RMS norm.
 template <typename T, typename P, int CHUNKS, int WARPS, int CLUSTER, bool RMS>
 __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     const T* __restrict__ x, const P* __restrict__ weight, const P* __restrict__ bias,    // (M, N), (N,), (N,)
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     }
     fetch_parameter(part, weight, weights, 1.0f);
     fetch_parameter(part, bias, biases, 0.0f);
-    if constexpr (CLUSTER > 1) cluster_wait();  // no block writes to one that has not started
+    if constexpr (CLUSTER > 1) cluster_wait();  // no block writes to a block that has not started
     else __syncthreads();
 
     int stage = 0;
@@ -274,8 +275,8 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     }
 }
 
-// dx, and each cluster's sums over its rows for weight and bias, which stay in registers until the end. weight may be
-// null. An RMS norm has no mean (null) and no sums for a bias.
+// Compute dx, and each cluster's sums over its rows for weight and bias, which stay in registers until the end. weight
+// may be null. An RMS norm has no mean (null) and no sums for a bias.
 template <typename T, typename P, int CHUNKS, int WARPS, int CLUSTER, bool RMS>
 __global__ void __launch_bounds__(32 * WARPS, WARPS > 16 ? 1 : 16 / WARPS) norm_backward_staged(
     const T* __restrict__ dy, const T* __restrict__ x, const P* __restrict__ weight,      // (M, N), (M, N), (N,)
@@ -346,7 +347,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS > 16 ? 1 : 16 / WARPS) norm_
         if constexpr (CLUSTER > 1) send<CLUSTER>(whole, rank, shared, number);
         before = stage;
         if (++stage == stages) stage = 0, parity ^= 1;
-        if (row + clusters < rows) sums = sums_of(next_average, next_scale);  // no barrier before the next code
+        if (row + clusters < rows) sums = sums_of(next_average, next_scale);  // no barrier until the code below
         if constexpr (CLUSTER > 1) {
             const float4* all = received<CLUSTER>(shared, number);
             whole = {0.0f, 0.0f};

@@ -1,6 +1,6 @@
 """Launch the norms' CUDA C++ kernels for the sizes at which, by a table, they are faster than Triton's.
 
-These kernels serve rows whose sums do not fit in a block's registers, and rows at odd addresses. A block, or a cluster
+The kernels are for rows whose sums do not fit in a block's registers, and rows at odd addresses. A block, or a cluster
 of up to eight blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends
 instructions on loads (clusters.cu). `plans.py` asks this module which rows the kernels support; Triton computes all
 other rows.
@@ -40,7 +40,7 @@ class Staged(NamedTuple):
         kernel: the kernel's name with its template arguments, as NVRTC needs it.
         fused_multiply_add: whether the compiler may fuse products and sums.
         most: the largest number of clusters; 0: as many as run on the device at a time.
-        multiple: the number of clusters is a multiple of this. With a multiple of eight, all rows of a cluster have the
+        multiple: the number of clusters is a multiple of this number. If it is eight, all rows of a cluster have the
             same shift.
         blocks, threads: blocks of a cluster, and threads of a block.
         stages: stages of a block's pipeline of rows: the rows that are being loaded or computed at a time.
@@ -77,7 +77,7 @@ def refused(
     if dtypes[-1].itemsize != 2:
         return "rows are not of half precision"
     if device.cuda != 9:
-        return "they need compute capability 9"
+        return "the kernels need compute capability 9"
     if len(set(dtypes)) > 1:
         return "the gradient and the rows differ in dtype"
     if len(given) > 1:

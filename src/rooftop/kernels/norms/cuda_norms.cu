@@ -1,4 +1,4 @@
-// Layer norm of x + input_bias + residual, rows at a time (rooftop.kernels.norms.cuda_norms).
+// Layer norm of x + input_bias + residual; a block computes one or several rows (rooftop.kernels.norms.cuda_norms).
 //
 // A thread holds CHUNKS packs of WIDTH neighbouring elements of its row, in float32. Half precision is converted in
 // pairs (__half2, __nv_bfloat162), with one instruction for two elements. A row is summed by warp shuffles and then in
@@ -136,7 +136,7 @@ __device__ void add_up(const T* x, const T* residual, const P* input_bias, int c
 }
 
 // Longer rows: a block reads its row twice, the second time mostly from L2. Each thread keeps its own mean and squared
-// deviations (Welford 1962). These are merged at the end (Chan, Golub and LeVeque 1979).
+// deviations (Welford 1962). The statistics of all threads are merged at the end (Chan, Golub and LeVeque 1979).
 template <typename T, typename P, int WIDTH, int WARPS, typename Y = T>
 __global__ void __launch_bounds__(32 * WARPS) add_layer_norm_long(
     const T* __restrict__ x, const T* __restrict__ residual,  // shapes as above
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(32 * WARPS) add_layer_norm_long(
 
     for (int column = first; column < columns; column += step) {
         if (total != nullptr) {
-            widen(load<T, WIDTH>(total + row * columns + column), values);  // this thread stored it
+            widen(load<T, WIDTH>(total + row * columns + column), values);  // this thread stored these elements
         } else {
             add_up<T, P, WIDTH>(x, residual, input_bias, column, values);
         }

@@ -1,12 +1,13 @@
 """Layer norm of a sum in CUDA C++: y = layer_norm(x + input_bias + residual). One pass computes the sum and the norm.
 
-The kernel fuses the end of a transformer's sublayer, as inference libraries for half precision do: the bias of its last
-linear layer, the residual connection and the norm (Ba, Kiros and Hinton 2016). It is bound by memory: the kernel reads
-x and residual once, and writes y and the sum (the residual of the next sublayer) once. The kernel rounds the sum once
-and keeps it in registers until it is normalized. It reads and writes half precision 16 bytes at a time and converts in
-pairs. Row sums use shuffles within a warp and shared memory between warps (cuda_norms.cu).
+The kernel fuses the end of a transformer's sublayer, as inference libraries for half precision do: the bias of the last
+linear layer, the residual connection and the norm (Ba, Kiros and Hinton 2016). The operator is bound by memory: the
+kernel reads x and residual once, and writes y and the sum (the residual of the next sublayer) once. The kernel rounds
+the sum once and keeps it in registers until it is normalized. The kernel reads and writes half precision 16 bytes at a
+time and converts in pairs. Row sums use shuffles within a warp and shared memory between warps (cuda_norms.cu).
 
-`add_layer_norm`, whose forward kernel is in Triton, computes the same statistics and results. It has the same backward.
+`add_layer_norm`, whose forward kernel is in Triton, computes the same statistics and results, and has the same
+backward.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ CUDA_FILES = ("norms/pieces.cu", "norms/cuda_norms.cu")
 def _forward(
     x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor | None], eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, residual (M, N) with unit column stride; parameters: input_bias, weight, bias, contiguous."""
+    """Launch the kernel. x and residual (M, N) have unit column stride; `parameters` are input_bias, weight and bias,
+    contiguous.
+    """
     rows, columns = x.shape
     y = torch.empty((rows, columns), dtype=dtype, device=x.device)
     written = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if adds(residual, parameters[0]) else None

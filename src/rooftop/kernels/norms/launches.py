@@ -1,6 +1,6 @@
 """Launch the kernels of layer norm and RMS norm that the plans of `plans.py` select.
 
-`forward` and `backward` serve both norms, of x or of a sum. `norms.py` and `sum_norms.py` have the operators.
+`forward` and `backward` are for both norms, of x or of a sum. `norms.py` and `sum_norms.py` have the operators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rooftop.launch.triton_launch import launch, require_triton
 
 @cache
 def _kernel(name: str) -> Any:
-    """The Triton kernel of that name. All calls after the first are a dictionary look-up."""
+    """The Triton kernel with this name. All calls after the first are a dictionary look-up."""
     require_triton()
     from rooftop.kernels.norms.triton_kernels import long_norms, norms
 
@@ -39,7 +39,7 @@ def forward(
     rms: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(y, total, mean, rstd), computed by the plan's kernels, with y in `dtype`.
+    """Compute (y, total, mean, rstd) with the plan's kernels, y in `dtype`.
 
     total is None if nothing is added; mean is None for an RMS norm. x and residual (M, N) have unit column stride; the
     parameters (N,) are contiguous.
@@ -75,7 +75,7 @@ def backward(
     dweight: Tensor | None,
     dbias: Tensor | None,
 ) -> Tensor:
-    """dx, with `dtotal` added, computed by the plan's kernels. They also fill dweight and dbias, unless these are None.
+    """Compute dx, with `dtotal` added. The plan's kernels also fill dweight and dbias, unless these are None.
 
     dy, dtotal, x (M, N) have unit column stride, weight (N,) is contiguous. `mean` is None for an RMS norm.
     """

@@ -50,7 +50,9 @@ class Statistics(NamedTuple):
 
 
 class LayerNorm(NamedTuple):
-    """(y, mean, rstd) of rows x (M, N), y in `dtype`; the statistics are float32, or float64 for float64 input."""
+    """Layer norm of rows x (M, N): returns (y, mean, rstd), y in `dtype`. The statistics are float32, or float64 for
+    float64 input.
+    """
 
     x: Tensor
     weight: Tensor | None
@@ -102,7 +104,7 @@ class LayerNorm(NamedTuple):
 
 
 class RmsNorm(NamedTuple):
-    """(y, rstd) of rows x (M, N), y in `dtype`; rstd is float32, or float64 for float64 input."""
+    """RMS norm of rows x (M, N): returns (y, rstd), y in `dtype`. rstd is float32, or float64 for float64 input."""
 
     x: Tensor
     weight: Tensor | None
@@ -148,8 +150,8 @@ class RmsNorm(NamedTuple):
 
 
 class NormBackward(NamedTuple):
-    """(dx, dweight, dbias) of any of the norms. mask: whether weight and bias need a gradient; a gradient that is not
-    needed is empty. dtotal: a gradient of x that is added to the norm's. mean: None for an RMS norm.
+    """The gradients (dx, dweight, dbias) of any of the norms. mask: whether weight and bias need a gradient; a gradient
+    that is not needed is empty. dtotal: another gradient of x, which is added to dx. mean: None for an RMS norm.
     """
 
     dy: Tensor
@@ -187,8 +189,8 @@ class NormBackward(NamedTuple):
         )
 
     def reference(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(dx, dweight, dbias) in plain PyTorch. dweight and dbias have the statistics' dtype, and are None if not
-        needed.
+        """Compute (dx, dweight, dbias) in plain PyTorch. dweight and dbias have the statistics' dtype, and are None if
+        not needed.
         """
         dy, dtotal, x, weight, _, mean, rstd, mask = self
         if mean is None:
@@ -204,8 +206,8 @@ class NormBackward(NamedTuple):
         return dx, dweight if mask[0] else None, dbias if mask[1] else None
 
     def formula(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A formula that is differentiable in dy, x and weight. It computes the statistics from x again, since they
-        depend on x.
+        """A formula that is differentiable in dy, x and weight. The formula computes the statistics from x again,
+        because the statistics depend on x.
         """
         dy, dtotal, x, weight, bias, mean, rstd, mask = self
         slope, values = dy.to(rstd.dtype), x.to(rstd.dtype)
@@ -250,8 +252,8 @@ def contiguous(parameter: Tensor | None) -> Tensor | None:
 
 
 def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | None:
-    """The weight in the statistics' dtype. Half precision input without a weight gets ones: without them PyTorch would
-    round the statistics.
+    """The weight in the statistics' dtype. Half precision input without a weight gets a weight of ones, because PyTorch
+    would otherwise round the statistics.
     """
     if weight is None and x.dtype != inside:
         return torch.ones(x.shape[1], dtype=inside, device=x.device)
@@ -261,8 +263,8 @@ def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | No
 def _layer_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias), not rounded to half precision. Unlike PyTorch's operator, it subtracts the terms that
-    cancel first.
+    """Compute (dx, dweight, dbias) without rounding to half precision. Unlike PyTorch's operator, the function first
+    subtracts the terms that cancel each other.
     """
     centred = x - mean[:, None]
     normal = (centred - centred.mean(1, keepdim=True)) * rstd  # corrects the rounding error of the mean
@@ -272,7 +274,7 @@ def _layer_norm_gradients(
 
 
 def _rms_norm_gradients(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx, dweight), with products and sums in the order that autograd uses for PyTorch's operator."""
+    """Compute (dx, dweight), with products and sums in the order that autograd uses for PyTorch's operator."""
     dweight = (dy * (x * rstd)).sum(0)
     gradient = dy if weight is None else dy * weight
     dmean = (gradient * x).sum(1, keepdim=True) * -0.5 * rstd.pow(3) / x.shape[1]  # gradient of sum(x^2)
@@ -296,7 +298,7 @@ def layer_norm(
     Args:
         input: (..., *normalized_shape), bfloat16, float16, float32 or float64.
         normalized_shape: the dimensions that are normalized together; one int is one dimension.
-        weight, bias: (*normalized_shape) on the same device, of any of these dtypes.
+        weight, bias: (*normalized_shape) on the device of input, of any dtype that input may have.
         eps: added to the variance.
 
     Returns:
@@ -322,9 +324,9 @@ def rms_norm(
     Args:
         input: (..., *normalized_shape), bfloat16, float16, float32 or float64.
         normalized_shape: the dimensions that are normalized together; one int is one dimension.
-        weight: (*normalized_shape) on the same device, of any of these dtypes.
-        eps: added to the mean square; None takes the machine epsilon of float32 (float64 for float64), as PyTorch's
-            kernels do.
+        weight: (*normalized_shape) on the device of input, of any dtype that input may have.
+        eps: added to the mean square. None: the machine epsilon of float32 (float64 for float64), as in PyTorch's
+            kernels.
 
     Returns:
         Like input; under a GPU's autocast float32, as in PyTorch. Statistics are float32 (float64 for float64).
@@ -347,7 +349,7 @@ def rms_eps(x: Tensor, eps: float | None) -> float:
 
 
 def rows_of(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """x (..., *shape) as (M, N). If x already has two such dimensions, return x itself, which saves autograd a view."""
+    """x (..., *shape) as (M, N). If x already is (M, N), return x itself, so that autograd records no view."""
     if x.dim() == 2 and len(shape) == 1:
         return x
     return x.reshape(math.prod(x.shape[: x.dim() - len(shape)]), math.prod(shape))

@@ -5,7 +5,7 @@
 
 // ---- elements in memory -------------------------------------------------------------------------------------------
 
-// Holds words, because the compiler would store a struct of elements element by element.
+// Neighbouring elements, as words, because the compiler would store a struct of elements element by element.
 template <typename T, int WIDTH, int BYTES = sizeof(T) * WIDTH>
 struct alignas(BYTES < 16 ? BYTES : 16) Pack {
     unsigned words[BYTES / 4];
@@ -104,7 +104,8 @@ __device__ void widen(const Pack<T, WIDTH> pack, float (&values)[WIDTH]) {
     }
 }
 
-// Store the values, and round them as stored, so that the kernel normalizes what backward will read.
+// Store the values, and replace them by the rounded values in memory, so that the kernel normalizes the values that
+// backward will read.
 template <typename T, int WIDTH>
 __device__ void store_rounded(float (&values)[WIDTH], T* to) {
     const Pack<T, WIDTH> pack = narrowed<T, WIDTH>(values);

@@ -1,5 +1,5 @@
-"""Choose the kernels that compute a norm. A plan, with its reason, follows from the tables and the facts of a call
-alone.
+"""Choose the kernels that compute a norm. A plan, with its reason, depends only on the tables and on the properties of
+a call.
 
 `launches.py` launches exactly what a plan lists, so a plan always shows what runs. Plans are cached, since choosing
 takes the host longer than launching. Call `forget` after a change of the tables.
@@ -31,10 +31,10 @@ Backend = Literal["tiles", "shifted", "long", "clusters", "reference"]
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel, on the rows from `start` to `stop`.
+    """One launch: a kernel, on the rows from `start` to `stop`.
 
     Attributes:
-        kernel: its name.
+        kernel: the kernel's name.
         grid: number of programs in each dimension; empty for a cluster kernel, whose grid depends on the device.
         sizes: the kernel's arguments after its tensors: rows, columns and strides in groups of UNIT elements.
         constants: the kernel's constants, and its number of warps.
@@ -79,11 +79,11 @@ class NormPlan:
 
 
 class Forward(NamedTuple):
-    """A norm of rows x (M, N), or of a sum of rows; rows have unit column stride.
+    """The properties of a call for a norm of rows x (M, N), or of a sum of rows; rows have unit column stride.
 
     Attributes:
         dtype, result: dtypes of x and y.
-        weight, bias, residual: dtypes; None for absent ones.
+        weight, bias, residual: dtypes; None for absent tensors.
         strides: elements between rows of x and of the residual; 0 without a residual.
         aligned: whether x and the residual begin at multiples of 16 bytes.
         adds: whether a residual or an input bias is added.
@@ -104,7 +104,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The gradients of a norm of rows x (M, N).
+    """The properties of a call for the gradients of a norm of rows x (M, N).
 
     Attributes:
         dtype, slope, weight: dtypes of x, dy and the weight.
@@ -131,7 +131,7 @@ def forward_call(
     x: Tensor, residual: Tensor | None, input_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     rms: bool, result: torch.dtype,
 ) -> Forward:  # fmt: skip
-    """The facts of a call with the arguments of `launches.forward`."""
+    """The properties of a call with the arguments of `launches.forward`."""
     rows, columns = x.shape
     aligned, added, stride, adds = x.data_ptr() % 16 == 0, None, 0, input_bias is not None
     if residual is not None:
@@ -147,7 +147,7 @@ def forward_call(
 def backward_call(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rms: bool, sums: tuple[bool, bool]
 ) -> Backward:
-    """The facts of a call with the arguments of `launches.backward`."""
+    """The properties of a call with the arguments of `launches.backward`."""
     rows, columns = x.shape
     aligned, added, stride = x.data_ptr() % 16 == 0 and dy.data_ptr() % 16 == 0, None, 0
     if dtotal is not None:
@@ -161,7 +161,7 @@ def backward_call(
 
 
 def gradients_of(call: Forward) -> Backward:
-    """The call that gives all gradients of a norm, from contiguous gradients of its results."""
+    """The backward call that computes all gradients of a norm, from contiguous gradients of the norm's results."""
     columns, (stride, _) = call.columns, call.strides
     added = call.dtype if call.adds else None
     strides = (columns, columns * call.adds, columns if call.adds else stride)  # a sum is contiguous
@@ -384,7 +384,8 @@ def _staged(
     kernel: str, call: Forward | Backward, entry: ClusterConfig, parts: Sequence[Part],
     given: tuple[torch.dtype, ...], parameters: tuple[torch.dtype | None, ...], strides: tuple[int, ...],
 ) -> tuple[Launch, ...] | str:  # fmt: skip
-    """The launches of cluster kernels for rows of the dtypes `given`, or the reason why they cannot be used."""
+    """The launches of cluster kernels for rows of the dtypes `given`, or the reason why these kernels cannot be
+    used."""
     why = clusters.refused(call.rows, call.columns, given, parameters, strides, call.aligned, call.device)
     if why is not None:
         return why
@@ -430,8 +431,8 @@ class Part(NamedTuple):
 def parts_of(
     rows: int, columns: int, dtypes: Sequence[torch.dtype], strides: Sequence[int], worthwhile: bool
 ) -> list[Part]:
-    """Split rows of (M, N) tensors into a part loaded with a shift and a part loaded without. If `worthwhile`, the
-    shifted part is the largest multiple of eight rows.
+    """Split rows of (M, N) tensors into a part loaded with a shift and a part loaded without a shift. If `worthwhile`,
+    the shifted part is the largest multiple of eight rows.
 
     No row is loaded with a shift if elements have four bytes, if four divides N, or if the rows are not contiguous.
     """
@@ -467,8 +468,8 @@ def long_tile(config: LongConfig, dtypes: Sequence[torch.dtype], device: Device)
 
 
 def stages(config: BackwardConfig | LongConfig, dtypes: Sequence[torch.dtype], columns: int, device: Device) -> int:
-    """The configuration's number of stages, or fewer if they and the scratch space of the sums do not fit in shared
-    memory.
+    """The configuration's number of stages, or fewer if these stages and the scratch space of the sums do not fit in
+    shared memory.
     """
     rows = config.rows if isinstance(config, BackwardConfig) else 1
     elements = rows * min(-(-columns // config.block) * config.block, power_of_two(columns))
@@ -483,7 +484,7 @@ def persistent(config: BackwardConfig | LongConfig, device: Device, tiles: int, 
 
 
 def forget() -> None:
-    """Drop all cached plans and device facts. Call this after a change of the tables."""
+    """Drop all cached plans and device properties. Call this function after a change of the tables."""
     for made in (choose_forward, choose_backward, device_facts):
         made.cache_clear()
     known_calls.forget()

@@ -1,16 +1,16 @@
 // Norm of a sum over ranks (rooftop.kernels.norms.rank_sums). A rank sends its partial row to the mailboxes of all
-// other ranks, and takes their rows from its own mailbox. It adds all rows in the order of the ranks, and normalizes
-// the sum. pieces.cu and cuda_norms.cu must precede this file.
+// other ranks, and reads their rows from its own mailbox. The rank adds all rows in the order of the ranks, and
+// normalizes the sum. pieces.cu and cuda_norms.cu must precede this file.
 //
 // A word in a mailbox has 8 bytes: data in the lower 4, and in the upper 4 the number of the call that sent it. A word
 // arrives atomically, so its number proves that its data is there, without a fence or a second trip.
 //
 //     mailbox of a rank    unsigned long long [2: call % 2][ranks: sender][rows][words of a row]
 //
-// Call n writes half n % 2, which call n - 2 used. The sender has finished call n - 1, so it has received what every
-// other rank sent in call n - 1. By then, each of these ranks had finished call n - 2, and had read this half. So two
-// halves suffice, and no rank acknowledges what it has read. Call numbers are counted in `state` on the device, so each
-// replay of a graph is a new call.
+// Call n writes half n % 2, which call n - 2 used. The sender has finished call n - 1, so it has received the rows that
+// every other rank sent in call n - 1. Before a rank sent these rows, it had finished call n - 2, and had read this
+// half. So two halves suffice, and no rank acknowledges the words that it has read. Call numbers are counted in `state`
+// on the device, so each replay of a graph is a new call.
 
 // ---- words -----------------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
             if (pack < packs) send(own[chunk], call, mailbox + pack * WORDS);
         }
     }
-    // Loads while words are in flight. Weights come from DRAM, and are loaded ahead if registers suffice.
+    // Load residual and parameters while words are in flight. Weights come from DRAM, and are loaded ahead if registers
+    // suffice.
     constexpr bool AHEAD = CHUNKS <= 2;
     Pack<P, WIDTH> scales[AHEAD ? CHUNKS : 1], shifts[AHEAD ? CHUNKS : 1];
 #pragma unroll

@@ -1,11 +1,11 @@
 """Layer norm or RMS norm of a sum over ranks, in one CUDA C++ kernel: the end of a sublayer that is sharded over ranks.
 
 total = partial of rank 0 + partial of rank 1 + ... + input_bias + residual, y = norm(total). The kernel replaces an
-all-reduce and the `add_layer_norm` or `add_rms_norm` after it. It is for few rows, as in a decoding step, where latency
-matters more than bandwidth. Each rank writes its partial rows into the memory of all other ranks, 4 bytes at a time
-together with the number of the call. Then it waits until the other ranks' rows have arrived. That is one trip over the
-link, without a fence or a barrier, as in NCCL's protocol "LL". All ranks add in float32 in the order of the ranks, and
-round once, so their results are identical bit for bit.
+all-reduce and the `add_layer_norm` or `add_rms_norm` after it. The kernel is for few rows, as in a decoding step, where
+latency matters more than bandwidth. Each rank writes its partial rows into the memory of all other ranks, 4 bytes at a
+time together with the number of the call. Then the rank waits until the other ranks' rows have arrived. This exchange
+takes one trip over the link, without a fence or a barrier, as in NCCL's protocol "LL". All ranks add in float32 in the
+order of the ranks, and round once, so their results are identical bit for bit.
 
 Source: Hu et al. 2025, "Demystifying NCCL" (arXiv:2507.04786), section 3.2, for words with flags.
 """
@@ -29,7 +29,7 @@ from rooftop.launch import cuda
 
 RANK_SUM_FILES = (*CUDA_FILES, "norms/rank_sums.cu")
 WORD_BYTES = 8
-"""Four bytes of data and the number of the call."""
+"""The size of a word: four bytes of data, and four bytes for the number of the call."""
 MOST_RANKS = 8
 
 
@@ -42,12 +42,12 @@ class Mailboxes:
 
     Attributes:
         addresses: (ranks + 1,), int64, on this rank's device: addresses of each rank's mailbox and of `stop`.
-        state: (2,), int32, zeros at first: the number of calls so far, and how many blocks of the current call have
-            read it.
-        stop: (1,), int32, in pinned memory of the host. If it is not 0, kernels no longer wait, and their results are
-            undefined.
+        state: (2,), int32, zeros at first: the number of calls so far, and the number of blocks of the current call
+            that have read the first number.
+        stop: (1,), int32, in pinned memory of the host. If this value is not 0, kernels no longer wait, and their
+            results are undefined.
         rank: index of this rank.
-        words: the most words of `WORD_BYTES` that a rank may send to a mailbox in one call.
+        words: the maximum number of words of `WORD_BYTES` that a rank may send to a mailbox in one call.
     """
 
     addresses: Tensor
@@ -58,7 +58,7 @@ class Mailboxes:
 
     @classmethod
     def at(cls, addresses: Sequence[int], stop: Tensor, rank: int, words: int, device: torch.device) -> Mailboxes:
-        """The mailboxes at these addresses, one for each rank."""
+        """Create `Mailboxes` from the address of each rank's mailbox."""
         places = torch.tensor([*addresses, stop.data_ptr()], dtype=torch.int64, device=device)
         return cls(places, torch.zeros(2, dtype=torch.int32, device=device), stop, rank, words)
 
@@ -68,24 +68,24 @@ class Mailboxes:
 
     @staticmethod
     def bytes_of(ranks: int, words: int) -> int:
-        """The size of a mailbox in bytes; it holds the words of all ranks for two calls."""
+        """The size of a mailbox in bytes. A mailbox contains the words of all ranks for two calls."""
         return 2 * ranks * words * WORD_BYTES
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
-        """The reason why the kernel cannot add rows of this size; empty if it can. All ranks get the same answer."""
+        """The reason why the kernel cannot add rows of this size; empty if it can. The result is equal on all ranks."""
         if dtype not in CPP_TYPES:
             return f"the kernel adds float32 and half precision, not {dtype}"
         if not 0 < columns <= 32 * RANK_SUM_WARPS[-1] * width_of(columns, dtype) * _most_chunks(columns, dtype):
             return f"a row of {columns:,} elements does not fit in a block's registers"
         needed = rows * words_of(columns, dtype)
         if needed > self.words:
-            return f"{rows} rows of {columns:,} elements take {needed:,} words, a mailbox has {self.words:,} of a rank"
+            return f"{rows} rows of {columns:,} elements take {needed:,} words, a mailbox has {self.words:,} per rank"
         return ""
 
 
 def width_of(columns: int, dtype: torch.dtype) -> int:
-    """The number of neighbouring elements, up to 16 bytes, that a thread loads at once. It depends only on these
-    arguments, because ranks must agree on it.
+    """The number of neighbouring elements, up to 16 bytes, that a thread loads at once. This width depends only on the
+    arguments, because all ranks must use the same width.
     """
     return math.gcd(16 // dtype.itemsize, columns)
 
@@ -107,7 +107,7 @@ def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: 
 
 
 def _most_chunks(columns: int, dtype: torch.dtype) -> int:
-    """The most packs of a thread: together they have as many elements as `RANK_SUM_CHUNKS` allows."""
+    """The maximum number of packs per thread; a thread holds at most `RANK_SUM_CHUNKS[-1]` elements in all packs."""
     return RANK_SUM_CHUNKS[-1] // width_of(columns, dtype)
 
 
@@ -124,8 +124,9 @@ def norm_of_rank_sum(
 ) -> tuple[Tensor, Tensor]:
     """Norm over the last dimension of the sum of all ranks' `partial`, `input_bias` and `residual`, and the sum itself.
 
-    All ranks must call it with the same shapes, and with the same values of all arguments except `partial`. The kernel
-    waits for the other ranks, like NCCL's kernels, until `mailboxes.stop` is set. It does not support autograd.
+    All ranks must call this function with the same shapes, and with the same values of all arguments except `partial`.
+    The kernel waits for the other ranks, like NCCL's kernels, until `mailboxes.stop` is set. The function does not
+    support autograd.
 
     Args:
         partial: (..., N), float32 or half precision, on a GPU.
@@ -133,7 +134,7 @@ def norm_of_rank_sum(
         mailboxes: the mailboxes of this rank.
         weight, bias, input_bias: (N,).
         eps: added to the variance; None as in `torch.nn.functional.rms_norm`.
-        rms: RMS norm instead of layer norm; it has no bias.
+        rms: RMS norm instead of layer norm; an RMS norm has no bias.
 
     Returns:
         (y, total), both like partial. total is rounded once, and y is its norm.

@@ -1,10 +1,10 @@
 """Layer norm and RMS norm of a sum that is returned too: the operation between the sublayers of a transformer.
 
 total = x + input_bias + residual, y = norm(total). One pass computes the bias of the last linear layer, the residual
-connection and the norm. It is bound by memory: forward reads x and residual once, and writes y and total once. Backward
-reads dy, total and the gradient of total, and writes one gradient, which is the gradient of both x and residual. The
-sum is computed in float32 and rounded once. The norm uses the rounded sum, so y is exactly the norm of the returned
-total.
+connection and the norm. The operators are bound by memory: forward reads x and residual once, and writes y and total
+once. Backward reads dy, total and the gradient of total, and writes one gradient, which is the gradient of both x and
+residual. The sum is computed in float32 and rounded once. The norm uses the rounded sum, so y is exactly the norm of
+the returned total.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Kept(NamedTuple):
 
 
 class AddLayerNorm(NamedTuple):
-    """(y, total, mean, rstd) of rows x (M, N), y in `dtype`; total is empty if nothing is added."""
+    """Layer norm of a sum of rows (M, N): returns (y, total, mean, rstd), y in `dtype`. total is empty if nothing is
+    added.
+    """
 
     x: Tensor
     residual: Tensor | None
@@ -118,7 +120,7 @@ class AddLayerNorm(NamedTuple):
 
 
 class AddRmsNorm(NamedTuple):
-    """(y, total, rstd) of rows x (M, N), y in `dtype`; total is empty if nothing is added."""
+    """RMS norm of a sum of rows (M, N): returns (y, total, rstd), y in `dtype`. total is empty if nothing is added."""
 
     x: Tensor
     residual: Tensor | None
@@ -251,7 +253,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """RMS norm over the last dimensions of the sum input + input_bias + residual, and the sum itself.
 
-    Arguments, results and errors as in `add_layer_norm`; weight and eps as in `torch.nn.functional.rms_norm`.
+    Arguments, results and errors are those of `add_layer_norm`; weight and eps are those of
+    `torch.nn.functional.rms_norm`.
     """
     name, parameters = "add_rms_norm", {"weight": weight, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)
@@ -271,7 +274,7 @@ def layer_norm_plan(
     rms: bool = False,
     direction: Literal["forward", "backward"] = "forward",
 ) -> NormPlan:
-    """Return the kernels that would compute a norm of these arguments, and the reason, without computing it.
+    """Return the kernels that would compute a norm of these arguments, and the reason, without computing the norm.
 
     Args:
         input, normalized_shape, weight, bias: as in `layer_norm`.
@@ -281,7 +284,7 @@ def layer_norm_plan(
             results.
 
     Raises:
-        TypeError, ValueError: as in the norms. Also: an RMS norm has a bias, or the direction is unknown.
+        TypeError, ValueError: as in the norms, or if a bias is given for an RMS norm, or the direction is unknown.
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"layer_norm_plan: direction must be 'forward' or 'backward', got {direction!r}")

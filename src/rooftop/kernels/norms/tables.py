@@ -35,8 +35,8 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class LongConfig:
-    """Rows in blocks of `block` elements, `stages` of them in flight, and the largest number of programs for each
-    SM.
+    """Launch parameters of kernels that read long rows block by block: elements of a block, warps, the largest number
+    of programs for each SM, and the number of blocks in flight (`stages`).
     """
 
     block: int
@@ -63,15 +63,15 @@ FORWARD = (
     ForwardConfig(columns=32768, rows=1, block=8192, warps=16),
 )
 
-# Rows whose length is a multiple of two or four elements, and which begin at multiples of 4 or 8 bytes, have one warp
-# per row and more warps on an SM.
+# Rows whose length is a multiple of two or four elements, and which begin at multiples of 4 or 8 bytes, are faster with
+# one warp per row and more warps on an SM.
 FORWARD_NARROW = (
     ForwardConfig(columns=512, rows=4, block=128, warps=2),
     ForwardConfig(columns=1024, rows=1, block=256, warps=1),
 )
 
-# Longer half precision rows that begin at multiples of 8 bytes. Up to this many elements, loads of 8 bytes are faster
-# than staging in shared memory (`clusters`).
+# These entries are for longer half precision rows that begin at multiples of 8 bytes. Up to this many elements, loads
+# of 8 bytes are faster than staging in shared memory (`clusters`).
 FORWARD_FOURS, FORWARD_FOURS_RMS = (
     (ForwardConfig(columns=16_384, rows=1, block=2048, warps=8),),
     (ForwardConfig(columns=24_568, rows=1, block=2048, warps=8),),
@@ -138,7 +138,8 @@ class ClusterConfig:
         blocks_per_sm: number of blocks on an SM, which divide its shared memory.
         stages: number of a block's rows that are being loaded or computed at a time; fewer if shared memory is too
             small.
-        odd: True: for rows that do not all begin at multiples of 16 bytes. False: for rows that do. None: for both.
+        odd: True: for rows that do not all begin at multiples of 16 bytes. False: for rows that all begin at multiples
+            of 16 bytes. None: for both.
     """
 
     least: int

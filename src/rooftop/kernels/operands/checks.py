@@ -49,7 +49,7 @@ def check_tensors(
             beside = (argument, tensor)
         elif tensor.device != beside[1].device:
             raise ValueError(
-                f"{name}: {beside[0]} is on {beside[1].device}, {argument} on {tensor.device}: move one to the other"
+                f"{name}: {beside[0]} is on {beside[1].device}, {argument} on {tensor.device}: move both to one device"
             )
 
 
@@ -59,13 +59,13 @@ def not_dense(name: str, argument: str, tensor: Tensor) -> TypeError:
 
 
 def check_dtype(name: str, argument: str, given: torch.dtype, dtypes: Sequence[torch.dtype], hint: str = "") -> None:
-    """Raise TypeError unless the tensor has one of these dtypes."""
+    """Raise TypeError unless the dtype `given` is one of `dtypes`."""
     if given not in dtypes:
         raise TypeError(f"{name}: {argument} must be {in_words(dtypes)}, got {given}{hint}")
 
 
 def check_shape(name: str, argument: str, tensor: Tensor | None, shape: tuple[int, ...], hint: str = "") -> None:
-    """Raise ValueError if a tensor is present and has another shape."""
+    """Raise ValueError if the tensor is not None and its shape differs from `shape`."""
     if tensor is not None and tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: expected {argument} of shape {shape}, got {tuple(tensor.shape)}{hint}")
 
@@ -95,7 +95,7 @@ def check_finite(name: str, argument: str, value: Any, expected: str = "a number
 
 
 def two_integers(name: str, argument: str, given: Any, least: int) -> tuple[int, int]:
-    """(vertical, horizontal), from one integer for both or from two.
+    """Return (vertical, horizontal), from one integer for both directions or from two integers.
 
     Raises:
         TypeError: the value is neither an integer nor a sequence of one or two integers.

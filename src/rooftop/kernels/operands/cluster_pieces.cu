@@ -1,5 +1,5 @@
 // Functions that cluster kernels share: PTX for clusters and bulk copies, and reductions over the warps of a block.
-// This file must precede these kernels.
+// In the text for NVRTC, this file must precede the kernels that call its functions.
 
 #ifdef __CUDACC__
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -26,7 +26,7 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Store to the same place in the shared memory of another block.
+// Store a value at the same address in the shared memory of another block of the cluster.
 __device__ __forceinline__ void store_in_block(float* place, int rank, float value) {
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
@@ -70,8 +70,8 @@ __device__ __forceinline__ void await_eights() { asm volatile("cp.async.wait_all
 // Order this thread's writes to shared memory before bulk copies that are started after the next barrier.
 __device__ __forceinline__ void hand_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Store 16 bytes to the same place in the shared memory of another block, and count them at the barrier at the same
-// place there. Unlike a cluster barrier, this does not wait for outstanding stores to global memory.
+// Store 16 bytes at the same address in the shared memory of another block, and count these bytes at that block's
+// barrier. Unlike a cluster barrier, this does not wait for outstanding stores to global memory.
 __device__ __forceinline__ void send_to_block(float4* place, int rank, float4 value, unsigned long long* barrier) {
     unsigned there, signal;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
@@ -87,7 +87,7 @@ __device__ __forceinline__ void await_blocks(unsigned long long* barrier, unsign
 }
 #endif
 
-// Load 16 bytes at a time: with single loads, a warp would wait for each.
+// Load 16 bytes at a time, because a warp would wait for each load of a single float.
 template <int COUNT>
 __device__ void load_fours(const float* from, float (&values)[COUNT]) {
 #pragma unroll

@@ -11,7 +11,7 @@ FLOATS = (*HALVES, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
 
 CPP_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
-"""The CUDA C++ names of the dtypes that its kernels accept."""
+"""The C++ types of the dtypes that the CUDA C++ kernels accept."""
 
 
 def accumulator_dtype(*dtypes: torch.dtype) -> torch.dtype:

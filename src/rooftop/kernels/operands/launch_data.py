@@ -20,12 +20,13 @@ WordConstants = dict[str, int | bool | str]
 """Constants of a launch, some of which are strings, such as a precision."""
 
 ANY_BYTES = 1 << 62
-"""Rows of any length: the limit of a table's last entry."""
+"""The limit of a table's last entry, which applies to rows of any length."""
 
 
 @dataclass(frozen=True)
 class ElementsConfig:
-    """Elements of a program, and warps. `measured`: True for measured parameters, False for predicted ones."""
+    """Launch parameters: elements per program, and warps. `measured`: True if the parameters were measured, False if
+    they were predicted."""
 
     elements: int
     warps: int
@@ -49,7 +50,7 @@ def grid_of(rows: int, columns: int, tile: Constants) -> tuple[int]:
 
 
 def is_wide(*tensors: Tensor) -> bool:
-    """Whether offsets need 64 bits. An offset may reach past a tensor's end, to the end of a tile."""
+    """Whether offsets in these tensors need 64 bits. An offset may reach past a tensor's end, to the end of a tile."""
     return any(t.numel() + (1 << 20) >= 1 << 31 for t in tensors)
 
 
@@ -65,7 +66,7 @@ class Device(NamedTuple):
     Attributes:
         triton: whether Triton's kernels run on the device.
         processors: multiprocessors.
-        shared_bytes: the most shared memory of a block.
+        shared_bytes: the maximum shared memory of a block, in bytes.
         cuda: the major compute capability; 0 if CUDA C++ kernels do not run on the device.
     """
 

@@ -1,4 +1,4 @@
-"""Copy matrices to rows that are multiples of 16 bytes, which fast tensor-core products need.
+"""Copy matrices so that each row is a multiple of 16 bytes, which fast tensor-core products need.
 
 Without such rows, cuBLAS multiplies several times more slowly. A copy takes only one pass over memory.
 """
@@ -17,8 +17,8 @@ TILE = {"ROWS": 4, "COLUMNS": 1024, "num_warps": 4}
 
 
 def missing_columns(columns: int, x: Tensor) -> int:
-    """The number of columns to append to x so that rows are multiples of 128 bytes. It is 0 on a CPU, and if rows are
-    multiples of 16 bytes.
+    """The number of columns to append to x so that rows are multiples of 128 bytes. The number is 0 on a CPU, and if
+    the rows of x are already multiples of 16 bytes.
     """
     size = x.element_size()
     return -columns % (ROW_BYTES // size) if x.device.type == "cuda" and columns * size % ALIGNMENT else 0

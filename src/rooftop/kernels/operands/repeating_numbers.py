@@ -1,8 +1,8 @@
 """Tables of numbers that repeat along a row, for kernels to load: for example one number per channel of interleaved
 images.
 
-A program may begin at any channel. So a table has one row per start: it repeats the numbers, beginning with number
-`start`. A program's numbers are contiguous, and it loads them as widely as pixels.
+A program may begin at any channel. So a table has one row per first channel: row p repeats the numbers, beginning with
+number p. The numbers of a program are contiguous, so its loads of numbers are as wide as its loads of pixels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 COLUMNS = 2048
-"""The maximum number of values that a program takes from a table."""
+"""The maximum number of values that a program reads from a table."""
 MOST_BYTES = 64 << 20  # limit of all tables in the cache
 
 _tables: dict[tuple[bytes, torch.dtype, torch.device], Tensor] = {}
@@ -35,10 +35,10 @@ class Table(NamedTuple):
 
 
 def table_of(numbers: bytes, dtype: torch.dtype, device: torch.device) -> Table:
-    """The table of the given numbers, whose contents are on the device when this function returns.
+    """Return the table of the given numbers. The table's contents are on the device when this function returns.
 
     Args:
-        numbers: the numbers as bytes: as keys of the cache, -0.0 differs from 0.0, and a NaN equals itself.
+        numbers: the numbers as bytes, which are the cache's key: -0.0 differs from 0.0, and a NaN equals itself.
         dtype: dtype of the numbers.
         device: the device for the table.
 

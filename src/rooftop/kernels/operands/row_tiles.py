@@ -12,9 +12,9 @@ from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch parameters for rows of up to `row_bytes` (of all tensors in registers): rows of a program, bytes of a
-    block of one row, and warps. `hold`: keep the exponentials in float32 registers (for logarithms, their arguments)
-    instead of computing them twice.
+    """Launch parameters for rows of up to `row_bytes`, summed over all tensors in registers: rows per program, bytes of
+    a block of one row, and warps. `hold`: keep the exponentials in float32 registers (for logarithms, the arguments of
+    the exponentials) instead of computing them twice.
     """
 
     row_bytes: int
@@ -51,7 +51,7 @@ def tile(config: TileConfig, columns: int, element_bytes: int) -> WordConstants:
 
 
 def tile_config(table: Sequence[Config], row_bytes: int) -> Config | None:
-    """Launch parameters for rows of `row_bytes` bytes; None if they are too long for the table."""
+    """Launch parameters for rows of `row_bytes` bytes; None if the rows are too long for the table."""
     return next((config for config in table if row_bytes <= config.row_bytes), None)
 
 
@@ -64,7 +64,7 @@ def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -
 
 
 def group_of(elements: int, element_bytes: int) -> int:
-    """The number of neighbouring elements that a thread loads at once, at most 16 bytes. The thread reduces them to one
-    maximum.
+    """The number of neighbouring elements that a thread loads at once, at most 16 bytes. The thread computes one
+    maximum for these elements.
     """
     return math.gcd(elements, 16 // element_bytes)

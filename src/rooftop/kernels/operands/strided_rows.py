@@ -17,8 +17,9 @@ LINE_BYTES = 16
 
 
 def from_line(x: Tensor) -> tuple[Tensor, int]:
-    """(a view that begins at a multiple of 16 bytes before x, the number of elements from there to x). If the storage
-    of x begins after that multiple, it returns (x, 0). The compiler knows only whether a pointer is such a multiple.
+    """Return (a view that begins at a multiple of 16 bytes before x, the number of elements from there to x). If the
+    storage of x begins after that multiple, return (x, 0). Triton's compiler knows only whether a pointer is a multiple
+    of 16 bytes.
     """
     size = x.element_size()
     beyond = x.data_ptr() % LINE_BYTES

@@ -41,7 +41,7 @@ class Box:
         for extent, first, count, pace in zip(self.shape, self.start, self.size, self.strides, strict=True):
             if first < 0 or count < 0 or pace < 1 or (count > 0 and first + (count - 1) * pace >= extent):
                 raise ValueError(
-                    f"Box: {count} elements from {first}, {pace} apart, exceed a dimension of {extent}: {self}"
+                    f"Box: {count} elements from index {first}, {pace} apart, exceed a dimension of {extent}: {self}"
                 )
 
     @staticmethod
@@ -115,7 +115,8 @@ def _dimension(shape: Sequence[int], dim: int) -> int:
 
 
 def _equal(shape: Sequence[int], dim: int, pieces: int, index: int, count: int) -> int:
-    """The length of a piece; raises ValueError unless `pieces` divides the dimension."""
+    """The length of each of `pieces` equal pieces of a dimension. Raises ValueError if `index` is out of range, or the
+    dimension cannot be cut equally."""
     if not 0 <= index < count:
         raise ValueError(f"Box: index must be from 0 to {count - 1} for {count} parts, got {index}")
     if shape[dim] % pieces:

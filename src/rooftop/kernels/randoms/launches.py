@@ -62,18 +62,18 @@ def _grid_and_tile(
 
 
 def _halves(value: int) -> tuple[int, int]:
-    """Lower and upper 32 bits."""
+    """The lower and the upper 32 bits of an integer, each as int32."""
     return _signed(value & WORD), _signed(value >> 32 & WORD)
 
 
 def _signed(word: int) -> int:
-    """The int32 of the same bits."""
+    """Reinterpret the bits of an unsigned 32-bit word as int32."""
     return word - (1 << 32) if word >> 31 else word
 
 
 def _layout(sizes: list[int], strides: list[int], offset: int) -> tuple[int, ...]:
-    """(rows, columns, sizes of the second and third dimension, four strides, offset), counted in groups of four if
-    grouped.
+    """The kernel arguments of a part: (rows, columns, sizes of the second and third dimension, four strides, offset).
+    Columns, strides and the offset count groups of four elements if the part is `grouped`.
     """
     outer = [1] * (MOST_DIMENSIONS - len(sizes)) + sizes[:-1]
     paces = [0] * (MOST_DIMENSIONS - len(sizes)) + strides

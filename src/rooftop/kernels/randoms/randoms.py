@@ -4,7 +4,7 @@ So an element gets the same number bit for bit, on any device and however the te
 be kept, because backward computes it again. `words.py` explains the computation.
 
 The operators are bound by integer arithmetic: ten rounds of two 64-bit products. If positions and sizes are multiples
-of four, one such computation serves four elements; otherwise it serves one.
+of four, the ten rounds compute the numbers of four elements at once; otherwise of one element.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rooftop.launch.symbolic import recorded_whole
 
 
 class RandomUniform(NamedTuple):
-    """Uniform numbers (prod(sizes),) of a flat part of a whole tensor."""
+    """Uniform random numbers of shape (prod(sizes),) for a flattened part of a whole tensor."""
 
     sizes: list[int]
     strides: list[int]
@@ -58,7 +58,7 @@ class RandomUniform(NamedTuple):
 
 
 class RandomNormal(NamedTuple):
-    """Normal numbers (prod(sizes),) of a flat part of a whole tensor."""
+    """Normal random numbers of shape (prod(sizes),) for a flattened part of a whole tensor."""
 
     sizes: list[int]
     strides: list[int]
@@ -188,8 +188,8 @@ def _cost(made: Tensor) -> Cost:
 def _words_between(mean: float, std: float, low: float, high: float) -> tuple[int, int]:
     """The first and the last 32-bit word whose normal numbers are between the bounds.
 
-    The words are found by search. An error function would give them directly, but libraries' error functions differ in
-    their last bits.
+    The words are found by search. An error function would compute the words directly, but libraries' error functions
+    differ in their last bits.
     """
     if low == -math.inf and high == math.inf:
         return 0, WORD
@@ -245,11 +245,12 @@ def random_uniform(
 
     Args:
         box: the part, or the shape of a whole tensor.
-        key: from -2^63 to 2^63 - 1; `random_key` computes one from a seed and a name.
-        step: from 0 to 2^63 - 1; each step has other numbers.
+        key: from -2^63 to 2^63 - 1; `random_key` computes a key from a seed and a name.
+        step: from 0 to 2^63 - 1; each step has different numbers.
         low, high: finite, rounded to float32 (except for float64).
-        dtype: float32: low + (high - low) * u with 24 bits of u. bfloat16, float16: the float32 number, rounded; `high`
-            becomes the next smaller number. float64: 53 bits of u, the first 24 as in float32.
+        dtype: float32: low + (high - low) * u, where u has 24 random bits. bfloat16, float16: the float32 number,
+            rounded; a number that rounds to `high` becomes the next smaller number. float64: u has 53 random bits; the
+            first 24 are those of float32.
         device: the numbers are identical on all devices.
 
     Returns:
@@ -286,7 +287,7 @@ def random_normal(
         mean, std: mean and standard deviation of the distribution before truncation; finite, rounded to float32.
         low, high: bounds of all numbers, as in `torch.nn.init.trunc_normal_`; rounded to float32.
         dtype: the numbers are computed in float32, up to 6.3 standard deviations from the mean. bfloat16 and float16
-            round them and the bounds; float64 has the float32 values.
+            round the numbers and the bounds; float64 has the float32 values.
 
     Returns:
         A contiguous tensor of the box's size.
@@ -325,11 +326,11 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
 
     Args:
         x: any shape, bfloat16, float16, float32 or float64.
-        p: from 0 to 1. It is rounded to a multiple of 2^-32.
+        p: from 0 to 1; rounded to a multiple of 2^-32.
         key: as in `random_uniform`.
-        step: training step, from 0 to 2^63 - 1; each step has its own mask. A tensor () int64 on x's device is read by
-            the kernel, so each replay of a CUDA graph can have its own mask. Such a tensor must not change before
-            backward, and its value is not checked.
+        step: training step, from 0 to 2^63 - 1; each step has its own mask. The step may also be an int64 tensor of
+            shape () on x's device. The kernel reads this tensor, so each replay of a CUDA graph can have its own mask.
+            Such a tensor must not change before backward, and its value is not checked.
         box: which part of a whole tensor x is; x has the box's elements in the same order. None: x is the whole tensor.
 
     Returns:
@@ -337,7 +338,7 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
 
     Raises:
         TypeError: x is not a dense tensor or has another dtype, or another argument has a wrong type or dtype.
-        ValueError: p, key or step is out of range, the box has another size than x, or it needs more than four
+        ValueError: p, key or step is out of range, the box has another size than x, or the box needs more than four
             dimensions.
         NotImplementedError: forward-mode differentiation.
     """
@@ -361,7 +362,7 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
             f"counter_dropout: x has shape {tuple(x.shape)}, but the box has another number of elements: {shape}"
         )
     no_tangents("counter_dropout", x, instead="x * counter_dropout(torch.ones_like(x), ...)")
-    if box is None:  # empty: a traced program reads the size of x when it runs
+    if box is None:  # with empty sizes, a traced program reads the size of x when it runs
         sizes, strides = [], []
     return _counter_dropout(x, float(p), key, number, sizes, strides, offset, there)
 
@@ -369,7 +370,7 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
 def _checked(
     name: str, box: Box | Sequence[int], key: int, step: int, dtype: torch.dtype
 ) -> tuple[list[int], list[int], int, tuple[int, ...]]:
-    """((sizes, strides, offset) of a part, its shape)."""
+    """Check the arguments, and return (sizes, strides, offset, shape) of the part that `box` describes."""
     if isinstance(box, Box):
         (sizes, strides, offset), shape = box.index_map(), box.size
     elif isinstance(box, Sequence) and not isinstance(box, str):

@@ -41,7 +41,7 @@ def random_fill(
 @triton.jit(do_not_specialize=[*KEYS, "dropped_words"])
 def dropout_tile(
     x, y,  # (rows, columns) contiguous
-    step_there,  # () int64: the step, which replaces its halves; or unused
+    step_there,  # () int64: the step, read instead of step_low and step_high if STEP_THERE; otherwise unused
     key_low, key_high, step_low, step_high,
     rows, columns, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset,
     dropped_words, scale,  # dropped_words: number of words that drop an element, below 2^32; scale: float32
@@ -63,7 +63,9 @@ def dropout_tile(
 
 @triton.jit
 def _tile(columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(ROWS, 1) rows and (1, *) columns of this program; the columns count groups of four if GROUPED."""
+    """The row indices (ROWS, 1) and column indices (1, *) of this program's tile. If GROUPED, columns count groups of
+    four elements.
+    """
     WIDTH: tl.constexpr = COLUMNS // 4 if GROUPED else COLUMNS
     blocks = tl.cdiv(columns, WIDTH)
     program = tl.program_id(0)
@@ -74,7 +76,7 @@ def _tile(columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def _place(rows, columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(ROWS, COLUMNS) positions of the tile's elements in memory, and whether they exist."""
+    """The memory offsets (ROWS, COLUMNS) of the tile's elements, and the mask of the elements inside the tensor."""
     UNIT: tl.constexpr = 4 if GROUPED else 1
     width = tl.full((), UNIT, tl.int64) * columns  # `columns` fits in int32, but the number of elements may not
     row, column = _tile(width, False, ROWS, COLUMNS)
@@ -91,7 +93,9 @@ def _index(row, column, size_1, size_2, stride_0, stride_1, stride_2, stride_3, 
 
 @triton.jit
 def _words(index, key_low, key_high, step_low, step_high, GROUPED: tl.constexpr):
-    """The 32-bit words of elements; if GROUPED, index (R, C) counts groups and words are (R, 4 C)."""
+    """The random 32-bit words of elements. If GROUPED, `index` (R, C) counts groups of four elements, and the shape of
+    the words is (R, 4 C).
+    """
     block = index if GROUPED else index >> 2
     c0 = block.to(tl.uint32)
     c1 = (block >> 32).to(tl.uint32)
@@ -131,7 +135,7 @@ def normal(word, table):
     """The normal quantile of (word + 1/2) / 2^32, float32: see `normal_quantiles_reference`."""
     negative = (word >> 31) == 0
     tail = (tl.where(negative, word, word ^ 0xFFFFFFFF) << 1) | 1
-    # the bit after the leading one is 0, so rounding does not change the exponent
+    # the mask clears the bit after the leading 1, so rounding to float32 does not change the exponent
     leading = (tail & ((tail >> 1) ^ 0xFFFFFFFF)).to(tl.float32)
     octave = 158 - (leading.to(tl.int32, bitcast=True) >> 23)
     place = (((tail << octave.to(tl.uint32)) << 1) ^ 0x80000000).to(tl.int32, bitcast=True)

@@ -8,7 +8,7 @@ A uniform number is the upper 24 bits of its word. In float64, a second block su
 the quantile of its word, so it needs one word and no rejection. The distribution is symmetric and reaches 6.3 standard
 deviations. The quantile is a polynomial of degree 7 in each octave of the tail's probability (as in Cheung, Lee, Luk,
 Villasenor 2007, "Hardware Generation of Arbitrary Random Number Distributions From Uniform Distributions Via the
-Inversion Method"). The polynomial is computed in integers. This avoids logarithms and cosines, which differ between
+Inversion Method"). The polynomial is computed in integers. Integers avoid logarithms and cosines, which differ between
 libraries, and floating point sums of products, which compilers may or may not fuse.
 """
 
@@ -34,7 +34,7 @@ def random_key(seed: int, name: str) -> int:
         name: name of the random tensor, such as the parameter's name in the whole model.
 
     Returns:
-        From -2^63 to 2^63 - 1.
+        An int from -2^63 to 2^63 - 1.
 
     Raises:
         TypeError: seed is not an int, or name is not a str.
@@ -50,7 +50,8 @@ def random_key(seed: int, name: str) -> int:
     return int.from_bytes(hashed.digest(), "little", signed=True)
 
 
-# A traced graph holds the key as a constant. torch.compiler.assume_constant_result would import the compiler.
+# This attribute makes torch.compile record the key as a constant. The public function for this purpose,
+# torch.compiler.assume_constant_result, would import the compiler.
 random_key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 WORD = 0xFFFFFFFF  # 32 bits, all set
@@ -71,10 +72,10 @@ def philox_reference(counter: Sequence[Words], key: int) -> list[Words]:
 
 
 def words_reference(place: Tensor, key: int, step: int | Tensor, more: bool = False, grouped: bool = False) -> Tensor:
-    """The words of elements by their positions in the whole tensor, both int64.
+    """The random words of elements, computed from their positions in the whole tensor. Words and positions are int64.
 
-    `step`: an int, or a tensor () int64. `more`: use the counters of the additional bits. `grouped`: positions (N,) are
-    whole groups of four in order.
+    `step`: an int, or an int64 tensor of shape (). `more`: compute the words of float64's additional bits. `grouped`:
+    the positions (N,) are whole groups of four in order.
     """
     if grouped:
         return torch.stack(_philox(_counter(place[::4] >> 2, step, more), key), -1).flatten()
@@ -87,8 +88,8 @@ FEW = 1 << 12
 
 
 def _philox(counter: list[Tensor], key: int) -> list[Tensor]:
-    """`philox_reference`. On a CPU, NumPy computes up to `FEW` blocks, in at most half the time of PyTorch, because its
-    calls have less overhead.
+    """Compute `philox_reference`. On a CPU, NumPy computes up to `FEW` blocks, in at most half the time of PyTorch,
+    because NumPy's calls have less overhead.
     """
     if counter[0].is_cpu and counter[0].numel() <= FEW:
         return [torch.from_numpy(words) for words in philox_reference([each.numpy() for each in counter], key)]
@@ -107,8 +108,9 @@ def uniforms_reference(words: Tensor, more: Tensor | None = None) -> Tensor:
     return (((words >> 5) << 26) | (more >> 6)).double() * 2.0**-53
 
 
-# The quantile z of 1 - p for the tail p = (1 + t) / 2 * 2^-octave / 2 with t = (1 + u) / 2. Row `octave` has the
-# coefficients of u^0 to u^7, times 2^28, of the polynomial through the 8 Chebyshev nodes of -1 <= u <= 1.
+# Polynomials for the normal quantile of 1 - p, where the tail's probability is p = (1 + t) / 2 * 2^-octave / 2 and t is
+# (1 + u) / 2. Row `octave` has the coefficients of u^0 to u^7, times 2^28, of the polynomial through the 8 Chebyshev
+# nodes of -1 <= u <= 1.
 QUANTILES = (
     (85534084, -88488531, 4647939, -1928232, 317229, -102874, 29209, -8839),
     (238141573, -62331987, 6420754, -1442018, 335350, -86869, 28065, -7918),
@@ -148,12 +150,12 @@ QUANTILES = (
 def normal_quantiles_reference(words: Tensor) -> Tensor:
     """The normal quantile of (word + 1/2) / 2^32, float32; its error is below 2e-7.
 
-    It uses fixed-point integers with 28 fractional bits. The tail's probability is `tail` / 2^33. Each octave of it has
-    its own polynomial.
+    The computation uses fixed-point integers with 28 fractional bits. The tail's probability is `tail` / 2^33. Each
+    octave of this probability has its own polynomial.
     """
     negative = words < 1 << 31
     tail = torch.where(negative, words, WORD - words) << 1 | 1
-    leading = (tail & ~(tail >> 1)).float()  # the next bit is 0, so rounding keeps the exponent
+    leading = (tail & ~(tail >> 1)).float()  # the bit after the leading 1 is cleared, so rounding keeps the exponent
     octave = 158 - (leading.view(torch.int32) >> 23)
     place = (tail << (octave + 1) & WORD) - (1 << 31)  # u, with 31 fractional bits
     rows = quantile_table(words.device)[octave]  # (..., 8)
@@ -174,8 +176,8 @@ class Values:
     """A distribution: shift + scale * u within low and high, with u uniform in [0, 1) or normal.
 
     Normal numbers are the quantiles of the words `lower_word` to `lower_word + last_word`. Numbers are computed in
-    float64, where the product of two float32 numbers is exact and the sum rounds once. Then they are rounded to float32
-    and to the dtype.
+    float64, where the product of two float32 numbers is exact and the sum rounds once. The float64 result is then
+    rounded to float32 and to the dtype.
     """
 
     normal: bool

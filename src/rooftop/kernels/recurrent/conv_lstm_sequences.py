@@ -5,15 +5,15 @@
     c_t = f c_{t-1} + i activation(z_c)
     h_t = o activation(c_t)
 
-Shi et al. 2015, "Convolutional LSTM Network", without peepholes, with the gates in Keras's order i, f, c, o. It is
-bound by the flops of the convolutions. A step is two launches: the convolution, and the kernel of `conv_lstms.py`,
-which writes h_t directly into the results. A backward step is two launches as well: the backward of that kernel, which
-adds the two gradients of h_t, and the gradient of the convolution's input. The gradients of `kernel` and `bias` take
-one call each, for all steps together, after the last backward step. In exact float32, the kernel's gradient is computed
-step by step instead, because cuDNN's sum over all steps has a larger error.
+Shi et al. 2015, "Convolutional LSTM Network", without peepholes, with the gates in Keras's order i, f, c, o. The
+operator is bound by the flops of the convolutions. A step is two launches: the convolution, and the kernel of
+`conv_lstms.py`, which writes h_t directly into the results. A backward step is two launches as well: the backward of
+that kernel, which adds the two gradients of h_t, and the gradient of the convolution's input. The gradients of `kernel`
+and `bias` take one call each, for all steps together, after the last backward step. In exact float32, the gradient of
+`kernel` is computed step by step instead, because cuDNN's sum over all steps has a larger error.
 
-Backward reads the sums z_t and the cells before each step. Forward keeps these only if a gradient is needed; without a
-gradient it updates the cell in place.
+Backward reads the sums z_t and the cells before each step. Forward keeps these tensors only if a gradient is needed;
+without a gradient, forward updates the cell in place.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def conv_lstm_sequence_reference(
     recurrent_activation: str = "sigmoid",
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(outputs (T, N, F, H, W), cell (N, F, H, W)) in plain PyTorch, which autograd can differentiate twice."""
+    """Compute (outputs (T, N, F, H, W), cell (N, F, H, W)) in plain PyTorch, which autograd can differentiate twice."""
     outputs = []
     gates = gates if bias is None else gates + bias.to(gates.dtype)[:, None, None]
     state = torch.zeros_like(gates[0, :, : kernel.shape[1]]) if cell is None else cell
@@ -82,7 +82,8 @@ def recurrent_convolution(hidden: Tensor, kernel: Tensor, groups: int = 1) -> Te
 
 
 def _padded(hidden: Tensor, kernel: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """(input, padding) of the convolution. For an even kernel, whose two sides differ, the input is padded here."""
+    """(input, padding) of the convolution. An even kernel needs different padding on its two sides, so the input is
+    padded here."""
     height, width = kernel.shape[2:]
     if height % 2 and width % 2:
         return hidden, (height // 2, width // 2)
@@ -93,7 +94,7 @@ def _padded(hidden: Tensor, kernel: Tensor) -> tuple[Tensor, tuple[int, int]]:
 
 
 def _format_of(gates: Tensor) -> torch.memory_format:
-    """The memory format of each step: channels last if the gates have it."""
+    """The memory format of each step: channels last if the gates are channels last."""
     step = gates[0]
     last = not step.is_contiguous() and step.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last else torch.contiguous_format
@@ -136,7 +137,8 @@ def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) ->
 
 
 def _kernel_gradient(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
-    """The kernel's gradient of one convolution of (M, F, H, W). The batch M may hold many steps."""
+    """The gradient of `kernel` in one convolution of hidden states (M, F, H, W). M may count the batches of many
+    steps."""
     padded, padding = _padded(hidden, kernel)
     return _convolution_backward(dgates, padded, kernel, padding, [False, True, False])[1]
 
@@ -154,8 +156,8 @@ def _convolution_backward(
 
 
 class Kept(NamedTuple):
-    """The values that backward needs: results and tensors that forward kept. In a traced program it keeps the
-    arguments, and backward computes them again.
+    """The values that backward needs: results and tensors that forward kept. In a traced program, forward keeps its
+    arguments instead, and backward computes those tensors again.
     """
 
     kernel: Tensor
@@ -172,8 +174,9 @@ class Kept(NamedTuple):
 
 
 class ConvLstmSequence(NamedTuple):
-    """(outputs (T, N, F, H, W), the last cell (N, F, H, W), the cell before each step (T, N, F, H, W), the sums z of
-    each step (T, N, 4 F, H, W)). Cells and sums are for backward, and empty if they are not kept.
+    """All steps of a ConvLSTM: returns (outputs (T, N, F, H, W), the last cell (N, F, H, W), the cell before each step
+    (T, N, F, H, W), the sums z of each step (T, N, 4 F, H, W)). The cells before each step and the sums are for
+    backward, and empty if they are not kept.
     """
 
     gates: Tensor
@@ -269,7 +272,9 @@ class ConvLstmSequence(NamedTuple):
 
 
 class ConvLstmSequenceBackward(NamedTuple):
-    """(dgates, dkernel, dhidden, dcell, dbias); a gradient is empty if its argument is absent."""
+    """The gradients (dgates, dkernel, dhidden, dcell, dbias) of `ConvLstmSequence`. dhidden and dbias are empty if the
+    arguments are absent.
+    """
 
     scores: Tensor
     kernel: Tensor
@@ -351,7 +356,7 @@ _conv_lstm_sequence_backward = declare(
 
 
 def _sizes(gates: Tensor, hidden: Tensor | None) -> tuple[int, int]:
-    """(positions of a step's maps, steps with a convolution)."""
+    """(the number of positions in the maps of a step, the number of steps with a convolution)."""
     steps, batch, _, height, width = gates.shape
     return batch * height * width, steps - (hidden is None)
 

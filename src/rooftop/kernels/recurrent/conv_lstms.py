@@ -5,8 +5,8 @@
     h' = o activation(c')
 
 Shi et al. 2015, "Convolutional LSTM Network", equation 3 without the peephole terms, with the order of gates i, f, c, o
-of Keras. It is bound by memory: forward reads 5 maps (9 with `added`) and writes 2, backward reads 7 (11) and writes 5.
-Backward computes the step again, so forward keeps only the inputs.
+of Keras. The operator is bound by memory: forward reads 5 maps (9 with `added`) and writes 2, backward reads 7 maps (11
+with `added`) and writes 5. Backward computes the step again, so forward keeps only the inputs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def slope(x: Tensor, y: Tensor, name: str) -> Tensor:
 def conv_lstm_gates_reference(
     gates: Tensor, cell: Tensor, added: Tensor | None, activation: str, recurrent_activation: str
 ) -> tuple[Tensor, Tensor]:
-    """(hidden, cell) (N, F, H, W) of gates (N, 4 F, H, W); float32 inside, or float64 for float64."""
+    """Compute (hidden, cell), both (N, F, H, W), from gates (N, 4 F, H, W) in plain PyTorch. The arithmetic is float32
+    (float64 for float64).
+    """
     i, f, c, o = _wide_scores(gates, added).chunk(4, 1)
     state = activated(f, recurrent_activation) * cell.to(i.dtype)
     state = state + activated(i, recurrent_activation) * activated(c, activation)
@@ -82,7 +84,7 @@ def conv_lstm_gates_backward_reference(
     activation: str,
     recurrent_activation: str,
 ) -> tuple[Tensor, Tensor]:
-    """(dgates, dcell)."""
+    """Compute (dgates, dcell) in plain PyTorch."""
     scores = _wide_scores(gates, added)
     state, to_hidden, to_cell = (t.to(scores.dtype) for t in (cell, dhidden, dnext_cell))
     z_i, z_f, z_c, z_o = scores.chunk(4, 1)
@@ -112,7 +114,7 @@ def step_into(
     hidden: Tensor, next_cell: Tensor, gates: Tensor, cell: Tensor, added: Tensor | None, bias: Tensor | None,
     scores: Tensor | None, activation: str, recurrent_activation: str,
 ) -> None:  # fmt: skip
-    """Fill hidden and next_cell, which may be `cell`. If `scores` is given, fill it with gates + added + bias.
+    """Fill hidden and next_cell; next_cell may be `cell`. If `scores` is given, fill it with gates + added + bias.
 
     All tensors have one memory format: contiguous or channels last. bias: (4 F,).
     """
@@ -161,7 +163,9 @@ PLAIN = "the formula in PyTorch (rooftop.kernels.recurrent.conv_lstms.conv_lstm_
 
 
 class ConvLstmGates(NamedTuple):
-    """(hidden, next cell) (N, F, H, W) of gates (N, 4 F, H, W), in the memory format of the gates."""
+    """The pointwise half of a step: gates (N, 4 F, H, W) to (hidden, next cell), both (N, F, H, W), in the memory
+    format of the gates.
+    """
 
     gates: Tensor
     cell: Tensor
@@ -199,7 +203,7 @@ class ConvLstmGates(NamedTuple):
 
 
 class ConvLstmGatesBackward(NamedTuple):
-    """(dgates, dcell), in the memory format of the gates."""
+    """The gradients (dgates, dcell) of `ConvLstmGates`, in the memory format of the gates."""
 
     dhidden: Tensor
     dnext_cell: Tensor
@@ -239,7 +243,7 @@ _conv_lstm_gates_backward = declare(
 
 
 def _empty(like: Tensor, dtype: torch.dtype, gates: Tensor) -> Tensor:
-    """Allocate memory of that shape, in the memory format of the gates."""
+    """Allocate memory of the shape of `like`, in the memory format of the gates."""
     return torch.empty(like.shape, dtype=dtype, device=like.device, memory_format=format_of(gates))
 
 
@@ -307,7 +311,7 @@ def _check(gates: Tensor, cell: Tensor, added: Tensor | None, activation: str, r
     check_dtype("conv_lstm_gates", "gates", gates.dtype, FLOATS)
     if cell.dtype not in (gates.dtype, torch.float32):
         raise TypeError(f"conv_lstm_gates: cell must be {gates.dtype} like the gates, or float32; got {cell.dtype}")
-    check_same_dtype("conv_lstm_gates", "gates", gates, "give both one dtype", added=added)
+    check_same_dtype("conv_lstm_gates", "gates", gates, "convert one of them", added=added)
     if gates.dim() != 4 or gates.shape[1] % 4:
         raise ValueError(f"conv_lstm_gates: gates must be (N, 4 F, H, W), got {tuple(gates.shape)}")
     batch, channels, height, width = gates.shape

@@ -2,7 +2,7 @@
 
 In both memory formats, memory is (M, 4, K): rows with four gates side by side. Channels first means M = N and K = F * H
 * W; channels last means M = N * H * W and K = F. `columns` counts groups of UNIT elements of K, so that the compiler
-knows its divisor.
+knows that UNIT divides K.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def reduce_into(out: Tensor, x: Tensor, kind: str, dims: Sequence[int]) -> None:
 
 
 def backward(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """Fill dx, whose memory has no gaps."""
+    """Fill the gradient dx, whose memory has no gaps."""
     require_triton()
     x = x if same_layout(x, dx) else torch.empty_like(dx).copy_(x)
     dy, y = dy.contiguous(), y.contiguous()
@@ -85,7 +85,7 @@ def backward(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, 
 
 
 def _spread(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """Empty dx in the memory layout of x."""
+    """Fill dx, which has the memory layout of x, with the kernels of the plan."""
     from rooftop.kernels.reductions import triton_kernels as kernels
 
     (last,) = plan.launches

@@ -1,5 +1,5 @@
 """Choose the kernels and launches that compute a reduction or its gradient. `choose` makes a plan from sizes and
-strides, and gives the reason.
+strides, and states the reason.
 
 One kernel reduces any view of at most two kept and two reduced dimensions. A tensor whose strides allow no such view is
 copied into a matrix first. `launches.py` launches what a plan lists.
@@ -52,7 +52,7 @@ class ReductionPlan:
     Attributes:
         backend: "reference" (plain PyTorch). For a reduction: "whole" (one program computes each result),
             "last_combines" (several programs share a result, and the last to finish combines their parts) or "partial"
-            (a second kernel combines them). For a gradient: "spread" (one kernel, for the 1-norm and 2-norm), "share"
+            (a second kernel combines the parts). For a gradient: "spread" (one kernel, for 1-norm and 2-norm), "share"
             (one kernel, which also counts the ties of an extreme) or "count" (a reduction counts the ties first).
         reason: why this plan was chosen.
         launches: the launches in order, except those that count ties, which are in `ties`.
@@ -84,8 +84,8 @@ class ReductionPlan:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor with its dimensions merged to four: two that are kept and two that are reduced. Stores their sizes,
-    their strides, and the strides of the results.
+    """A tensor with its dimensions merged to four: two that are kept and two that are reduced. A view stores the sizes
+    and strides of these dimensions, and the strides of the results.
     """
 
     kept: tuple[int, int]
@@ -96,7 +96,9 @@ class View:
 
     @property
     def along(self) -> int:
-        """The direction in which memory is contiguous: 0: the reduced dimensions, 1: the kept ones, 2: neither."""
+        """The dimensions along which memory is contiguous: 0: the reduced dimensions, 1: the kept dimensions, 2:
+        neither.
+        """
         if self.reduced_strides[1] == 1:
             return 0
         return 1 if self.kept_strides[1] == 1 else 2
@@ -121,7 +123,7 @@ def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], o
     if len(keep) > 2 or len(reduce) > (1 if ordered else 2):
         return None
     results = [(*each, math.prod(size for size, _ in keep[i + 1 :])) for i, each in enumerate(keep)]
-    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # the smallest stride is the near one
+    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # the smallest stride is last: the near dimension
     results = [(1, 0, 0)] * (2 - len(results)) + results
     reduce = [(1, 0)] * (2 - len(reduce)) + reduce
     (a, b), (c, d), (e, f) = zip(*results, strict=True)
@@ -154,10 +156,10 @@ def choose(
         shape, strides: shape and strides of x. The gradient has the memory layout of x if x is dense.
         dims: the reduced dimensions.
         dtype, result: dtypes of x and of the reduction.
-        processors: the device's number of multiprocessors; None if it runs no Triton kernels.
+        processors: the device's number of multiprocessors; None if the device runs no Triton kernels.
         early: whether the device supports programmatic dependent launch.
-        counted: whether a counter is available that tells a program that it is the last to arrive. Captures of CUDA
-            graphs may have used up all counters.
+        counted: whether a counter is available, by which a program detects that it is the last to arrive. Captures of
+            CUDA graphs may have used up all counters.
     """
     if torch.float64 in (dtype, result):
         return ReductionPlan("reference", "float64")

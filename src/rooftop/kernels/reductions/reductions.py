@@ -1,12 +1,12 @@
 """Reductions: sum, mean, amax, amin, argmax, argmin and norm over any dimensions, or all.
 
-They are bound by memory at every size: forward reads the input once. Backward of sum and mean is a view. Backward of
-the other reductions reads the input once (for extremes of very many elements twice) and writes its gradient. One kernel
-reduces any view of at most two kept and two reduced dimensions, counted after merging dimensions where strides allow
-it. If there are too few results to fill a GPU (the extreme case is the sum of all elements), several programs share
+Reductions are bound by memory at every size: forward reads the input once. Backward of sum and mean is a view. Backward
+of the other reductions reads the input once (for extremes of very many elements twice) and writes its gradient. One
+kernel reduces any view of at most two kept and two reduced dimensions, after dimensions are merged where strides allow
+this. If there are too few results to fill a GPU (the extreme case is the sum of all elements), several programs share
 each result. The partial results are then combined by the last program to finish, as in the CUDA sample
-threadFenceReduction, or by a second kernel. Sums are float32, or int64 for integers. They are deterministic: the order
-of additions depends only on sizes, strides and the GPU.
+threadFenceReduction, or by a second kernel. Sums are float32, or int64 for integers. Results are deterministic: the
+order of additions depends only on sizes, strides and the GPU.
 
 `plans.py` chooses the kernels for a result or a gradient, and `reduction_plan` returns the choice and its reason;
 `launches.py` launches the kernels.
@@ -111,8 +111,8 @@ class Reduce(NamedTuple):
 
 
 class ReduceBackward(NamedTuple):
-    """dx of extremes and norms, from y and dy in the shape that `reduce` returns. Elements that tie for an extreme
-    share the gradient equally.
+    """The gradient dx of extremes and norms, from y and dy in the shape that `reduce` returns. Elements that tie for an
+    extreme share the gradient equally.
 
     dx has the memory layout of x.
     """
@@ -166,7 +166,7 @@ def _kept_shape(shape: torch.Size, dims: Sequence[int]) -> list[int]:
 
 
 def _or_all(x: Tensor, dims: Sequence[int]) -> list[int] | None:
-    """The dimensions as PyTorch takes them: None for all dimensions."""
+    """The dimensions as PyTorch's functions expect them: None for a tensor without dimensions."""
     return list(dims) if x.dim() else None
 
 
@@ -244,7 +244,7 @@ def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
         keepdim: keep reduced dimensions, with size 1.
 
     Returns:
-        int64. The first of several equal maxima; NaN counts as larger than any number.
+        int64 indices. Of several equal maxima, the first index is returned; NaN counts as larger than any number.
 
     Raises:
         TypeError, ValueError: as in `sum`; also for the maximum of no elements.
@@ -276,10 +276,10 @@ def norm(
         dtype: elements are first cast to this dtype, which must not be narrower than the input's.
 
     Returns:
-        As `sum`. Elements that tie for the largest share the gradient equally.
+        As `sum`. Elements that tie for the infinity norm share the gradient equally.
 
     Raises:
-        TypeError, ValueError: as in `sum`. Also: the order is unknown, or the infinity norm has no elements.
+        TypeError, ValueError: as in `sum`, or if the order is unknown, or the infinity norm has no elements.
     """
     kind, x, dims, result = _of_norm(input, ord, dim, dtype)
     return _reduce(x, kind, dims, bool(keepdim), result)
@@ -329,7 +329,7 @@ def _of_mean(x: Tensor, dim: Dims, dtype: torch.dtype | None) -> Prepared:
 
 
 def _of_norm(x: Tensor, ord: float, dim: Dims, dtype: torch.dtype | None) -> tuple[str, Tensor, list[int], torch.dtype]:
-    """The kind of the norm, and its input."""
+    """The kind of the norm, and its arguments as in `Prepared`."""
     _check("norm", x, FLOATS, dtype, FLOATS)
     kind = next((kind for kind, order in ORDERS.items() if ord == order), None)
     if kind is None:
@@ -382,12 +382,12 @@ def _dims(name: str, x: Tensor, dim: Dims) -> list[int]:
     """The dimensions to reduce, nonnegative and in ascending order; empty for a tensor without dimensions."""
     _check(name, x)
     if dim is not None and not isinstance(dim, int | Sequence):
-        raise TypeError(f"{name}: dim must be an int, several or None, got {dim!r}")
+        raise TypeError(f"{name}: dim must be an int, several ints or None, got {dim!r}")
     given = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     count = max(1, x.dim())
     for each in given:
         if not isinstance(each, int) or isinstance(each, bool):
-            raise TypeError(f"{name}: dim must be an int, several or None, got {dim!r}")
+            raise TypeError(f"{name}: dim must be an int, several ints or None, got {dim!r}")
         if not -count <= each < count:
             raise ValueError(f"{name}: dim {each} is out of range for an input of shape {tuple(x.shape)}")
     dims = sorted({each % count for each in given})
@@ -400,5 +400,5 @@ def _refuse_nothing(name: str, x: Tensor, dims: list[int]) -> None:
     empty = [dim for dim in dims if x.shape[dim] == 0]
     if empty:
         raise ValueError(
-            f"{name}: not defined for no elements: dimension {empty[0]} of shape {tuple(x.shape)} is empty"
+            f"{name}: needs at least one element, but dimension {empty[0]} of shape {tuple(x.shape)} is empty"
         )

@@ -22,7 +22,7 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """The number of programs per SM that share a result's blocks, and whether the last one to arrive combines the
+    """The number of programs per SM that share a result's blocks, and whether the last program to arrive combines the
     parts.
     """
 
@@ -47,8 +47,8 @@ class ColumnConfig:
 class AllConfig:
     """Launch parameters for a single result from up to `total_bytes` of contiguous memory.
 
-    `early`: programmatic dependent launch (compute capability 9.0): the kernel starts while the previous one may still
-    run, and waits for its results.
+    `early`: programmatic dependent launch (compute capability 9.0): the kernel may start while the previous kernel
+    still runs, and waits for the previous kernel's results.
     """
 
     total_bytes: int

@@ -1,15 +1,15 @@
 """Triton kernels of reductions and their gradients; `reductions.py` has the operators.
 
-A tile has KEPT results, and REDUCED elements for each result. A program folds every (number of splits)-th tile of its
-results into accumulators of the same shape, lane by lane. At the end it folds the accumulators into KEPT numbers. ALONG
-is the direction in which memory is contiguous: along the reduced dimension (ROWS), along the kept dimension (COLUMNS),
-or neither. There are a near and a far kept dimension, and a near and a far reduced dimension. NESTED: the far reduced
-dimension is in use.
+A tile has KEPT results, and REDUCED elements for each result. A program folds every S-th tile of its results, where S
+is the number of splits, into accumulators of the same shape, lane by lane. At the end the program folds the
+accumulators into KEPT numbers. ALONG is the direction in which memory is contiguous: along the reduced dimension
+(ROWS), along the kept dimension (COLUMNS), or neither. There are a near and a far kept dimension, and a near and a far
+reduced dimension. NESTED: the far reduced dimension is in use.
 
 If the results are too few to fill a GPU, several programs split the elements of each result, and store partial results,
-(splits, results). A second kernel, or the last program of a tile to store its part, combines these in the order of the
-splits. So results are deterministic. Arrival is counted with acquire and release: the program that counts last sees the
-partial results of all others, and sets the counter back to zero for the next launch.
+(splits, results). A second kernel, or the last program of a tile to store its part, combines the partial results in the
+order of the splits. So results are deterministic. Arrival is counted with acquire and release: the program that counts
+last sees the partial results of all others, and sets the counter back to zero for the next launch.
 
 Sizes and strides of contiguous memory count groups of UNIT elements, so that the compiler knows a divisor and loads
 several elements at a time. All offsets are 64-bit.
@@ -50,7 +50,7 @@ NOWHERE = tl.constexpr(1 << 62)  # position of elements outside the tensor
 
 @triton.jit
 def reduce_tiles(
-    x, reference, out,  # x strided; reference (results,), whose equals TIES counts; out (results,)
+    x, reference, out,  # x strided; reference (results,): TIES counts the elements equal to it; out (results,)
     partials, places, counters,  # (splits, results); int64 (splits, results) for ARG; int32 (programs of a split,)
     kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
     reduced, reduced_stride, far_reduced, far_reduced_stride,
@@ -59,12 +59,12 @@ def reduce_tiles(
     NESTED: tl.constexpr, FINISH: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute KEPT results, or by FINISH the partial results of this split.
+    """Compute KEPT results or, depending on FINISH, the partial results of this split.
 
     WHOLE_BLOCKS: for a single result, all blocks except the last are loaded without a mask, so loads are 16 bytes wide
     for any size.
-    EARLY: programmatic dependent launch: this kernel starts while the previous one may still run, and waits for its
-    results.
+    EARLY: programmatic dependent launch: this kernel may start while the previous kernel still runs, and waits for the
+    previous kernel's results.
     """
     if EARLY:
         gdc_wait()

@@ -31,7 +31,7 @@ def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> 
     return find(table, rows, out_channels, channels, processors(features))
 
 
-@lru_cache(maxsize=4096)  # computing it takes as long as a small launch
+@lru_cache(maxsize=4096)  # computing the tile takes as long as a small launch
 def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> WordConstants:
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
@@ -66,7 +66,7 @@ def _weight_tile(
     outs, ins = min(config.outs, _power_of_two(out_channels)), min(config.ins, _power_of_two(channels))
     tiles = -(-out_channels // outs) * -(-channels // ins)
     programs, blocks = -(-config.programs_per_sm * sms // tiles), -(-length // config.depth)
-    if listed:  # each tap ends with one more, shorter piece; `taps` fewer parts, so that all pieces run at once
+    if listed:  # the last piece of each tap is shorter: with `taps` fewer parts, all pieces run at once
         parts = max(taps, min(programs - taps, taps * blocks))
         pieces = parts + taps
     else:
@@ -91,7 +91,9 @@ def _power_of_two(channels: int) -> int:
 
 
 def neighbour_masks(neighbours: Tensor) -> Tensor:
-    """(M, ceil(T / 32)) int32 of a table (M, T) int32: bit t % 32 of word t // 32 is set if row m has tap t."""
+    """The bit masks (M, ceil(T / 32)) int32 of a table (M, T) int32: bit t % 32 of word t // 32 is set if row m has tap
+    t.
+    """
     rows, taps = size(neighbours, 0), neighbours.shape[1]
     words = -(-taps // 32)
     masks = allocate(neighbours, rows, words, dtype=torch.int32)
@@ -115,8 +117,8 @@ def neighbour_masks(neighbours: Tensor) -> Tensor:
 
 def rows_by_mask(masks: Tensor) -> Tensor:
     """An order (M,) int64 of rows by their masks (M, words). Rows with equal masks are adjacent and keep their order. A
-    Gray code puts similar masks close to each other; its slowest bit is the rarest tap in a sample. Of masks with more
-    than 64 bits, only the 64 rarest are compared.
+    Gray code puts similar masks close to each other; the code's slowest bit is the rarest tap in a sample. Of masks
+    with more than 64 bits, only the 64 rarest bits are compared.
     """
     if masks.numel() == 0:
         return torch.arange(masks.shape[0], device=masks.device)
@@ -150,8 +152,8 @@ def _mask_keys(masks: Tensor) -> Tensor:
 
 
 def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
-    """(1 + ceil(T / 32) + T, M) int32 of a table (M, T) and an order (M,) of its rows: the order, the rows' masks, and
-    the sites tap by tap, all sorted by the order. So a tile of the convolution reads contiguous memory.
+    """Sort a table (M, T) by an order (M,) of its rows. The result, (1 + ceil(T / 32) + T, M) int32, contains the
+    order, the rows' masks, and the sites tap by tap. So a tile of the convolution reads contiguous memory.
     """
     rows, taps = size(neighbours, 0), neighbours.shape[1]
     words = -(-taps // 32)
@@ -201,8 +203,9 @@ def unsorted_table(table: Tensor, taps: int) -> Tensor:
 
 
 def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
-    """For each tap, the blocks of BLOCK_ROWS rows of a `sorted_table` with a neighbour at that tap: (T, ceil(M /
-    BLOCK_ROWS)) int32, ascending, and their number (T,) int32. Values past that number are undefined.
+    """List for each tap the blocks of BLOCK_ROWS rows of a `sorted_table` that have a neighbour at the tap. Returns the
+    blocks (T, ceil(M / BLOCK_ROWS)) int32, ascending, and the number of blocks (T,) int32. Values past that number are
+    undefined.
     """
     rows = size(table, 1)
     blocks = -(-rows // tables.BLOCK_ROWS)
@@ -260,7 +263,7 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
     rows, taps = neighbours.shape
     listed = neighbours.t()  # (T, M)
     known = (listed >= 0) & (listed < sites)
-    place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)  # the rest goes to an extra column, dropped below
+    place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)  # others go to an extra column, dropped below
     pairs = neighbours.new_full((2, taps, capacity + 1), -1)
     pairs[0].scatter_(1, place, listed)
     pairs[1].scatter_(1, place, torch.arange(rows, dtype=torch.int32).expand(taps, rows))
@@ -301,8 +304,8 @@ def convolved(
     order: Tensor | None,
     mirrored: bool,
 ) -> Tensor:
-    """The kernel's result (M, O), from a weight (O, T, C) with any strides; `order` as from `row_order`, or (M,). The
-    kernel does not read neighbours if `order` contains them.
+    """Compute the convolution (M, O) with the kernel, from a weight (O, T, C) with any strides; `order` as from
+    `row_order`, or (M,). The kernel does not read neighbours if `order` contains them.
     """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_rows
@@ -342,8 +345,8 @@ def weight_gradient(
     """The weight's gradient (O, T, C) from dy (M, O), features (N, C), and a table (M, T) or an `order` that contains
     it.
 
-    `pairs`: as from `blocks_of` if `order` contains the table, else as from `pairs_of`. None: they are computed here if
-    the order contains the table or the table has many rows; else the kernel reads the table.
+    `pairs`: as from `blocks_of` if `order` contains the table, else as from `pairs_of`. None: the pairs are computed
+    here if the order contains the table or the table has many rows; else the kernel reads the table.
     """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_weight_gradient, sum_pieces
@@ -389,7 +392,7 @@ def weight_gradient(
 
 
 def _product(features: Tensor) -> WordConstants:
-    """The precision of products of tiles; for float32 it is TF32 if PyTorch allows TF32 for convolutions."""
+    """The precision of products of tiles. Products of float32 use TF32 if PyTorch allows TF32 for convolutions."""
     if features.dtype != torch.float32:
         return _HALF_PRODUCT
     if features.is_cuda:

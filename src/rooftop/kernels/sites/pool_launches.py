@@ -47,8 +47,8 @@ def pooled_backward(
 
 
 def pooled_parts(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> tuple[Tensor, Tensor]:
-    """Maxima or sums (parts, B, C) float32 over the sites of each batch element, and the number of these sites, (parts,
-    B).
+    """Compute maxima or sums (parts, B, C) float32 over the sites of each batch element, and the number of these sites,
+    (parts, B).
     """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_pools import sparse_global_pool_parts

@@ -1,9 +1,9 @@
 """Sparse convolution: out[m] = bias + sum over the taps t of the window of weight[:, t] features[neighbours[m, t]].
 
-Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks". It is an implicit matrix
-product (Tang et al. 2023, "TorchSparse++"): the kernel gathers rows while it multiplies them, and stores no gathered
-matrix. The rulebook, `neighbours`, contains the site at each tap. The convolution is bound by memory for few channels,
-and by the tensor cores above about 128 channels.
+Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks". The operator is an
+implicit matrix product (Tang et al. 2023, "TorchSparse++"): the kernel gathers rows while it multiplies them, and
+stores no gathered matrix. The rulebook, `neighbours`, contains the site at each tap. The convolution is bound by memory
+for few channels, and by the tensor cores above about 128 channels.
 
 On a surface a site has about 9 of 27 neighbours, and the slope of the surface determines which. A tile of results
 multiplies only the taps that at least one of its rows has. So rows are sorted by their taps (`rows_by_mask`): similar
@@ -42,7 +42,7 @@ from rooftop.launch.symbolic import recorded_whole
 
 TABLE = (torch.int32,)  # dtypes of tables
 ORDER = (torch.int32, torch.int64)  # dtypes of an order without a table
-MAX_ROWS = (1 << 31) - 1  # rows have int32 numbers
+MAX_ROWS = (1 << 31) - 1  # row indices are int32
 PLAIN = "torch.nn.functional.conv3d on the dense grid"
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -50,8 +50,8 @@ PLAIN = "torch.nn.functional.conv3d on the dense grid"
 
 @without_autocast
 def sparse_conv_reference(features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor) -> Tensor:
-    """(M, O) from features (N, C), weight (O, T, C), bias (O,) and neighbours (M, T). For each tap: gather, multiply,
-    add.
+    """Compute (M, O) from features (N, C), weight (O, T, C), bias (O,) and neighbours (M, T) in plain PyTorch. For each
+    tap: gather, multiply, add.
 
     Products are float32, or float64 for float64; taps are added in float64. On a GPU, the host synchronizes at each tap
     to read the number of pairs.
@@ -98,7 +98,7 @@ def _pairs_by_tap(neighbours: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | None, taps: int) -> None:
-    """On a CPU, check the tables' values. (On a GPU, the kernels read absent sites as -1.)"""
+    """On a CPU, check the tables' values. (On a GPU, the kernels treat absent sites as -1.)"""
     if not features.is_cpu:
         return
     neighbours = _plain(neighbours, order, taps)
@@ -107,7 +107,7 @@ def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | N
 
 
 def _check_order(name: str, order: Tensor | None, table: Tensor) -> None:
-    """Check that the order has each row of the table (M, T) once, and that a table inside it equals this one."""
+    """Check that the order has each row of `table` (M, T) once, and that a table inside the order equals `table`."""
     if order is None:
         return
     listed = order[0] if has_table(order) else order
@@ -122,7 +122,9 @@ def _check_rows(name: str, listed: Tensor) -> None:
 
 
 def _by_taps(weight: Tensor) -> Tensor:
-    """The weight (O, *kernel, C) as (O, T, C), contiguous. The operator does this, so autograd records no view."""
+    """The weight (O, *kernel, C) as (O, T, C), contiguous. The operator reshapes the weight, so that autograd records
+    no view.
+    """
     return weight.reshape(weight.shape[0], _taps(weight), weight.shape[-1]).contiguous()
 
 
@@ -254,7 +256,7 @@ class SparseConvBackward(NamedTuple):
         return weight_gradient(dy, features, _taps(weight), neighbours, order, lists).view(weight.shape)
 
     def _of_bias(self) -> Tensor:
-        """The bias gradient in the accumulator dtype, float32 or float64."""
+        """The gradient of the bias, in the dtype of dy. The reference sums in float64."""
         dy = self.dy
         return dy.sum(0, dtype=torch.float64).to(dy.dtype) if by_reference(self.features) else dy.sum(0)
 
@@ -295,7 +297,7 @@ _sparse_conv_backward = declare(
 
 
 def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -> Tensor:
-    """The part of a sorted table that holds the sites, with its rows in any order."""
+    """The table of sites: `neighbours`, or the part of a sorted table that contains the sites."""
     if neighbours is not None:
         return neighbours
     assert order is not None
@@ -304,7 +306,7 @@ def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -
 
 def _product_flops(call: SparseConv | SparseConvBackward, operand: Tensor, products: int) -> dict[str, int]:
     """Flops of `products` products of each pair. If the caller does not pass the number of pairs, one pair per result
-    is assumed, the fewest possible, so that no roof is too low. Counting the pairs would synchronize with the GPU.
+    is assumed, the fewest possible, so that no roof is too high. Counting the pairs would synchronize with the GPU.
     """
     out_channels, *_, channels = call.weight.shape
     pairs = call.pair_count if call.pair_count >= 0 else rows_of(call.neighbours, call.order)
@@ -337,22 +339,22 @@ def sparse_conv(
     Args:
         features: (N, C), bfloat16, float16, float32 or float64; under autocast features, weight and bias are cast as in
             conv3d.
-        weight: (O, *kernel, C), spconv's layout, same dtype. The kernel has T taps, in the order of the table's
-            columns.
-        bias: (O,), same dtype.
+        weight: (O, *kernel, C), spconv's layout, with the dtype of features. The kernel has T taps, in the order of the
+            table's columns.
+        bias: (O,), with the dtype of features.
         neighbours: (M, T) int32, the row of features at each tap of a result, or -1 for no neighbour. Out-of-range rows
-            raise on the CPU; on a GPU they count as -1. None: `order` contains them.
+            raise on the CPU; on a GPU they count as -1. None: `order` contains the table.
         reverse: (N, T) int32, the result to which a row of features contributes at each tap, or -1 for none. The
-            gradient of the features needs it. None: `reverse_order` contains it, or the convolution is submanifold,
-            whose reverse table is neighbours with the taps in reverse order.
+            gradient of the features needs this table. None: `reverse_order` contains it, or the convolution is
+            submanifold, so the reverse table is `neighbours` with the taps in reverse order.
         order, reverse_order: the results of `row_order` for the two tables, so that rows with the same neighbours share
-            a tile. They may contain the tables. Any other order of the rows is allowed, too: (M,) and (N,) int32 or
-            int64. Without tables and order of the reverse direction, `order` serves both directions. None: the order is
-            computed here for tables with many rows.
-        pairs: the pairs of each tap, for the gradient of the weight. They are (2, T, P) int32, sites and results of
-            each tap's pairs, and (T,) int32, their number, as `get_indice_pairs` returns them. For an `order` that
-            contains the table they are (T, blocks) and (T,) int32, as `blocks_of` returns them. None: the pairs are
-            computed here if they save time.
+            a tile. These orders may contain the tables. Any other order of the rows is allowed, too: (M,) and (N,)
+            int32 or int64. Without tables and order of the reverse direction, `order` is used for both directions.
+            None: the order is computed here for tables with many rows.
+        pairs: the pairs of each tap, for the gradient of the weight, as `get_indice_pairs` returns them: (2, T, P)
+            int32, the sites and results of each tap's pairs, and (T,) int32, the number of pairs. For an `order` that
+            contains the table: (T, blocks) and (T,) int32, as `blocks_of` returns them. None: the pairs are computed
+            here if they save time.
         pair_count: number of pairs over all taps, only for counting flops. None: M, the fewest possible.
 
     Returns:
@@ -391,7 +393,7 @@ def conv_of_rulebook(
 ) -> Tensor:  # fmt: skip
     """`sparse_conv` with a rulebook's tables, which match in size. `listed` and `counts` are the rulebook's pairs.
 
-    A known call runs without Python, also with another number of rows.
+    A repeated call runs without Python, even if the number of rows changes.
     """
     pairs = None if listed is None or counts is None else (listed, counts)
     return sparse_conv(

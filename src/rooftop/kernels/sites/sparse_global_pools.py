@@ -1,9 +1,9 @@
 """Pooling over all sites of each batch element: the maximum or the mean.
 
-These operators replace spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. They are bound by memory, and read
-features once. Each program reduces a part of the rows to one row per batch element in that part. If rows are sorted by
-batch element, as in a rulebook, these are one or two rows. PyTorch then reduces over programs. No call synchronizes
-with the GPU. The kernels use no atomics, so results are deterministic.
+These operators replace spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. The operators are bound by memory, and
+read features once. Each program reduces a part of the rows to one row per batch element in that part. If rows are
+sorted by batch element, as in a rulebook, a program writes one or two rows. PyTorch then reduces over programs. No call
+synchronizes with the GPU. The kernels use no atomics, so results are deterministic.
 
 All sites that equal a maximum share its gradient equally, as in `torch.amax`, so the gradient does not depend on the
 order of rows. (spconv loops over the batch elements in Python, and its mean returns one channel.)
@@ -36,8 +36,8 @@ INSTEAD = "torch.amax or torch.mean of each batch element"
 def sparse_global_pool_reference(
     features: Tensor, batch: Tensor, batch_size: int, average: bool
 ) -> tuple[Tensor, Tensor]:
-    """(B, C), and the number of sites of each batch element, (B,) int32. Elements are reduced one at a time; means are
-    added up in float64.
+    """Compute the result (B, C), and the number of sites of each batch element, (B,) int32, in plain PyTorch. Batch
+    elements are reduced one at a time; means are added up in float64.
 
     On a GPU, the host synchronizes to read the numbers of sites.
     """
@@ -55,7 +55,7 @@ def sparse_global_pool_reference(
 
 
 def _elements(batch: Tensor, batch_size: int) -> Tensor:
-    """The batch elements as int64; batch_size stands for rows that are not sites."""
+    """The batch element of each row as int64; rows that are not sites get the value `batch_size`."""
     return torch.where((batch >= 0) & (batch < batch_size), batch.long(), batch_size)
 
 
@@ -108,7 +108,9 @@ class SparseGlobalPool(NamedTuple):
         return features.new_empty(size, features.shape[1]), self.batch.new_empty(size, dtype=torch.int32)
 
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
-        """The results without the numbers of sites, for which the reference would synchronize."""
+        """Compute the results without reading the numbers of sites on the host. The reference synchronizes to read
+        them.
+        """
         features, batch, batch_size, average = self
         element = _elements(batch, batch_size)
         counts, channels = _counts(element, batch_size), features.shape[1]
@@ -136,7 +138,7 @@ class SparseGlobalPool(NamedTuple):
 
 
 class SparseGlobalPoolBackward(NamedTuple):
-    """The gradient (N, C). y and features are None for a mean."""
+    """The gradient (N, C) of the features. y and features are None for a mean."""
 
     dy: Tensor
     y: Tensor | None

@@ -1,14 +1,14 @@
 """Pooling over sites: out[m] = the maximum, or the mean, of features[neighbours[m, t]] over the taps t with a
 neighbour.
 
-The operators compute what spconv's SparseMaxPool and SparseAvgPool compute, from a rulebook's table of neighbours. They
-are bound by memory. A program computes some rows and columns of the result in a loop over the taps, with several rows
-of features in flight at once. The mean divides by the number of a result's neighbours instead of the size of the
-window.
+The operators compute the same as spconv's SparseMaxPool and SparseAvgPool, from a rulebook's table of neighbours. The
+operators are bound by memory. A program computes some rows and columns of the result in a loop over the taps, with
+several rows of features in flight at once. The mean divides by the number of a result's neighbours instead of the size
+of the window.
 
-The gradient goes through the reverse table: each site adds up the gradients of its results, in the order of the taps.
-It uses no scatter and no atomics, so results are deterministic. All sites that equal a maximum get its whole gradient,
-as in spconv, so the gradient does not depend on the order of rows. (PyTorch gives the gradient to the first maximum.)
+Backward reads the reverse table: each site adds up the gradients of its results, in the order of the taps. Backward
+uses no scatter and no atomics, so results are deterministic. All sites that equal a maximum get its whole gradient, as
+in spconv, so the gradient does not depend on the order of rows. (In PyTorch, only the first maximum gets the gradient.)
 
 spconv 2.3 has two errors that these operators do not repeat: its maximum is never below 0, and it multiplies the
 gradient of its mean by the number of neighbours instead of dividing.
@@ -48,7 +48,7 @@ def sparse_max_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
 
 
 def sparse_avg_pool_reference(features: Tensor, neighbours: Tensor) -> Tensor:
-    """The mean, tap by tap, added up in float32 (float64 for float64)."""
+    """The mean (M, C) of features (N, C) by neighbours (M, T), added up tap by tap in float32 (float64 for float64)."""
     inside = accumulator_dtype(features.dtype)
     total = torch.zeros(neighbours.shape[0], features.shape[1], dtype=inside, device=features.device)
     for values, _ in _by_tap([features], neighbours, 0.0):
@@ -160,7 +160,7 @@ class SparsePool(NamedTuple):
 
 
 class SparsePoolBackward(NamedTuple):
-    """The gradient (N, C). y and features are None for a mean."""
+    """The gradient (N, C) of the features. y and features are None for a mean."""
 
     dy: Tensor
     y: Tensor | None
@@ -223,8 +223,8 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
         neighbours: (M, T) int32, the row of features at each tap of a result, or -1 for no neighbour. Out-of-range rows
             raise on the CPU; on a GPU they count as -1.
         reverse: (N, T) int32, the result to which a row of features contributes at each tap, or -1 for none. The
-            gradient needs it. None: the table is submanifold, whose reverse table is neighbours with the taps in
-            reverse order.
+            gradient needs this table. None: the rulebook is submanifold, so the reverse table is `neighbours` with the
+            taps in reverse order.
 
     Returns:
         (M, C), contiguous, of the features' dtype, even under autocast; 0 for a result without neighbours, NaN if a

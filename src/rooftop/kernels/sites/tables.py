@@ -19,7 +19,7 @@ class RowsConfig:
     depth: int
     warps: int
     stages: int
-    measured: bool = field(default=True, compare=False)  # or predicted
+    measured: bool = field(default=True, compare=False)  # False: predicted
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class WeightConfig:
     warps: int
     stages: int
     programs_per_sm: int
-    measured: bool = field(default=True, compare=False)  # or predicted
+    measured: bool = field(default=True, compare=False)  # False: predicted
 
 
 ANY = 1 << 31
@@ -76,11 +76,11 @@ TABLES_SORTED = True
 # computing the lists takes longer than reading rows without a neighbour (predicted).
 LISTED_FROM = 1 << 14
 
-# Rows of a block: the gradient of the weight processes or skips a block of a sorted table as a whole. This must be a
-# multiple of each `depth` above. On a surface, nearly all rows of a processed block have a neighbour.
+# Rows of a block: the gradient of the weight processes or skips a block of a sorted table as a whole. This number must
+# be a multiple of each `depth` above. On a surface, nearly all rows of a processed block have a neighbour.
 BLOCK_ROWS = 64
 
-# A sorted table with more rows than this is not cut into blocks, because int32 could not number them.
+# Tables with more rows than this are not stored sorted, because int32 could not number the rows of their blocks.
 MOST_SORTED = 1 << 30
 MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program in kernels that read only tables
 KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
@@ -97,7 +97,7 @@ class PoolConfig:
     columns: int
     ahead: int
     warps: int
-    measured: bool = field(default=True, compare=False)  # or predicted
+    measured: bool = field(default=True, compare=False)  # False: predicted
 
 
 # Predicted, not measured: a thread has 16 bytes in flight per tap. Backward loads two tensors per tap.
@@ -118,7 +118,7 @@ class GlobalConfig:
     share: int
     programs_per_sm: int
     warps: int
-    measured: bool = field(default=True, compare=False)  # or predicted
+    measured: bool = field(default=True, compare=False)  # False: predicted
 
 
 # Predicted, not measured: each thread loads 2 x 16 bytes, and a multiprocessor has as many programs as fit on it.

@@ -4,11 +4,12 @@
 // groups that enclose the part, so rows may begin at any address. (A group never crosses the memory page of its
 // elements.) A thread reads its groups, up to HELD, from shared memory once, and keeps them or their exponentials in
 // registers. So exponentials are computed once, and a stage is free for a later row as soon as all threads have read
-// it. Blocks exchange partial results through distributed shared memory, and add them in a fixed order. They take the
-// next row before they read what the other blocks sent.
+// it. Blocks exchange partial results through distributed shared memory, and add them in a fixed order. A block takes
+// its next row before it reads the results of the other blocks.
 //
-// The first rows of a cluster are its own number and every (number of clusters)-th row after it. With a counter,
-// initially 0, clusters that finish take the remaining rows, because some SMs have slower memory access than others.
+// Cluster c begins with row c. The cluster's next rows are C rows apart, where C is the number of clusters. With a
+// counter, initially 0, clusters that finish take the remaining rows, because some SMs have slower memory access than
+// others.
 // STAGES rows are in flight at a time. Shared memory of a block: 800 bytes of arrivals and warps' sums, 2 x (blocks of
 // a cluster) float4 of shares, and STAGES x TENSORS parts. operands/cluster_pieces.cu must precede this file.
 
@@ -42,7 +43,7 @@ constexpr int WIDTH = 16 / sizeof(T);
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// Holds words, because the compiler would load and store a struct of elements in pieces.
+// 16 bytes of elements, as words, because the compiler would load and store a struct of elements in pieces.
 struct alignas(16) Group {
     unsigned words[4];
 };
@@ -110,8 +111,8 @@ __device__ Group narrowed(const float (&values)[WIDTH<T>]) {
     return group;
 }
 
-// The groups of a row that a block computes. `first`: the column of their first element; negative before the row's
-// start.
+// The groups of a row that a block computes. `first`: the column of the first group's first element; negative if this
+// element is before the row's start.
 struct Part {
     int groups;
     int first;
@@ -138,8 +139,8 @@ struct Part {
 
 // ---- partial results of a row -------------------------------------------------------------------------------------
 
-// The maximum, the sum of exponentials relative to it, and a plain sum. Exponentials are 2^((value - largest) x
-// factor). `factor` includes log2(e); value x factor alone may be out of range.
+// Partial results: the maximum, the sum of exponentials relative to the maximum, and a plain sum. Exponentials are
+// 2^((value - largest) x factor). `factor` includes log2(e); value x factor alone may be out of range.
 struct Share {
     float factor;
     float largest = -INFINITY;
@@ -150,7 +151,7 @@ struct Share {
 
     __device__ float origin() const { return largest == -INFINITY ? 0.0f : largest; }
     __device__ float power(float value) const { return power_of_two((value - origin()) * factor); }
-    // The factor that rescales a share's sums, relative to its largest value, to the whole row's largest value.
+    // The factor that converts sums relative to the value `largest` to sums relative to this share's largest value.
     __device__ float from(float largest) const { return power(largest); }
 };
 
@@ -165,7 +166,7 @@ struct Arrivals {
     int labels[8];                   // targets of these rows
     float picked[2];                 // logits of the targets, in turns
     long long target;                // target in flight
-    float totals[2][32], sums[2][32];  // in turns: a late warp may still read the previous row's
+    float totals[2][32], sums[2][32];  // in turns: a late warp may still read the previous row's sums
 };
 
 // The ring buffer of parts in a block's shared memory, and the exchange with the cluster. `number` counts a cluster's
@@ -190,13 +191,14 @@ struct Ring {
         cluster_wait();  // the other blocks have started, so their memory exists
     }
 
-    // Valid for the current row and the next STAGES rows. Rows ascend, and after one past the end there are no more.
+    // The index of the cluster's row `number`, valid for the current row and the next STAGES rows. Indices ascend, so
+    // no row follows an index past the end.
     __device__ long long row_of(int number) const {
         if (counter != nullptr && number > STAGES) return arrivals->rows[number % 8];
         return blockIdx.x / BLOCKS + static_cast<long long>(number) * (gridDim.x / BLOCKS);
     }
-    // Take one more row for the cluster. Only one thread knows it, and `send` passes it on. Called early, since the
-    // atomic takes a while.
+    // Take one more row for the cluster. Only one thread gets the row's index, and `send` passes it to the others.
+    // Kernels call this function early, since the atomic takes a while.
     __device__ int ask() const {
         if (counter == nullptr || rank > 0 || threadIdx.x > 0) return 0;
         return gridDim.x / BLOCKS * (STAGES + 1) + atomicAdd(counter, 1);
@@ -222,8 +224,8 @@ struct Ring {
         await_copies(arrivals->of_stage + number % STAGES, number / STAGES % 2);
     }
 
-    // The largest value of the block's threads. This is also a barrier of the block, and another barrier must separate
-    // two calls.
+    // The largest value of the block's threads. This function is also a barrier of the block, and another barrier must
+    // separate two calls.
     template <int WARPS>
     __device__ float largest_of_block(float value) const {
 #pragma unroll
@@ -234,8 +236,8 @@ struct Ring {
     }
 
     // `send` and `received` merge the shares of a block's threads, which have the same `largest`, and then of all
-    // blocks. Work between the two hides the time in which blocks wait for each other. `send` is also a barrier of the
-    // block. `received` must not be the last step of a row.
+    // blocks. Work between the two calls hides the time in which blocks wait for each other. `send` is also a barrier
+    // of the block. `received` must not be the last step of a row.
     template <int WARPS, bool TOTAL, bool SUM>
     __device__ void send(Share& share, int number, int asked) const {
 #pragma unroll
@@ -253,7 +255,8 @@ struct Ring {
         if constexpr (TOTAL) share.total = sum_of<WARPS>(arrivals->totals[turn]);
         if constexpr (SUM) share.sum = sum_of<WARPS>(arrivals->sums[turn]);
         if (BLOCKS == 1 || threadIdx.x >= 32) return;
-        // In turns, too: a block that is one row ahead sends to the other set, and no block can be two ahead.
+        // Shares are in turns, too: a block that is one row ahead sends to the other set, and no block can be two rows
+        // ahead.
         unsigned long long* arrival = arrivals->of_blocks + turn;
         if (threadIdx.x == 0) expect_copies(arrival, BLOCKS * sizeof(float4));
         asked = __shfl_sync(0xffffffffu, asked, 0);
@@ -424,7 +427,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
         const Hold<T, THREADS, HELD, ODD> hold = next;
         float values[HELD][WIDTH<T>];
         Share share(ring.template largest_of_block<THREADS / 32>(top), factor);
-        if (threadIdx.x == 0) fetch(number + STAGES);  // all have taken theirs
+        if (threadIdx.x == 0) fetch(number + STAGES);  // all threads have read this stage
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
             widen<T>(groups + j, values[j]);
@@ -494,7 +497,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
             for (int k = 0; k < WIDTH<T>; ++k) share.sum += gradient[k];
         }
         ring.template send<THREADS / 32, false, true>(share, number, asked);
-        if (threadIdx.x == 0) fetch(number + STAGES);  // all have taken theirs
+        if (threadIdx.x == 0) fetch(number + STAGES);  // all threads have read this stage
         const float sum = ring.template received<false, true>(share, number).sum;
         if (columns < 0) {  // never true; it keeps the compiler from holding the floats above in registers and spilling
             hold.load(ring.groups(number, 0), 0, gradients);
@@ -528,7 +531,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
     int* const labels = ring.arrivals->labels;
     float* const picked = ring.arrivals->picked;
     const float given = inverse == nullptr ? 1.0f : *inverse;
-    // One thread calls both. A target is requested one row ahead of its logits.
+    // One thread calls `ask_for_target` and `fetch`. A target is requested one row ahead of its logits.
     const auto ask_for_target = [&](int number) {
         const long long row = ring.row_of(number);
         if (row < rows) copy_eight(&ring.arrivals->target, target + row);
@@ -553,8 +556,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
     __syncthreads();
     // If the target's logit is infinite or NaN, so is the loss, and the sum is relative to 0.
     const auto base_of = [](float picked) { return fabsf(picked) < INFINITY ? picked : 0.0f; };
-    // Whether this thread writes the loss: it has the target's logit, or without a target it is the cluster's first
-    // thread.
+    // Whether this thread writes the loss. The thread that has the target's logit writes it; without a target, the
+    // cluster's first thread writes it.
     const auto tells = [&](const Hold<T, THREADS, HELD, ODD>& hold, int label) {
         return label < 0 ? ring.rank == 0 && threadIdx.x == 0 : hold.has(label);
     };
@@ -595,7 +598,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         float values[HELD][WIDTH<T>];
         Share share(ring.template largest_of_block<THREADS / 32>(top), LOG2_E);
         share.sum = sum;
-        if (threadIdx.x == 0) fetch(number + STAGES);  // all have taken theirs
+        if (threadIdx.x == 0) fetch(number + STAGES);  // all threads have read this stage
         float single_power = 0.0f;
         if (labels[number % 8] != NONE) {
             if constexpr (ODD) share.total = single_power = share.power(single);

@@ -1,10 +1,9 @@
-"""Softmax and fused cross entropy of long rows in CUDA C++: a cluster of blocks reads a row once, and holds it.
+"""Softmax and fused cross entropy of long rows in CUDA C++: a cluster of blocks reads a row once.
 
-softmaxes.py and losses/losses.py have the formulas. They call this module for the rows that a table lists. The
-operators are bound by memory. The Triton kernels read a row twice if it does not fit in registers, and the second read,
-from L2, is slower than the first one from memory. Here each block of a cluster keeps a part of the row in shared
-memory, and the blocks exchange partial results. Rows may begin at any address; loads are 16 bytes wide in any case
-(clusters.cu).
+softmaxes.py and losses/losses.py have the formulas, and call this module for the rows that a table lists. The operators
+are bound by memory. The Triton kernels read a row twice if it does not fit in registers, and the second read, from L2,
+is slower than the first read, from memory. Here each block of a cluster keeps a part of the row in shared memory, and
+the blocks exchange partial results. Rows may begin at any address; loads are 16 bytes wide in any case (clusters.cu).
 
 The kernels need sm_90 and `cuda.core`. Triton's kernels compute rows with masks or class weights, and results whose
 dtype is not that of the rows. The kernels use no atomics, so results are deterministic.
@@ -42,11 +41,12 @@ BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # the cho
 
 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
-    """Clusters for rows of `groups` 16-byte groups, best first: the first one leaves the fewest lanes of an SM idle.
+    """Clusters for rows of `groups` 16-byte groups, best first: the first cluster leaves the fewest lanes of an SM
+    idle.
 
-    Beside its groups, a thread has a fixed cost per row that counts as 1.5 groups. Each block of the cluster and each
-    warp of the block adds 1/16 for the exchange of results. With these weights, the number of busy lanes selects the
-    fastest measured shape, or one within 4% of it (tune_clusters.json).
+    In addition to its groups, a thread has a fixed cost per row that counts as 1.5 groups. Each block of the cluster
+    and each warp of the block adds 1/16 for the exchange of results. With these weights, the number of busy lanes
+    selects the fastest measured cluster, or a cluster within 4% of the fastest time (tune_clusters.json).
 
     Args:
         groups: the largest number of groups of a row, over all possible starts of a row.
@@ -103,7 +103,7 @@ def start_of(rows: Tensor) -> tuple[int, int]:
 
 
 def entry_for(table: Table, rows: Rows) -> ClusterConfig | OddRows | None:
-    """The table's entry for these rows; None if Triton's kernels are as fast."""
+    """The table's entry for these rows; None if Triton's kernels are at least as fast."""
     row_bytes = rows.columns * rows.dtypes[0].itemsize
     odd = row_bytes % GROUP_BYTES != 0 or any(start != (0, 0) for start in rows.starts)
     for entry in table:
@@ -118,7 +118,7 @@ def entry_for(table: Table, rows: Rows) -> ClusterConfig | OddRows | None:
 
 
 def planned(entry: ClusterConfig | OddRows, rows: Rows, device: Device) -> Plan | str:
-    """The launch of an entry's clusters for these rows, or the reason why the clusters cannot compute them."""
+    """The launch of an entry's clusters for these rows, or the reason why the clusters cannot compute these rows."""
     if not set(rows.dtypes) <= CPP_TYPES.keys():
         return "rows are not of single or half precision"
     if len(set(rows.dtypes)) > 1:
@@ -126,7 +126,7 @@ def planned(entry: ClusterConfig | OddRows, rows: Rows, device: Device) -> Plan 
     if len(set(rows.starts)) > 1:
         return "rows and results have different alignments within 16 bytes"
     if device.cuda < 9:
-        return "they need compute capability 9 or more"
+        return "the kernels need compute capability 9 or more"
     sources = len(rows.dtypes) - 1
     found = _planned(entry, rows.columns, rows.dtypes[0].itemsize, sources, device.shared_bytes)
     if found is None:
@@ -135,9 +135,8 @@ def planned(entry: ClusterConfig | OddRows, rows: Rows, device: Device) -> Plan 
 
 
 def fused_plan(x: Tensor, dx: Tensor) -> Plan | None:
-    """The cluster launch for cross entropy and its gradient of logits x (M, V); None if Triton's kernels compute them.
-
-    dx may share x's memory.
+    """The cluster launch for cross entropy of logits x (M, V) and its gradient dx; None if Triton's kernels compute
+    these rows. dx may share x's memory.
     """
     rows = Rows(x.shape[1], (x.dtype, dx.dtype), (start_of(x), start_of(dx)))
     return choose_fused(rows, device_facts(x.device))
@@ -145,7 +144,7 @@ def fused_plan(x: Tensor, dx: Tensor) -> Plan | None:
 
 @lru_cache(maxsize=4096)
 def choose_fused(rows: Rows, device: Device) -> Plan | None:
-    """`fused_plan`, from the facts of a call alone. Plans are cached: clear the cache after a change of the table."""
+    """`fused_plan`, from the properties of a call. Plans are cached: clear the cache after a change of the table."""
     entry = entry_for(tables.CLUSTER_FUSED, rows)
     found = planned(entry, rows, device) if entry is not None else None
     return found if isinstance(found, Plan) else None
@@ -154,8 +153,8 @@ def choose_fused(rows: Rows, device: Device) -> Plan | None:
 def _planned(
     entry: ClusterConfig | OddRows, columns: int, element_bytes: int, tensors: int, shared_bytes: int
 ) -> Plan | None:
-    """The launch for blocks that hold `part_groups` groups; None if they exceed a block's shared memory, or the groups
-    that its threads hold.
+    """The launch for rows of `columns` columns; None if a block's groups do not fit in its shared memory, or in the
+    registers of its threads.
     """
     width = GROUP_BYTES // element_bytes
     of_odd = isinstance(entry, OddRows) or entry.odd
@@ -235,7 +234,7 @@ def _launch(
     compiled = cuda.compile(cuda_text(*CUDA_FILES), kernel_name(kernel, x.dtype, variant, config), device=x.device)
     clusters = min(rows, max(1, compiled.active_clusters(config.threads, config.blocks, plan.shared_bytes, x.device)))
     # Each cluster first gets `stages` + 1 rows. Clusters that finish take the remaining rows from a counter. Each
-    # launch has its own counter, so launches on several streams or in graphs do not share one.
+    # launch has its own counter, so launches on several streams or in graphs do not share a counter.
     left = rows > clusters * (config.stages + 1)
     counter = torch.zeros(1, dtype=torch.int32, device=x.device) if left else None
     compiled.launch(

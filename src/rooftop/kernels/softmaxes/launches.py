@@ -17,7 +17,7 @@ from rooftop.launch.triton_launch import launch, require_triton
 
 @cache
 def _kernel(name: str) -> Any:
-    """The Triton kernel of that name. All calls after the first are a dictionary look-up."""
+    """The Triton kernel with this name. All calls after the first are a dictionary look-up."""
     require_triton()
     from rooftop.kernels.softmaxes import triton_kernels
 
@@ -25,7 +25,7 @@ def _kernel(name: str) -> Any:
 
 
 def forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    """Softmax of x (..., N), or its logarithm; the mask must be broadcastable to x."""
+    """Compute the softmax of x (..., N), or its logarithm; the mask must be broadcastable to x."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y
@@ -40,7 +40,7 @@ def forward(x: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torc
 
 
 def backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool, dtype: torch.dtype) -> Tensor:
-    """dx, from dy and y (..., N), with a boolean mask or None."""
+    """Compute dx from dy and y (..., N), with a boolean mask or None."""
     dx = torch.empty(y.shape, dtype=dtype, device=y.device)
     if dx.numel() == 0:
         return dx
@@ -56,10 +56,11 @@ def backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, log: bool
 
 
 def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(mask tensor, (middle, inner, strides of outer, middle, inner, columns)) for a mask that broadcasts to `shape`.
+    """The kernel arguments of a mask that broadcasts to `shape`: (mask tensor, (middle, inner, strides of outer,
+    middle, inner, columns)).
 
-    Neighbouring dimensions are merged if one stride serves both. If more than three remain before the last one, the
-    mask is copied at full shape.
+    Neighbouring dimensions are merged if one stride serves both. If more than three dimensions remain before the last,
+    the mask is copied at full shape.
     """
     if mask is None:
         return like, (1, 1, 0, 0, 0, 0)

@@ -1,5 +1,5 @@
-"""Choose the kernel that computes a softmax or its gradient. A plan, with its reason, follows from the tables and the
-facts of a call alone.
+"""Choose the kernel that computes a softmax or its gradient. A plan, with its reason, depends only on the tables and on
+the properties of a call.
 
 `launches.py` launches exactly what a plan lists, so a plan always shows what runs. Plans are cached, since choosing
 takes the host longer than launching. Call `forget` after a change of the tables.
@@ -57,7 +57,7 @@ class SoftmaxPlan:
 
 
 class Problem(NamedTuple):
-    """The properties of a call on which the choice depends.
+    """The properties of a call on which the choice of a kernel depends.
 
     Attributes:
         rows, columns: number of rows, and of columns in each.
@@ -65,8 +65,8 @@ class Problem(NamedTuple):
         stride: elements between rows of x (in backward: of dy).
         starts: `clusters.Rows.starts` of the tensors that are read.
         mask: 0: none, 1: numbers, 2: booleans.
-        normal: whether the scale is a normal float32. Cluster kernels need that: they fill elements past a row's end
-            with -inf, and multiply these by the scale.
+        normal: whether the scale is a normal float32. Cluster kernels need a normal scale, because they fill elements
+            past a row's end with -inf and multiply these elements by the scale.
         log: whether the result is the logarithm.
     """
 
@@ -84,7 +84,7 @@ class Problem(NamedTuple):
 
 
 def forward_problem(x: Tensor, mask: Tensor | None, scale: float, log: bool, made: torch.dtype) -> Problem:
-    """The facts of rows x (M, N) with unit column stride."""
+    """The problem of a softmax of rows x (M, N) with unit column stride."""
     rows, columns = x.shape
     normal = 2.0**-126 <= abs(scale) <= 2.0**126
     return Problem(
@@ -94,7 +94,7 @@ def forward_problem(x: Tensor, mask: Tensor | None, scale: float, log: bool, mad
 
 
 def backward_problem(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, made: torch.dtype) -> Problem:
-    """The facts of rows dy (M, N) with unit column stride, and contiguous y."""
+    """The problem of a softmax's gradient, from rows dy (M, N) with unit column stride and contiguous y."""
     rows, columns = y.shape
     starts = (clusters.start_of(dy), clusters.start_of(y))
     return Problem(
@@ -104,7 +104,7 @@ def backward_problem(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, made
 
 
 def gradient_of(problem: Problem) -> Problem:
-    """The facts of the gradient of a forward call whose result, and the result's gradient, are contiguous."""
+    """The problem of the gradient of a forward call whose result, and the result's gradient, are contiguous."""
     made, columns = problem.made, problem.columns
     start = (0, columns * made.itemsize % clusters.GROUP_BYTES)
     mask = 2 if problem.mask == 2 else 0
@@ -174,7 +174,7 @@ def _by_triton(problem: Problem, kernel: str, refused: dict[str, str]) -> Softma
     if forward:
         constants["GROUP"] = group_of(group, element_bytes)
     grid = (min(problem.rows, per_sm * problem.device.processors),)
-    reason = f"no program holds a row of {row_bytes} bytes: it is read twice"
+    reason = f"no program holds a row of {row_bytes} bytes: each row is read twice"
     return SoftmaxPlan("long", f"{kernel}_long", grid, sizes, constants, None, reason, refused)
 
 

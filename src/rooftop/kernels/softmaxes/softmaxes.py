@@ -3,8 +3,8 @@
 y = exp(s - max s) / sum(exp(s - max s)), s = x * scale + mask. Long rows use an online maximum and sum (Milakov and
 Gimelshein 2018, "Online normalizer calculation for softmax"). Softmax is bound by memory at every size: forward reads x
 (and the mask) and writes y; backward reads dy and y, and writes dx. A program reads a row once if its registers can
-hold it. It reads a longer row twice, the second time from L2 as long as the rows in flight fit there. Clusters of
-blocks read some long rows once (clusters.py). No kernel uses atomics, so results are deterministic.
+hold the row. A program reads a longer row twice, the second time from L2 as long as the rows in flight fit there.
+Clusters of blocks read some long rows once (clusters.py). No kernel uses atomics, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Softmax(NamedTuple):
         return self.x.new_empty(self.x.shape, dtype=self.dtype)
 
     def in_pytorch(self) -> Tensor:
-        """float32 inside, or float64 for float64 rows."""
+        """Compute the softmax in float32, or in float64 for float64 rows."""
         scores, mask = self.x.to(accumulator_dtype(self.x.dtype)) * self.scale, self.mask
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
@@ -93,7 +93,9 @@ class Softmax(NamedTuple):
 
 
 class SoftmaxBackward(NamedTuple):
-    """dx in `dtype`. `mask` is given only if it is boolean; elements where it is False get no gradient."""
+    """The gradient dx of `Softmax`, in `dtype`. `mask` is given only if it is boolean; elements where the mask is False
+    get no gradient.
+    """
 
     dy: Tensor
     y: Tensor
@@ -140,21 +142,23 @@ def softmax(
     mask: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """softmax(input * scale + mask) along `dim`, with the arguments of `torch.nn.functional.softmax` and two more.
+    """softmax(input * scale + mask) along `dim`, with the arguments of `torch.nn.functional.softmax`, `mask` and
+    `scale`.
 
     Args:
         input: any shape, bfloat16, float16, float32 or float64.
         dim: the dimension along which the results sum to one. If it is not the last dimension, `input` is copied
             transposed, and `dim` is the contiguous dimension of the result.
         dtype: `input` is first cast to this dtype; the kernel itself casts half to single precision.
-        mask: broadcastable to `input`, on the same device. Numbers are added; in a boolean mask, False excludes an
-            element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of an added mask takes two
-            more passes over memory.
+        mask: broadcastable to `input`, on the device of `input`. Numbers are added; in a boolean mask, False excludes
+            an element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of an added mask takes
+            two more passes over memory.
         scale: a finite number.
 
     Returns:
-        Like input. Rows of -inf alone (or fully excluded) and rows with NaN are NaN, as in PyTorch. Maximum, sum and
-        exponentials are float32 (float64 for float64). Under a GPU's autocast the result is float32, as in PyTorch.
+        Like input. As in PyTorch, a row of the result is NaN if the row of the input contains NaN, or only -inf and
+        excluded elements. Maximum, sum and exponentials are float32 (float64 for float64). Under a GPU's autocast the
+        result is float32, as in PyTorch.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype does not match.
@@ -194,7 +198,7 @@ def softmax_plan(
         direction: "backward" plans the gradient of input, from a contiguous gradient of the result.
 
     Raises:
-        TypeError, ValueError: as in `softmax`. Also: the direction is unknown.
+        TypeError, ValueError: as in `softmax`, or if the direction is unknown.
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"softmax_plan: direction must be 'forward' or 'backward', got {direction!r}")
@@ -214,8 +218,8 @@ def _along(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tens
 def _prepared(
     name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None, torch.dtype]:
-    """x and mask with `dim` as their last dimension, and the dtype of the result. Raise TypeError or ValueError if the
-    arguments are wrong.
+    """Return x and mask with `dim` as their last dimension, and the dtype of the result. Raise TypeError or ValueError
+    if the arguments are wrong.
     """
     _check(name, x, dim, dtype, mask, scale)
     if dtype is not None and not (dtype == torch.float32 and x.dtype in HALVES):

@@ -67,8 +67,8 @@ class OddRows:
 
     Attributes:
         above_bytes, row_bytes, stages: as in ClusterConfig.
-        unless: excludes rows that all begin at multiples of this many bytes, because Triton's kernels load those
-            without a shift.
+        unless: excludes tensors whose rows all begin at multiples of this many bytes, because Triton's kernels load
+            such rows without a shift.
     """
 
     above_bytes: int

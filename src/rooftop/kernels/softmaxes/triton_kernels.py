@@ -2,15 +2,15 @@
 
 Rows that fit in a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS
 elements. A tile is kept as loaded (with a mask: as float32 scores) or, with HOLD, as float32 exponentials. Longer rows
-are read twice. So few persistent programs run that L2 still holds most of a row when it is read again. The second pass
-runs from the end to the beginning, so it starts with the part that was read last. The part of a row after its last full
-block stays in registers, so the loops load without masks. In the first pass each lane keeps its own maximum, and a sum
-of exponentials relative to this maximum (Milakov and Gimelshein 2018). The lanes are merged at the end.
+are read twice. Only a few persistent programs run, so that L2 still holds most of a row at the second read. The second
+pass runs from the end to the beginning, so it starts with the part that was read last. The part of a row after its last
+full block stays in registers, so the loops load without masks. In the first pass each lane keeps its own maximum, and a
+sum of exponentials relative to this maximum (Milakov and Gimelshein 2018). The lanes are merged at the end.
 
 WIDE, for float32 results: forward adds up exponentials in float64, and backward is float64 between loads and stores.
 Rounding a sum shifts all results of its row equally. In one of twenty small tensors that shift exceeds twice PyTorch's
 error. For the same reason backward divides the sum of dy * y by the sum of y, which is not exactly one. Half precision
-results are rounded so coarsely that none of this matters to them.
+results are rounded so coarsely that such a shift does not matter.
 
 A maximum ignores NaN but an exponential does not, so a row that contains NaN becomes NaN as a whole. A row of only -inf
 also becomes NaN, because exp(-inf - (-inf)) is NaN.
@@ -92,7 +92,7 @@ def softmax_forward_long(
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Like `softmax_forward`, for every (number of programs)-th row."""
+    """Like `softmax_forward`, for every P-th row, where P is the number of programs."""
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
     full = columns // COLUMNS * COLUMNS
@@ -176,7 +176,7 @@ def softmax_backward_long(
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Like `softmax_backward`, for every (number of programs)-th row."""
+    """Like `softmax_backward`, for every P-th row, where P is the number of programs."""
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
     full = columns // COLUMNS * COLUMNS

@@ -18,9 +18,9 @@ def rotate(
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
     POSITIONS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotates POSITIONS positions of HEADS heads; it reads cos and sin once for all of them.
+    """Rotate POSITIONS positions of HEADS heads, reading cos and sin once for all these heads.
 
-    The first `groups` groups of heads belong to x. Positions outside the tables give NaN.
+    The first `groups` groups of heads belong to x. Results at positions outside the tables are NaN.
     """
     other_groups = tl.cdiv(other_heads, HEADS)
     blocks = tl.cdiv(positions, POSITIONS)
@@ -34,7 +34,7 @@ def rotate(
         place += tl.load(starts + batch)
     pair = tl.arange(0, BLOCK)
     known = ((place >= 0) & (place < table_positions))[:, None] & (pair < PAIRS)[None, :]
-    # not a global: Triton raises if a global has changed, and NaN never equals itself
+    # NaN is not a global variable: Triton raises if a global's value has changed, and NaN never equals itself
     nan = float("nan")
     cosine = tl.load(cos + batch * cos_batch + place[:, None] * cos_position + pair[None, :], mask=known, other=nan)
     sine = tl.load(sin + batch * sin_batch + place[:, None] * sin_position + pair[None, :], mask=known, other=nan)

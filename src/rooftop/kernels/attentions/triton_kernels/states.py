@@ -18,7 +18,7 @@ def merge_forward(
     a_batch, a_head, a_position, b_batch, b_head, b_position, out_batch, out_head, out_position,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(e^lse_a out_a + e^lse_b out_b) / e^lse, lse = log(e^lse_a + e^lse_b), of ROWS rows."""
+    """Compute (e^lse_a out_a + e^lse_b out_b) / e^lse for ROWS rows, with lse = log(e^lse_a + e^lse_b)."""
     row, column, real, inside = _tile(rows, WIDTH, BLOCK, ROWS)
     first = tl.load(lse_a + row, mask=real, other=0.0)
     second = tl.load(lse_b + row, mask=real, other=0.0)
@@ -41,7 +41,9 @@ def merge_backward(
     da_batch, da_head, da_position, db_batch, db_head, db_position,
     HAS_DLSE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """With weights w_a + w_b = 1: dout_a = w_a dout, dlse_a = w_a dlse + w_a w_b (dout . out_a - dout . out_b)."""
+    """Compute dout_a = w_a dout and dlse_a = w_a dlse + w_a w_b (dout . out_a - dout . out_b), where w_a + w_b = 1, and
+    the same for part b.
+    """
     row, column, real, inside = _tile(rows, WIDTH, BLOCK, ROWS)
     first = tl.load(lse_a + row, mask=real, other=0.0)
     second = tl.load(lse_b + row, mask=real, other=0.0)
@@ -120,7 +122,7 @@ def _weights(first, second):
 
 @triton.jit
 def _weighted(weight, values):
-    """A value with weight 0 adds nothing, even if it is infinite or NaN."""
+    """weight * values; 0 where the weight is 0, even if the value is infinite or NaN."""
     return tl.where((weight == 0)[:, None], 0.0, weight[:, None] * values)
 
 

@@ -1,8 +1,8 @@
 """The Triton kernels of window attention; `window_attentions.py` has the operator.
 
-A program computes one window and one head: position n of a window is in its row n // WINDOW_W, column n % WINDOW_W. Its
-row on the map follows from the shift: rows past the end of the padded map wrap around to its beginning. Maps are
-contiguous, so the D features of a head are neighbours.
+A program computes one window and one head: position n of a window is in row n // WINDOW_W and column n % WINDOW_W of
+the window. The shift determines the position's row on the map: rows past the end of the padded map wrap around to its
+beginning. Maps are contiguous, so the D features of a head are neighbours.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def window_attention_backward(
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of every P-th window of a head. The program recomputes the weights, and sums the gradients that all
-    windows share in registers.
+    """Compute the gradients of every P-th window of a head, where P is the number of programs per head. The program
+    recomputes the weights, and sums the gradients that all windows share in registers.
     """
     head = tl.program_id(0)
     program = tl.program_id(1)
@@ -116,8 +116,8 @@ def window_attention_backward(
 
 @triton.jit
 def _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr):
-    """(token, part, real, here) of positions n in a window. token: index on the map. part: which of up to four parts of
-    a shifted window. real: n is in the window. here: n is on the map, not in the padding.
+    """(token, part, real, here) of positions n in a window. token: index on the map. part: index of the part of a
+    shifted window, which has up to four parts. real: n is in the window. here: n is on the map, not in the padding.
     """
     row = window // across % down * WINDOW_H + n // WINDOW_W + shift_h
     column = window % across * WINDOW_W + n % WINDOW_W + shift_w
@@ -148,7 +148,9 @@ def _vectors(
 
 @triton.jit
 def _exponentials(scores, bias, head, n, m, part, parts, N: tl.constexpr, SHIFTED: tl.constexpr):
-    """exp(scores + bias + mask - their maximum) of queries n and keys m; 0 for keys outside the window."""
+    """exp(s - maximum of each row) with s = scores + bias + mask, for queries n and keys m; 0 for keys outside the
+    window.
+    """
     known = (n < N)[:, None] & (m < N)[None, :]
     scores += tl.load(bias + (head * N + n)[:, None] * N + m[None, :], mask=known, other=0.0).to(tl.float32)
     if SHIFTED:

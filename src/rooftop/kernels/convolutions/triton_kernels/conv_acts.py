@@ -1,10 +1,10 @@
 """Triton kernels of y = activation(conv2d(x, weight) + bias + residual), channels last.
 
-`launches.py` launches them.
+`launches.py` launches these kernels.
 
-A convolution is a product of two matrices. The first one is never stored: its rows are the pixels of the result, and
+A convolution is a product of two matrices. The first matrix is never stored: its rows are the pixels of the result, and
 its columns are the dimension K. K runs over the taps of the window and, within a tap, over the channels, which are
-contiguous in memory. The weights, (O, KH, KW, C) in memory, are the other matrix without any change. Sums are float32.
+contiguous in memory. The weights, (O, KH, KW, C) in memory, are the second matrix without any change. Sums are float32.
 The kernel applies the operations after the convolution to the sums, and stores the results once.
 
 - `conv_act_persistent` and `conv_act_single` copy boxes of BATCH images, HEIGHT lines and WIDTH pixels with the tensor
@@ -12,9 +12,9 @@ The kernel applies the operations after the convolution to the sums, and stores 
   positions outside the image. So no element needs index arithmetic or a mask. For this purpose the image has five
   dimensions, (N, H / SH, SH, W / SW, SW C): the pixels that one tap reads are then contiguous in every dimension, for
   any stride. Sums are (channels, pixels): the copied box is reshaped before the product, and Triton reads a reshaped
-  box directly from shared memory only as the second operand. A program of `conv_act_persistent` computes many boxes. It
-  stores one box in PARTS while the copies for the next one are in flight. A program of `conv_act_single` computes one
-  box.
+  box directly from shared memory only as the second operand. A program of `conv_act_persistent` computes many boxes.
+  The program stores one box in PARTS parts while the copies for the next box are in flight. A program of
+  `conv_act_single` computes one box.
 - `conv_act_gathered` loads by pointers, and supports any number of channels, any stride, groups and any GPU. With
   groups, each step covers channels of one tap of one group. If fewer than DEPTH channels are left, zeros fill the step.
 
@@ -47,7 +47,7 @@ def conv_act_persistent(
     BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute every (number of programs)-th tile."""
+    """Compute every P-th tile, where P is the number of programs."""
     high, wide = tl.cdiv(lines, HEIGHT), tl.cdiv(pixels, WIDTH)
     row_tiles, column_tiles = tl.cdiv(images, BATCH) * high * wide, tl.cdiv(columns, COLUMNS)
     start, programs = tl.program_id(0), tl.num_programs(0)
@@ -75,7 +75,7 @@ def conv_act_persistent(
 @triton.jit
 def conv_act_single(
     image, weight, y, residual,  # descriptors, as above
-    bias, sums, arrived,  # (O,), (SPLIT, tiles, COLUMNS, pixels of a tile), (tiles,) zeros, left as zeros
+    bias, sums, arrived,  # (O,), (SPLIT, tiles, COLUMNS, pixels of a tile), (tiles,): zeros before and after
     images, lines, pixels, columns,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
     TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
@@ -84,8 +84,8 @@ def conv_act_single(
     BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of one part of K. EARLY: programmatic dependent launch: this kernel starts while the previous
-    one may still run, and waits for its results.
+    """Compute one tile of one part of K. EARLY: programmatic dependent launch: this kernel may start while the previous
+    kernel still runs, and waits for the previous kernel's results.
     """
     if EARLY:
         gdc_wait()
@@ -121,7 +121,7 @@ def conv_act_single(
 @triton.jit
 def conv_act_gathered(
     x, weight, y, residual,  # (N, H, W, C) strided with C fastest, (O, taps C), (pixels, O), (pixels, O)
-    bias, sums, arrived,  # (O,), (SPLIT, tiles, ROWS, COLUMNS), (tiles,) zeros, left as zeros
+    bias, sums, arrived,  # (O,), (SPLIT, tiles, ROWS, COLUMNS), (tiles,): zeros before and after
     rows, columns, height, width, lines, pixels, x_image, x_line, x_pixel,  # lines, pixels: OH, OW
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
     TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
@@ -144,7 +144,7 @@ def conv_act_gathered(
     if GROUPS > 1:
         group = column_tile // tl.cdiv(of_group, COLUMNS)
         column = column_tile % tl.cdiv(of_group, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
-        column = tl.where(column < of_group, group * of_group + column, columns)  # `columns` is masked
+        column = tl.where(column < of_group, group * of_group + column, columns)  # the index `columns` is masked
     # For each row, the pixel under the window's first tap; rows past the end read the last pixel.
     place = tl.minimum(row, rows - 1)
     line = place // pixels % lines * STRIDE_H - PADDING_H
@@ -207,7 +207,8 @@ def conv_act_finish(
     """y = activation(sums + bias + residual), contiguous. z is the input of the activation; `units` counts groups of
     UNIT columns.
 
-    BY_ROW: a row is one channel of one image (contiguous tensors). False: a column is a channel (channels last).
+    BY_ROW: a row is one channel of one image (contiguous tensors). Without BY_ROW, a column is a channel (channels
+    last).
     """
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

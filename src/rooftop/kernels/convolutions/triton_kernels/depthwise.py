@@ -2,8 +2,9 @@
 
 Such a convolution has no matrix product: each pixel of a channel is a weighted sum of the KH KW pixels of its window.
 If each tap read its pixel, the caches would deliver each pixel KH KW times. So each thread computes a run of
-neighbouring pixels of a line. For each line of the window it reads a pixel once, and adds it to all sums that need it.
-A program computes runs below each other, so that its L1 cache also delivers the lines that their windows share.
+neighbouring pixels of a line. For each line of the window, the thread reads a pixel once, and adds the pixel to all
+sums that need it. A program computes runs below each other, so that the L1 cache also delivers the lines that the
+windows of several runs share.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def _added(
     totals, values, taps, PLACE: tl.constexpr,
     RUN: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add a pixel, PLACE pixels after the first one of all windows, to the sums whose windows have a tap there."""
+    """Add a pixel to the sums whose windows have a tap at this pixel. PLACE: the pixel's distance from the first pixel
+    of the first window.
+    """
     summed = ()
     for each in tl.static_range(RUN):
         if (

@@ -12,7 +12,7 @@ def gather_rows(
     items, width, table_rows, table_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the table for the tokens. If asserts are on, a token outside the table stops the program."""
+    """Gather the table's rows for the tokens. If asserts are on, a token outside the table stops the program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.load(tokens + row, mask=row < items, other=0)
@@ -28,7 +28,9 @@ def add_equal(
     items, width, table_rows, skipped, value_stride,
     ITEMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the rows of one token, by the program of its first place. Programs of later places store nothing."""
+    """Sum the rows of one token. The program of the token's first position stores the sum; programs of its later
+    positions store nothing.
+    """
     first = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.load(tokens + first)
@@ -57,11 +59,11 @@ def add_runs(
     items, width, table_rows, skipped, value_stride,
     INDIRECT: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the runs of equal tokens among CHUNK items.
+    """Sum the runs of equal tokens among CHUNK items.
 
-    The sum of a run within the chunk is a row of the table. A run that began in an earlier chunk gives the first
-    partial sum, and a run that begins here and continues in the next chunk gives the second. A missing partial sum has
-    the token -1. If one run fills the chunk and continues, the second partial sum has its token and is 0.
+    The sum of a run within the chunk is a row of the table. A run that began in an earlier chunk has the first partial
+    sum, and a run that begins in this chunk and continues in the next chunk has the second. A missing partial sum has
+    the token -1. If one run fills the chunk and continues, the second partial sum has the run's token and is 0.
     """
     chunk = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -3,7 +3,7 @@
 A program computes POINTS points and CHANNELS channels at a time. All loads of a block's eight corners are in flight
 before the first is used, and neighbouring threads read neighbouring channels. `units` counts groups of UNIT channels,
 so that the compiler knows a divisor of C and loads several channels at a time. All offsets of points are 64-bit. One
-program sums a point's gradient, so it is deterministic.
+program sums a point's gradient, so the gradient is deterministic.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def trilinear_backward(
 
 @triton.jit
 def _upper_weights(points, point, count):
-    """The weight w of the upper end in each dimension; the lower end has 1 - w."""
+    """The weight w of the upper end in each dimension; the lower end has the weight 1 - w."""
     known = point < count
     u = tl.load(points + point * 3, mask=known, other=0.0).to(tl.float32)
     v = tl.load(points + point * 3 + 1, mask=known, other=0.0).to(tl.float32)

@@ -1,11 +1,11 @@
 """Triton kernels of layer norm and RMS norm for rows that do not fit a program's registers; `norms.py` has shared
 functions.
 
-Forward reads a row twice. So few persistent programs run that L2 still holds most of the row in the second pass. That
-pass runs from the end to the beginning, so it starts with the part that was read last. Backward has two kernels. The
-first computes sums along rows. The second uses these sums, computes dx in blocks of columns, and sums over rows.
+Forward reads a row twice. The second pass runs from the end of the row to its beginning, so it starts with the part
+that was read last and that L2 still holds. Backward has two kernels. The first kernel computes sums along rows. The
+second kernel uses these sums, computes dx in blocks of columns, and sums over rows.
 
-SHIFT: rows begin at odd addresses, so the kernel loads the groups of eight elements that enclose them (norms.py).
+SHIFT: rows begin at odd addresses, so the kernel loads the groups of eight elements that enclose a row (norms.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def norm_forward_long(
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Normalizes every (number of programs)-th row. Each lane keeps its own mean and squared deviations (Welford
-    1962).
+    """Normalize every P-th row, where P is the number of programs. Each lane keeps its own mean and squared deviations
+    (Welford 1962).
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
@@ -61,7 +61,7 @@ def norm_forward_long(
             else:
                 seen = tl.cast(block + 1, tl.float32)
                 inverse = 1.0 / seen
-                if SHIFT:  # the first lanes are in the previous row in block 0
+                if SHIFT:  # in block 0, the first lanes are elements of the previous row
                     inverse = tl.where(place % COLUMNS < shift, 1.0 / tl.maximum(seen - 1.0, 1.0), inverse)
                 step = tl.where(inside, values - lane_mean, 0.0)
                 lane_mean += step * inverse
@@ -81,7 +81,7 @@ def norm_forward_long(
         scale = 1.0 / tl.sqrt(tl.sum(lane_squares, axis=0) * (1.0 / columns) + eps)
         tl.store(rstd + row, scale)
         if total is not None:
-            tl.debug_barrier()  # below, threads read what other threads have stored
+            tl.debug_barrier()  # below, threads read elements that other threads have stored
         for behind in tl.range(0, blocks, num_stages=STAGES):
             place = (blocks - 1 - behind) * COLUMNS + lane
             if total is not None:
@@ -156,7 +156,7 @@ def norm_backward_long(
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of a block of columns in every (number of chunks)-th row, and partial sums over these rows.
+    """Compute dx of a block of columns in every C-th row, and partial sums over these rows. C is the number of chunks.
 
     With SHIFT the number of chunks is a multiple of eight, so that all rows of a program have the same shift.
     """
@@ -213,7 +213,7 @@ def norm_backward_long(
 
 @triton.jit
 def _load(pointers, place, shift, columns, SHIFT: tl.constexpr, EVICT: tl.constexpr):
-    """Elements of a block of a row, 0 past the end of the row."""
+    """Load the elements of a block of a row; 0 for elements outside the row."""
     if SHIFT:
         groups = place < (shift + columns + 7) // 8 * 8
         values = tl.load(pointers, mask=groups, other=0.0, eviction_policy=EVICT)

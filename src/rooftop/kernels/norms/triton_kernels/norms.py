@@ -1,4 +1,4 @@
-"""Triton kernels of layer norm and RMS norm, of x or of x + input_bias + residual; `launches.py` launches them.
+"""Triton kernels of layer norm and RMS norm, of x or of x + input_bias + residual. `launches.py` launches the kernels.
 
 Rows that fit in a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS
 elements. Float32 values are computed block by block. Between two passes over a row, only its elements in their own
@@ -8,11 +8,11 @@ for the gradients of weight and bias stay in registers until the end. `triton_ke
 longer rows.
 
 Statistics are float32. The variance comes from squared deviations from the mean instead of from squares, so rows with a
-large common offset keep their accuracy. The mean itself is rounded to float32; in a row with a large offset its error
-exceeds the rounding of the deviations. For float32 rows (CORRECTED) the kernel therefore subtracts the mean of the
-deviations too. Means multiply by 1 / N, because the fast division by N is not exact even for N = 1. x + residual is
-rounded before it is normalized, because backward reads the rounded sum. In nearly constant rows a difference would be
-magnified by the large 1 / std.
+large common offset keep their accuracy. The mean itself is rounded to float32; in a row with a large offset the mean's
+error exceeds the rounding of the deviations. For float32 rows (CORRECTED) the kernel therefore subtracts the mean of
+the deviations too. Sums are multiplied by 1 / N, because the fast division by N is not exact even for N = 1. x +
+residual is rounded before it is normalized, because backward reads the rounded sum. In nearly constant rows, the large
+1 / std would magnify a difference between the normalized sum and the rounded sum.
 
 `units` and the strides count groups of UNIT elements, so that the compiler knows a divisor of N and loads several
 elements at a time. EVEN: N fills the tile. All offsets of rows are 64-bit. No code is compiled for tensors that are
@@ -44,7 +44,7 @@ def norm_forward(
     RMS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Normalizes ROWS rows."""
+    """Normalize ROWS rows."""
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)  # (ROWS,)
@@ -124,7 +124,8 @@ def norm_forward_shifted(
     RMS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Normalizes every (number of programs)-th tile of rows. Weight, bias and input bias stay in registers."""
+    """Normalize every P-th tile of rows, where P is the number of programs. Weight, bias and input bias stay in
+    registers."""
     lane = tl.arange(0, COLUMNS)
     shift = shift_of(tl.program_id(0) * ROWS + tl.arange(0, ROWS), columns)[:, None]  # (ROWS, 1)
     weights = ()  # the weights of all blocks, as loaded
@@ -228,7 +229,7 @@ def norm_backward(
     """Computes dx, and partial sums for weight and bias.
 
     dtotal: a gradient that is added to dx, or None. HOLD: the weight stays in registers; if not, the kernel prefetches
-        it like the rows. AGAIN: the second pass loads rows again, because they do not fit in registers beside the sums.
+        it like the rows. AGAIN: the second pass loads rows again, because registers cannot hold both rows and sums.
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
@@ -241,7 +242,7 @@ def norm_backward(
             held = held + (parameters(weight, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)[None, :],)
         weight_sums = weight_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
         bias_sums = bias_sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)
-    # A program computes every (number of programs)-th tile of rows in each run, so the sums are deterministic.
+    # A program computes the same tiles of rows in each run, so the sums are deterministic.
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         dy_rows = dy + row[:, None] * (dy_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
@@ -433,7 +434,7 @@ def add_partial_sums(
     programs, columns,
     SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of weight and bias. The program adds partial sums in their order."""
+    """Compute the gradients of weight and bias. The program adds the partial sums in a fixed order."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if SUM_WEIGHT:
         total = _sum_of_rows(partial, programs, column, columns, ROWS, COLUMNS)
@@ -513,7 +514,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _sum_of_rows(partial, rows, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of every second row."""
+    """The sum of every second row of `partial`, for the given columns."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS).to(tl.int64)

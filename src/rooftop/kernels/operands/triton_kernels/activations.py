@@ -1,8 +1,8 @@
 """Activations and their gradients, for the epilogues of products.
 
-Unless an activation overlaps with the product, it adds a tenth to the product's time. Most of that is spent in the
-special function unit, whose exponentials and reciprocals are 8 times slower than multiplications. HALF: results are
-rounded to 16 bits, so each activation uses one exponential and a polynomial (`normal_below`, `_reciprocal`), with
+Unless an activation overlaps with the product, it adds a tenth to the product's time. Most of that time is spent in the
+special function unit, whose exponentials and reciprocals are 8 times slower than multiplications. With HALF, results
+are rounded to 16 bits, so each activation uses one exponential and a polynomial (`normal_below`, `_reciprocal`), with
 errors far below that rounding. In float32, activations are as accurate as PyTorch's: exponentials have reduced
 arguments, divisions round correctly, and no terms cancel.
 """
@@ -129,8 +129,8 @@ def _sigmoid(values, HALF: tl.constexpr):
 
 @triton.jit
 def _shares(values):
-    """(sigmoid(v), sigmoid(-v)) in float32. Small values of sigmoid(-v) stay accurate: it is not computed as 1 -
-    sigmoid(v).
+    """(sigmoid(v), sigmoid(-v)) in float32. Small values of sigmoid(-v) stay accurate, because sigmoid(-v) is not
+    computed as 1 - sigmoid(v).
     """
     small = exponential(-tl.abs(values), True)
     larger = tl.div_rn(1.0, 1.0 + small)

@@ -1,7 +1,8 @@
 """Functions that kernels of elementwise expressions call; `elementwise/expression_sources.py` writes the kernels.
 
-With PRECISE, results are as accurate as PyTorch's in float32. Without it, they take fewer instructions and are accurate
-enough for half precision. These functions call only what Triton's interpreter supports (no libdevice).
+With PRECISE, results are as accurate as PyTorch's in float32. Without PRECISE, functions take fewer instructions, and
+results are accurate enough for half precision. The functions call only operations that Triton's interpreter supports
+(no libdevice).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def exponential(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def exponential_minus_1(x, PRECISE: tl.constexpr):
-    """exp(x) - 1; near 0, where this would cancel, 2 t / (1 - t) with t = tanh(x / 2)."""
+    """exp(x) - 1. Near 0 this difference would cancel, so the function computes 2 t / (1 - t) with t = tanh(x / 2)."""
     t = _tanh_near_0(0.5 * tl.where(tl.abs(x) < 1.0, x, 0.0))
     return tl.where(tl.abs(x) < 1.0, tl.div_rn(2.0 * t, 1.0 - t), exponential(x, PRECISE) - 1.0)
 
@@ -84,8 +85,8 @@ def normal_distribution(x, PRECISE: tl.constexpr):
 def normal_below(size):
     """Phi(-size) of the normal distribution for size in [0, 14], as 2^P(size) with the best polynomial P of degree 8.
 
-    The relative error is 4e-5 up to 5.8 (where float16 underflows) and 7e-4 up to 13.2. Beyond, the absolute error is
-    1e-38.
+    The relative error is 4e-5 up to 5.8 (where float16 underflows) and 7e-4 up to 13.2. Beyond 13.2, the absolute
+    error is 1e-38.
     """
     power = size * 3.958181338248323e-08 - 2.3413381313730497e-06
     power = power * size + 5.956412132945843e-05
@@ -157,8 +158,8 @@ def round_half_even(x):
 @triton.jit
 def nearest_integer(x):
     """The nearest integer, with ties to even, for |x| up to 2^22 in float32; in float64, its lower 32 bits for |x| up
-    to 2^51. It adds 1.5 * 2^23 or 1.5 * 2^52: the sum has no fraction, and its last bits are the integer. GPUs add
-    doubles four times as fast as they convert them.
+    to 2^51. The function adds 1.5 * 2^23 or 1.5 * 2^52: the sum has no fraction, and its last bits are the integer.
+    GPUs add doubles four times as fast as they convert them.
     """
     if x.dtype == tl.float64:
         return (x + DOUBLE_MIDDLE).to(tl.int64, bitcast=True).to(tl.int32)
@@ -169,7 +170,7 @@ def nearest_integer(x):
 @triton.jit
 def double_of(x):
     """An integer of at most 32 bits as float64. The function assembles the bits of 2^52 + 2^31 + x, and subtracts 2^52
-    + 2^31. This is exact, and four times as fast as a conversion.
+    + 2^31. The result is exact, and the function is four times as fast as a conversion.
     """
     bits = (x.to(tl.int32).to(tl.int64) & 0xFFFFFFFF) ^ DOUBLE_BEYOND_BITS
     return bits.to(tl.float64, bitcast=True) - DOUBLE_BEYOND

@@ -3,10 +3,10 @@
 A neighbour table has a row for each result and a column for each tap of the window (an offset): the site at that tap,
 or -1. Sites outside the features count as -1. WIDE: some offset needs 64 bits.
 
-`sparse_conv_rows` is a product of two matrices, and the first one is never stored. The rows of the product are results,
-and its columns are channels of the result. K runs over the taps and, within a tap, over the channels. A bit mask has
-the taps of a tile of rows. The loop takes the lowest bit, and clears it after the tap's channels. So the loop has no
-branch, and the loads of later steps are in flight while a step is multiplied.
+`sparse_conv_rows` is a product of two matrices; the first matrix is never stored. The rows of the product are results,
+and its columns are channels of the result. K runs over the taps and, within a tap, over the channels. A bit mask
+contains the taps of a tile of rows. The loop reads the lowest bit, and clears this bit after the tap's channels. So the
+loop has no branch, and the loads of later steps are in flight while a step is multiplied.
 
 `sparse_conv_weight_gradient` reduces over pairs of a site and a result, tap by tap, in pieces of equal length that
 `sum_pieces` adds up. In a sorted table the pairs of a tap are close together, and `block_bits` and `list_blocks` list
@@ -67,7 +67,7 @@ def sparse_conv_rows(
         bits = tl.sum(present << tl.arange(0, WIDTH), axis=0)
         steps = tl.sum(present, axis=0).to(tl.int32) * blocks
         for step in range(steps):
-            # bits & -bits is the lowest bit; as a float, its exponent is its index.
+            # bits & -bits is the lowest set bit; converted to float, its exponent is the bit's index.
             tap = first_tap + ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             if SORTED:
                 site = tl.load(order + (_line(1 + WORDS + tap, rows, WIDE) + position), mask=inside, other=-1)
@@ -98,7 +98,7 @@ def sparse_conv_rows(
 
 @triton.jit
 def sparse_conv_weight_gradient(
-    features, gradient, table, lists, counts,  # (N, C), (M, O), (M, T) or as from `sort_table`; of LISTED, and (T,)
+    features, gradient, table, lists, counts,  # (N, C), (M, O), (M, T) or as from `sort_table`; see LISTED; (T,)
     sums,  # (pieces, O, C)
     sites, rows, capacity, parts,
     LISTED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
@@ -108,9 +108,9 @@ def sparse_conv_weight_gradient(
 ):  # fmt: skip
     """The sum of gradient[m] features[n]^T over one piece of a tap's pairs (n, m).
 
-    LISTED: `lists` has each tap's pairs (2, T, capacity). With BLOCK it has (T, capacity) blocks of BLOCK rows of the
-    sorted table. `_pieces` cuts the lists for about `parts` programs. Not LISTED: each tap's rows of the table are cut
-    into `parts`. WHOLE: there is one part, and `sums` is (O, T, C).
+    LISTED: `lists` has each tap's pairs (2, T, capacity). With BLOCK, `lists` has (T, capacity) blocks of BLOCK rows of
+    the sorted table. `_pieces` cuts the lists for about `parts` programs. Not LISTED: each tap's rows of the table are
+    cut into `parts` pieces. WHOLE: there is one part, and `sums` is (O, T, C).
     """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     piece = tl.program_id(0)
@@ -223,7 +223,7 @@ def count_bits(
     rows,
     WORDS: tl.constexpr, SAMPLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For each bit of a word, the number of SAMPLE evenly spread rows that have it."""
+    """Count for each bit of a word how many of SAMPLE evenly spread rows have the bit."""
     word, bit = tl.program_id(0), tl.arange(0, 32)
     count = tl.zeros((32,), tl.int32)
     for start in range(0, SAMPLE, ROWS):
@@ -238,8 +238,8 @@ def mask_keys(
     rows,
     WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The position of each mask in a Gray code whose slowest bit is the rarest one. Neighbours in this order differ in
-    few bits.
+    """The position of each mask in a Gray code whose slowest bit is the rarest bit. Masks that are neighbours in this
+    order differ in few bits.
 
     For masks of more than 64 bits, only the 64 rarest bits count.
     """
@@ -320,7 +320,7 @@ def list_blocks(
     blocks,
     SCANNED: tl.constexpr,
 ):  # fmt: skip
-    """For each tap, the blocks that have it, ascending, and the number of these blocks."""
+    """List for each tap the blocks that have the tap, ascending, and the number of these blocks."""
     tap = tl.program_id(0)
     before = tl.zeros((), tl.int32)
     for first in range(0, blocks, SCANNED):
@@ -376,7 +376,7 @@ def list_pairs(
     sites, rows, capacity,
     TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For each tap, the sites and the rows of its pairs, in ascending order of rows."""
+    """List for each tap the sites and the rows of its pairs, in ascending order of rows."""
     row = _rows(ROWS, WIDE)
     programs = tl.num_programs(0)
     for first_tap in range(0, TAPS, WIDTH):
@@ -397,8 +397,8 @@ def list_pairs(
 
 @triton.jit
 def _plus(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr):
-    """total + left @ right. BY_BLOCK: the product is summed separately before it is added to the total, which rounds
-    less.
+    """total + left @ right. BY_BLOCK: the product is summed separately before it is added to the total, which reduces
+    rounding errors.
     """
     if BY_BLOCK:
         # max_num_imprecise_acc keeps the compiler from accumulating in `total`; it has no other effect in float32.
@@ -415,8 +415,8 @@ def _pieces(
     """The pairs of T taps, cut into pieces of equal length for `parts` programs: at most `parts` + T pieces.
 
     Returns the number of each tap's pairs (LANES,), the length of a piece, and the begin and end of each tap's pieces
-    among all pieces (LANES,). Pairs beyond a list's capacity are not counted. BLOCK: `counts` are of blocks of BLOCK
-    rows.
+    among all pieces (LANES,). Pairs beyond a list's capacity are not counted. With BLOCK, `counts` counts blocks of
+    BLOCK rows.
     """
     lane = tl.arange(0, LANES)
     count = tl.load(counts + lane, mask=lane < TAPS, other=0)

@@ -86,7 +86,7 @@ def sparse_pool_gradient(
         for step in tl.static_range(AHEAD):
             slope = slopes[step].to(tl.float32)
             if AVERAGE:
-                total += slope / tl.maximum(others[step], 1).to(tl.float32)[:, None]  # 0: tables that do not match
+                total += slope / tl.maximum(others[step], 1).to(tl.float32)[:, None]  # 0 if tables do not match
             else:
                 best = others[step].to(tl.float32)
                 total += tl.where((x == best) | ((x != x) & (best != best)), slope, 0.0)  # NaN counts as a maximum, too
@@ -99,8 +99,8 @@ def sparse_global_pool_parts(
     sites, batch_size, share,  # N, B, rows of a program
     AVERAGE: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute maxima or sums over a program's rows per batch element, and the number of sites. Batch elements without
-    such rows are not written.
+    """Compute for each batch element the maxima or sums over a program's rows, and the number of these rows. The kernel
+    writes nothing for batch elements without rows in the program.
     """
     part = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
