@@ -2,14 +2,14 @@
 a wrong argument, and `KeyError`, `IndexError` or `RuntimeError` where Python would raise these.
 
 Each message says what was given, what was expected and how to fix it.
-The command line prints it as one line: exit status 2 for a wrong call, 1 for a failure.
+The command line prints the message as one line, and exits with status 2 after a wrong call and 1 after a failure.
 """
 
 from __future__ import annotations
 
 FAILURE = "rooftop_failure"
-"""Name of an attribute of exceptions that end all ranks. It says which rank failed first and why, with the same text on
-all ranks."""
+"""Name of an attribute of exceptions that end all ranks. The attribute's text says which rank failed first and why, and
+is the same on all ranks."""
 
 
 class RooftopError(Exception):
@@ -29,11 +29,11 @@ class ModelRunError(RooftopError, RuntimeError):
 
 
 class CeilingsFileError(RooftopError, ValueError):
-    """Ceilings that cannot be used: a corrupt file, another format version, or another kind of device."""
+    """A file of measured hardware limits cannot be used: it is corrupt, or for another format or device type."""
 
 
 class MeasurementError(RooftopError, RuntimeError):
-    """A measurement failed: no GPU, no permission, or one of its processes failed or took too long."""
+    """A measurement failed: no GPU, no permission, or a measuring process failed or took too long."""
 
 
 class WeightsError(RooftopError, RuntimeError):
@@ -49,7 +49,8 @@ class CompilationError(RooftopError, RuntimeError):
 
 
 class LaunchError(RooftopError, RuntimeError):
-    """A CUDA C++ kernel could not be launched, or (with ROOFTOP_SYNC=1) failed while it ran; the message names it."""
+    """A CUDA C++ kernel could not be launched, or (with ROOFTOP_SYNC=1) failed while it ran; the message names the
+    kernel."""
 
 
 class SchedulerError(RooftopError, RuntimeError):
@@ -58,11 +59,11 @@ class SchedulerError(RooftopError, RuntimeError):
 
 
 class BuildError(RooftopError, RuntimeError):
-    """A scene could not be built: a worker process was killed, or its error cannot be passed on."""
+    """A scene could not be built: a worker process was killed, or an error of a worker cannot be pickled."""
 
 
 class LoadingError(RooftopError, RuntimeError):
-    """A process that loads samples ended or was killed. The message says how, and at which batch."""
+    """A process that loads samples ended or was killed. The message says how the process ended, and at which batch."""
 
 
 class GeometryFileError(RooftopError, ValueError):
@@ -74,5 +75,5 @@ class GeometryFileError(RooftopError, ValueError):
     """
 
     def __init__(self, path: object, what: str, offset: int) -> None:
-        super().__init__(f"{path} cannot be used: {what} (at byte {offset:,}); build it again")
+        super().__init__(f"{path} cannot be used: {what} (at byte {offset:,}); build the file again")
         self.path, self.offset = path, offset

@@ -1,4 +1,4 @@
-"""Names of a package whose files are imported on first use.
+"""Import the modules of a package when their names are first used.
 
 __getattr__, __dir__ = on_first_use(__name__, {".timing": "Timing compare measure"})
 """
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def on_first_use(package: str, files: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the `__getattr__` and the `__dir__` of a package.
+    """Create the functions `__getattr__` and `__dir__` of a package.
 
     Args:
         package: the package's name; `dir` lists its `__all__`.
-        files: for each module the names that it defines, separated by spaces; ".timing" is a module of the package. A
-            module's own name stands for the module.
+        files: maps each module, such as ".timing" (relative to the package), to the names that it defines, separated by
+            spaces. A module's own name, such as "timing", means the module itself.
     """
     homes = {name: file for file, names in files.items() for name in names.split()}
 

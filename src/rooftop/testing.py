@@ -26,7 +26,7 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
 
     Raises:
         AssertionError: the shape or dtype differs, NaN or infinity appears where `exact` has none (or the reverse), or
-            the error is above the limit. The message has the worst element and both errors.
+            the error is above the limit. The message has the worst element, its error and the allowed error.
     """
     if actual.shape != eager.shape or actual.dtype != eager.dtype or exact.shape != eager.shape:
         raise AssertionError(
@@ -52,7 +52,7 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
         raise AssertionError(
             f"{what}: finite element {worst} is {got[worst]:.9g}, exact {truth[worst]:.9g}, eager "
             f"{plain[worst]:.9g}: error {error[worst]:.3g}, allowed {allowed[worst]:.3g} "
-            f"({int((error > allowed).sum())} of {error.numel()} elements are beyond)"
+            f"({int((error > allowed).sum())} of {error.numel()} elements exceed their limit)"
         )
     mean, mean_allowed = _rms(error), 2 * _rms(plain - truth) + _rms(rounding)
     if mean > mean_allowed:

@@ -15,7 +15,7 @@ from typing import Any
 from rooftop.errors import ModelRunError, TargetError
 from rooftop.words import did_you_mean
 
-MOST_SHOWN = 8  # names of a module, in a message
+MOST_SHOWN = 8  # maximum number of a module's names that a message lists
 
 
 def named_object(text: str, example: str) -> Any:
@@ -23,17 +23,17 @@ def named_object(text: str, example: str) -> Any:
 
     Args:
         text: `package.module:name` or `package/module.py:name`.
-        example: such a text, for the message.
+        example: an example of such a text, for error messages.
 
     Raises:
-        TargetError: text of another form, no such module, or nothing of that name in it.
+        TargetError: the text has another form, the module does not exist, or the module has no object of that name.
         ModelRunError: the module raised while it was imported.
     """
     return found_in(named_module(text, example), text)
 
 
 def named_module(text: str, example: str) -> ModuleType:
-    """The module before the colon; arguments and errors are those of `named_object`."""
+    """Import the module that the text names before its colon. Arguments and errors are as in `named_object`."""
     module_name, _, attribute = text.rpartition(":")
     if not module_name or not attribute or (module_name.startswith(".") and not module_name.endswith(".py")):
         raise TargetError(f"{text!r}: expected package.module:callable, e.g. {example}")
@@ -57,7 +57,7 @@ def found_in(module: ModuleType, text: str) -> Any:
     """The object in a module that the text names after its colon.
 
     Raises:
-        TargetError: it does not exist; the message lists the module's contents.
+        TargetError: the object does not exist; the message lists the module's callables.
     """
     attribute = text.rpartition(":")[2]
     found = getattr(module, attribute, None)
@@ -71,11 +71,11 @@ def found_in(module: ModuleType, text: str) -> Any:
 
 
 def _module_of(path: Path) -> str:
-    """The module name of a file: its path relative to the current directory, or the file name alone if it is not below
-    it.
+    """The module name of a file: its path relative to the current directory, or the file name alone if the file is
+    elsewhere.
 
     Raises:
-        TargetError: no such file.
+        TargetError: the file does not exist.
     """
     if not path.is_file():
         raise TargetError(f"{os.fspath(path)}: no such file")

@@ -1,4 +1,4 @@
-"""Words of messages: counts, errors in a line, and the nearest known name for a misspelt one."""
+"""Text for messages: counts, one-line errors, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ MOST_MEANT = 3
 
 
 def counted(count: int, what: str) -> str:
-    """ "1 graph", "2 graphs"."""
+    """Return a number with its noun, such as "1 graph" or "2 graphs"."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def first_line(error: object) -> str:
-    """The first line of an error's message, without PyTorch's location in C++ source, which tells a user nothing.
+    """The first line of an error's message, without the C++ source location that PyTorch adds.
 
-    If it ends with a colon, the next line is appended. (dynamo puts the compiler's error there.)
+    If the first line ends with a colon, the next line is appended, because dynamo puts the compiler's error there.
     """
     try:
         message = str(error)
-    except Exception:  # of a user's class
+    except Exception:  # raised by `__str__` of a user's class
         return "<it cannot be printed>"
     first, *rest = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     first = re.sub(r"^\[[^]]*\.(cc|cpp|h|hpp):\d+\] ", "", first)
@@ -35,7 +35,7 @@ def in_a_line(error: object) -> str:
 
 
 def did_you_mean(given: object, names: Iterable[str]) -> str:
-    """ " (did you mean resnet50?)", with the nearest of the names, as the end of a message; "" if none is near."""
+    """Suggest the nearest names at the end of a message, as in " (did you mean resnet50?)"; "" if no name is near."""
     near = nearest(given, names)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
@@ -43,7 +43,7 @@ def did_you_mean(given: object, names: Iterable[str]) -> str:
 def nearest(given: object, names: Iterable[str]) -> list[str]:
     """Find the names with the fewest typing errors relative to the given word; none if all names have too many.
 
-    Case, hyphens and underscores are not errors. Two of five characters may be wrong. Among equally near names, the
+    Case, hyphens and underscores are ignored. Up to two in five characters may be wrong. Among equally near names, the
     name with more characters in common wins. If the word is the beginning of several names, the first three of them are
     returned.
     """

@@ -262,7 +262,7 @@ def test_bench_counts_frames_by_device_and_streams(video: Path, capsys: pytest.C
         *["frames/s", "a", "stream"],
         *["ms", "a", "frame", "of", "all"],
     ]
-    assert 'device="auto" takes cpu: ' in printed
+    assert 'device="auto" chooses cpu: ' in printed
 
 
 @pytest.mark.parametrize("verb", ["decode", "transcode", "bench"])

@@ -82,12 +82,12 @@ def test_json_goes_to_standard_output(run: Run, net: str) -> None:
 
 def test_it_says_why_nothing_was_kept(run: Run, net: str, tmp_path: Path) -> None:
     _, out, _ = run(f"{net}:build", "--rule", "constants", "--save", "plan.json")
-    assert "nothing pays here" in out
+    assert "no change saves time" in out
     _, out, _ = run(f"{net}:build", "--plan", "plan.json")
     assert "the plan has no changes" in out
     (tmp_path / "folds.json").write_text(json.dumps({"version": 1, "rules": ["fold-norms"], "surroundings": {}}))
     _, out, _ = run(f"{net}:build", "--train", "--plan", "folds.json")
-    assert "nothing pays here" in out
+    assert "no change saves time" in out
     assert "not for training" in out
     _, out, _ = run(f"{net}:build", "--rule", "constants", "--budget", "1e-6")
     assert "nothing was kept, and 1 rule not tried" in " ".join(out.split())
@@ -107,7 +107,7 @@ def test_it_says_why_nothing_was_kept(run: Run, net: str, tmp_path: Path) -> Non
         (["NET:build", "--budget", "0"], 2, "--budget"),
         (["NET:build", "--save", "no/plan.json"], 2, "no"),
         (["nothing50"], 2, "nothing50"),
-        (["NET:build", "--input", "4x5x9x9"], 1, "for the inputs 4x5x9x9 float32. If it needs others: --input"),
+        (["NET:build", "--input", "4x5x9x9"], 1, "the inputs 4x5x9x9 float32. If the model needs other inputs: --"),
     ],
 )
 def test_wrong_calls(run: Run, net: str, words: list[str], status: int, said: str) -> None:

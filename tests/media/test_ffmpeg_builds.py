@@ -204,7 +204,7 @@ def test_all_that_is_missing_is_named_at_once_with_what_installs_it(
     monkeypatch.setenv("PATH", str(place.folder / "tools"))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(FFmpegBuildError, match="missing to build FFmpeg, 5 parts: a C compiler") as raised:
+    with pytest.raises(FFmpegBuildError, match="5 parts are missing to build FFmpeg: a C compiler") as raised:
         build_ffmpeg(place.source, place.prefix)
     *lines, together = raised.value.details
     commands = [line.rpartition("install -y ")[2] for line in lines]

@@ -208,7 +208,7 @@ def test_threads_and_workers_share_a_reader(make_video: MakeVideo, read_number: 
 def test_a_position_that_is_not_there(make_video: MakeVideo) -> None:
     reader = VideoReader(make_video("clips.mp4"))
     for position in (30, -31):
-        with pytest.raises(IndexError, match="it has 30, 0 to 29"):
+        with pytest.raises(IndexError, match="it has 30 frames, 0 to 29"):
             reader[position]
     with pytest.raises(TypeError):
         reader["3"]  # type: ignore[index]

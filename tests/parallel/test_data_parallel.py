@@ -626,7 +626,7 @@ def test_gather_makes_vectors_of_scalars_and_keeps_their_gradients() -> None:
         (
             [{"a": 1}, {"b": 1}],
             ValueError,
-            r"replica 1 returned a dict with the keys \['b'\], replica 0 one with \['a'\]",
+            r"replica 1 returned a dict with the keys \['b'\], replica 0 returned \['a'\]",
         ),
         ([[1], [1, 2]], ValueError, "replica 1 returned a list of 2 values, but replica 0 returned one of 1"),
         ([[1], (1,)], TypeError, "replica 1 returned a tuple where replica 0 returned a list"),

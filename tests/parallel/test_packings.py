@@ -194,8 +194,8 @@ def test_what_is_wrong_is_said() -> None:
         (lambda: Packing(8, (Chunks.whole(8), Chunks.whole(8))), "must hold each of the 8 positions once"),
         (lambda: Packing(8, (Chunks(8, 2, (0,)), Chunks(8, 2, (1,)))), "must hold each of the 8 positions once"),
         (lambda: Packing(8, (Chunks.whole(4),)), "must hold each of the 8 positions once"),
-        (lambda: Chunks.zigzag(8, 3, 1), "expected a part from 0 to 0 of at least one, got 3 of 1"),
-        (lambda: Chunks.whole(8).part(-1, 4), "expected a part from 0 to 3 of at least one, got -1 of 4"),
+        (lambda: Chunks.zigzag(8, 3, 1), "expected part 0 to 0 of one or more parts, got 3 of 1"),
+        (lambda: Chunks.whole(8).part(-1, 4), "expected part 0 to 3 of one or more parts, got -1 of 4"),
         (lambda: Chunks.zigzag(8, 0, 0), "got 0 of 0"),
         (lambda: Chunks.whole(8).of(torch.zeros(2, 9), 1), r"expected a tensor with all 8 positions .* got \(2, 9\)"),
         (lambda: Documents(8, [[(0, 8)]]), "expected a tuple of .* pairs of ints for each sequence"),  # type: ignore[arg-type]

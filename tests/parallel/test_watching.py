@@ -210,7 +210,7 @@ def test_what_is_slow_and_alive_is_named_and_goes_on(kind: str, on_ranks: Run) -
     assert seconds
     assert all(after + 0.5 >= 2 * (before - 0.5) for before, after in pairwise(seconds))  # waits double
     said = r"rooftop: note: for \d+ s rank 1 lacks the all_reduce of 3 float32 \(number 2 of ranks 0-1\), which rank 0 "
-    said += r"awaits; rank 1 is at .*test_watching.py:.*. All ranks end when this has lasted for 20 s"
+    said += r"awaits; rank 1 is at .*test_watching.py:.*. All ranks end when this wait has lasted for 20 s"
     assert re.match(said, notes[0])
 
 

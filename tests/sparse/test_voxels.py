@@ -310,7 +310,7 @@ def test_what_cannot_be_voxels(arguments: dict[str, Any], message: str) -> None:
 def test_what_are_no_sizes() -> None:
     for size, ends in ((0.5, RANGE), (SIZE, [[0, 0, 0], [1, 1, 1]]), ("abc", RANGE)):
         with pytest.raises(
-            TypeError, match="as one number per dimension, and the range as twice as many numbers in one row"
+            TypeError, match="as one number per dimension, and the range as one flat sequence of twice as"
         ):
             voxelize(torch.zeros(3, 4), size, ends)
 

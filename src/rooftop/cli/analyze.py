@@ -99,7 +99,7 @@ def run(
         try:
             show(run)
         finally:
-            if words.ends_process:  # restore the environment for threads and exit functions of the script
+            if words.ends_process:  # restore the script's environment for its threads and exit functions
                 run.resume()
         return run.status
     launches = _counted(words) if counters else []
@@ -147,7 +147,7 @@ def _show(
     if counted is not None:
         console.print(counters_table(counted, report, rows))
     for what, path in (("report", json_path), ("report", html_path), ("trace", trace)):
-        if path is not None and path.exists():  # a recording of few steps has no trace, as a note says
+        if path is not None and path.exists():  # without enough steps there is no trace, and a note says so
             click.echo(f"{what}: {path}")
 
 
@@ -155,7 +155,7 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
     """Show the report of a script. If the script failed, first print the traceback as Python does.
 
     Raises:
-        InputError: the script succeeded, but it has nothing to report.
+        InputError: the script succeeded, but there is nothing to report.
         ModelRunError: the script raised.
         KeyboardInterrupt: the script was interrupted.
     """
@@ -177,17 +177,17 @@ def _show_script(run: ScriptRun, json_path: Path | None, html_path: Path | None,
 
 
 def _on_each_rank(work: Callable[[], Target]) -> Target:
-    """Run a function and return its result. With several ranks, it must succeed on every rank."""
+    """Run a function and return its result. With several ranks, raise an error on all ranks if one rank fails."""
     if not several_ranks():
         return work()
     here: list[Target] = []
-    on_all_ranks(lambda: here.append(work()))  # ranks exchange only the outcome: a target may be large or not picklable
+    on_all_ranks(lambda: here.append(work()))  # exchange only success or failure: a target may not be picklable
     return here[0]
 
 
 @contextmanager
 def _told_once() -> Iterator[None]:
-    """Report a failure of one rank once: the failed rank prints it, and the other ranks end silently.
+    """Report a failure of one rank only once: the failed rank prints the error, and the other ranks end silently.
 
     The failed rank prints before it ends its process group: ending the group may wait, and torchrun kills all ranks
     once one rank has ended.
@@ -244,7 +244,7 @@ WITHOUT = {
     "--ceilings": "names the machine itself",
     "--device": "runs nothing",
 }
-"""Why a prediction excludes an option."""
+"""For each option that a prediction excludes: the reason."""
 
 
 def _check_prediction(options: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ LEARNING_RATE, MOMENTUM = 1e-4, 0.9
 
 
 def _training(found: Target) -> dict[str, Any]:
-    """Arguments of `analyze` for a training step with SGD and momentum. The step changes the model."""
+    """Return the arguments of `analyze` for a training step with SGD and momentum. Such a step changes the model."""
     parameters = [p for p in found.model.parameters() if p.requires_grad]  # type: ignore[attr-defined]
     arguments: dict[str, Any] = {
         "train": True,
@@ -345,7 +345,7 @@ class _ClassLoss:
 
 
 def _check_plotly() -> None:
-    """Check, before any work starts, that plotly is installed. It draws the charts."""
+    """Check, before any work starts, that plotly is installed, which draws the charts."""
     from rooftop.analysis.page import require_plotly
 
     require_plotly()

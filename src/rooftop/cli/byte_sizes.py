@@ -10,7 +10,7 @@ UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mi
 
 
 def byte_size(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    """Callback of an option: parse a size in bytes."""
+    """Option callback: parse a size in bytes."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())

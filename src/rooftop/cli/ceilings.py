@@ -17,7 +17,7 @@ from rooftop.hardware.histories import History
 from rooftop.hardware.measuring import ceilings_history, forget_ceilings
 
 MOST_LOWER = 8
-"""At most this many lower figures are listed."""
+"""Maximum number of listed figures that a refresh measured lower."""
 
 
 def run(refresh: bool, forget: bool, device: str | None, json_path: Path | None, output: Path | None) -> None:

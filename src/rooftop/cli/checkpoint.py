@@ -26,6 +26,6 @@ VERBS = {
 def command() -> None:
     """Inspect, convert and export the checkpoints of a training.
 
-    FOLDER is the folder of `rooftop train gpt --save` (its last step is taken), or the folder of one step. Training
+    FOLDER is the folder of `rooftop train gpt --save` (its last step is used), or the folder of one step. Training
     resumes from any checkpoint in any layout of ranks, without conversion.
     """

@@ -1,4 +1,4 @@
-"""`rooftop checkpoint inspect`, `convert` and `export-hf`: the work."""
+"""`rooftop checkpoint inspect`, `convert` and `export-hf`: the implementation."""
 
 from __future__ import annotations
 

@@ -123,10 +123,10 @@ def run(
 
 def _told_apart(paths: Sequence[str]) -> tuple[list[Path], list[Path]]:
     """Separate photographs (and folders of photographs) from videos by suffix, in order. Files with other suffixes are
-    tried as both.
+    opened first as a photograph, then as a video.
 
     Raises:
-        InputError: a file is neither.
+        InputError: a file is neither a photograph nor a video.
     """
     pictures: list[Path] = []
     videos: list[Path] = []
@@ -144,7 +144,7 @@ def _is_video(path: Path) -> bool:
         try:
             VideoReader(path).close()
         except (InputError, MissingExtraError):
-            return False  # not a video: its error is reported as for a photograph
+            return False  # the file is then reported as an unreadable photograph
         return True
     return False
 
@@ -177,7 +177,7 @@ class _ByEngine(nn.Module):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self.model = engine.model  # its parameters determine the device and dtype of images
+        self.model = engine.model  # the model's parameters determine the device and dtype of images
         self._engine = engine
 
     def forward(self, images: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def _show(photographs: Sequence[Classified], clips: Sequence[_Clip]) -> None:
 
 
 def _table(what: Sequence[str], rows: Iterable[tuple[list[str], tuple[Guess, ...]]]) -> Table:
-    """One line per class; the first line of a photograph names it."""
+    """One line per class. The first line of a photograph names the photograph."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column(what[0], overflow="fold")
     for name in what[1:]:
@@ -212,7 +212,7 @@ def _table(what: Sequence[str], rows: Iterable[tuple[list[str], tuple[Guess, ...
     table.add_column("probability", justify="right", no_wrap=True)
     for called, guesses in rows:
         for rank, guess in enumerate(guesses):
-            first = [Text(each) for each in (called if rank == 0 else [""] * len(what))]  # may hold [brackets]
+            first = [Text(each) for each in (called if rank == 0 else [""] * len(what))]  # not parsed as markup
             table.add_row(*first, Text(guess.name or f"class {guess.index}"), f"{guess.probability:.1%}")
     return table
 

@@ -34,10 +34,10 @@ TITLES = {
 def run(
     before_path: Path, after_path: Path, rows: int, fail_above: float | None = None, json_path: Path | None = None
 ) -> None:
-    """Do what `rooftop.cli.commands.compare:command` says.
+    """Run the command that `rooftop.cli.commands.compare:command` describes.
 
     Raises:
-        click.ClickException: the step takes longer by more than `fail_above` and more than the noise.
+        click.ClickException: the step is slower than before by more than `fail_above`, and by more than the noise.
     """
     comparison = compare_reports(_report(before_path), _report(after_path))
     if not write_json(json_path, comparison.to_dict()):

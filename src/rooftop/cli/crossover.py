@@ -67,7 +67,7 @@ def run(operation: str, dtype: str, device: str, json_path: Path | None, output:
 def _pick_gpu(text: str) -> torch.device:
     """Return the GPU that --device names.
 
-    Raises: click.BadParameter: it is not a CUDA device.
+    Raises: click.BadParameter: the name is not a CUDA device.
         MeasurementError: this machine has no GPU.
     """
     if text == "cpu":

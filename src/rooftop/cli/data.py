@@ -1,4 +1,4 @@
-"""`rooftop data`: data for training."""
+"""`rooftop data`: the group of commands for training data."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class _ByEngine(Detr):
         nn.Module.__init__(self)
         head = engine.model.get_submodule("class_embed")
         assert isinstance(head, nn.Linear)
-        self.class_embed = head  # callers read the number of classes, and the device and dtype of images, from it
+        self.class_embed = head  # callers read from this head the number of classes, and the images' device and dtype
         self._engine = engine
 
     def forward(self, images: Tensor | Sequence[Tensor], padding: Tensor | None = None) -> Predictions:
@@ -133,7 +133,7 @@ class _ByEngine(Detr):
 
 
 def _pictures(found: Sequence[Path], folder: Path) -> list[Path]:
-    """The output path of each photograph. Equal names get a number."""
+    """The output path of each photograph. Numbers distinguish photographs with equal names."""
     names: dict[str, None] = {}
     for path in found:
         numbered = (f"{path.stem}-{number}" for number in itertools.count(2))
@@ -142,7 +142,7 @@ def _pictures(found: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _table(photographs: Sequence[Detected]) -> Table:
-    """One line per object; the first line of a photograph has the photograph's path."""
+    """One line per object. The first line of a photograph has the photograph's path."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("photograph", overflow="fold")
     table.add_column("object", overflow="fold")

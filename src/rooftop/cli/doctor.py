@@ -1,4 +1,4 @@
-"""`rooftop doctor`: show which parts work on this machine, and the commands that fix the other parts."""
+"""`rooftop doctor`: show which components work on this machine, and the commands that fix the others."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def run(ctx: click.Context, json_path: Path | None, install_kernel: bool) -> Non
 
 
 def _show(findings: list[Finding], broken: list[str]) -> None:
-    """Print one line per part, with the problem and the command that fixes it below. Long lines are not wrapped, so
-    that they can be copied."""
+    """Print one line per component. The problem and the command that fixes it follow below. Long lines are not wrapped,
+    so that they can be copied."""
     console = Console(highlight=False)
     width = max(len(finding.part) for finding in findings)
     for finding in findings:

@@ -56,7 +56,7 @@ def run(
         raise click.UsageError("--top-k and --top-p need sampling: also give a --temperature above 0, such as 1")
     try:
         sampling = Sampling(temperature, top_k, top_p, draws)
-    except ValueError as error:  # NaN and infinity pass the options' range checks
+    except ValueError as error:  # the range checks of the options accept NaN and infinity
         raise click.UsageError(str(error)) from error
     rank = _rank(tensor_parallel_size, where)
     prompts = tuple(_unicode(number, prompt) for number, prompt in enumerate(prompts, 1))
@@ -130,7 +130,7 @@ def run(
 
 
 def _config(model: str | None, weights: Path | None) -> GptConfig:
-    """The config of the named preset, or of config.json beside the weights."""
+    """Return the config of the named preset, or of config.json in the folder of the weights."""
     if model is not None:
         return gpt_config(model)
     folder = weights if weights is None or weights.is_dir() else weights.parent
@@ -156,7 +156,7 @@ def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> N
             )
         if max(tokens) >= config.vocabulary:
             raise InputError(
-                f"the tokenizer gives token {max(tokens)}, but the vocabulary of the model has {config.vocabulary} "
+                f"the tokenizer returns token {max(tokens)}, but the vocabulary of the model has {config.vocabulary} "
                 "tokens: use the tokenizer of this model"
             )
     for number, tokens in enumerate(prompts, 1):
@@ -171,7 +171,7 @@ def _check(config: GptConfig, prompts: Sequence[Sequence[int]], count: int) -> N
 def _network(
     config: GptConfig, weights: Path | None, seed: int | None, where: torch.device, dtype: torch.dtype, group: Group
 ) -> Gpt:
-    """Load the model on its device in eval mode, without a second copy. Each rank reads its own part."""
+    """Load the model onto its device in eval mode, without a second copy. Each rank reads only its own weights."""
     if weights is not None and weights.is_dir() and holds_training(weights):
         return load_trained_gpt(weights, device=where, dtype=dtype, group=group).eval()
     network = empty_gpt(config, device=where, dtype=dtype, group=group)
@@ -212,7 +212,7 @@ def _rank(tensor: int, where: torch.device) -> int:
 
 
 def _layout(config: GptConfig, tensor: int) -> Layout:
-    """The layout of this number of tensor parallel ranks.
+    """Return the layout of `tensor` tensor parallel ranks.
 
     Raises:
         InputError: the ranks cannot split the model.
@@ -228,7 +228,7 @@ def _layout(config: GptConfig, tensor: int) -> Layout:
         try:
             Layout(tp=ranks).check(ranks, **sizes, axes=("tp",))
         except ValueError as error:
-            # leave out the error's suggested layouts: none exists for this number of ranks
+            # leave out the layouts that the error suggests: none of them has this number of ranks
             return str(error).partition(". ")[0]
         return ""
 
@@ -243,7 +243,7 @@ def _layout(config: GptConfig, tensor: int) -> Layout:
 
 @contextmanager
 def _ranks(layout: Layout, where: torch.device, settings: Mapping[str, object]) -> Iterator[tuple[Group, torch.device]]:
-    """The group of the ranks and the device of this rank. A single rank gets (None, where)."""
+    """Yield the process group of all ranks, and the device of this rank. A single rank gets (None, where)."""
     if layout.tp == 1:
         yield None, where
         return
@@ -267,7 +267,7 @@ def _unicode(number: int, prompt: str) -> str:
 
 
 def _echo(text: str) -> None:
-    """Write to standard output; "?" replaces characters outside its encoding."""
+    """Write text to standard output, with "?" for characters that its encoding cannot represent."""
     try:
         click.echo(text, nl=False)
     except UnicodeEncodeError as error:  # Python has written nothing yet
@@ -289,7 +289,7 @@ def _told(
     echo(prompts[0])
 
     def go_on() -> int:
-        """Print the text that is ready. Return the number of the first unfinished prompt."""
+        """Print the text that is ready, and return the index of the first unfinished prompt."""
         place = current
         while place < len(prompts):
             echo(held[place])
@@ -326,8 +326,8 @@ def _text(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> 
 
 
 def _figures(generation: Generation, with_roof: bool) -> dict[str, Any]:
-    """Figures for JSON: times in ms, rates in tokens a second. If the roof is unknown, it is null, and a field gives
-    the reason. With several ranks, cache and roof are for one rank."""
+    """Return the figures for JSON: times in ms, rates in tokens per second. If the roof is unknown, its fields are
+    null, and `without_roof` is the reason. With several ranks, cache and roof are for one rank."""
     decoded, seconds = sum(rows for rows, _ in generation.steps), generation.decode_s
     figures: dict[str, Any] = {
         "device": str(generation.device),

@@ -1,4 +1,4 @@
-"""Command groups that import each command when it is used, so that help and errors appear without loading torch."""
+"""Command groups that import a command only when it is used, so that help and errors appear without loading torch."""
 
 from __future__ import annotations
 

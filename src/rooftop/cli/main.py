@@ -1,6 +1,6 @@
 """The `rooftop` command: find the verb, run it, and print every error as one line.
 
-Exit status: 0 done, 1 failed, 2 wrong call, 130 interrupted. `--debug` also prints the traceback.
+Exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted. `--debug` also prints the traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rooftop.cli.words import Words
 from rooftop.errors import FAILURE, InputError, RooftopError, TargetError
 from rooftop.words import did_you_mean
 
-# Verb -> its line in `rooftop --help`. The command itself is `rooftop.cli.commands.VERB:command`.
+# For each verb: its line in `rooftop --help`. The command itself is `rooftop.cli.commands.VERB:command`.
 VERBS = {
     "analyze": "Show how far a model is from the limits of this machine, and why.",
     "ceilings": "Measure the limits of this machine: bandwidths, matrix rates, launch costs.",
@@ -32,7 +32,7 @@ VERBS = {
     "device": "Describe the GPUs and the CPU of this machine.",
     "doctor": "Check what works on this machine, and print the command that fixes each problem.",
     "generate": "Generate text with a language model, and report percent of roof.",
-    "ladder": "Measure one piece of work in faster and faster versions, from a first kernel to the roof.",
+    "ladder": "Measure ever faster versions of one computation, from a first kernel to the roof.",
     "map": "Call a model or your own function for every file, on all GPUs or a cluster.",
     "media": "Inspect, decode, transcode and benchmark video files; check and build FFmpeg.",
     "optimize": "Make a model faster: check and time changes one by one, and keep those that gain time.",
@@ -64,8 +64,8 @@ WRONG_CALL = (click.UsageError, TargetError, InputError)
 def command(debug: bool) -> None:
     """How far is your PyTorch model from the limits of this machine?
 
-    Rooftop measures the machine and counts the bytes and flops of each operator of the model. It shows how far each
-    operator and module is from its limit, and how to close the gap.
+    Rooftop measures the machine and counts the bytes and flops of each operator of the model. The report
+    shows how far each operator and module is from its limit, and how to close the gap.
     """
 
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after `rooftop`. None: the arguments of this process, which ends after the call.
     """
     typed = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in typed  # --debug may stand before or after the verb
+    debug = "--debug" in typed  # --debug may come before or after the verb
     words = Words((word for word in typed if word != "--debug"), ends_process=arguments is None)
     try:
         result = command.main(words, prog_name="rooftop", standalone_mode=False, obj=words)
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _message(error: click.ClickException) -> str:
-    """Click's message. For an unknown name the nearest known name is added."""
+    """Return click's message. For an unknown name, suggest the nearest known name."""
     said = error.format_message()
     if isinstance(error, click.NoSuchOption):
         known = [name for option in (error.ctx.command.params if error.ctx else ()) for name in option.opts]
@@ -112,7 +112,7 @@ def _message(error: click.ClickException) -> str:
 
 
 def _hint(error: click.ClickException, words: Sequence[str]) -> str:
-    """Where to find help. For an option unknown to `rooftop`, how to pass it to the script."""
+    """Return a hint where to find help or, for an option unknown to `rooftop`, how to pass the option to the script."""
     script = next((word for word in words if word.endswith(".py")), None)
     if isinstance(error, click.NoSuchOption) and script in words[1:2]:
         return f" (put the script's own arguments after --: {script} -- {error.option_name})"
@@ -129,7 +129,7 @@ def _fail(message: str, status: int, debug: bool, error: BaseException | None = 
 
 
 def _failure_behind(error: BaseException | None) -> str | None:
-    """The first failure of any rank, if this error ended all ranks. The text is the same on all ranks."""
+    """Return the first failure of any rank, if this error ended all ranks. All ranks return the same text."""
     while error is not None:
         failure = getattr(error, FAILURE, None)
         if isinstance(failure, str):
@@ -139,8 +139,8 @@ def _failure_behind(error: BaseException | None) -> str | None:
 
 
 def _first_to_say(failure: str) -> bool:
-    """Whether this rank prints the failure, because no other rank has. All ranks report the same wrong option or
-    failure."""
+    """Whether this rank prints the failure: only the first rank that reports it does, since all ranks report the same
+    text."""
     from rooftop.analysis.ranks.lockstep import first_to_say
 
     return first_to_say(failure)

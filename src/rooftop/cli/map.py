@@ -37,7 +37,7 @@ def run(
     retry_errors: bool,
     json_path: Path | None,
 ) -> int:
-    """Do what `rooftop.cli.commands.map:command` says; returns the exit status."""
+    """Run the command that `rooftop.cli.commands.map:command` describes. Returns the exit status."""
     load_arrow()
     for option, given in (("--workers", workers), ("--decoders", decoders)):
         if scheduler is not None and given is not None:

@@ -1,4 +1,4 @@
-"""`rooftop media`: video files."""
+"""`rooftop media`: the group of commands for video files."""
 
 from __future__ import annotations
 

@@ -58,14 +58,14 @@ def run_bench(
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(_table(rates))
-    console.print(f'device="auto" takes {chosen}: {_why_auto(chosen, why)}', soft_wrap=True, markup=False)
+    console.print(f'device="auto" chooses {chosen}: {_why_auto(chosen, why)}', soft_wrap=True, markup=False)
 
 
 def measure(file: Path, device: str, streams: int, resize: tuple[int, int] | None, seconds: float) -> Rate:
     """Measure the rate of several concurrent readers.
 
     Raises:
-        RooftopError: a reader failed. If the device cannot decode this video, the result holds the reason instead.
+        RooftopError: a reader failed. If the device cannot decode this video, the result contains the reason instead.
     """
     try:
         readers = [VideoReader(file, device=device, resize=resize) for _ in range(streams)]

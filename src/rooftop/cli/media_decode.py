@@ -74,7 +74,7 @@ def _decode(
     end: float | None,
     show: Callable[[str, float], None],
 ) -> int:
-    """Decode the frames; return their number."""
+    """Decode and write the frames. Returns the number of written frames."""
     until = end if end is not None else end_of(reader)
     begin = float(reader.times[first])
     for number, (pixels, time, _) in enumerate(reader.timed(first), first):
@@ -104,7 +104,7 @@ class _Folder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
-                f"the folder {self.path} cannot be created ({error.strerror}): give another one"
+                f"the folder {self.path} cannot be created ({error.strerror}): give another folder"
             ) from error
         final = self.path / f"{number:0{DIGITS}}.{self.suffix}"
         partial = self.path / f".{final.stem}.{os.getpid()}.partial.{self.suffix}"
@@ -136,7 +136,7 @@ class _Array:
         if path.is_dir():
             raise InputError(f"{path} is a folder: expected the name of a file")
         if not path.parent.is_dir():
-            raise InputError(f"{path.parent} is not a folder: create it first, or give another one")
+            raise InputError(f"{path.parent} is not a folder: create it first, or give another folder")
         self.path, self.count = path, 0
         self._partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.npy")
         self._shape: tuple[int, ...] = ()

@@ -29,9 +29,9 @@ def end_of(reader: VideoReader) -> float:
 
 
 def first_position(reader: VideoReader, start: float | None) -> int:
-    """Position of the first frame that begins at or after this time; the number of frames if there is none.
+    """Position of the first frame that begins at or after this time; the number of frames if there is no such frame.
 
-    A frame up to 0.5 ms earlier counts too, so that 2 / 30 matches a time of 0.0666 in a file.
+    A frame that begins up to 0.5 ms earlier also counts, so that 2 / 30 s matches a time of 0.0666 s in a file.
     """
     if not start:
         return 0

@@ -35,9 +35,9 @@ def _lines(info: VideoInfo) -> list[tuple[str, str]]:
     stretched = f", pixel width / height {info.pixel_aspect:.4g}" if info.pixel_aspect != 1 else ""
     rate = "variable, on average " if info.variable_frame_rate else ""
     access = (
-        f"reading one frame decodes at most {info.longest_gop}"
+        f"reading one frame decodes at most {info.longest_gop} frames"
         if info.seekable
-        else "found only by reading from the beginning"
+        else "every read starts at the beginning of the file"
     )
     lines = [
         ("file", f"{click.format_filename(info.source)} ({info.size_bytes:,} bytes, {info.container})"),

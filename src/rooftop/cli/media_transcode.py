@@ -125,7 +125,7 @@ def _tell(info: VideoInfo, reader: VideoReader, writer: VideoWriter, no_sound: b
     sound = "no sound" if not info.audio else "sound left out" if no_sound else f"{info.audio[0].codec} sound copied"
     height, width = writer.size or (reader.height, reader.width)
     padded = (height, width) != (reader.height, reader.width)
-    filled = f" (filled up from {reader.width} x {reader.height})" if padded else ""
+    filled = f" (padded from {reader.width} x {reader.height})" if padded else ""
     click.echo(
         f"{name}: {writer.frames} frames of {width} x {height}{filled}, {writer.encoder} "
         f"{writer.pixel_format}, {sound}; decoded on {reader.device}"

@@ -81,12 +81,12 @@ def run(
         except (TypeError, ValueError, torch.OutOfMemoryError) as error:
             raise ModelRunError(str(error)) from error
         except RuntimeError as error:
-            if type(error) is not RuntimeError:  # not of PyTorch's operators
+            if type(error) is not RuntimeError:  # a subclass, so not an error of PyTorch's operators
                 raise
             given = in_words((found.args, dict(found.kwargs)))
             raise ModelRunError(
-                f"{target} raised {in_a_line(error)} for the inputs {given}. If it "
-                "needs others: --input 8x3x224x224, or --input 2x16:int64:HIGH for integers below HIGH"
+                f"{target} raised {in_a_line(error)} for the inputs {given}. If the "
+                "model needs other inputs: --input 8x3x224x224, or --input 2x16:int64:HIGH for integers below HIGH"
             ) from error
         except KeyboardInterrupt:
             if save is not None:
@@ -135,7 +135,7 @@ def _show(found: Optimized, target: str) -> None:
         console.print(f"Only on a GPU: {', '.join(elsewhere)}.", highlight=False)
     if any(change.error is not None for change in found.changes):
         console.print(
-            "Predicted, measured: time saved per step. Error: of the changed results, as a share of what is allowed.",
+            "Predicted, measured: time saved per step. Error: of the changed results, relative to the allowed error.",
             highlight=False,
         )
     if found.checked:
@@ -155,7 +155,7 @@ def _why_nothing(found: Optimized) -> str:
     if not found.changes:
         return "the plan has no changes"
     waiting = sum(change.verdict == "not tried" for change in found.changes)
-    return f"nothing was kept, and {counted(waiting, 'rule')} not tried" if waiting else "nothing pays here"
+    return f"nothing was kept, and {counted(waiting, 'rule')} not tried" if waiting else "no change saves time"
 
 
 def _not_here(change: Change) -> bool:

@@ -55,15 +55,16 @@ def check_outputs(paths: Sequence[Path]) -> None:
 
 
 def _is_in(path: Path, source: Path) -> bool:
-    """Whether a file is the source, or is in the source if that is a folder."""
+    """Whether a file is the source, or is in the source if the source is a folder."""
     if source.is_dir():
         return path.resolve().is_relative_to(source.resolve())
     return source.exists() and path.samefile(source)
 
 
 def json_option(what: str) -> Any:
-    """Make the option --json [FILE] of a verb that finds `what`. The value `json_path` is None, a writable file, or
-    STANDARD_OUTPUT.
+    """Make the option --json [FILE], with which a verb writes `what` as JSON.
+
+    The value `json_path` is None, a writable file, or STANDARD_OUTPUT.
     """
     return click.option(
         "--json",

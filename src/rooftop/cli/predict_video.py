@@ -23,15 +23,15 @@ from rooftop.models.conv_lstm.layer import States
 from rooftop.models.conv_lstm.video import Continuation, continue_clip, load_next_frame_network
 
 MAX_SIDE = 16384  # libx264's limit in pixels
-SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 s selects frame 2, even if the file gives it the time 0.067 s
+SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 s selects frame 2, even if the file states its time as 0.067 s
 
 Size = tuple[int, int]
 Progress = Callable[[str, float], None]
 
 
 class Clip(NamedTuple):
-    """The part of a clip that the command needs: `context` (T, 3, H, W) before `after_s`, and `real`, at most
-    `--frames` frames from `after_s` on."""
+    """The frames of a clip that the command needs: `context` (T, 3, H, W) before the time `after_s`, and `real`, at
+    most `--frames` frames from `after_s` on."""
 
     context: Tensor
     real: Tensor
@@ -154,7 +154,7 @@ class _ByEngine(NextFrameNetwork):
 
     def __init__(self, network: NextFrameNetwork, where: torch.device, dtype: torch.dtype | None) -> None:
         nn.Module.__init__(self)
-        # no conversion: the network's 4-D tensors, the states (N, H, W, F), already have their channels last
+        # no layout conversion: the network's 4-D tensors are states (N, H, W, F), whose channels are last already
         self._engine = engine_of(_Layers(network), "the network", where, dtype, channels_last=False)
         self.every_frame, self.data_format = network.every_frame, network.data_format
         self.layers, self.head = network.layers, network.head
@@ -184,13 +184,13 @@ def _colour(network: NextFrameNetwork) -> str:
 
 
 def _with_black(found: Continuation) -> Tensor:
-    """(T, C, H, W): the real frames, then black frames up to the number of predicted frames."""
+    """Append black frames to the real frames, up to the number of predicted frames: (T, C, H, W)."""
     black = torch.zeros_like(found.frames[len(found.real) :])
     return torch.cat((found.real, black))
 
 
 def _rgb(frames: Tensor) -> Tensor:
-    """Frames (..., C, H, W) with one or three channels, converted to three."""
+    """Convert frames (..., C, H, W) with one or three channels to three channels."""
     return frames.expand(*frames.shape[:-3], 3, *frames.shape[-2:])
 
 
@@ -216,7 +216,7 @@ def _told(
     video: Path,
     picture: Path,
 ) -> dict[str, Any]:
-    """The results as plain data."""
+    """Return the results as plain data for JSON."""
     compared = len(found.real) > 0
     return {
         "clip": str(clip),

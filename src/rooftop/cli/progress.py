@@ -14,9 +14,9 @@ PATIENCE_S = 2.0
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """Yield a function to call with (the current activity, fraction done).
+    """Yield a function that updates the bar: call it with (the current activity, fraction done).
 
-    The bar appears after two seconds, even during a long call. It never appears if stderr is not a terminal.
+    The bar appears after two seconds, even during a long call. The bar never appears if stderr is not a terminal.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -29,5 +29,5 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
         yield lambda what, fraction: bar.update(task, description=what, completed=fraction)
     finally:
         patience.cancel()
-        patience.join()  # wait: the thread may be starting the bar now
+        patience.join()  # wait, since the thread may just be starting the bar
         bar.stop()

@@ -16,7 +16,7 @@ def refuse_repeated_options(command: click.Command) -> click.Command:
     if isinstance(command, click.Group):
         for each in command.commands.values():
             refuse_repeated_options(each)
-    if "make_parser" not in vars(command):  # patch once: a group may hold the same command twice
+    if "make_parser" not in vars(command):  # patch once: a group may contain the same command twice
         make = command.make_parser
 
         def make_parser(ctx: click.Context) -> Any:

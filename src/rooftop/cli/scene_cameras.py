@@ -28,7 +28,7 @@ EITHER = {"width", "height", "near"}
 
 
 def numbers(*counts: int) -> Callable[[click.Context, click.Parameter, str | None], Numbers | None]:
-    """Callback of an option: parse finite numbers separated by commas. `counts` has the allowed numbers of values."""
+    """Return an option callback that parses finite numbers separated by commas. `counts` lists the allowed lengths."""
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Numbers | None:
         return None if text is None else _numbers(text, counts, option)
@@ -37,7 +37,7 @@ def numbers(*counts: int) -> Callable[[click.Context, click.Parameter, str | Non
 
 
 def pixels(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, int] | None:
-    """Callback of an option: parse WIDTHxHEIGHT."""
+    """Option callback: parse WIDTHxHEIGHT."""
     if text is None:
         return None
     words = text.lower().split("x")
@@ -86,7 +86,7 @@ def chosen_cameras(choice: Choice, points: Floats) -> list[Camera]:
 
     Raises:
         click.UsageError: options exclude each other, or an option needs another option that is missing.
-        InputError: a file cannot be read, or numbers describe no camera.
+        InputError: a file cannot be read, or the numbers do not describe a valid camera.
     """
     _check_together(choice)
     width, height = choice.size or (1920, 1080)
@@ -180,7 +180,7 @@ def _view(
 
 
 def _of_file(path: Path, size: tuple[int, int] | None, near: float) -> list[Camera]:
-    """The cameras of a JSON file, which holds one camera object or a list of them."""
+    """Read the cameras of a JSON file, which contains one camera object or a list of camera objects."""
     content = _json(path)
     views = content if isinstance(content, list) else [content]
     if not views:

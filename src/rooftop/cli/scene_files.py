@@ -64,7 +64,7 @@ def run_info(file: Path, json_path: Path | None) -> None:
 
 
 def _info(geometry: Geometry) -> dict[str, Any]:
-    """The facts in the file's header, and the facts found by reading the whole file."""
+    """Return the file's header, and statistics that are computed from the whole file."""
     heads = geometry.clusters()  # reads and checks every page
     levels = geometry.meta["levels"]
     clusters, triangles = (sum(level[name] for level in levels) for name in ("clusters", "triangles"))
@@ -115,7 +115,7 @@ def _words(material: dict[str, Any]) -> str:
     color = "#" + "".join(f"{round(255 * part):02x}" for part in material["color"])
     texture = material["texture"]
     image = "" if texture is None else f", a texture of {texture['width']} x {texture['height']}"
-    name = material["name"].encode("utf-8", "backslashreplace").decode()  # a name may be any string that JSON can hold
+    name = material["name"].encode("utf-8", "backslashreplace").decode()  # a name may be any string in JSON
     shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in name)
     return f"{shown} {color}{image}".strip()
 

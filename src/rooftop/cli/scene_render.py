@@ -136,7 +136,7 @@ def run_render(
 
 
 def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene.Scene:
-    """A scene with each mesh once, or with `instances` copies of the meshes in a square grid on the ground."""
+    """Return a scene with each mesh once, or with `instances` copies of the meshes in a square grid on the ground."""
     world = scene.Scene()
     for path in files:
         if not path.is_file():
@@ -153,7 +153,7 @@ def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene
     number = np.arange(instances)
     place = np.stack([number % side, number // side], 1) - (side - 1) / 2
     transforms = np.tile(np.eye(4), (instances, 1, 1))
-    # Put the middle of each mesh, on the ground, into the middle of its cell.
+    # Center each mesh in its cell of the grid, in ground coordinates.
     middles = (boxes.mean(1) @ directions.T)[number % len(files)]
     transforms[:, :3, 3] = (place * step - middles) @ directions
     for mesh in range(len(files)):
@@ -162,7 +162,7 @@ def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene
 
 
 def _names(out: Path, shows: Sequence[str], frames: int) -> list[dict[str, Path]]:
-    """The file of each --show, for each frame."""
+    """Return, for each frame, the output file of each --show value."""
     if out.suffix.lower() != ".png":
         raise click.BadParameter(f"{out}: expected a name that ends in .png", param_hint="--out")
     if frames > 1 and "{frame}" not in out.name:
@@ -196,7 +196,7 @@ def _sheet(pictures: Mapping[str, Bytes]) -> Image.Image:
 
 
 def _save(picture: Image.Image, path: Path) -> None:
-    """Write a picture completely or not at all; write to a device or a pipe directly."""
+    """Write a picture completely or not at all. A device or a pipe is written directly."""
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
             picture.save(file, format="PNG")
@@ -234,7 +234,7 @@ def _lines(found: Sequence[FrameStats], world: scene.Scene) -> list[str]:
     )
     lines = [
         f"drawn: {drawn} of {whole:,} triangles, in {clusters} clusters",
-        f"levels of detail: {_runs(levels) or 'none'}; hidden by what the previous frame drew: {hidden} instances, "
+        f"levels of detail: {_runs(levels) or 'none'}; hidden by surfaces of the previous frame: {hidden} instances, "
         "nodes, groups and clusters",
     ]
     streaming = [each.streaming for each in found if each.streaming is not None]
@@ -258,7 +258,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """0, 1, 2, 5 as "0 to 2, 5"."""
+    """Format sorted numbers as runs: 0, 1, 2, 5 become "0 to 2, 5"."""
     starts = [0, *(place + 1 for place, (a, b) in enumerate(pairwise(numbers)) if b != a + 1), len(numbers)]
     runs = [numbers[a:b] for a, b in pairwise(starts)] if numbers else []
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
@@ -299,7 +299,7 @@ def _plain(
 
 @contextmanager
 def wrong_call() -> Iterator[None]:
-    """Turn a ValueError of the library into a UsageError, since the options caused it."""
+    """Turn a ValueError of the library into an `InputError`, since the options caused the error."""
     try:
         yield
     except RooftopError:
@@ -315,5 +315,5 @@ def _memory_of(where: torch.device) -> Iterator[None]:
     except torch.cuda.OutOfMemoryError as error:
         raise RooftopError(
             f"the scene or the picture does not fit into the memory of {where}; try a smaller --size, --pool SIZE "
-            "to keep only a part of the scene there, or --device cpu"
+            "to keep only a part of the scene in that memory, or --device cpu"
         ) from error

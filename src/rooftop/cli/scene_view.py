@@ -53,7 +53,7 @@ def run_view(
             f"to open it on another machine, first run there: ssh -L {viewer.port}:{there}:{viewer.port} "
             f"{socket.gethostname()}"
         )
-    click.echo("Ctrl-C ends it.")
+    click.echo("Ctrl-C ends the viewer.")
     sys.stdout.flush()
     try:
         wait_for_interrupt()

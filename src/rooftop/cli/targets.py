@@ -3,8 +3,8 @@
 TARGET   resnet50                  a built-in model
          my_pkg.net:build          a module, a module class, or a callable that returns a module, (module, inputs) or
                                    (module, arguments, keywords); inputs that are a dict are keywords
---input  8x3x224x224               shape; floating point of the model's dtype, normally distributed
-         8x128:int64:50257         shape, dtype, and for integers the exclusive upper bound (2 if left out)
+--input  8x3x224x224               shape of normally distributed values, in the model's dtype
+         8x128:int64:50257         shape, dtype and, for integers, the exclusive upper bound (default: 2)
          photographs/ or cat.jpg   a batch of photographs, preprocessed for image models
 """
 
@@ -43,10 +43,10 @@ class Target:
     """A model ready to run on a device.
 
     Attributes:
-        name: shown in the report.
+        name: name in the report.
         model: the module or callable.
         args, kwargs: arguments of the model.
-        classifies: whether its outputs are class logits; training then uses cross-entropy with random labels.
+        classifies: whether the model's outputs are class logits. Training then uses cross-entropy with random labels.
     """
 
     name: str
@@ -65,8 +65,9 @@ def resolve_target(
 ) -> Target:
     """Build the model that `text` names and the tensors that `inputs` describe, on the device and in the dtype.
 
-    Without a device, model and inputs stay where they were built, which is enough for a prediction. `inputs` replace
-    the inputs that the target returns, but not its keyword arguments; if it returned only these, they are replaced.
+    Without a device, model and inputs stay on the device where they were built, which is enough for a prediction.
+    `inputs` replace the positional arguments that the target returns. Keyword arguments are replaced only if the target
+    returns no positional arguments.
 
     Raises:
         TargetError: no such target exists.
@@ -99,7 +100,7 @@ def resolve_target(
 
 
 def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
-    """Make a tensor from one --input, on the CPU (formats: see the top of this file).
+    """Make a tensor on the CPU from one --input. The docstring of this file lists the formats.
 
     Raises:
         InputError: the text is neither a shape nor a photograph.
@@ -131,7 +132,7 @@ def make_input(text: str, float_dtype: torch.dtype) -> Tensor:
 def _made(text: str, make: Callable[[], Tensor]) -> Tensor:
     try:
         return make()
-    # the tensor is too large for the memory, or a size exceeds 64 bits
+    # the tensor does not fit into memory, or a size exceeds 64 bits
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"--input {text!r}: this tensor cannot be made here ({first_line(error)})") from error
 
@@ -144,8 +145,9 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _find(text: str) -> tuple[Callable[..., Any], Inputs | None, tuple[int, ...] | None, bool]:
-    """Find (model, inputs, whether the model classifies). If the target gives no inputs, the second value is the shape
-    of an example.
+    """Return (model, inputs or None, shape of an example input or None, whether the model classifies).
+
+    Only built-in models have an example shape.
     """
     if ":" in text:
         model, inputs = _imported(text)
@@ -155,7 +157,7 @@ def _find(text: str) -> tuple[Callable[..., Any], Inputs | None, tuple[int, ...]
 
 
 def _imported(text: str) -> tuple[Callable[..., Any], Inputs | None]:
-    """Find an object by `named_object`. If it is a callable that is not a module, call it."""
+    """Find an object by `named_object`. Call the object if it is a callable other than a module."""
     found = named_object(text, "my_pkg.net:build")
     if isinstance(found, nn.Module):
         return found, None
@@ -172,7 +174,7 @@ EXPECTED = "expected an nn.Module, (nn.Module, inputs) or (nn.Module, arguments,
 
 
 def _taken_apart(text: str, built: Any) -> tuple[nn.Module, Inputs | None]:
-    """Split what a callable returned into the module and its inputs.
+    """Split the return value of a callable into the module and its inputs.
 
     Raises:
         TargetError: the callable returned another kind of object.
@@ -196,13 +198,13 @@ def _taken_apart(text: str, built: Any) -> tuple[nn.Module, Inputs | None]:
 
 
 def _described(value: Any) -> str:
-    """Describe the type of a value; of a tuple, the types of its elements."""
+    """Describe the type of a value or, for a tuple, the types of its elements."""
     if isinstance(value, tuple) and len(value) <= 4:
         return f"({', '.join(type(each).__name__ for each in value)})"
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
 def _placed(value: Tensor, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Tensor:
-    """Move a tensor to the device: floating point in the dtype, images channels last on request."""
+    """Move a tensor to the device. Cast floating-point values, and make images channels last on request."""
     value = value.to(device=device, dtype=dtype if value.is_floating_point() else None)
     return value.to(memory_format=torch.channels_last) if channels_last and value.dim() == 4 else value

@@ -58,7 +58,7 @@ from rooftop.words import counted
 GRAPH_SHARE = 0.7
 """A CUDA graph is the default only if it needs less than this share of the GPU's memory."""
 LAUNCHED_PERCENT = (
-    15  # percent of roof. Llamas of 135 M to 7 B reach 4 if Python's launches limit them, and 34 to 73 if not.
+    15  # percent of roof. Llamas of 135 M to 7 B reach 4 if launches from Python limit them, and 34 to 73 otherwise.
 )
 
 
@@ -92,8 +92,8 @@ def train_gpt(
     distributed_timeout_minutes: float,
     **options: Any,
 ) -> int:
-    """Do what `rooftop.cli.commands.train:gpt` says; return the exit status."""
-    # Check for errors that concern every rank before any rank communicates. Every rank reports them in the same words.
+    """Run the command that `rooftop.cli.commands.train:gpt` describes. Returns the exit status."""
+    # Check for errors that occur on every rank before any rank communicates. Every rank reports the same message.
     if save_interval is not None and save is None:
         raise click.UsageError("--save-interval needs a folder to save to: expected --save DIR")
     if keep_last is not None and save is None:
@@ -104,7 +104,7 @@ def train_gpt(
     async_save = async_save is not False
     check_validation_options(valid_data_path, split, eval_interval, eval_iters)
     if tensorboard_dir is not None:
-        summary_writer()  # raises if TensorBoard is not installed
+        summary_writer()  # raises an error if TensorBoard is not installed
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with as_input_errors():
         ranks = launched().size
@@ -122,14 +122,14 @@ def train_gpt(
         tokens, held_out = opened(data_path, valid_data_path, split, token_dtype)
         training = training_of(tokens, layout, kind, train_iters, init_from=init_from, **options)
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)
-        training.batches(tokens)  # raises if there are too few tokens
+        training.batches(tokens)  # raises an error if there are too few tokens
         validation = None
         if held_out is not None:
             validation = Validation(held_out, training, interval=eval_interval or INTERVAL, iters=eval_iters or ITERS)
         anew = load is not None and save is not None and same_folder(load, save) and nothing_saved(load)
         found, before = find_training(load, training) if load is not None and not anew else (None, 0)
         if metrics is not None and found is not None:
-            kept_lines(metrics, before)  # raises if the metrics file cannot be continued
+            kept_lines(metrics, before)  # raises an error if the metrics file cannot be continued
         continued = load is not None and save is not None and (same_folder(load, save) or is_step_of(load, save))
         if save is not None and save.is_dir() and not continued and not nothing_saved(save):
             raise InputError(
@@ -246,7 +246,7 @@ def check_validation_options(data: tuple[str, ...], split: str | None, interval:
 def opened(
     data: tuple[str, ...], valid: tuple[str, ...], split: str | None, kind: str | None
 ) -> tuple[Tokens | Mixture, Tokens | Mixture | None]:
-    """Open the training data and the validation data (None if there are none).
+    """Open the training data and the validation data (None if no validation data are given).
 
     Raises:
         InputError: data cannot be read, --split is malformed, or the validation data are text and the training data are
@@ -256,7 +256,7 @@ def opened(
     if split is not None:
         try:
             parts = [Fraction(str(float(part))) for part in split.split(",")]
-        except ValueError as error:  # also for infinity
+        except ValueError as error:  # `Fraction` also raises ValueError for infinity
             raise InputError(f"--split {split}: expected numbers with commas between them, e.g. 95,5") from error
         return split_tokens(tokens, parts)
     if not valid:
@@ -273,7 +273,7 @@ def opened(
 
 @contextmanager
 def as_input_errors() -> Iterator[None]:
-    """Turn a ValueError about sizes or layouts into a UsageError."""
+    """Turn a ValueError about sizes or layouts into an `InputError`."""
     try:
         yield
     except RooftopError:
@@ -312,10 +312,10 @@ def check_folder(path: Path, option: str = "--save", *, make: bool = True) -> No
 
 
 def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_parallel: bool) -> Layout:
-    """The layout of all ranks that the options describe.
+    """Return the layout of all ranks that the options describe.
 
     Raises:
-        ValueError: there is no such layout, or it does not fit the training.
+        ValueError: the number of ranks does not allow such a layout.
     """
     needed = tensor * pipeline * context
     if ranks == 1 < needed:
@@ -327,11 +327,10 @@ def layout_of(ranks: int, tensor: int, pipeline: int, context: int, sequence_par
 
 
 def neighbours_of(sizes: tuple[int, int], layout: Layout) -> int:
-    """Number of context parallel ranks that exchange heads: the first of the two sizes. The product of both sizes must
-    be the number of context parallel ranks.
+    """Return the number of context parallel ranks that exchange heads: the first of the two sizes.
 
     Raises:
-        InputError: the product differs.
+        InputError: the product of both sizes is not the number of context parallel ranks.
     """
     near, far = sizes
     if near * far != layout.cp:
@@ -380,11 +379,11 @@ def training_of(
     eod_mask_loss: bool,
     enable_cuda_graph: bool | None,
 ) -> GptTraining:
-    """The training that the options describe.
+    """Return the training that the options describe.
 
     Raises:
-        ValueError: sizes do not fit, the vocabulary is unknown, a preset or folder already sets a given size, or two
-            kinds of recomputation are given.
+        ValueError: sizes do not fit together, the vocabulary is unknown, a preset or folder already sets a given size,
+            or two kinds of recomputation are given.
     """
     if recompute and recompute_granularity == "selective":
         raise InputError(
@@ -468,20 +467,20 @@ def training_of(
 
 
 def memory_bytes() -> float:
-    """The memory of this process's GPU; infinite if there is no GPU, as in a dry run elsewhere."""
+    """The memory of this process's GPU in bytes; infinite without a GPU, as in a dry run on another machine."""
     if not torch.cuda.is_available():
         return math.inf
     return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def event_files(folder: Path, after: int | None) -> AbstractContextManager[GptTensorBoard]:
-    """Event files of TensorBoard, closed at the end of the block."""
+    """Return a writer of TensorBoard event files, which is closed at the end of the `with` block."""
     return closing(GptTensorBoard(folder, after, partial(click.echo, err=True)))
 
 
 def roof_here(trainer: GptTrainer) -> StepRoof | None:
-    """The roof of a step on rank 0. Rank 0 measures its device while the other ranks wait, so that they do not disturb
-    the measurement."""
+    """Return the roof of a step on rank 0, and None on other ranks. The other ranks wait while rank 0 measures its
+    device, so that they do not disturb the measurement."""
     found = None
     if trainer.rank == 0:
         with progress_bar() as progress, others_wait("measuring this machine"):
@@ -499,7 +498,7 @@ def roof_here(trainer: GptTrainer) -> StepRoof | None:
 
 
 def planned(training: GptTraining, layout: Layout) -> str:
-    """Describe the model and the ranks; draw the pipeline schedule and the tokens of each rank."""
+    """Describe the model and the ranks, and draw the pipeline schedule and the tokens of each rank."""
     lines = [f"{training.config.parameters:,} parameters on {counted(layout.world_size, 'rank')}: {layout}"]
     schedule = training.schedule_of(layout)
     if schedule is not None:
@@ -552,7 +551,7 @@ def heading(trainer: GptTrainer, world: World, found: Path | None, validation: V
 
 
 def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
-    """Print a line for the last step; write a line of JSON for each step."""
+    """Print one line for the last step, and write one line of JSON to `file` for each step."""
     last = reports[-1]
     words = [
         f"step {last.step:>{len(str(steps))}}/{steps}",
@@ -574,7 +573,7 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
 
 
 def advice(report: StepReport, trainer: GptTrainer) -> str | None:
-    """Advice on faster steps, given after the first steps; None if there is no advice."""
+    """Return advice on faster steps; None if there is no advice, or only the first step is done."""
     training = trainer.training
     without_graph = training.cuda_graph or trainer.fully_shard or trainer.layout.cp > 1
     may_replay = trainer.device.type == "cuda" and not without_graph and training.document_end is None

@@ -52,7 +52,8 @@ from rooftop.train.tasks.task import Build, Task
 RUNS = Path("runs")
 RECIPE, CALL, PAGE, ABLATION_PAGE = "recipe.toml", "call.json", "page.html", "ablation.html"
 HOLDS = (METRICS, "checkpoints/step-*", f"*/seed-*/{METRICS}")
-"""A folder with any of these files holds a run, in which a training (alone or in an ablation) has made a step."""
+"""Files that show that a folder contains a run: a training, alone or in an ablation, that has made at least one
+step."""
 REPEATS = 3
 SAFETENSORS = Extra("weights", "safetensors", "safetensors", "files of weights")
 PLOTLY = Extra("report", "plotly", "plotly", "the page")
@@ -61,7 +62,8 @@ EVENT_FILES = Extra("train", "tensorboard", "tensorboard", "event files")
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of the command that are not in the recipe. A file in the run's folder keeps them for --resume.
+    """The arguments of the command that are not in the recipe. A file in the run's folder stores these arguments for
+    --resume.
 
     Attributes:
         task: the task's name.
@@ -94,7 +96,7 @@ def train_task(
     page: bool,
     print_recipe: bool,
 ) -> int:
-    """Do what `rooftop.cli.commands.train_task:task_command` says; return the exit status."""
+    """Run the command that `rooftop.cli.commands.train_task:task_command` describes. Returns the exit status."""
     if repeats is not None and not (ablate or resume):
         raise click.UsageError("--repeats counts the seeds of an ablation: expected --ablate SECTION.NAME,...")
     folder = out or RUNS / re.sub(r"[^\w.-]+", "-", name.removesuffix(":build"))
@@ -110,7 +112,7 @@ def train_task(
     if print_recipe:
         known = call.data or usual_data(name)
         words = f" --data {known}" if known else ""
-        click.echo(f"# The recipe of rooftop train {name}{words} on {kind}. Other data may have another one.")
+        click.echo(f"# The recipe of rooftop train {name}{words} on {kind}. With other data, the recipe may differ.")
         click.echo(recipe.toml())
         return 0
     drawn = [PLOTLY] if page else []
@@ -135,10 +137,10 @@ def train_task(
 
 
 def earlier_call(folder: Path, resume: bool) -> Call | None:
-    """The call whose run is in the folder; None if the folder holds no run.
+    """Return the call whose run is in the folder; None if the folder contains no run.
 
     Raises:
-        InputError: the folder holds a run but --resume is not given, or the file of the call is damaged.
+        InputError: the folder contains a run but --resume is not given, or the file of the call is damaged.
     """
     found = [path for each in HOLDS for path in folder.glob(each)]
     if not any(path.is_dir() or path.stat().st_size for path in found):
@@ -154,10 +156,10 @@ def earlier_call(folder: Path, resume: bool) -> Call | None:
 
 
 def call_of(given: Call, before: Call | None, folder: Path, *, repeats_given: bool) -> Call:
-    """The call to make, from the given arguments. Missing arguments come from the earlier run.
+    """Return the call to make, from the given arguments. Missing arguments come from the earlier run.
 
     Raises:
-        InputError: the folder holds a run of another task, or of other data.
+        InputError: the folder contains a run of another task, or of other data.
     """
     if before is None:
         return given
@@ -182,10 +184,10 @@ def recipe_of(
     short: Mapping[str, Mapping[str, Any]],
     saved: Path | None,
 ) -> Recipe:
-    """The recipe of the task or of the resumed run, changed by --config, --set and short options.
+    """Return the recipe of the task or of the resumed run, changed by --config, --set and short options.
 
     Raises:
-        InputError: a value does not fit.
+        InputError: a value is invalid.
     """
     recipe = Recipe().updated(defaults, f"the recipe of {name}")
     if saved is not None and saved.is_file():
@@ -222,7 +224,7 @@ def begin(folder: Path, call: Call, recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class _Training:
-    """What all runs of one call share: the task, the call, the folder and the ranks."""
+    """The data that all runs of one call share: the task, the call, the folder and the ranks."""
 
     build: Build
     call: Call
@@ -288,8 +290,8 @@ class _Training:
             return self.build(self.call.data, recipe)
 
     def _decided(self, recipe: Recipe) -> tuple[Recipe, Task]:
-        """The recipe and its task, with augment.decode=auto replaced by the device that rank 0 measures as faster. A
-        resumed run reads the choice from its recipe.toml."""
+        """Return the recipe and its task, with augment.decode=auto replaced by the device that is faster on rank 0. A
+        resumed run reads this choice from its recipe.toml."""
         task = self._task(recipe)
         if recipe.augment.decode != "auto":
             return recipe, task
@@ -310,7 +312,7 @@ class _Training:
         return fit(task, recipe, device=self.world.device.type, out=folder, resume=True, observers=observers)
 
     def _observers(self, recipe: Recipe, progress: Callable[[str, float], None]) -> list[Observer]:
-        """Observers for the terminal and, if their packages are installed, for TensorBoard and the page."""
+        """Create the observers for the terminal and, if their packages are installed, for TensorBoard and the page."""
         observers: list[Observer] = [Terminal(recipe, click.echo, _warn, progress)]
         if not missing([EVENT_FILES]):
             observers.append(Shielded(TensorBoard(self.folder / "tensorboard", recipe), "TensorBoard", _warn))
@@ -327,7 +329,7 @@ class _Training:
 
 
 class _RunProgress:
-    """An observer that moves the bar of an ablation."""
+    """An observer that updates the progress bar of an ablation."""
 
     def __init__(self, progress: Callable[[str, float], None], finished: int, runs: int, name: str) -> None:
         self._progress, self._finished, self._runs, self._name = progress, finished, runs, name
@@ -359,7 +361,7 @@ def _warn(line: str) -> None:
 
 
 def told_at_the_end(fitted: Fitted, task: str, folder: Path, metadata: Mapping[str, Any]) -> list[str]:
-    """Lines that name the files of the results, and the next commands."""
+    """Return lines that name the result files and the next commands."""
     lines = [f"{what}: {path}" for what, path in (("page", folder / PAGE),) if path.is_file()]
     if (folder / "tensorboard").is_dir():
         lines.append(f"curves: tensorboard --logdir {folder.parent}")
@@ -373,7 +375,7 @@ def told_at_the_end(fitted: Fitted, task: str, folder: Path, metadata: Mapping[s
 
 
 def next_command(weights: Path, metadata: Mapping[str, Any]) -> str | None:
-    """The command that uses the weights of a model; None for a model that no command runs."""
+    """Return the command that uses the weights of a model; None for a model that no command runs."""
     model = metadata.get("model")
     if model in names.CLASSIFIERS:
         return f"rooftop classify photo.png --model {model} --weights {weights}"

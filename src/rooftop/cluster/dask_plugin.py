@@ -1,5 +1,5 @@
-"""The plugin that runs the job in a Dask worker. It loads the job once, at the first chunk, and does one chunk at a
-time.
+"""The plugin that runs the job in a Dask worker. The plugin loads the job once, at the first chunk, and does one chunk
+at a time.
 
 On a GPU, a process beside the Dask worker does chunks of photographs, clips and clouds: see `dask_processes`.
 """
@@ -50,8 +50,8 @@ class Carrier(WorkerPlugin):
         CARRIERS.pop(self.token, None)
 
     def do(self, chunk: Chunk) -> Done:
-        """Do a chunk and return its outcome. If items took too long, abandon their thread or process, and return their
-        (first, count). If the process beside this worker ended, return the reason."""
+        """Do a chunk and return its outcome. If items took too long, abandon their thread or process, and return
+        (first, count) of these items. If the process beside this worker ended, return the reason."""
         with self._lock:
             if self._beside is None and self._shop is None:
                 self._begin()

@@ -1,4 +1,4 @@
-"""A worker process beside a Dask worker on a GPU, which has its own decoding processes.
+"""A worker process that runs beside a Dask worker on a GPU, and has its own decoding processes.
 
     beside = ProcessBeside(job, division_beside(job, "cuda", threads=16))
     beside.do(chunk)                        # callable from any thread; the next chunk is decoded meanwhile
@@ -70,11 +70,11 @@ class ProcessBeside:
         """Do a chunk in the process, and wait for the result.
 
         Raises:
-            ModelRunError, MissingExtraError, InputError: the process reported it, or was closed.
+            ModelRunError, MissingExtraError, InputError: the process reported this error, or was closed.
         """
         asked = _Asked(chunk, Future())
         self._inbox.put(asked)
-        while not wait([asked.done], timeout=1.0).done:  # not `result`: a chunk may raise TimeoutError, too
+        while not wait([asked.done], timeout=1.0).done:  # not `result(1.0)`: a chunk may raise TimeoutError, too
             if not self._thread.is_alive() and not asked.done.done():
                 raise self._error or ModelRunError("the run has ended")
         return asked.done.result()

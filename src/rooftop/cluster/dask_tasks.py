@@ -1,4 +1,4 @@
-"""The task that a Dask worker runs. It finds the worker's job and lets it do one chunk."""
+"""The task that a Dask worker runs. The task finds the worker's job, which then computes one chunk of items."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CARRIERS: dict[str, Any] = {}
 
 
 def do_chunk(token: str, chunk: Chunk) -> Done:
-    """Do a chunk by the worker's job (`Carrier.do`)."""
+    """Compute a chunk with the worker's job (`Carrier.do`)."""
     carrier = CARRIERS.get(token)
     if carrier is None:
         raise ModelRunError("this worker did not receive the job: does it have another version of rooftop?")

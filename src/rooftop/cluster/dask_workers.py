@@ -1,9 +1,9 @@
 """The workers of a Dask scheduler.
 
-Each worker gets the job and its model once, as a Dask plugin; new workers get it when they join. Chunks are tasks, two
-per worker. If a worker is lost, Dask repeats its tasks on another worker. If a task has ended several workers, Dask
-returns it, and `map_items` repeats its chunk item by item. If the scheduler goes away, this process tries to reconnect
-for a while. A new scheduler at the same address gets the job and the chunks again.
+Each worker gets the job and its model once, as a Dask plugin; new workers get both when they join. Chunks are tasks,
+two per worker. If a worker is lost, Dask repeats its tasks on another worker. If a task has ended several workers, Dask
+reports the task as failed, and `map_items` repeats its chunk item by item. If the scheduler goes away, this process
+tries to reconnect for a while. A new scheduler at the same address gets the job and the chunks again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CHUNKS_OF_A_WORKER = 2
 CONNECT_S = 10.0
 RECONNECT_S = 120.0
 LOOK_S = 1.0  # seconds between two queries of the number of workers
-ANSWER_S = 2.0  # timeout of a query in seconds; without it, a query to a lost scheduler takes CONNECT_S
-ALONE_S = 10.0  # seconds without a worker before a line reports it
+ANSWER_S = 2.0  # timeout of a query in seconds; without this timeout, a query to a lost scheduler takes CONNECT_S
+ALONE_S = 10.0  # seconds without a worker before a message reports this
 
 
 def load_distributed() -> ModuleType:
@@ -179,7 +179,7 @@ class DaskWorkers:
         return Lost(chunk, found) if isinstance(found, str) else Hung(chunk, *found)
 
     def _after_reconnecting(self) -> list[Event]:
-        """Reconnect, and report all chunks as lost through no fault of their own."""
+        """Reconnect, and report all chunks as lost. No chunk counts as the cause."""
         self._say(f"the scheduler at {self._address} is gone; trying to reach it for {self._reconnect_s:.0f} s")
         with suppress(Exception):
             self._client.close(timeout=1)
@@ -214,7 +214,7 @@ class DaskWorkers:
 
 
 def carrier_class() -> Any:
-    """Return the class of the worker plugin. It subclasses Dask's plugin class, which only this function imports."""
+    """Return the class of the worker plugin, a subclass of Dask's plugin class. Only this function imports it."""
     from rooftop.cluster.dask_plugin import Carrier
 
     return Carrier

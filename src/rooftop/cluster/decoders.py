@@ -6,15 +6,15 @@
     decoders.take(64)             # the next items, in order
 
 The worker forks the processes before it uses its GPU, so they start at once. Each process has at most two tasks of a
-few items each. It writes decoded tensors into a slot of memory that it shares with the worker, and sends the rest
-through a pipe. A thread of the worker reads the results and hands out new tasks.
+few items each. A decoding process writes decoded tensors into a slot of memory that it shares with the worker, and
+sends all other values through a pipe. A thread of the worker reads the results and hands out new tasks.
 
-The worker's tensors are this memory: nothing copies them, and a GPU reads pinned slots directly. A slot is used again
-once all of its tensors are freed. If no slot is free, a task uses one of two other slots of the process, from which the
-thread copies tensors at once.
+The worker's tensors are views of this memory, without a copy, and a GPU reads pinned slots directly. A slot is used
+again once all of its tensors are freed. If no slot is free, a task uses one of two other slots of the process, from
+which the thread copies tensors at once.
 
-If a process dies, a new process takes its place, and its items are retried one by one. An item that kills three
-processes is a failure. If the worker ends, its decoding processes end within a second.
+If a process dies, a new process replaces it, and the items of the dead process are retried one by one. An item that
+kills three processes becomes a failure. If the worker ends, its decoding processes end within a second.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from rooftop.cluster.working import Decoded, decoded
 from rooftop.errors import MissingExtraError, ModelRunError
 from rooftop.hardware.page_faults import keep_memory
 
-COPIED_SLOTS, LENT_SLOTS = 2, 4  # of a process; a task in work needs one of them
-COPIED_BYTES, LENT_BYTES = 256 << 20, 96 << 20  # bytes of such a slot; only written pages take memory
+COPIED_SLOTS, LENT_SLOTS = 2, 4  # slots per process; each running task uses one of them
+COPIED_BYTES, LENT_BYTES = 256 << 20, 96 << 20  # bytes of each of these slots; only written pages take memory
 SPARE = 1.25  # share of a slot that is pinned, relative to its first contents
 PAGE = 4096
 TASK_S = 0.04  # seconds of work in a task; the worker's thread waits for the GIL several times for each task
@@ -58,12 +58,12 @@ TASK_BYTES = 48 << 20  # approximate bytes of a task's tensors
 TASK_ITEMS = 16
 CLIPS_OF_A_TASK = 8  # a task's clips are from one video, so that the process need not seek
 TASKS_OF_A_PROCESS = 2
-AHEAD = 2  # items decoded ahead, as a multiple of all tasks' items; more would touch new pages
+AHEAD = 2  # items decoded ahead, as a multiple of all tasks' items; a larger multiple would touch new pages
 MOST_BYTES = 2 << 30  # approximate limit on the bytes that a worker's processes decode ahead
-DEATHS = 3  # number of processes that an item may kill
+DEATHS = 3  # an item fails after it has killed this many processes
 PARENT_S = 0.5  # seconds between two checks that the worker still runs
 ALIGNMENT = 64
-END = struct.Struct("q")  # ends each result: bytes of the slot that its tensors occupy
+END = struct.Struct("q")  # the end of each result: number of bytes that its tensors occupy in the slot
 NICE = 5  # lower priority than the worker, which shares the cores and must react at once to results and the GPU
 MOST_FILES = 65536  # limit on the files that a worker may have open when it forks
 
@@ -105,8 +105,8 @@ class _Arena:
         self._pinned: dict[int, tuple[int, int]] = {}  # slot -> its address, and the bytes that are pinned
 
     def slots(self) -> list[Any]:
-        """The bytes of each slot, for the decoding process. It maps the file again, since memory that CUDA has pinned
-        is not always inherited."""
+        """The bytes of each slot, for the decoding process. This method maps the file again, since memory that CUDA has
+        pinned is not always inherited."""
         memory = mmap.mmap(self._file, len(self._memory))
         return [np.frombuffer(memory, np.uint8, size, first) for first, size in map(_place, range(len(_all_slots())))]
 
@@ -115,13 +115,14 @@ class _Arena:
         return np.frombuffer(self._memory, np.uint8, size, _place(slot)[0])
 
     def lend(self, slot: int, size: int) -> Any:
-        """Lend the first bytes of a slot to tensors. The slot becomes free when the last of them is freed."""
+        """Lend the first bytes of a slot to tensors. The slot becomes free when the last of these tensors is freed."""
         bytes_ = (ctypes.c_char * size).from_buffer(self._memory, _place(slot)[0])
         weakref.finalize(bytes_, self.free.append, slot).atexit = False
         return bytes_
 
     def pin(self, slot: int, size: int) -> bool:
-        """Let a GPU read the first bytes of a slot directly. Return whether the system allows that."""
+        """Pin the first bytes of a slot, so that a GPU reads them directly. Return whether the system allows
+        pinning."""
         address, pinned = self._pinned.get(slot, (0, 0))
         if size <= pinned:
             return True
@@ -136,7 +137,7 @@ class _Arena:
         return True
 
     def close(self) -> None:
-        """Unpin the memory. It is unmapped with the last tensor in it."""
+        """Unpin the memory. The memory is unmapped when its last tensor is freed."""
         for address, _ in self._pinned.values():
             unregister(address)
         self._pinned.clear()
@@ -144,18 +145,18 @@ class _Arena:
 
 
 def _all_slots() -> list[int]:
-    """The bytes of each slot: first those from which tensors are copied."""
+    """The size of each slot in bytes. The slots from which tensors are copied come first."""
     return [COPIED_BYTES] * COPIED_SLOTS + [LENT_BYTES] * LENT_SLOTS
 
 
 def _place(slot: int) -> tuple[int, int]:
-    """(first byte of a slot, its bytes)."""
+    """Return (first byte, size in bytes) of a slot."""
     sizes = _all_slots()
     return sum(sizes[:slot]), sizes[slot]
 
 
 def register(address: int, size: int) -> bool:
-    """Pin memory for CUDA. Return False if the system does not allow that."""
+    """Pin memory for CUDA. Return False if the system does not allow pinning."""
     return not int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
 
 
@@ -341,7 +342,7 @@ class Decoders:
             process.connection.send((slot, [each.item for each in task]))
 
     def _slot(self, process: _Process, items: int) -> int:
-        """A slot for a task: one to lend, if its tensors surely fit there."""
+        """Choose a slot for a task: a slot to lend, if the task's tensors surely fit there."""
         if self._lends and 0 < 2 * self._size * items <= LENT_BYTES and process.arena.free:
             return process.arena.free.popleft()
         used = [slot for slot, _ in process.tasks]
@@ -425,7 +426,7 @@ class Decoders:
         process.process = context.Process(
             target=_work, args=(its, process.arena, self._decode, os.getpid()), name="rooftop-decoder", daemon=True
         )
-        with warnings.catch_warnings():  # about a fork with threads: the child never takes their locks
+        with warnings.catch_warnings():  # Python warns about a fork with threads, but the child never takes their locks
             warnings.simplefilter("ignore", DeprecationWarning)
             process.process.start()
         its.close()
@@ -441,7 +442,7 @@ def _work(connection: Connection, arena: _Arena, decode: Callable[[Item], Any], 
     os.nice(NICE)
     keep_memory()
     slots = arena.slots()
-    # Close the worker's pipes: its parent notices its end only if no other process has them open.
+    # Close the worker's pipes, since the worker's parent notices its end only if no other process has them open.
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, MOST_FILES)
     threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
@@ -505,7 +506,7 @@ class _Reader(pickle.Unpickler):
 class _Lending(_Reader):
     """An unpickler whose tensors are the memory of a slot.
 
-    Each tensor has its own storage, so saving one saves no other.
+    Each tensor has its own storage, so saving one tensor does not save the others.
 
     Args:
         slot: the object from `_Arena.lend`.
@@ -523,9 +524,9 @@ class _Lending(_Reader):
 class _Copying(_Reader):
     """An unpickler that copies tensors out of a slot.
 
-    In pinned memory, the tensors of a task are parts of one copy. A copy for each would be slower: each one releases
-    the GIL, and waits for it again while the worker's main thread computes. Tensors that are not pinned may go to
-    functions of users, which may keep or save one of them. So each unpinned tensor has its own memory.
+    In pinned memory, the tensors of a task are parts of one copy. A copy for each tensor would be slower: each copy
+    releases the GIL, and waits for the GIL again while the worker's main thread computes. Tensors that are not pinned
+    may go to functions of users, which may keep or save one of them. So each unpinned tensor has its own memory.
     """
 
     def __init__(self, content: bytes, slot: Any, pinned: bool) -> None:

@@ -43,10 +43,10 @@ Event = Finished | Lost | Hung
 
 
 class Workers(Protocol):
-    """Processes that do chunks, on this machine or as workers of a scheduler.
+    """Processes that compute chunks, on this machine or as workers of a scheduler.
 
     Attributes:
-        start: the seconds of each known part of the slowest worker's start.
+        start: seconds of each known phase of the slowest worker's startup, by name.
     """
 
     start: dict[str, float]
@@ -61,4 +61,4 @@ class Workers(Protocol):
         """Wait for new events and return them. After `patience_s` without any, return an empty list."""
 
     def close(self, at_once: bool = False) -> None:
-        """End the workers, at once or after they have done all chunks."""
+        """End the workers, at once or after they have computed all chunks."""

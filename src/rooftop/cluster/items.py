@@ -82,13 +82,13 @@ class Decoding:
 
 
 class Damage(NamedTuple):
-    """Why an item cannot be read. It replaces the item's content."""
+    """The reason why an item cannot be read, which replaces the item's content."""
 
     why: str
 
 
 class Item(NamedTuple):
-    """One item, by which the target is called.
+    """One item, whose decoded value is passed to the target.
 
     Attributes:
         input: the item's file, as given; `place`: its line, row or first frame in the file, from 0, or None for a whole
@@ -124,7 +124,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
     by name.
 
     Args:
-        kind: one of `KINDS`; None: the one kind that has all suffixes of the files.
+        kind: one of `KINDS`; None: the only kind to which all suffixes of the files belong.
 
     Raises:
         InputError: inputs are empty, a path does not exist, a folder has no such files, or the kind is unclear.
@@ -169,7 +169,7 @@ def _kind_of(files: Sequence[Path]) -> str:
         return kind
     if None in kinds:
         raise InputError(
-            f"{kinds[None]}: its suffix does not show what kind its items are; give the kind (kind=, "
+            f"{kinds[None]}: its suffix does not determine the kind of its items; give the kind (kind=, "
             f"--as): {', '.join(KINDS)}"
         )
     said = " and ".join(f"{kind}: {path}" for kind, path in kinds.items())
@@ -282,7 +282,7 @@ DECODED = ("image", "clip", "cloud")
 """Kinds of items that take time to decode."""
 
 LOADED = {"image": ["rooftop.media.images"], "clip": ["rooftop.media"], "cloud": ["numpy", "torch"]}
-"""Import the modules for a kind in advance, so that this time does not count for any item."""
+"""Modules to import in advance for each kind, so that the time of the import does not count for any item."""
 
 
 def decoder(decoding: Decoding) -> Callable[[Item], Any]:
@@ -310,14 +310,14 @@ def decoder(decoding: Decoding) -> Callable[[Item], Any]:
 
 
 def _image(source: str) -> Tensor:
-    """(3, H, W) uint8."""
+    """Read a photograph as (3, H, W) uint8."""
     from rooftop.media.images import read_image
 
     return read_image(source)
 
 
 def _clip(readers: threading.local, decoding: Decoding, item: Item) -> Tensor:
-    """(T, 3, H, W) uint8."""
+    """Read a clip as (T, 3, H, W) uint8."""
     from rooftop.media import VideoReader
 
     if getattr(readers, "source", None) != item.source:
@@ -331,7 +331,7 @@ def _clip(readers: threading.local, decoding: Decoding, item: Item) -> Tensor:
 
 
 def _cloud(source: str, columns: int) -> Tensor:
-    """(N, C), in the dtype of the file."""
+    """Read a point cloud as (N, C), in the dtype of the file."""
     import numpy as np
     import torch
 

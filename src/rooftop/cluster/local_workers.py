@@ -1,12 +1,12 @@
 """Worker processes on this machine: one per GPU, or several that share the CPU's cores.
 
-A worker has two chunks: it computes one while it decodes items of the other. If a worker has decoding processes and its
-chunks are small, it gets more than two, so that every process has work.
+A worker has two chunks: it computes one chunk while it decodes items of the other chunk. If a worker has decoding
+processes and its chunks are small, the worker gets more than two chunks, so that every process has work.
 
 On a GPU, a worker has its own decoding processes. A decoding thread would hold the GIL for 0.2 of the 1.7 ms that a
 photograph of 500 x 375 pixels takes, so threads would reach only about 4,000 photographs a second. A worker writes to
 shared memory which items it works on and since when. So the parent knows these items when a worker process dies, or
-when it kills the process because an item takes too long. A new process then takes its place.
+when the parent kills the process because an item takes too long. A new process then replaces the worker process.
 
 A thread of the parent sends the job to a worker through its pipe. The job is not passed as a process argument: an
 argument larger than a pipe (64 KiB) would make the parent wait until the process has imported torch, before it starts
@@ -47,7 +47,7 @@ MOST_STARTS = 3  # the run fails after this many failed starts
 MOST_THREADS = 16  # maximum decoding threads of a worker, each of which may hold a whole photograph
 MOST_DECODERS = 32  # maximum decoding processes of a worker
 CORES_OF_TORCH = 4  # in a worker with decoding processes, torch gets one thread per this many cores
-SWITCH_S = 0.0002  # maximum seconds that a worker's thread waits for the GIL: decoding threads run often, but shortly
+SWITCH_S = 0.0002  # maximum seconds that a worker's thread waits for the GIL, so that decoding threads run often
 PATIENCE_S = 5.0  # seconds that a worker gets to exit by itself
 
 
@@ -72,11 +72,11 @@ def divide(device: str, workers: int | None, decodes: bool = False, decoders: in
 
     Args:
         device: "cpu", "cuda", or "auto" (the GPUs, if there are any).
-        workers: number of workers. None: one per GPU, or one per four cores on the CPU, but two if there are at least
+        workers: number of workers. None: one per GPU, or one per four cores on the CPU, and at least two if there are
             two cores.
         decodes: whether items are files that must be decoded.
-        decoders: decoding processes per worker. None: one per core on a GPU, if it has several cores; none on the CPU,
-            where the target itself needs the cores. 0: threads decode.
+        decoders: decoding processes per worker. None: one per core on a GPU, if a worker has several cores; none on the
+            CPU, where the target itself needs the cores. 0: threads decode.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = _gpus() if device != "cpu" else 0
@@ -134,7 +134,7 @@ class LocalWorkers:
     def has_room(self, careful: bool = False) -> bool:
         """Whether a worker can take another chunk.
 
-        It can if it has fewer than two chunks, or too few items to keep its decoding processes busy.
+        A worker can take one if it has fewer than two chunks, or too few items to keep its decoding processes busy.
         """
         return self._freest(careful) is not None
 
@@ -151,7 +151,7 @@ class LocalWorkers:
         return min(free, key=lambda each: len(each.chunks), default=None)
 
     def give(self, chunk: Chunk) -> None:
-        """Give a chunk to the worker that has the fewest. `has_room` must be true."""
+        """Give a chunk to the worker that has the fewest chunks. `has_room` must be true."""
         worker = self._freest(chunk.careful)
         assert worker is not None
         worker.give(chunk)
@@ -176,8 +176,8 @@ class LocalWorkers:
         return found
 
     def _read(self, worker: _Worker) -> None:
-        """Read all messages of a worker. If it has ended, read the last ones, too."""
-        ended = not worker.process.is_alive()  # asked before the last messages are read
+        """Read all messages of a worker. If the worker has ended, start another one."""
+        ended = not worker.process.is_alive()  # checked before the last messages are read
         try:
             while worker.connection.poll():
                 what, content = worker.connection.recv()
@@ -212,7 +212,7 @@ class LocalWorkers:
     def _end_stuck(self, worker: _Worker, number: int, first: int, count: int) -> None:
         worker.process.kill()
         worker.process.join()
-        with suppress(EOFError, OSError):  # results that are finished stay
+        with suppress(EOFError, OSError):  # keep finished results
             while worker.connection.poll():
                 what, content = worker.connection.recv()
                 if what == "done":
@@ -233,7 +233,7 @@ class LocalWorkers:
             worker.end()
 
 
-_STARTING = threading.Lock()  # one start at a time: each sets state of the whole parent that the child inherits
+_STARTING = threading.Lock()  # one start at a time, since each changes state of the parent that the child inherits
 
 
 class _Worker:
@@ -273,7 +273,8 @@ class _Worker:
             self.connection.send(None)
 
     def stuck(self, timeout_s: float | None) -> tuple[int, int, int] | None:
-        """(chunk, first, count) of the items that have exceeded the time limit; None if there are none."""
+        """Return (number of the chunk, first, count) of the items that have exceeded the time limit; None if none
+        has."""
         number, first, count, since = self.status
         late = timeout_s is not None and since > 0 and time.monotonic() - since > timeout_s
         return (int(number), int(first), int(count)) if late and self.status[3] == since else None
@@ -325,7 +326,7 @@ def _of_any_parent() -> Iterator[None]:
 
 @contextmanager
 def _environment(division: Division, number: int) -> Iterator[None]:
-    """Environment variables for a worker's GPU and threads, which libraries read when they are imported."""
+    """Set environment variables for a worker's GPU and threads, which libraries read when they are imported."""
     own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(division.torch_threads))}
     if division.gpus:
         own["CUDA_VISIBLE_DEVICES"] = division.gpus[number]
@@ -347,7 +348,7 @@ def _environment(division: Division, number: int) -> Iterator[None]:
 def _work(connection: Connection, status: Any, division: Division, number: int, started: float) -> None:
     """Do chunks until the parent sends None or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # output of the target goes to stderr, not among the results
+    os.dup2(2, 1)  # the target's output goes to stderr, so that it does not mix with results on stdout
     sys.setswitchinterval(SWITCH_S)
     starting = _Starting(started)
     starting.did("process")
@@ -355,7 +356,7 @@ def _work(connection: Connection, status: Any, division: Division, number: int, 
         job: Job = connection.recv()  # this imports torch if the target needs torch
         decode = job.decoder()
         starting.did("imports")
-        decoders = _decoders(job, decode, division)  # forks before the GPU is used, since a fork cannot use it
+        decoders = _decoders(job, decode, division)  # forks before the GPU is used, since a child could not use it
         starting.did("decoding processes")
         shop = Workshop(job, division.device, f"process {number}", decode)
         starting.did("target")
@@ -409,7 +410,7 @@ def _decoders(job: Job, decode: Callable[[Item], Any], division: Division) -> De
     from rooftop.cluster.decoders import Decoders
     from rooftop.hardware.page_faults import keep_memory
 
-    keep_memory()  # copying a decoded tensor (2.5 MB) takes 0.3 ms, 0.45 ms if freed pages return to the system
+    keep_memory()  # copying a decoded tensor (2.5 MB) takes 0.3 ms, or 0.45 ms if freed pages return to the system
     in_runs, alone = job.decoding.kind == "clip", job.timeout_s is not None
     return Decoders(division.decoders, decode, 2 * job.batch, in_runs, alone)
 

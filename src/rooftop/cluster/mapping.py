@@ -5,10 +5,10 @@
     report = map_items("my.py:caption", ["photographs/"], "captions.parquet", timeout_s=60)
     print(report)
 
-One loop gives chunks of items to workers that have room, takes their results, and writes them. While it writes, workers
-get no new chunks, so memory is bounded even if the disk is slow. Lost chunks are repeated. If two workers have died
-with a chunk, the chunk is repeated item by item. If a third worker dies with an item, the item becomes a row with an
-error.
+One loop sends chunks of items to workers that have room, receives the results, and writes the results. While the loop
+writes, workers get no new chunks, so memory is bounded even if the disk is slow. Lost chunks are repeated. If two
+workers have died with a chunk, the chunk is repeated item by item. If a third worker dies with an item, the item
+becomes a row with an error.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ CHUNK_S = 0.5  # target seconds of work per chunk: much longer than sending a me
 MOST_ITEMS = 4096  # maximum number of items in a chunk
 MOST_BYTES = 16 << 20  # approximate limit on the bytes of a chunk's rows
 LEARNED_FROM = 256  # maximum items per chunk until each column has a type; these chunks run one at a time
-DISTURBED_PERCENT = 110  # more than this of what both parts reach alone: other work of the machine disturbed them
-DEATHS = 3  # an item becomes an error row after this many workers have died at it or at its chunk
-PLACES = {"text": "line", "row": "row", "clip": "frame"}  # what the place of an item counts, by kind
+DISTURBED_PERCENT = 110  # a rate above this percentage of the ceiling shows that other work disturbed the run
+DEATHS = 3  # an item becomes an error row after it or its chunk has ended this many workers
+PLACES = {"text": "line", "row": "row", "clip": "frame"}  # the unit of an item's place, by kind
 LOOK_S = 0.2  # seconds between two checks of the workers
 
 Progress = Callable[[str, float], None]
@@ -55,13 +55,13 @@ class MapReport:
         columns: type of each result column, by name; empty if no item had a result.
         seconds: time of the whole run. `working_s` is the time from the first item given to a worker to the last
             finished item.
-        start: seconds of each part before the first results. A worker's parts are those of the worker that started
-            last.
+        start: seconds of each phase before the first results, by name. The phases of workers are those of the worker
+            that was slowest to start.
         items_per_s: rate between the ends of the first and the last chunk, without the first chunk's items.
         decode_ceiling, call_ceiling: items a second that decoding, or the target, would reach if its threads were
-            always busy, from the seconds measured in this run. None: it took no time.
+            always busy, from the seconds measured in this run. None: that work took no time.
         percent_of_ceiling: `items_per_s` in percent of the lower ceiling.
-        workers: number of workers that did any work. `decoding` says what decoded for each of them, such as "16
+        workers: number of workers that did any work. `decoding` names the decoders of each worker, such as "16
             processes".
         lost: number of chunks that had to be repeated.
         first_error: "input: error" of the first row of this run with an error, or None.
@@ -108,7 +108,7 @@ class MapReport:
             disturbed = " (disturbed by other work)" if self.percent_of_ceiling > DISTURBED_PERCENT else ""
             percent = f"{self.percent_of_ceiling:.0f}%" if self.percent_of_ceiling >= 1 else "less than 1%"
             lines.append(
-                f"{percent} of the possible: decoding alone reaches {self.decode_ceiling:,.1f} "
+                f"{percent} of the possible rate: decoding alone reaches {self.decode_ceiling:,.1f} "
                 f"items/s, the target alone {self.call_ceiling:,.1f}{disturbed}"
             )
         if self.first_error is not None:
@@ -148,7 +148,8 @@ def map_items(
 
     Args:
         target: "my.py:fn" or "package.module:fn", a function, a class that each worker instantiates once, or a target
-            of `model_target`. A worker calls it with one item, in the form that `rooftop.cluster.items` describes.
+            of `model_target`. A worker calls the target with one item, in the form that `rooftop.cluster.items`
+            describes.
         inputs: files, or folders to search recursively.
         out: the folder for the results, which is created.
         kind: "image", "clip", "cloud", "text", "row" or "path". None: found from the files' suffixes.
@@ -160,18 +161,18 @@ def map_items(
         device: "cpu", "cuda" or "auto". Each worker sees one GPU.
         decoders: processes per worker that decode photographs, clips and clouds. None: on a GPU one per core,
             divided among the workers, at most 32; none on the CPU. 0: threads of the worker decode.
-        scheduler: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786". Its workers replace the processes on
-            this machine.
+        scheduler: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786". The scheduler's workers replace the
+            processes on this machine.
         timeout_s: time limit for one call of the target including the decoding of its items. An item that takes longer
             becomes a row with an error. None: no limit.
-        retry_errors: whether to compute items again whose rows have an error.
+        retry_errors: whether to recompute the items whose rows have an error.
         progress: called repeatedly with (the current activity, the finished fraction or 0 if unknown).
         say: called with a line of text about each problem that does not end the run.
 
     Raises:
         TargetError: the target does not exist.
         InputError: inputs are missing or their kind is unclear; a number is out of range; `out` has results of another
-            target or of other arguments, or another run is writing it; or a table cannot hold the first result.
+            target or of other arguments, or another run writes to it; or a table cannot hold the first result.
         ModelRunError: workers cannot load the target, or end during their start.
         SchedulerError: no scheduler answers, or the scheduler went away and did not come back. `out` keeps the results
             so far.
@@ -306,12 +307,12 @@ class _Run:
             self.progress(what, there / max(there, self.files) if self.files else 0.0)
 
     def all(self, workers: Workers, job: Job, items: Iterator[Item]) -> None:
-        """Process all items. Finished results are in the parts even if this raises."""
+        """Process all items. Even if this method raises, the parts contain the finished results."""
         flying = 0
         batch, self._timeout_s = job.batch, job.timeout_s or 0.0
         self._kind, self._decodes = job.decoding.kind, job.decoding.kind in DECODED
         exhausted = False
-        self._size = batch  # also the first time: a target may compile or capture for each size
+        self._size = batch  # a target may compile or capture for each batch size
         try:
             while True:
                 while (self._final or flying == 0) and not (exhausted and not self._again):
@@ -385,7 +386,7 @@ class _Run:
         took = max(outcome.call_s, outcome.decode_s / max(1, outcome.threads)) / len(chunk.items)
         wanted = MOST_ITEMS if took * MOST_ITEMS <= CHUNK_S else int(CHUNK_S / took)
         wanted = min(wanted, int(MOST_BYTES / size))
-        wanted = min(wanted, 2 * max(len(chunk.items), batch), MOST_ITEMS)  # a small chunk is a poor estimate
+        wanted = min(wanted, 2 * max(len(chunk.items), batch), MOST_ITEMS)  # a small chunk is timed imprecisely
         return max(batch, wanted // batch * batch)
 
     def _size_now(self, batch: int) -> int:
@@ -456,7 +457,7 @@ class _Run:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def report(self, seconds: float) -> MapReport:
-        """The report of the run. Call it after `all`."""
+        """The report of the run. Call this method after `all`."""
         working_s = max(0.0, self.last_at - self.first_at)
         steady_s = self.last_at - self.first_done_at
         if self.first_done_at and self.items > self.first_done and steady_s > 0:

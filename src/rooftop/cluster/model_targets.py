@@ -46,7 +46,7 @@ class PackedModel:
 
     @staticmethod
     def of(model: nn.Module) -> PackedModel:
-        """Pack a model. This copies its weights into memory that other processes can share."""
+        """Pack a model. The weights are copied into memory that other processes can share."""
         model = copy.deepcopy(model).requires_grad_(False)
         places, end = [], 0
         for tensor in _tensors(model):
@@ -59,7 +59,7 @@ class PackedModel:
         return PackedModel(pickled(model, type(model).__name__), weights, tuple(places))
 
     def unpacked(self) -> nn.Module:
-        """Recreate the model. Its weights are views of `weights`."""
+        """Recreate the model. The model's weights are views of `weights`."""
         import cloudpickle
 
         model: nn.Module = cloudpickle.loads(self.structure)
@@ -223,7 +223,7 @@ def _pixels(image: Image.Image) -> Tensor:
 
 
 class _ByEngine(nn.Module):
-    """A module that runs a network by an engine. Its parameters show the device and dtype that images need."""
+    """A module that runs a network by an engine. The module's parameters show the device and dtype that images need."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()

@@ -6,7 +6,7 @@
       _rooftop.json          target and arguments; readers of Parquet ignore names that begin with _ or .
       .lock                  locked by the run that writes
 
-Only the parts record which items are done. A run reads their columns `input` and `place`, and computes the missing
+Only the parts record which items are done. A run reads the parts' columns `input` and `place`, and computes the missing
 items.
 """
 
@@ -31,7 +31,8 @@ from rooftop.hardware.ceilings import write_whole
 FORMAT = 1
 RECORD = "_rooftop.json"
 PART_BYTES = 64 << 20  # maximum bytes of a part in memory
-# An interrupted run loses at most the rows of this time, or of 2% of its time. Longer times make fewer parts.
+# An interrupted run loses at most the rows of its last 10 s, or of the last 2% of its time if that is longer. Longer
+# intervals make fewer parts.
 FIRST_PART_S = 10.0
 PART_SHARE = 0.02
 
@@ -82,8 +83,8 @@ class Parts:
         columns: the results' columns (a pyarrow.Schema), or None until the first result.
 
     Raises:
-        InputError: the folder is a file or cannot be created; another run is writing to it; it has results of another
-            target or of other arguments; it has other files; or a part is damaged.
+        InputError: the folder is a file or cannot be created; another run is writing to the folder; the folder has
+            results of another target or of other arguments, or unrelated files; or a part is damaged.
     """
 
     def __init__(self, folder: Path, target: str, arguments: Mapping[str, Any], retry_errors: bool = False) -> None:
@@ -211,7 +212,7 @@ class Parts:
         write_whole(self.folder / RECORD, json.dumps(record, indent=1) + "\n")
 
     def add(self, batch: Any) -> None:
-        """Add rows (a pyarrow.RecordBatch). They are written now or later."""
+        """Add rows (a pyarrow.RecordBatch). The rows are written at once or later."""
         if not self._waiting:
             self._since = time.monotonic()
         self._waiting.append(batch)

@@ -56,7 +56,7 @@ class Answer(Protocol):
     def preprocessing(self) -> Preprocessing: ...
 
     def compute(self, network: nn.Module, images: list[Tensor], sizes: list[tuple[int, int]]) -> Computed:
-        """Compute the results. The host does not wait for them.
+        """Compute the results. The host does not wait for the results.
 
         Args:
             images: normalized images: one tensor (B, 3, H, W), or several of (1, 3, H, W) if the photographs have
@@ -113,7 +113,7 @@ class PhotographCall:
 
     @torch.inference_mode()
     def begin(self, photographs: list[Shown]) -> _Begun:
-        """Start to compute photographs. On a GPU, the host does not wait.
+        """Start to compute the results of photographs. On a GPU, the host does not wait.
 
         Raises:
             ModelRunError: there is not enough memory.
@@ -164,7 +164,7 @@ class PhotographCall:
 
     @staticmethod
     def _pinned(pixels: list[Tensor]) -> list[Tensor]:
-        """Copy the pixels into one piece of pinned memory.
+        """Copy the pixels into one block of pinned memory.
 
         NumPy makes the copies. torch's operators would wake a team of threads on cores that decode.
         """

@@ -19,8 +19,8 @@ from rooftop.cluster.items import Item
 from rooftop.errors import InputError
 
 FIXED = ("input", "place", "error")
-MOST_CHARACTERS = 500  # longest error
-REFUSALS = (ValueError, TypeError, OverflowError)  # for values that pyarrow refuses, besides its own exceptions
+MOST_CHARACTERS = 500  # maximum length of an error in a table
+REFUSALS = (ValueError, TypeError, OverflowError)  # raised by pyarrow for unsuitable values, besides its own exceptions
 ATOMS = frozenset({bool, int, float, str, bytes, type(None)})  # types whose values contain no arrays or tensors
 
 
@@ -180,7 +180,7 @@ def to_batch(
         values = [None if isinstance(each, Failure) else _nested(each[field.name]) for each in checked]
         try:
             arrays.append(_column(values, field.type))
-        except (pa.ArrowException, *REFUSALS):  # find the row
+        except (pa.ArrowException, *REFUSALS):  # find the row that does not fit
             alone = []
             for number, value in enumerate(values):
                 try:
@@ -195,7 +195,7 @@ def to_batch(
                             "even when empty"
                         )
                     checked[number] = Failure(f"column {field.name!r}: {why}")
-            if len(alone) == len(values):  # each fits alone, but not all in one Python list: [True] and [1]
+            if len(alone) == len(values):  # each value fits alone, but not all in one list: [True] and [1]
                 arrays.append(pa.concat_arrays(alone))
                 continue
             return to_batch(items, checked, columns)  # repeat with the failed rows as errors, whose columns are null
@@ -207,7 +207,7 @@ def to_batch(
 
 
 def _column(values: list[Any], kind: Any) -> Any:
-    """Convert values to a type without loss: 2.0 becomes an integer, 1.5 and "2" do not.
+    """Convert values to a type without loss. For an integer type, 2.0 is converted, but 1.5 and "2" are refused.
 
     Raises:
         ArrowException, ValueError, TypeError, OverflowError: pyarrow refuses the values, or a value is of another kind.

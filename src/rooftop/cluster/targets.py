@@ -1,7 +1,7 @@
 """Targets: a user's callable, or one of Rooftop's models. Each worker loads its target once.
 
-The process that starts the run creates the target and sends it to each worker once. The worker loads from it a function
-that maps a list of values to a list of as many results.
+The process that starts the run creates the target and sends it to each worker once. From the target, the worker loads a
+function that maps a list of values to a list with one result per value.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Target(Protocol):
     def prepare(self) -> Callable[[Any], Any] | None: ...
 
     def load(self, device: str) -> Call:
-        """Return the function for batches, on "cpu" or "cuda". It may be a `PipelinedCall`. Each worker calls `load`
-        once."""
+        """Return the function for batches, on "cpu" or "cuda". The function may be a `PipelinedCall`. Each worker calls
+        `load` once."""
 
     def sent(self) -> Target:
         """Return the target for workers on other machines, with all the data that it needs."""
@@ -98,7 +98,7 @@ class CallableTarget:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Other settings that affect the results: none."""
+        """Other settings that affect the results: a callable has none."""
         return {}
 
     def load(self, device: str) -> Call:
@@ -124,7 +124,7 @@ class CallableTarget:
         return lambda values: [found(value) for value in values]
 
     def sent(self) -> CallableTarget:
-        """Include the pickled content of a user's file. Workers import modules themselves.
+        """Return the target with the pickled content of a user's file. Workers import installed modules themselves.
 
         Raises:
             TargetError: an object in the file cannot be pickled.
@@ -155,8 +155,8 @@ def callable_target(given: str | Callable[..., Any], batch: int | None = None) -
     """Make a target from "my.py:fn", "package.module:fn", or a function or class.
 
     Raises:
-        TargetError: there is no such file, module or name, the object is not callable, or it cannot be sent to other
-            processes.
+        TargetError: there is no such file, module or name, the object is not callable, or the object cannot be sent to
+            other processes.
         ModelRunError: importing the module raised.
         InputError: `batch` is below 1.
     """
@@ -190,7 +190,7 @@ def pickled(target: Any, name: str) -> bytes:
     except Exception as error:
         raise TargetError(
             f"{name} cannot be sent to other processes ({type(error).__name__}: {error}): give a class instead, whose "
-            f"__init__ runs in each worker and creates what cannot be sent"
+            f"__init__ runs in each worker and creates the objects that cannot be sent"
         ) from error
     return found
 

@@ -64,7 +64,8 @@ class Chunk:
         columns: the columns that were known when the chunk was sent. `learn` says whether the chunk's rows may set
             unknown columns.
         deaths: number of workers that have ended while they had the chunk.
-        careful: whether the chunk is a single item that may kill workers. Its worker then gets no other chunk.
+        careful: whether the chunk is a single item that may kill workers. The worker of such a chunk gets no other
+            chunk.
     """
 
     number: int
@@ -83,7 +84,7 @@ class Outcome:
         batch: a pyarrow.RecordBatch.
         decoded, called: number of items that were decoded, and number that were passed to the target.
         decode_s, call_s: seconds of the decoding threads, and seconds of the target (of its GPU for a `PipelinedCall`).
-        worker: name of the worker. `threads` is its number of decoding threads, or of decoding processes if
+        worker: name of the worker. `threads` is the worker's number of decoding threads, or of decoding processes if
             `processes`.
     """
 
@@ -127,7 +128,7 @@ class Ahead(Protocol):
     """Decodes items before they are needed."""
 
     def take(self, count: int) -> list[Decoded]:
-        """Wait for the next items and return them in order. The items must exist."""
+        """Wait for the next `count` items and return them in order. There must be that many items."""
 
 
 class AheadByThreads:
@@ -150,7 +151,7 @@ class AheadByThreads:
         self._begun: deque[Future[Decoded]] = deque()
 
     def take(self, count: int) -> list[Decoded]:
-        """Wait for the next items and return them. The items must exist."""
+        """Wait for the next `count` items and return them. There must be that many items."""
         found = []
         for _ in range(count):
             self._begin()
@@ -251,8 +252,8 @@ class Workshop:
         read.
 
         Args:
-            chunks: returns the next chunk, or None if there is none yet. Called with True, it waits for a chunk, and
-                None means the end.
+            chunks: returns the next chunk, or None if there is none yet. `chunks(True)` waits for a chunk, and returns
+                None at the end.
             decoding: returns the items in the order of the chunks.
 
         Raises:
@@ -289,7 +290,7 @@ class Workshop:
         return _Batch(progress, first, found, values, begun)
 
     def _finished(self, batch: _Batch, at: At) -> Iterator[Outcome]:
-        """Read the results of a batch. If its chunk is then complete, yield the chunk's outcome."""
+        """Read the results of a batch. If this completes the batch's chunk, yield the chunk's outcome."""
         progress, chunk, count = batch.progress, batch.progress.chunk, len(batch.decoded)
         results = batch.begun or []
         if batch.values and self._pipelined is not None:

@@ -2,9 +2,9 @@
 advice.
 
 An active `explained_memory` records every allocation with its Python stack (`torch.cuda.memory`'s history), and marks
-each allocation with the running module. If memory runs out, it adds a note to the error. The note lists the largest
-live tensors. Parameters, gradients, buffers and optimizer states are identified by their addresses. Other memory that a
-forward pass allocated counts as activations.
+each allocation with the running module. If memory runs out, `explained_memory` adds a note to the error. The note lists
+the largest live tensors. Parameters, gradients, buffers and optimizer states are identified by their addresses. Other
+memory that a forward pass allocated counts as activations.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LiveTensor:
 
     Attributes:
         size_bytes: requested size, before the allocator's rounding.
-        kind: one of the kinds above ("parameters", "activations", ...).
+        kind: one of the constants of this file, such as PARAMETER ("parameters").
         name: name of a parameter, gradient, buffer or optimizer state: "encoder.layers.3.linear1.weight".
         module: path of the running module; None: no module was running, or the allocation was not recorded.
         line: line of the user's program; None: the allocation was not recorded, or an autograd thread made it.
@@ -101,7 +101,7 @@ class MemoryGroup:
 
 @dataclass(frozen=True)
 class MemoryExplanation:
-    """The memory of one GPU and what holds it. `str(explanation)` gives a readable text.
+    """The memory of one GPU, and the tensors that fill it. `str(explanation)` is a readable text.
 
     Attributes:
         memory: allocated, reserved, free and total bytes.
@@ -138,7 +138,7 @@ class MemoryRecording:
         self._watched = _Watched()
 
     def explain(self, device: int | None = None, *, most: int = 10) -> MemoryExplanation:
-        """Explain what holds the memory now (see `explain_memory`)."""
+        """Explain which tensors hold the memory now (see `explain_memory`)."""
         return _explain(self._watched, device, most, error=None)
 
 
@@ -149,7 +149,7 @@ def explain_memory(
     device: int | None = None,
     most: int = 10,
 ) -> MemoryExplanation:
-    """Explain what holds the memory of a GPU now.
+    """Explain which tensors hold the memory of a GPU now.
 
     Modules and lines are known only for memory that was allocated inside `explained_memory`.
 
@@ -184,11 +184,11 @@ def memory_error_in_words(error: BaseException) -> str | None:
 
 @contextmanager
 def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iterator[MemoryRecording]:
-    """Within the block, an out-of-memory error gets a note that explains what holds the memory.
+    """Within the block, an out-of-memory error gets a note that explains which tensors hold the memory.
 
-    Costs a few microseconds per allocation. Without a GPU the context does nothing. If a history is already being
-    recorded (`torch.cuda.memory._record_memory_history`), it is used and left running. Tensors that only the failing
-    expression held are freed too early to be counted.
+    Within the block, each allocation takes a few microseconds longer than usual. Without a GPU the context does
+    nothing. If a history is already being recorded (`torch.cuda.memory._record_memory_history`), this history is used
+    and left running. Tensors that only the failing expression held are freed too early to be counted.
 
     Args:
         module: the root of the paths; by default the first module that is called.
@@ -237,7 +237,7 @@ class _Watched:
 
     @property
     def roots(self) -> list[tuple[str, nn.Module]]:
-        """(scope, module)"""
+        """The roots, as (scope, module)."""
         return list(self._roots.items())
 
     @property
@@ -260,8 +260,8 @@ class _Watched:
 
 @contextmanager
 def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]:
-    """Call `mark` with the scope whenever another module, or an optimizer, begins to run in this thread. "" means
-    neither."""
+    """Call `mark` with the scope whenever another module, or an optimizer, begins to run in this thread. The scope ""
+    means that neither runs."""
     threads = threading.local()  # per thread, as torch's mark is: backward passes run in other threads
 
     def calls() -> tuple[RunningCalls, RunningCalls]:
@@ -339,10 +339,10 @@ def explanation_of(
 
     Args:
         snapshot: the allocator's snapshot. The "user_metadata" of its trace entries holds the marks of modules.
-        memory: the figures of the GPU.
-        known: address -> the tensor that starts there.
+        memory: the memory figures of the GPU.
+        known: maps an address to the tensor that starts at this address.
         device: index of the GPU in the snapshot.
-        out: whether memory ran out. If so, the trace's last "oom" entry says where.
+        out: whether memory ran out. If so, the trace's last "oom" entry says in which line.
         most: largest number of listed tensors and groups.
     """
     traces = snapshot["device_traces"]
@@ -430,8 +430,8 @@ def _line(record: Mapping[str, Any]) -> SourceLine | None:
 
 
 def _known_tensors(roots: Iterable[tuple[str, nn.Module]], optimizers: Iterable[Optimizer]) -> dict[int, KnownTensor]:
-    """Tensors by the address of their storage: first the named tensors of modules and optimizers, then all others in
-    Python.
+    """Tensors by the address of their storage: first the named tensors of modules and optimizers, then all other
+    tensors in Python.
     """
     found: dict[int, KnownTensor] = {}
 
@@ -478,7 +478,7 @@ def _advice(
     # held it.
     elif requested is not None and max(free, default=0) < requested <= sum(free):
         found.append(
-            f"{_size(sum(free))} are reserved and free, but no piece is larger than {_size(max(free))}: "
+            f"{_size(sum(free))} are reserved and free, but no free block is larger than {_size(max(free))}: "
             "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts."
         )
     free_bytes = memory.total_bytes if memory.free_bytes is None else memory.free_bytes

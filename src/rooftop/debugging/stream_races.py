@@ -103,10 +103,10 @@ class StreamCheck:
 def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
     """Watch the block's operators and the waits between streams. Without CUDA this does nothing.
 
-    Every operator is much slower in the block. PyTorch cannot switch its tracing of streams and allocations off again.
-    So until the process ends, each traced call takes about a microsecond more, and running out of memory raises
-    SystemError instead of torch.OutOfMemoryError (seen with torch 2.11). Use this only in a process where that does not
-    matter.
+    Every operator is much slower in the block than outside. PyTorch cannot switch its tracing of streams and
+    allocations off again. So until the process ends, each traced call takes about a microsecond longer, and running out
+    of memory raises SystemError instead of torch.OutOfMemoryError (seen with torch 2.11). Use this only in a process
+    where these effects do not matter.
 
     Args:
         raises: raise an error at the end if a race was found.
@@ -133,7 +133,7 @@ def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
 
 @dataclass(frozen=True)
 class _Use:
-    """One use of a storage by an operator, which accesses its bytes [begin, end)."""
+    """One use of a storage by an operator, which accesses the storage's bytes [begin, end)."""
 
     written: bool
     begin: int
@@ -143,7 +143,7 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Launch:
-    """An operator's uses of storages, in the form of torch's records, by the address of the storage."""
+    """A launched operator, and its uses of storages by address. torch's sanitizer keeps this object in its records."""
 
     operator: str
     line: SourceLine | None
@@ -232,7 +232,7 @@ class _Launches(ObservingMode):
             self._watcher.record_stream(tensor.untyped_storage().data_ptr(), handle)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):  # no schema says what it writes
+        if isinstance(func, HigherOrderOperator):  # no schema says which arguments it writes
             return result
         uses = _uses(func._schema, args, kwargs, result, self._device_type)
         if uses:
@@ -243,11 +243,11 @@ class _Launches(ObservingMode):
 
 
 METADATA_ONLY = re.compile(r"aten::(new_.*|.*_like)")
-"""Operators that take only shape, dtype and device of their arguments."""
+"""Operators that read only the shape, dtype and device of their arguments."""
 
 
 def _uses(schema: Any, args: Any, kwargs: Any, result: Any, device_type: str) -> dict[int, _Use]:
-    """Address of a storage -> how the operator uses it. Making a view of an argument is not a use."""
+    """Map the address of each storage to the operator's use of it. Making a view of an argument is not a use."""
     found: dict[int, _Use] = {}
 
     def note(tree: Any, written: bool) -> None:
@@ -289,7 +289,7 @@ EVENTS = (
 """The events of torch's GPU trace. torch's registering functions and the handler's methods have these names."""
 
 _active: list[_Watcher] = []
-"""Watchers of the running `check_streams` blocks. One listener in torch serves them all."""
+"""Watchers of the running `check_streams` blocks. One listener in torch serves all watchers."""
 
 
 @functools.cache
@@ -310,8 +310,8 @@ def _heard(event: str, *args: int) -> None:
 
 @functools.cache
 def _sanitizer() -> ModuleType:
-    """torch's sanitizer without the listeners that its import registers, which would slow every later allocation
-    down.
+    """Import torch's sanitizer without the listeners that this import registers, since they would slow down every later
+    allocation.
     """
     from torch.cuda import _gpu_trace
 

@@ -1,9 +1,9 @@
-"""Makes a trained model fast without rewriting it.
+"""Make a trained model fast without rewriting it.
 
 The engine does seven things to a copy of the model, and reports each of them:
 
 1. batch norms are folded into the convolutions before them (`folding.py`);
-2. on a GPU, 2-D convolutions are computed together with what follows them (`fusing.py`);
+2. on a GPU, 2-D convolutions are computed together with the operations after them (`fusing.py`);
 3. on a GPU, norms, softmaxes, embeddings (`rooftop.nn.replace`) and max pools (`pooling.py`) run on Rooftop's kernels;
 4. on a GPU, weights and activations are bfloat16, and results are float32;
 5. on a GPU, weights and inputs of 2-D convolutions are channels last, the layout that tensor cores read;
@@ -39,7 +39,7 @@ CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine did to its model, and the memory that it holds.
+    """The changes that an engine made to its copy of the model, and the memory that the engine holds.
 
     Attributes:
         device, dtype, channels_last: where and how the model runs.
@@ -48,11 +48,11 @@ class EngineReport:
         fused: for each fused convolution, the operations that it is computed with.
         replaced: the kind of each norm, softmax, embedding and max pool that Rooftop's kernels compute.
         constants: methods of modules that are computed once, if the model calls them.
-        constants_bytes: size of their results.
+        constants_bytes: size of the results of these methods.
         weights_bytes: size of parameters and buffers.
         graphs: the graphs held, the most recently used one last; None if the engine uses none.
         refused: calls that run without a graph: their inputs and the reason.
-        eager_calls: number of calls that ran without a graph, including empty ones.
+        eager_calls: number of calls that ran without a graph, including calls with empty inputs.
     """
 
     device: torch.device
@@ -97,9 +97,10 @@ class EngineReport:
 class Engine:
     """A model for inference: `engine(x)` returns what `model(x)` returns in evaluation mode and without gradients.
 
-    It holds a copy of the model on the model's device. It never changes the model, and later changes of the model do
-    not reach it. Calls from several threads wait for each other; on a GPU they may come from any stream. While an
-    engine is built, other threads must not run models, because torch.fx traces this one.
+    The engine holds a copy of the model on the model's device. The engine never changes the model, and later changes of
+    the model do not affect the engine. Calls from several threads wait for each other; on a GPU, calls may come from
+    any stream. While an engine is built, other threads must not run models, because torch.fx traces this model, and
+    meanwhile intercepts calls of all modules.
 
     Args:
         model: any module on one device that `copy.deepcopy` can copy.
@@ -111,8 +112,8 @@ class Engine:
             GPU. Pass False for a model that keeps state between calls outside its buffers.
         most_shapes: largest number of graphs; the least recently used one is dropped.
         output_dtype: dtype of floating-point results; None: the dtype of the model's results.
-        copy_outputs: False: results of graphs are not copied. They are inference tensors, and the next call of the
-            engine, with any inputs, overwrites them.
+        copy_outputs: whether results of graphs are copied. Results that are not copied are inference tensors, which the
+            next call of the engine, with any inputs, overwrites.
         fold: whether batch norms are folded.
         fuse: whether 2-D convolutions are computed together with bias, sum and activation. None: on a GPU.
         replace: whether Rooftop's kernels compute norms, softmaxes, embeddings and max pools. None: on a GPU.
@@ -122,8 +123,8 @@ class Engine:
         model: the copy that runs.
 
     Raises:
-        TypeError: model is not a module, its dtype is not floating, or it cannot be copied.
-        ValueError: a model on several devices, graphs without a GPU, most_shapes below 1.
+        TypeError: model is not a module, its dtype is not floating point, or the model cannot be copied.
+        ValueError: the model is on several devices, graphs=True without a GPU, or most_shapes is below 1.
 
     A call raises the errors of the model, and `ValueError` for an input on another device. With graphs also:
         TypeError: inputs or results other than tensors, constants, and tuples, lists, dicts and dataclasses of these.
@@ -161,8 +162,8 @@ class Engine:
         self.model = _copied(model)
         self.folding = fold_norms(self.model) if fold else Folding()
         self.fusing = fuse_convolutions(self.model) if (on_gpu if fuse is None else fuse) else Fusing()
-        # This step is the last: the steps above trace the model with torch.fx, which cannot trace into replaced
-        # modules.
+        # Modules are replaced last, since the steps above trace the model with torch.fx, which cannot trace into
+        # replaced modules.
         replaces = on_gpu if replace is None else replace
         self.replacement = replace_modules(self.model, only=KINDS) if replaces else Replacement()
         self.replacement.swapped |= replace_pools(self.model) if replaces else {}
@@ -176,7 +177,7 @@ class Engine:
         use_graphs = on_gpu if graphs is None else graphs
         self._graphs = Graphs(self.device, most_shapes, self._state) if use_graphs else None
         if on_gpu:
-            torch.cuda.synchronize(self.device)  # calls may come from other streams than this one
+            torch.cuda.synchronize(self.device)  # calls may come from other streams than the current stream
         self._inputs: dict[Hashable, str] = {}  # signatures of the graphs, in readable form
         self._lock = Lock()
         self._eager_calls = 0
@@ -198,7 +199,7 @@ class Engine:
 
     @property
     def report(self) -> EngineReport:
-        """What the engine did to the model, and the memory that it holds now."""
+        """The changes that the engine made to its copy of the model, and the memory that the engine holds now."""
         with self._lock:
             tensors = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}.values()
             entries = self._graphs.entries if self._graphs is not None else {}

@@ -1,6 +1,6 @@
-"""Plans made from observed calls: what the compiled part allocates, launches and returns.
+"""Make plans from observed calls. A plan lists the allocations, launches and results of a call for the C++ part.
 
-`repeated_calls.py` observes calls; `recorded_calls.py` adds how autograd records them.
+`repeated_calls.py` observes calls; `recorded_calls.py` adds how autograd records calls.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Result(NamedTuple):
 
 
 def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str, recording: Any = None) -> Any:
-    """The plan of a call.
+    """Make the plan of a call.
 
     Args:
-        lesson: what was observed.
-        places: where its results are.
+        lesson: the record of the observed call.
+        places: the memory of the call's results.
         results: the results, in order.
         kind: "t" for a tensor, "[" for a list, "(" for a tuple.
-        recording: how autograd records the call; None: it does not.
+        recording: how autograd records the call; None: autograd does not record it.
 
     Raises:
         Unplanned: the call cannot be planned.
@@ -75,7 +75,7 @@ def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str
     }
     try:
         return native_calls.module.Plan(description)
-    except ValueError:  # the driver does not state a kernel's parameters, or they do not match
+    except ValueError:  # the driver does not report a kernel's parameters, or they do not match
         return native_calls.module.Plan({**description, "launches": _launches_of(lesson, by_driver=False)})
 
 
@@ -105,7 +105,7 @@ class Places:
         return source in self.lesson.shapes or (self.lesson.varies and source in self.lesson.fresh)
 
     def of(self, tensor: Tensor) -> int | None:
-        """The index in `memory` of the allocation that a tensor fills; None if it fills none."""
+        """The index in `memory` of the allocation that a tensor fills; None if the tensor fills no allocation."""
         source, count = self.lesson.source(tensor), len(self.lesson.given)
         if source is None or source < count:
             return None
@@ -136,7 +136,8 @@ class Places:
         return Result(source, ANY, ANY) if self.is_varied(place) else Result(source, *shape)
 
     def of_gradient(self, gradient: Tensor | None) -> Result:
-        """The `Result` for a gradient. It may also be a view of a given tensor, such as an expanded output gradient."""
+        """The `Result` for a gradient. A gradient may also be a view of a given tensor, such as an expanded output
+        gradient."""
         source = None if gradient is None else self.lesson.source(gradient)
         if gradient is None or source is None or source >= len(self.lesson.given):
             return self.of_result(gradient)
@@ -216,8 +217,8 @@ def _launch_of(step: Step | Called, varied: Varied | None = None, by_driver: boo
 def _launch_varying(
     step: Step, grid: Sequence[Any], numbers: dict[int, Any], sources: Sequence[Any], values: Sequence[int]
 ) -> None:
-    """Launch a kernel whose grid and some arguments are formulas of `values`. `numbers`: the formula of an argument by
-    the argument's place.
+    """Launch a kernel whose grid and some arguments are formulas of `values`. `numbers` maps the index of an argument
+    to its formula.
     """
     given = step.given.copy()
     for place, code in numbers.items():

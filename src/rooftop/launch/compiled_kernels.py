@@ -1,9 +1,10 @@
 """Launch a Triton kernel again with arguments of the same kind, by passing addresses and numbers directly to the
 compiled kernel.
 
-At each launch, Triton inspects all arguments, builds a key as a string and looks up the compiled kernel. That takes the
-host longer than the rest of a call. Here the key has only the facts on which Triton specializes: dtypes, divisibility
-by 16, the width of integers, constants. Triton itself compiles, and launches the kernels that this file does not know.
+At each launch, Triton inspects all arguments, builds a key as a string and looks up the compiled kernel. This look-up
+takes the host longer than all other work of a call. Here the key has only the facts on which Triton specializes:
+dtypes, divisibility by 16, the width of integers, constants. Triton itself compiles all kernels, and makes the launches
+that this file cannot make.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _compiled: dict[tuple[Any, ...], Compiled] = {}
 
 _NUMBERS = frozenset((float, bool))  # Triton does not specialize on values of these types
 _SMALL = 1 << 31  # integers below this are 32-bit in a kernel
-_runtime: Any = None  # Triton's settings, once it is imported
+_runtime: Any = None  # Triton's settings, once Triton is imported
 
 
 class Compiled:
@@ -87,8 +88,8 @@ def start(
 
 
 def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | None:
-    """(facts on which Triton specializes, addresses and numbers for its launcher). None for arguments that Triton has
-    to inspect: tensors on other devices, tensor descriptors, and unknown types.
+    """Return (facts on which Triton specializes, addresses and numbers for Triton's launcher). Return None for
+    arguments that Triton has to inspect: tensors on other devices, tensor descriptors, and unknown types.
 
     Args:
         args: positional arguments of a launch.
@@ -103,7 +104,7 @@ def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | N
                 return None
             given[place] = address = each.data_ptr()
             facts += (each.dtype, not address & 15)
-        elif kind is int:  # facts: whether it is 1, whether 16 divides it, and its width
+        elif kind is int:  # facts: whether the integer is 1, whether 16 divides it, and its width
             if each == 1:
                 facts.append(1)
             elif -_SMALL <= each < _SMALL:
@@ -125,7 +126,7 @@ def is_descriptor(argument: Any) -> bool:
 
 
 def _with_descriptors(kernel: Any, made: Any, args: Sequence[Any], parameters: dict[str, Any]) -> Compiled | None:
-    """The compiled kernel, if it takes tensor descriptors. `Compiled.launch` cannot pass them."""
+    """The compiled kernel, if it takes tensor descriptors, which `Compiled.launch` cannot pass."""
     constants = kernel.params[len(args) :]
     if not any(map(is_descriptor, args)) or not hasattr(made, "packed_metadata") or kernel.pre_run_hooks:
         return None
@@ -135,7 +136,7 @@ def _with_descriptors(kernel: Any, made: Any, args: Sequence[Any], parameters: d
 
 
 def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> Compiled | None:
-    """Remember a compiled kernel if its constants follow its arguments, and the caller passes all of them by name."""
+    """Remember a compiled kernel if its constants follow its arguments, and the caller passes all constants by name."""
     if not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks:
         return None
     arguments, constants = kernel.params[:count], kernel.params[count:]
@@ -151,7 +152,7 @@ def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, paramete
 
 
 def is_watched() -> bool:
-    """Whether launch hooks of Triton's profilers, or its debugging, must see each launch."""
+    """Whether launch hooks of Triton's profilers, or Triton's debug mode, must see each launch."""
     global _runtime
     if _runtime is None:
         from triton import knobs

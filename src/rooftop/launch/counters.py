@@ -1,5 +1,5 @@
-"""Zeroed counters in device memory. The programs of a kernel count their arrivals in them, and the kernel resets them
-to zero.
+"""Zeroed counters in device memory. The programs of a kernel count their arrivals in such counters, and the kernel
+resets the counters to zero.
 
 Launches on one stream run one after another and share their counters. A captured launch may be replayed on any stream,
 together with any other work. So each captured launch keeps its own counters as long as the process lives.
@@ -44,7 +44,7 @@ def counters(device: torch.device, count: int) -> Tensor | None:
 
 
 def counters_now(device: torch.device, count: int) -> Tensor | None:
-    """`counters` for a `count` within a stream's supply, not seen by an observer of the call."""
+    """Return `counters` for a `count` within a stream's supply, without notifying an observer of the call."""
     if device.type != "cuda":
         return _stream_zeros(device, 0)[:count]
     with torch.cuda.device(device):

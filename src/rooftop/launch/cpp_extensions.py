@@ -1,8 +1,8 @@
 """C++ extensions, compiled in the background when they are first needed, and stored in the cache.
 
-Installing Rooftop compiles nothing. Each extension has a twin in Python, which runs until the extension is compiled,
-and on machines without a C++ compiler. `ROOFTOP_COMPILED_CALLS=0` disables all extensions; `wait` waits for their
-compilation.
+Installing Rooftop compiles nothing. Each extension has an equivalent in Python, which runs until the extension is
+compiled, and on machines without a C++ compiler. `ROOFTOP_COMPILED_CALLS=0` disables all extensions; `wait` waits for
+their compilation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 
 PATIENCE_S = 600  # time limit of a compilation, which takes less than a minute on most machines
 
-# A separate process runs this, and may outlive this one. It compiles to a temporary file and renames it.
+# A separate process, which may outlive this process, runs this code: it compiles to a temporary file and renames it.
 _BUILDER = """
 import json, os, subprocess, sys
 command, partial, path, failed, building = json.loads(sys.argv[1])
@@ -55,8 +55,8 @@ def asked() -> str:
     """The value of $ROOFTOP_COMPILED_CALLS. "0": no extension; "1": compile in the background; "wait": wait for the
     compilation.
 
-    Unset and empty mean "1". Any other value means "1", with a warning, because a call of an operator must not fail for
-    this.
+    Unset and empty mean "1". Any other value means "1", with a warning, because a wrong setting must not make a call of
+    an operator fail.
     """
     found = os.environ.get("ROOFTOP_COMPILED_CALLS") or "1"
     if found not in ("0", "1", "wait"):
@@ -108,7 +108,7 @@ class Extension:
         return self.path.with_name(f"{self.path.name}.failed")
 
     def state(self) -> tuple[bool, str]:
-        """(whether the module can be used now or later, the reason in one line)."""
+        """Return (whether the module can be used now or later, the reason in one line)."""
         if asked() == "0":
             return False, "left out by ROOFTOP_COMPILED_CALLS=0"
         if self.path.exists():
@@ -126,7 +126,7 @@ class Extension:
         """Compile the module unless the cache has it, and return it.
 
         Raises:
-            RuntimeError: there is no C++ compiler, or it failed, or the cache cannot be written.
+            RuntimeError: there is no C++ compiler, the compiler failed, or the cache cannot be written.
         """
         if (module := self._stored()) is not None:
             return module
@@ -143,8 +143,8 @@ class Extension:
 
     def ask(self, then: Callable[[Any], None], twin: str) -> None:
         """Pass the module to `then`: at once if the cache has it, else from a thread after its compilation. With
-        `ROOFTOP_COMPILED_CALLS=wait`, compile it before this returns. `then` is not called if extensions are disabled
-        or cannot be compiled.
+        `ROOFTOP_COMPILED_CALLS=wait`, compile the module before this method returns. `then` is not called if extensions
+        are disabled or cannot be compiled.
 
         Args:
             twin: what Python does instead, for the warning if the compilation fails.
@@ -153,7 +153,7 @@ class Extension:
         if how == "wait":
             try:
                 then(self.build())
-            except RuntimeError as error:  # the user's call must not fail for this
+            except RuntimeError as error:  # a failed compilation must not make the user's call fail
                 warnings.warn(f"ROOFTOP_COMPILED_CALLS=wait: {twin}, because {error}", stacklevel=3)
         elif how == "0":
             return

@@ -1,15 +1,16 @@
-"""CUDA C++ from Python: `compile` a source, `launch` its kernel on tensors. This needs no build step, and no compiler
+"""CUDA C++ from Python: `compile` a source, `launch` its kernel on tensors. No build step is needed, and no compiler
 besides NVRTC.
 
     kernel = cuda.compile(SOURCE, "scale<float>")
     kernel.launch(-(-n // 256), 256, x, y, n, 0.5)
 
 The kernel is launched on PyTorch's current stream of the tensors' device. A launch neither allocates on the device nor
-waits for it, so operators can use it, and CUDA graphs can capture it. Before a launch, arguments are checked against
-the kernel's C++ signature, and the configuration against the limits of the kernel and the architecture.
+waits for the device, so operators can launch kernels, and CUDA graphs can capture the launches. Before a launch,
+arguments are checked against the kernel's C++ signature, and the configuration against the limits of the kernel and the
+architecture.
 
 An error inside a running kernel, such as an invalid address, is raised at some later synchronization, in an unrelated
-call. With ROOFTOP_SYNC=1 in the environment each launch waits for its kernel, and the error names it.
+call. With ROOFTOP_SYNC=1 in the environment each launch waits for its kernel, and the error names the kernel.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ def compile(
 ) -> Kernel:
     """Compile one kernel of a CUDA C++ source.
 
-    The first call compiles. Later calls are a look-up, or in another process read a file. So the caller may call
+    The first call compiles. Later calls look up the kernel or, in another process, read a file. So the caller may call
     `compile` before each launch.
 
     Args:
-        source: the whole source. It may include CUDA's headers, but not headers of the C++ library.
+        source: the whole source. A source may include CUDA's headers, but not headers of the C++ library.
         name: name of a `__global__` function; `scale<float, 4>` instantiates a template.
         arch: architecture, such as "sm_90"; None: the architecture of `device`. Compiling for a named architecture
             needs no GPU.
@@ -76,10 +77,10 @@ def compile(
         defines: macros.
         fast_math: approximate division, roots and transcendental functions, and flush denormals to zero.
         fused_multiply_add: fuse products and sums, which then round once.
-        max_registers: the most registers of a thread.
+        max_registers: maximum number of registers of a thread; None lets the compiler choose.
 
     Raises:
-        CompilationError: the compiler failed; the message has its log and the line of the source.
+        CompilationError: the compiler failed; the message has the compiler's log and the line of the source.
         MissingExtraError: NVRTC, `cuda.core` or a CUDA header is not installed; the message has the command to install
             it.
         TypeError: source or name is not a str, or a kernel parameter has a type that Python cannot pass.
@@ -118,7 +119,7 @@ def _arch_of(device: torch.device | int | None) -> str:
 
 
 class Kernel:
-    """A compiled kernel. It is loaded at its first launch.
+    """A compiled kernel, which is loaded at its first launch.
 
     Attributes:
         binary: machine code and its properties: registers, shared memory, the compiler's log.
@@ -162,7 +163,7 @@ class Kernel:
                 strides.
             shared_bytes: dynamic shared memory of a block, up to the GPU's maximum.
             cluster: blocks of a thread block cluster, in each dimension.
-            cooperative: all blocks run at once and may wait for each other.
+            cooperative: whether all blocks must run at once, so that they may wait for each other.
 
         Raises:
             TypeError, ValueError: invalid arguments or configuration; nothing is launched.
@@ -191,7 +192,7 @@ class Kernel:
         self, grid: Size, block: Size, shared_bytes: int = 0, cluster: Size | None = None
     ) -> tuple[int, int, int]:
         """Check a launch configuration against the kernel and its architecture, and return the grid in three
-        dimensions. It needs no GPU.
+        dimensions. This method needs no GPU.
 
         Raises:
             TypeError, ValueError: the configuration is invalid; the message names the value and the limit.
@@ -243,11 +244,12 @@ class Kernel:
     # ---- on a GPU ------------------------------------------------------------------------------------------------
 
     def active_clusters(self, block: Size, cluster: Size, shared_bytes: int, device: torch.device) -> int:
-        """The number of clusters that run on the device at once. Other clusters of the grid wait until these end.
+        """The number of clusters that run on the device at once. Other clusters of the grid wait until running clusters
+        end.
 
         Raises:
             TypeError, ValueError: an invalid configuration.
-            LaunchError: the driver refuses it.
+            LaunchError: the driver refuses the configuration.
         """
         index = torch.cuda.current_device() if device.index is None else device.index
         key = (block, cluster, shared_bytes, index)
@@ -265,7 +267,7 @@ class Kernel:
         return self._active_clusters[key]
 
     def _without_tensors(self, arguments: tuple[Any, ...], *configuration: Any) -> int:
-        """The current device. Without a GPU, it raises, errors of the call first."""
+        """Return the current device. Without a GPU, raise an error; errors in the call's arguments come first."""
         if not torch.cuda.is_available():
             self.check(*configuration)
             self._signature.values(arguments, -1)
@@ -274,7 +276,8 @@ class Kernel:
 
     @cached_property
     def _loaded(self) -> Any:
-        """The loaded kernel, valid in all contexts. Loading it does not invalidate a capture that is in progress."""
+        """The loaded kernel, valid in all contexts. Loading the kernel does not invalidate a capture that is in
+        progress."""
         core = nvrtc.require_cuda_core()
         from cuda.bindings import driver
 
@@ -394,8 +397,8 @@ def _launch(*arguments: Any) -> None:
 
 
 def _current_stream(device: int) -> Any:
-    """PyTorch's current stream as a stream of `cuda.core`. It is cached, since PyTorch's streams live as long as the
-    process.
+    """PyTorch's current stream as a stream of `cuda.core`. The result is cached, since PyTorch's streams live as long
+    as the process.
     """
     key = (device, torch._C._cuda_getCurrentRawStream(device))
     stream = _streams.get(key)
@@ -412,8 +415,8 @@ def _bind_context(device: int) -> None:
 
 
 def _threads_with(registers: int | None, capability: tuple[int, int]) -> int:
-    """The largest number of threads of a block if each uses this many registers: a multiple of warps in each
-    sub-partition.
+    """The largest number of threads of a block if each thread uses this many registers. All sub-partitions of the
+    multiprocessor then have the same number of warps.
     """
     unit = MULTIPROCESSORS.get(capability)
     if unit is None or not registers:

@@ -1,5 +1,5 @@
-"""Describe launches of Triton kernels for the CUDA driver: the bytes of the parameters, and the places of pointers in
-them.
+"""Describe launches of Triton kernels for the CUDA driver: the bytes of the parameters, and the offsets of pointers in
+these bytes.
 
 `call_plans.py` makes plans of such launches, and `repeated_calls.cpp` passes them to the driver.
 """
@@ -96,7 +96,7 @@ TENSOR_MAP_BYTES = 128  # size of the driver's CUtensorMap
 
 
 def _tensor_map(step: Step, place: int, about: Any) -> bytes | None:
-    """A tensor descriptor, encoded by the driver for a placeholder address that the compiled part replaces."""
+    """A tensor descriptor, encoded by the driver for a placeholder address that the C++ part replaces."""
     from triton.backends.nvidia import driver
 
     if about is None:

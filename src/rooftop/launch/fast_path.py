@@ -4,8 +4,8 @@ For an operator written in Python, a call through the dispatcher takes the host 
 kernel. A call that nothing watches or transforms does not need the dispatcher. torch.compile, modes (FakeTensor,
 counting), transforms and the profiler still see every call.
 
-`benchmarks/calls.py` measures the time saved. If the row "dispatcher" of its table costs less than a tenth of a call,
-this file can be removed.
+`benchmarks/calls.py` measures the time saved. If the row "dispatcher" of this benchmark costs less than a tenth of a
+call, this file can be removed.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def recording(name: str, forward: Callable[..., Any], backward: Callable[..., An
     Args:
         name: name of the operator.
         forward: computes the results from (ctx, *arguments).
-        backward: computes gradients of the arguments from (ctx, wanted, *slopes); `wanted`: which arguments need a
-            gradient.
+        backward: computes gradients of the arguments from (ctx, wanted, *slopes). `wanted` says which arguments need a
+            gradient, and `slopes` are the gradients of the results.
     """
 
     def backward_of(ctx: Any, *slopes: Any) -> Any:
@@ -141,14 +141,14 @@ def recording(name: str, forward: Callable[..., Any], backward: Callable[..., An
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of)}
     made: Any = type(f"GeneratedBackwardFor_rooftop_{name}_default", (torch.autograd.Function,), methods)
-    # This skips what Function.apply does for transforms, because transformed calls use the dispatcher.
+    # This call skips the transform handling of Function.apply, because transformed calls use the dispatcher.
     return super(torch.autograd.Function, made).apply  # type: ignore[no-any-return]
 
 
 def recording_lists(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], gives_list: bool
 ) -> Callable[..., Any]:
-    """`recording` for arguments or results that are lists of tensors; autograd sees only single tensors."""
+    """Do as `recording` for arguments or results that are lists of tensors; autograd sees only single tensors."""
 
     def forward_of_each(ctx: Any, counts: Sequence[int | None], *flat: Any) -> Any:
         """Run `forward` on arguments that autograd passes one by one. `counts`: for each argument, its length if it is
@@ -162,7 +162,7 @@ def recording_lists(
         rest = iter(wanted[1:])
         of_arguments = [next(rest) if n is None else list(islice(rest, n)) for n in ctx.counts]
         found = backward(ctx, of_arguments, list(slopes)) if gives_list else backward(ctx, of_arguments, *slopes)
-        flat: list[Tensor | None] = [None]  # length of `counts`
+        flat: list[Tensor | None] = [None]  # `counts` has no gradient
         for count, gradient in zip(ctx.counts, found, strict=True):
             flat += [gradient] if count is None else [None] * count if gradient is None else gradient
         return tuple(flat)

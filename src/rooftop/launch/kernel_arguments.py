@@ -115,7 +115,7 @@ def signature(kernel: str, types: tuple[str, ...]) -> Signature:
 
 
 def parameter_types(demangled: str) -> tuple[str, ...]:
-    """The types in `void f<void (*)(float const*, int)>()`, in the usual spelling: const float*, int."""
+    """Return the types in `void f<void (*)(float const*, int)>()`, in the usual spelling: const float*, int."""
     inner = demangled[demangled.index("(*)(") + len("(*)(") : demangled.rindex(")>()")]
     types, depth, start = [], 0, 0
     for position, character in enumerate(inner + ","):
@@ -197,8 +197,8 @@ def _boolean(what: str) -> Converter:
 
 
 def _integer(what: str, dtype: torch.dtype) -> Converter:
-    """Convert an int for `cuda.core`. `cuda.core` copies eight bytes, and the kernel reads the lowest of them. Values
-    of 2^63 or more need an explicit type.
+    """Convert an int for `cuda.core`. `cuda.core` copies eight bytes, and the kernel reads the lowest bytes. Values of
+    2^63 or more need an explicit type.
     """
     limits = torch.iinfo(dtype)
     least, most = limits.min, limits.max

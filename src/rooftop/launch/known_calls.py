@@ -3,9 +3,9 @@ decisions.
 
 All decisions of an operator (views, grids, constants, choice of kernels) depend on facts of its arguments: shapes,
 strides, dtypes, device, alignment, and values that are not tensors. The second call with the same facts is observed. If
-it only allocates memory, takes views, and launches Triton kernels, later calls replay its list of allocations and
-launches. A launch's pointers are arguments or allocations plus constant offsets. Other calls (with copies, PyTorch's
-own operators or CUDA C++) run as always.
+this call only allocates memory, takes views, and launches Triton kernels, later calls replay its list of allocations
+and launches. A launch's pointers are arguments or allocations plus constant offsets. Other calls (with copies,
+PyTorch's own operators or CUDA C++) run as always.
 
 An operator opts in by `declare(..., known=...)`. The decisions of its `run` may depend only on these facts and on
 settings that `known` returns, but not on the contents of memory.
@@ -30,9 +30,7 @@ from rooftop.launch.compiled_kernels import Compiled, is_descriptor, is_watched
 from rooftop.launch.counters import counters_now
 
 MOST_KNOWN = 4096
-"""Known calls of an operator. A model has tens of shapes; if every call has another shape, few calls are kept for
-long.
-"""
+"""Maximum number of known calls of an operator; beyond that, all are dropped. A model has tens of shapes."""
 
 _empty, _empty_like = torch.empty_strided, torch.empty_like
 aten = torch.ops.aten
@@ -101,7 +99,7 @@ def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any
 
 
 after_known: list[Callable[[], None]] = []
-"""Called when a call became known."""
+"""Functions to call when an operator call became known, so that it can be repeated."""
 
 
 def depends(why: str) -> None:
@@ -111,7 +109,7 @@ def depends(why: str) -> None:
 
 
 def became_known() -> None:
-    """Tell all functions in `after_known` that a call became known."""
+    """Call all functions in `after_known`."""
     for then in after_known:
         then()
 
@@ -134,7 +132,7 @@ class Memory(NamedTuple):
     """An allocation.
 
     Attributes:
-        like: index of an argument with contiguous memory of the same shape and dtype, or None. With such an argument,
+        like: index of a contiguous argument with the allocation's shape and dtype, or None. With such an argument,
             `empty_like` allocates in half the time.
     """
 
@@ -145,7 +143,7 @@ class Memory(NamedTuple):
 
 
 class Zeros(NamedTuple):
-    """Counters of the current stream (counters.py)."""
+    """Zeroed counters of the current stream (counters.py)."""
 
     size: int
 
@@ -272,7 +270,7 @@ lesson: Any = None
 
 def lesson_here() -> Any:
     """The object that observes a call of this thread; None if there is none."""
-    now = lesson  # another thread may end it
+    now = lesson  # another thread may end the lesson
     return now if now is not None and now.thread == get_ident() else None
 
 
@@ -351,11 +349,11 @@ class Observer(LightMode):
                 self.alive.append(each)
         elif not func._schema.returns or any(isinstance(each, Tensor) for each in tree_leaves((args, kwargs, made))):
             self.called(func, args, kwargs or {}, made)
-        # else a function of facts, such as `promote_types`
+        # else the operator has no tensors, such as `promote_types`, so its result depends only on facts
         return made
 
     key: Callable[[Tensor], int] = staticmethod(id)
-    """What a tensor is known by."""
+    """The function that returns the key of a tensor in `source_of`."""
 
     def called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
         """Record that the call uses another operator."""
@@ -436,7 +434,7 @@ class Observer(LightMode):
             self._is_other("a launch that is not Triton's")
 
     def steps(self, places: tuple[int, ...], result: Any) -> Steps | None:
-        """The observed steps; None if the call did anything else."""
+        """The observed steps; None if the call did anything that steps cannot repeat."""
         count = len(places)
         kind = Tensor if isinstance(result, Tensor) else type(result)
         if self.why or kind not in (Tensor, tuple, list):
@@ -458,13 +456,11 @@ class Observer(LightMode):
         return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind)
 
     def is_used(self, source: int) -> bool:
-        """Whether a launch has a pointer to this source. A result without a pointer was computed by something
-        unobserved.
-        """
+        """Whether a launch has a pointer to this source. A result without a pointer was computed by unobserved code."""
         return any(pointer.source == source for step in self.launched for pointer in step.pointers)
 
     def _is_whole(self, result: Tensor, source: int) -> bool:
-        """Whether a result is a whole allocation; it may be another Python object for the same tensor."""
+        """Whether a result is a whole allocation, possibly as another Python object for the same tensor."""
         return _is_same(self.sources[source], result)
 
     def _like(self, memory: Tensor, places: tuple[int, ...]) -> int | None:

@@ -1,7 +1,8 @@
-"""Lessons: records of one observed call of a public function. A lesson lists allocations, launches of Triton kernels,
-and calls of PyTorch's own operators, in order.
+"""Observe one call of a public function. A lesson, the record of the call, lists the allocations, the launches of
+Triton kernels, and the calls of PyTorch's own operators, in order.
 
-`call_plans.py` turns a lesson into a plan for later calls with the same facts.
+`call_plans.py` turns a lesson into a plan, by which C++ code repeats the call for arguments with the same facts
+(shapes, strides, dtypes and so on).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rooftop.launch.known_calls import Memory, Observer, Step, Zeros, observing
 from rooftop.launch.row_counts import VARIABLE, Code, Condition, Count, code_of, codes_of
 
 _UNKNOWN_RESULTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Tags of operators whose results may have other shapes in another call, or are Python values."""
+"""Tags of operators whose results are Python values, or have shapes that depend on the contents of tensors."""
 
 
 class Operator(NamedTuple):
@@ -27,7 +28,7 @@ class Operator(NamedTuple):
 
     Attributes:
         run: computes the results from the arguments.
-        settings: from the arguments to the other values on which decisions depend; None: there are none.
+        settings: a function from the arguments to other values on which the operator's decisions depend, or None.
         changes: indices of the arguments that the operator changes.
     """
 
@@ -37,7 +38,7 @@ class Operator(NamedTuple):
 
 
 operators: dict[Any, Operator] = {}
-"""The operators whose decisions depend on facts alone, by overload."""
+"""The operators whose decisions depend only on facts (shapes, strides, dtypes and so on), by overload."""
 
 
 class Fresh(NamedTuple):
@@ -45,7 +46,7 @@ class Fresh(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor among the arguments of a `Called`, and its place in its source.
+    """A tensor argument of a `Called`, as a view of the source in whose memory the tensor is.
 
     Attributes:
         source: index among the tensors of the call and, after them, its allocations.
@@ -80,10 +81,10 @@ class Record(NamedTuple):
         results: the results that have gradients.
         kept: tensors that backward needs.
         weak: tensors that backward uses if they still exist unchanged.
-        gradients: from (kept, weak, wanted of each argument, slopes) to gradients of the arguments; trailing gradients
-            may be missing.
-        zeros: whether a missing slope counts as zeros.
-        once: whether the gradients have no derivative.
+        gradients: a function from (kept, weak, wanted of each argument, slopes) to gradients of the arguments, where
+            slopes are gradients of the results. Trailing gradients may be missing.
+        zeros: whether a missing gradient of a result counts as zeros.
+        once: whether the gradients cannot be differentiated again.
     """
 
     name: str
@@ -97,30 +98,30 @@ class Record(NamedTuple):
 
 
 FIRST, LAST, ITSELF, NONE = 0, 1, 2, -1
-"""Which size of a tensor varies from call to call; an argument that is a number varies itself."""
+"""Which size of an argument varies from call to call: the first, the last, the number itself, or none."""
 ANY = (-1,)
-"""The shape of a tensor that is not the same in each call."""
+"""A placeholder for the shape of a tensor whose sizes vary from call to call."""
 
 
 class Varied(NamedTuple):
-    """The formulas of a launch whose sizes vary: formulas of its grid, and of its arguments by their places."""
+    """The formulas of a launch whose sizes vary: formulas of its grid, and of its arguments by their indices."""
 
     grid: list[Code]
     numbers: dict[int, Code]
 
 
 class Lesson(Observer):
-    """Observes a call.
+    """Observes one call of a public function, and records the work of the call.
 
     Attributes:
         given: the call's tensors; no two share memory, except empty ones.
         owned: indices of the tensors that operators may change.
         varying: for each of the tensors, which of its sizes varies; empty: none.
-        shapes: shapes, with `Count`s, of the sources whose sizes vary.
-        varied: the formulas of each launch, by the launch's index.
-        conditions: conditions on varying sizes, on which decisions depend.
+        shapes: shapes of the sources whose sizes vary; the varying sizes are `Count`s.
+        varied: formulas of the varying sizes of each launch, by the launch's index.
+        conditions: conditions on varying sizes under which the observed decisions hold.
         read: the sources that PyTorch's operators read.
-        records: what autograd records.
+        records: the operators that autograd records.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Lesson(Observer):
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.varied: dict[int, Varied] = {}
         self.conditions: list[Condition] = []
-        self.values: list[int] = []  # of the variables
+        self.values: list[int] = []  # the values of the variables
         if varying:
             self._name_sizes(given, varying)
         self.records: list[Record] = []
@@ -148,7 +149,7 @@ class Lesson(Observer):
     key: Callable[[Tensor], int] = staticmethod(lambda tensor: tensor.untyped_storage().data_ptr())
 
     def _name_sizes(self, given: Sequence[Tensor | int], varying: Sequence[int]) -> None:
-        """Assign a variable to each varying size. Equal sizes share a variable, as in the compiled part."""
+        """Assign a variable to each varying size. Equal sizes share a variable, as in the C++ code."""
         source = 0
         for each, which in zip(given, varying, strict=True):
             if isinstance(each, Tensor):
@@ -172,7 +173,7 @@ class Lesson(Observer):
         return bool(self.values)
 
     def size(self, tensor: Tensor, dim: int) -> int:
-        """The size of a tensor, as a `Count` if it varies."""
+        """The size of a tensor, as a `Count` if the size varies."""
         if not self.varies:
             return tensor.shape[dim]
         source = self.source(tensor)
@@ -185,11 +186,11 @@ class Lesson(Observer):
         return tensor.shape[dim]
 
     def number(self, number: int) -> int:
-        """A number among the arguments, as a `Count` if it varies."""
+        """A number among the arguments, as a `Count` if the number varies."""
         return self._variable(number) if number in self.values else number
 
     def has_shape(self, made: Tensor, shape: Sequence[int]) -> None:
-        """Record the shape of new memory, if it varies."""
+        """Record the shape of new memory, if a size in the shape varies."""
         source = self.source(made)
         if source is not None and any(type(each) is Count for each in shape):
             self.shapes[source] = tuple(shape)
@@ -211,7 +212,7 @@ class Lesson(Observer):
                     self.refuse("a launch with a size of 64 bits")
                 if about is not None and about[place].do_not_specialize:
                     continue
-                if each != 1:  # Triton specializes on these facts
+                if each != 1:  # Triton specializes on 1 and on divisibility by 16
                     each.is_by_16()
         plain = [int(each) if type(each) is Count else each for each in args]
         before = len(self.launched)
@@ -220,7 +221,7 @@ class Lesson(Observer):
             self.varied[before] = Varied(codes_of(grid), {place: code_of(each) for place, each in counts.items()})
 
     def refuse(self, why: str) -> None:
-        """Record the reason why Python must make such calls."""
+        """Record the reason why the call cannot be planned, so that Python makes all calls like it."""
         self.why = self.why or why
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -243,7 +244,7 @@ class Lesson(Observer):
             self.refuse(str(func))
             return
         if torch.Tag.nondeterministic_seeded in func.tags:
-            # PyTorch passes no argument whose value is the default
+            # PyTorch does not pass arguments whose value is the default
             default = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
             if (default | named).get("dropout_p") != 0:
                 self.refuse(str(func))
@@ -273,7 +274,7 @@ class Lesson(Observer):
         if not isinstance(value, Tensor):
             return value
         if value.numel() == 0 and type(value) is Tensor and value.device == self.device and not self.varies:
-            return value  # it has no contents, so later calls can pass it again
+            return value  # an empty tensor has no contents, so later calls can pass it again
         source = self.source(value)
         if source is None or value.layout != torch.strided or value.dtype != self.sources[source].dtype:
             self.refuse("an operator of PyTorch takes memory of unknown origin")
@@ -308,7 +309,7 @@ class Lesson(Observer):
 
     def is_used(self, source: int) -> bool:
         """Whether a launch has a pointer to this source, or one of PyTorch's operators made or changed it. If neither
-        holds, a result was computed by something unobserved, and other memory has no values.
+        holds, no observed step has written values there.
         """
         for step in self.launched:
             if isinstance(step, Called) and source in step.made:

@@ -1,4 +1,4 @@
-"""Compile and load the C++ part of known calls (repeated_calls.cpp), and observe calls for it.
+"""Compile and load repeated_calls.cpp, which repeats earlier calls without Python, and observe calls for it.
 
 The C++ part is compiled in the background when a GPU first runs a known operator, and stored in Rooftop's cache.
 """
@@ -25,12 +25,12 @@ from rooftop.launch.cpp_extensions import Extension, asked
 from rooftop.launch.lessons import ITSELF, NONE, Lesson, lesson_of
 
 module: Any = None
-"""The compiled part; None until it is there."""
+"""The compiled C++ module; None until it is loaded."""
 starting = Lock()
 after_start: list[Callable[[], None]] = []
-"""Called with the lock when the compiled part is there."""
+"""Functions to call when the C++ module is loaded, while `starting` is held."""
 reasons: dict[str, str] = {}
-"""Why calls of a function are made in Python: the reason for the last one that was observed, by its name."""
+"""For each function, by name: the reason why the last observed call could not be planned."""
 _extension = Extension("repeated_calls", Path(__file__).with_name("repeated_calls.cpp"))
 has_asked = False
 
@@ -38,7 +38,7 @@ has_asked = False
 
 
 def ask() -> None:
-    """Load the compiled part if the cache has it, else compile it in the background. Later calls of this function do
+    """Load the C++ part if the cache has it, else compile it in the background. Later calls of this function do
     nothing.
     """
     global has_asked
@@ -62,7 +62,7 @@ def wait(seconds: float) -> bool:
 
 
 def state() -> tuple[bool, str]:
-    """For `rooftop doctor`: (whether known calls run without Python, now or later; the reason)."""
+    """Return (whether repeated calls run without Python, now or later; the reason), for `rooftop doctor`."""
     return _extension.state()
 
 
@@ -94,7 +94,7 @@ def _start(loaded: Any) -> None:
                 "captures": torch._C._cuda_isCurrentStreamCapturing if with_cuda else None,
             }
         )
-        with ThreadPoolExecutor(1) as thread:  # a new thread has no modes; this one may have some
+        with ThreadPoolExecutor(1) as thread:  # a new thread has no modes; this thread may have some
             thread.submit(loaded.note_keys, False).result()
             thread.submit(torch.inference_mode()(partial(loaded.note_keys, True))).result()
         module = loaded
@@ -114,12 +114,12 @@ os.register_at_fork(after_in_child=_forked)
 
 
 HOPELESS = 1 << 62
-"""A number of calls after which none is observed."""
+"""The count of calls that are never observed again, because they cannot be planned."""
 
 
 def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
-    """Whether to observe this call. Calls with the same facts are observed once, because a call that cannot be planned
-    stays so. If sizes vary, each call for whose sizes no plan holds is observed, too.
+    """Whether to observe this call. Of the calls with the same facts, only one is observed, because all have the same
+    plan or none. If sizes vary, a call is also observed if no plan holds for its sizes.
     """
     if len(seen) >= known_calls.MOST_KNOWN:
         seen.clear()
@@ -150,7 +150,7 @@ def teaching(
 
 
 def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor | int], list[int]]:
-    """(the tensors of a call and its numbers that vary, which size of each of these varies)."""
+    """Return (the tensors of a call and its numbers that vary, which size of each of these varies)."""
     if not varying:
         return list(tensors_in(values)), []
     given: list[Tensor | int] = []
@@ -164,7 +164,7 @@ def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """All tensors, including those in lists and tuples, in the order in which the compiled part finds them."""
+    """All tensors, including those in lists and tuples, in the order in which the C++ part finds them."""
     found: list[Tensor] = []
     for each in values:
         if isinstance(each, Tensor):

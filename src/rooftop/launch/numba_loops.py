@@ -1,7 +1,8 @@
 """Loops for the CPU: compiled by Numba at run time, and divided among threads.
 
 Numba is an optional dependency, which `pip install "rooftop[mat]"` installs. A caller calls `numba_works` before it
-imports Numba or a module with a `kept_loop`. If that returns False, the caller computes without Numba, more slowly.
+imports Numba or a module with a `kept_loop`. If `numba_works` returns False, the caller computes without Numba, more
+slowly.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ LEAST_ELEMENTS = 1 << 14
 
 @functools.cache
 def numba_is_installed() -> bool:
-    """Whether Numba is installed. This does not import Numba, which takes some tenths of a second."""
+    """Whether Numba is installed. This check does not import Numba, which takes some tenths of a second."""
     return find_spec("numba") is not None
 
 
 @functools.cache
 def numba_works() -> bool:
-    """Whether Numba is installed and can be imported. It warns once if the import fails."""
+    """Whether Numba is installed and can be imported. A failed import causes one warning."""
     if not numba_is_installed():
         return False
     try:
@@ -48,7 +49,8 @@ def numba_works() -> bool:
 
 
 def worth_a_loop(elements: int) -> bool:
-    """Whether Numba is installed, and a compiled loop over so many elements saves more time than its start takes."""
+    """Whether Numba is installed, and a compiled loop over so many elements saves more time than starting the loop
+    takes."""
     return elements >= LEAST_ELEMENTS and numba_is_installed()
 
 
@@ -80,8 +82,8 @@ def kept_loop(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def memory_of(x: Tensor) -> np.ndarray:
-    """The memory of a CPU tensor from its first to its last element, as a one-dimensional array. Loops over it have no
-    strides, so the compiler can vectorize them.
+    """The memory of a CPU tensor from its first to its last element, as a one-dimensional array. Loops over the array
+    have no strides, so the compiler can vectorize them.
     """
     last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     return x.as_strided((last + 1,), (1,)).numpy()

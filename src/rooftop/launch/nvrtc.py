@@ -56,7 +56,7 @@ class Binary:
         name: the requested name, such as `scale<float>`.
         arch: sm_90, ...
         symbol: the kernel's name in the cubin.
-        types: C++ types of its parameters.
+        types: C++ types of the kernel's parameters.
         registers: registers of a thread. This and the next three attributes are None if this NVRTC does not report
             them.
         static_shared_bytes: static shared memory of a block; a launch may request dynamic shared memory in addition.
@@ -81,7 +81,7 @@ def binary(source: str, name: str, options: Options) -> Binary:
     """Compile one kernel to machine code, or read it from the cache on disk.
 
     Raises:
-        CompilationError: the compiler failed; the message has its log and the line of the source.
+        CompilationError: the compiler failed; the message has the compiler's log and the line of the source.
         MissingExtraError: `cuda.core`, NVRTC or a header that the source includes is not installed.
         ValueError: this NVRTC does not know the architecture.
     """
@@ -150,7 +150,7 @@ def _compile(source: str, name: str, options: Options) -> Binary:
 
 
 def _run(source: str, name: str, options: Options, names: tuple[str, ...]) -> tuple[Any, str]:
-    """(object code of `cuda.core`, the compiler's log)."""
+    """Run the compiler, and return (object code of `cuda.core`, the compiler's log)."""
     core, log = require_cuda_core(), io.StringIO()
     settings = _settings(name, options, ptxas_options=["-v"])
     try:
@@ -246,7 +246,7 @@ def _architectures() -> tuple[int, ...]:
 
 
 def require_cuda_core() -> Any:
-    """The package `cuda.core`.
+    """Import and return the package `cuda.core`.
 
     Raises:
         MissingExtraError: `cuda.core` cannot be imported, or is older than 0.5.
@@ -263,7 +263,7 @@ def require_cuda_core() -> Any:
 
 
 def _nvrtc(function: str, *arguments: Any) -> list[Any]:
-    """The result of an NVRTC call."""
+    """Call a function of NVRTC, and return its results."""
     require_cuda_core()
     from cuda.bindings import nvrtc
     from cuda.pathfinder import DynamicLibNotFoundError

@@ -1,7 +1,7 @@
 """Declare operators in the `rooftop::` namespace of `torch.library`.
 
-The signature of an operator is a class, a `typing.NamedTuple` of its arguments. Methods of that class describe the
-rest:
+The signature of an operator is a class, a `typing.NamedTuple` of its arguments. Methods of that class implement the
+operator:
 
     class Swiglu(NamedTuple):
         gate: Tensor
@@ -59,32 +59,32 @@ _declared: dict[str, _Declared] = {}  # operators by name, except those that cha
 
 
 class Signature(Protocol[Result_co]):
-    """A class that declares an operator. Its fields are the operator's arguments. It must have `run`; the other methods
-    are optional.
+    """A class that declares an operator. The class's fields are the operator's arguments. The class must have the
+    method `run`; the other methods are optional.
 
-    An argument may have the name of a method of its class, or of all tuples (`count`, `index`). Then the argument's
-    field ends in an underscore, `keep_` or `count_`, which the schema omits. Defaults of fields are defaults of the
-    schema.
+    An argument may have the name of a method of its class, or of all tuples (`count`, `index`). In this case, the
+    argument's field ends in an underscore, `keep_` or `count_`, which the schema omits. Defaults of fields are defaults
+    of the schema.
 
     Methods:
         run(): computes the results. The results share memory neither with the arguments nor with each other. `run`
-            changes only the arguments in `mutates` of `declare`. It may return None, for no result.
+            changes only the arguments in `mutates` of `declare`. `run` returns None if the operator has no result.
         fake(): results with the same shapes, strides and dtypes but without values, as in
             `torch.library.register_fake`.
         cost(made): the least cost of a call with the results `made`.
-        in_pytorch(): computes the results by PyTorch's own operators, on any device. It is the decomposition for
+        in_pytorch(): computes the results by PyTorch's own operators, on any device, as the decomposition for
             `torch.onnx.export` and `ExportedProgram.run_decompositions`.
         formula(): like `in_pytorch`, for transforms of `torch.func` and forward-mode differentiation. Results without a
             gradient may be None. If an operator has a formula but no `gradients`, backward runs the formula again and
             differentiates it with autograd. Such an operator is differentiable any number of times.
         keep(made): the values that backward needs, as a tuple of tensors and other values, but no lists of tensors. A
-            `WeakTensor` among them is not kept alive. Without this method, all arguments are kept.
+            `WeakTensor` among these values is not kept alive. Without `keep`, all arguments are kept.
         gradients(kept, wanted, *slopes): a static method that computes the gradients of the arguments, in order, from
             `slopes`, the gradients of the results. With several results, some slopes may be None. The returned tuple
             may omit trailing gradients that are None. `wanted`: which arguments need a gradient. For an operator
             with lists of tensors, slopes and gradients are lists, too.
-        once(): a static method that returns True if differentiating the gradients raises. If so, a result that backward
-            needs, but that no caller gets, needs no graph.
+        once(): a static method that returns True if differentiating the gradients raises an error. In this case, a
+            result that only backward needs requires no graph.
     """
 
     def run(self) -> Result_co: ...
@@ -103,15 +103,16 @@ def declare(
 
     Args:
         name: name of the operator.
-        signature: a `typing.NamedTuple` class with the methods of `Signature`. Its annotations and the return
-            annotation of `run` give the schema.
-        mutates: arguments that `run` changes. Such an operator has no derivative, and Python makes its decisions. The
-            exception is a call made in C++ (repeated_calls.py), if only that call has the argument.
+        signature: a `typing.NamedTuple` class with the methods of `Signature`. The annotations of the class, and the
+            return annotation of `run`, determine the schema.
+        mutates: arguments that `run` changes. An operator with `mutates` has no derivative, and Python makes its
+            decisions. The exception is a call made in C++ (repeated_calls.py), if only that call has the argument.
         slopes: the number of leading results that have gradients; None: all. A list of tensors is one result.
         derivative: `no_second_derivative(...)`, which raises, for a backward operator without a derivative.
         known: whether all decisions of `run` depend only on shapes, strides, dtypes, alignment, device, and arguments
-            that are not tensors. They are then made once (known_calls.py). If they also depend on settings: a function
-            from the arguments to a Python value of these settings. "itself": `run` itself remembers its decisions.
+            that are not tensors. The decisions are then made once (known_calls.py). If decisions also depend on
+            settings, pass a function from the arguments to a Python value of these settings. "itself": `run` itself
+            remembers its decisions.
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
@@ -232,7 +233,7 @@ def _differentiate(
     """Register an operator's derivative with the dispatcher, and return the function that autograd records without the
     dispatcher.
 
-    Every call runs the inner functions, so these do as little as possible. keep: None: keep all arguments.
+    Every call runs the inner functions, so these do as little as possible. If `keep` is None, all arguments are kept.
     """
     results = [str(each.type) for each in overload._schema.returns]
     lists = "List[Tensor]" in (*results, *(str(each.type) for each in overload._schema.arguments))
@@ -321,7 +322,7 @@ class WeakTensor:
 
 
 def _not_views(output: Any) -> Any:
-    """The same results, detached where they are views: autograd would refuse in-place changes of views made here."""
+    """Return the results, with views detached, because autograd would refuse in-place changes of views made here."""
     if isinstance(output, Tensor):
         return output.detach() if output._is_view() else output
     if any(isinstance(each, Tensor) and each._is_view() for each in output):
@@ -364,8 +365,8 @@ def _places_of(kinds: tuple[type, ...]) -> _Places:
 
 
 def _taking(places: Sequence[int]) -> Callable[[Kept], Kept]:
-    """A function that returns the items at these indices as a tuple. (`itemgetter` returns a tuple only for two or
-    more.)
+    """A function that returns the items at these indices as a tuple. (`itemgetter` returns a tuple only for two or more
+    indices.)
     """
     if len(places) >= 2:
         return itemgetter(*places)
@@ -392,7 +393,8 @@ def _gradients_of(
     """Compute the needed gradients, by index of the argument, from the gradients of the results."""
     again = torch.is_grad_enabled()  # create_graph
     with torch.enable_grad():
-        # Each argument gets its own view: if one was computed from another, the derivative must not follow that path.
+        # Each argument gets its own view, so that the derivative does not follow a path from one argument to
+        # another.
         places = {i: arguments[i].view_as(arguments[i]) if again else arguments[i].detach() for i in wanted}
         places = {i: t if t.requires_grad else t.requires_grad_() for i, t in places.items()}
         results = formula(*(places.get(i, argument) for i, argument in enumerate(arguments)))
@@ -419,7 +421,7 @@ def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
     def exact(*arguments: Any, **options: Any) -> Result:
         first = arguments[0] if isinstance(arguments[0], Tensor) else arguments[0][0]
         device = first.device.type
-        if not torch.amp.is_autocast_available(device):  # meta
+        if not torch.amp.is_autocast_available(device):  # the meta device has no autocast
             return function(*arguments, **options)
         with torch.autocast(device, enabled=False):
             return function(*arguments, **options)
@@ -428,7 +430,7 @@ def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _refuse_derivatives(name: str) -> None:
-    """Run an operator without a formula under `vmap`, with one call for each element of the batch.
+    """Refuse transforms of an operator without a formula, except `vmap`, which calls it for each element of the batch.
 
     Raises:
         NotImplementedError: the transform is not `vmap`.
@@ -448,8 +450,8 @@ def keeps_for_backward(*tensors: Tensor | None) -> bool:
     call.
 
     A traced program (torch.jit.trace, torch.export, make_fx) may run with or without gradients, whatever the grad mode
-    was during tracing. So its forward keeps nothing, and its backward computes the values again. torch.compile compiles
-    separately for each grad mode.
+    was during tracing. So the forward of such a program keeps nothing, and the backward computes the values again.
+    torch.compile compiles separately for each grad mode.
     """
     if not torch.is_grad_enabled() or not requires_grad(tensors):
         return False
@@ -460,8 +462,8 @@ def keeps_for_backward(*tensors: Tensor | None) -> bool:
 
 
 def no_second_derivative(name: str, instead: str | None = None) -> Callable[..., NoReturn]:
-    """Make the `derivative` of a backward operator that has none. It raises, since a second derivative would be
-    silently wrong.
+    """Make the `derivative` of a backward operator that has no derivative. The function raises an error, since a second
+    derivative would be silently wrong.
 
     Args:
         name: name of the public function.

@@ -1,4 +1,4 @@
-"""How autograd records a known call in C++, and how its backward is planned."""
+"""Describe how autograd records a repeated call in C++, and plan the call's backward."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rooftop.launch.lessons import ANY, FIRST, NONE, Lesson, Record
 from rooftop.launch.row_counts import Count
 
 BACKWARD_LESSON_AT = 1
-"""The backward with the same facts that is observed."""
+"""Which of the backward calls with the same facts is observed: the first."""
 
 
 class Backward:
-    """The backward, in Python, of a call that autograd recorded in C++. It also makes a plan of the backward for the
-    compiled part.
+    """The backward, in Python, of a call that autograd recorded in C++. This object also makes a plan of the backward
+    for the C++ part.
 
-    It keeps no tensor of the call from which it was made.
+    This object keeps no tensor of the call from which it was made.
 
     Attributes:
-        recording: the compiled part's handle, a weak reference.
+        recording: a handle of the C++ part, which is a weak reference.
         owned: indices of the kept tensors to which nothing else refers, so that backward may change them.
-        varying: for each kept tensor and each slope, which of its sizes varies; empty: none.
+        varying: for each kept tensor and each slope (gradient of a result), which of its sizes varies; empty: none.
     """
 
     def __init__(self, name: str, record: Record, owned: frozenset[int]) -> None:
@@ -99,7 +99,7 @@ def _is_list(argument: Any) -> bool:
 def recording_of(
     name: str, lesson: Lesson, places: Places, found: list[Any], results: list[Result]
 ) -> tuple[dict[str, Any], Backward]:
-    """How autograd records the call in C++.
+    """Describe how autograd records the call in C++, and create the call's `Backward`.
 
     Args:
         name: name of the function.
@@ -156,7 +156,7 @@ def recording_of(
         "kept": [
             (source, output, ANY if source in lesson.shapes else shape, dtype) for source, output, shape, dtype in kept
         ],
-        # a tensor that only this call had no longer exists
+        # -1 for a tensor that belonged only to this call, and so no longer exists
         "weak": [next((i for i, given in enumerate(lesson.given) if given is each), -1) for each in record.weak],
         "edges": edges,
         "edge_sizes": [ANY if place in lesson.shapes else tuple(lesson.given[place].shape) for place in edges],
@@ -174,8 +174,8 @@ def recording_of(
 
 
 def _varying_of(lesson: Lesson, kept: Sequence[int], of_operator: Sequence[int | None]) -> tuple[list[int], list[int]]:
-    """Which size varies, for each kept tensor (by its source) and for each slope; empty lists if no size varies in this
-    call.
+    """Which size varies, for each kept tensor (by its source) and for each gradient of a result; empty lists if no size
+    varies in this call.
 
     Raises:
         Unplanned: a size other than the first one varies.

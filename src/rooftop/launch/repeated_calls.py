@@ -2,13 +2,13 @@
 
 A small kernel runs for less time than Python needs to check arguments, view them as rows and find the launch. For
 arguments with the same facts (shapes, strides, dtypes, devices, alignment, values that are not tensors) and the same
-modes of PyTorch, all of this has the same outcome. So a call is observed once. If it runs one operator that only
-allocates and launches, `repeated_calls.cpp` gets a plan of the call, and makes later calls by it. Their results are
-identical bit for bit.
+modes of PyTorch, this work has the same outcome. So a call is observed once. If the call runs one operator that only
+allocates and launches, `repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls. The
+results of later calls are identical bit for bit.
 
 The C++ part is compiled in the background when a GPU first runs a known operator, and stored in Rooftop's cache. Until
-then, and on machines without a C++ compiler, Python makes the calls. `ROOFTOP_COMPILED_CALLS=0` disables it, and
-`ROOFTOP_COMPILED_CALLS=wait` waits for its compilation. `rooftop doctor` shows its state.
+then, and on machines without a C++ compiler, Python makes the calls. `ROOFTOP_COMPILED_CALLS=0` disables the C++ part,
+and `ROOFTOP_COMPILED_CALLS=wait` waits for its compilation. `rooftop doctor` shows the state of the C++ part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 LESSON_AT = 3
-"""The call with the same facts that is observed. By then the operator's own launches are compiled."""
+"""Which of the calls with the same facts is observed: the third. By then the operator's own launches are compiled."""
 _functions: list[_Function] = []
 _seen: dict[str, Counter[bytes]] = {}  # for each function: the number of Python calls, by facts
 _blocks = 0  # number of open `in_python` blocks
@@ -44,7 +44,7 @@ class _Function(NamedTuple):
 
     Attributes:
         now: a list of one item: the C++ object that makes the calls now, or None for Python.
-        compiled: a list of that object, once it exists.
+        compiled: a list of the C++ object, once the object exists.
         varying: see `repeated_rows`.
     """
 
@@ -58,7 +58,7 @@ class _Function(NamedTuple):
 
 
 def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a function whose known calls run without Python once the compiled part is loaded.
+    """Decorate a function, so that its repeated calls run without Python once the C++ part is loaded.
 
     The function's own decisions must depend only on the facts of its arguments and on PyTorch's modes. A call that does
     more than run one operator of `declare(..., known=...)` is always made in Python.
@@ -77,10 +77,11 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 
 def repeated_rows(*varying: int) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Decorate a function: a call like an earlier one repeats its launches without Python, also with other row counts.
+    """Decorate a function, so that its repeated calls run without Python, also if the numbers of rows differ.
 
-    Its operators read varying sizes by `row_counts.size`, allocate memory of such sizes by `row_counts.allocate`, and
-    compute with them only by operations of `Count`. A call has positional arguments only.
+    The function's operators read varying sizes by `row_counts.size`, allocate memory of such sizes by
+    `row_counts.allocate`, and compute with such sizes only by operations of `Count`. A call has positional arguments
+    only.
 
     Args:
         varying: for each argument, which of its sizes varies: FIRST, LAST, NONE; or ITSELF for a number.
@@ -136,7 +137,7 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
         try:
             with native_calls.teaching(given, varying=which) as lesson:
                 result = function(*arguments, **options)
-        except (TypeError, ValueError, RuntimeError):  # the dispatcher was in the way, and its messages differ
+        except (TypeError, ValueError, RuntimeError):  # observation needs the dispatcher, whose messages differ
             seen[facts] = HOPELESS
             return function(*arguments, **options)
         if lesson is None:
@@ -192,7 +193,7 @@ native_calls.after_start.append(_start)
 
 
 def _plan_of(name: str, lesson: Lesson, result: Any) -> Any:
-    """The plan of an observed call.
+    """Make the plan of an observed call.
 
     Raises:
         Unplanned: the call cannot be planned.

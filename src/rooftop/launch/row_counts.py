@@ -1,9 +1,9 @@
 """Sizes that vary from call to call, as integers that remember the formula by which they were computed.
 
-A point cloud has another number of sites in each step. So a plan of a call (repeated_calls.py) must contain formulas
-instead of the numbers of the observed call. `size` gives launch code the size of a tensor, and `allocate` allocates
-memory of such sizes. While a call is observed, varying sizes are `Count`s, and so are their sums, products and
-quotients. Comparisons are recorded as conditions under which the plan holds.
+A point cloud has a different number of sites in each step. So a plan of a call (repeated_calls.py) must contain
+formulas instead of the numbers of the observed call. `size` returns the size of a tensor to launch code, and `allocate`
+allocates memory of such sizes. While a call is observed, varying sizes are `Count`s, and so are their sums, products
+and quotients. Comparisons are recorded as conditions under which the plan holds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from rooftop.launch import known_calls
 
 Code = tuple[int, ...]
-"""A formula in postfix order, of pairs: (VARIABLE, its index), (NUMBER, its value), (operation, 0)."""
+"""A formula in postfix order, as a sequence of pairs: (VARIABLE, its index), (NUMBER, its value), (operation, 0)."""
 VARIABLE, NUMBER, ADD, MULTIPLY, DIVIDE = range(5)
 BELOW_ZERO, IS_ZERO, BY_16 = range(3)
 """Conditions on the value of a formula: negative, zero, a multiple of 16."""
@@ -38,7 +38,7 @@ def size(tensor: Tensor, dim: int) -> int:
 
 
 def allocate(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """New contiguous memory on the device of a tensor, and with its dtype by default."""
+    """Allocate contiguous memory on the device of `like`, by default with the dtype of `like`."""
     lesson = known_calls.lesson_here()
     if lesson is None:
         return like.new_empty(shape, dtype=dtype)
@@ -54,7 +54,7 @@ def given(number: int) -> int:
 
 
 class Count(int):
-    """An integer with its formula. Operations other than those below raise TypeError."""
+    """An integer with its formula. Operations that this class does not define raise TypeError."""
 
     formula: Code
     conditions: list[Condition]

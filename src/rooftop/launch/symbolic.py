@@ -1,9 +1,10 @@
 """Make `torch.fx` record a call as one node.
 
 `torch.fx.symbolic_trace` runs a model with proxies, which have neither shapes nor dtypes. So a function that reads
-shapes or dtypes cannot be traced. A call becomes one node if the function is decorated by `recorded_whole`, or a
-module's forward by `module_recorded_whole`, as do calls of PyTorch's own functions. The traced program calls these with
-tensors, and they check their arguments then. Functions that cannot be traced raise an error (`refuse_proxies`).
+shapes or dtypes cannot be traced. If `recorded_whole` decorates a function, or `module_recorded_whole` a module's
+forward, a call becomes one node, like a call of PyTorch's own functions. When the traced program runs, it calls the
+function with tensors, and the function checks its arguments. Functions that cannot be traced raise an error
+(`refuse_proxies`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Result = TypeVar("Result")
 
 
 def recorded_whole(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a function: a call with a proxy becomes one node of the proxy's graph.
+    """Decorate a function, so that a call with a proxy becomes one node of the proxy's graph.
 
     The function must be a module's global under its own name, because the code of a traced program imports it.
     """
@@ -37,9 +38,9 @@ def recorded_whole(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 def module_recorded_whole(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a method `forward`: a call with a proxy becomes one node that calls the module.
+    """Decorate a method `forward`, so that a call with a proxy becomes one node that calls the module.
 
-    Tracing such a module alone raises, because no model contains it.
+    Tracing such a module alone raises an error, because no model contains it.
     """
 
     @wraps(forward)

@@ -43,7 +43,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     Args:
         kernel: a `triton.jit` function.
         grid: programs in each dimension.
-        device: the device of its tensors.
+        device: the device of the kernel's tensors.
         *args, **parameters: the kernel's arguments, constants and launch parameters (num_warps, ...).
     """
     if 0 in grid:
@@ -74,7 +74,8 @@ def _launch(
 class Repeated:
     """A kernel that is launched repeatedly with different pointers, but otherwise the same arguments.
 
-    Triton inspects all arguments at each launch to find the compiled kernel; here only the first launch does that.
+    Triton inspects all arguments at each launch to find the compiled kernel. This class inspects arguments only at the
+    first launch.
 
     Args:
         kernel: a `triton.jit` function.
@@ -91,7 +92,7 @@ class Repeated:
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.device, self.parameters = kernel, grid, device, parameters
         self.arguments, self.places = list(arguments), tuple(places)
-        self._compiled: dict[tuple[bool, ...], Any] = {}  # compiled kernels, by which pointers 16 divides
+        self._compiled: dict[tuple[bool, ...], Any] = {}  # compiled kernels, by whether 16 divides each pointer
 
     def __call__(self, *pointers: Any) -> None:
         """Launch the kernel on the device's current stream.
@@ -142,7 +143,7 @@ def _aligned(addresses: Iterable[int]) -> tuple[bool, ...]:
 
 
 def record_launch(name: str) -> None:
-    """Count a launch, made other than by `launch`, in all active counts."""
+    """Count a launch that `launch` did not make, in all active counts."""
     if _observer is not None:
         _observer.foreign()
     _count(name)

@@ -1,7 +1,7 @@
 """Launch Warp kernels on PyTorch's tensors, device and stream. Kernels are loaded once, and launches are counted.
 
-`launch_warp` packs all arguments at each launch. `Launches` packs them once, for kernels that are launched repeatedly
-with the same structs.
+`launch_warp` packs all arguments at each launch. `Launches` packs the arguments once, for kernels that are launched
+repeatedly with the same structs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def start_warp(what: str, extra: str) -> ModuleType:
     if first:  # only once: the user may change the setting later
         warp.config.log_level = warp.LOG_WARNING
     with _LOADING:
-        warp.init()  # has an effect once; Warp needs it to use PyTorch's stream
+        warp.init()  # only the first call has an effect; Warp needs this to use PyTorch's stream
     return warp
 
 

@@ -8,7 +8,7 @@
 
     for path, pixels in read_images(["holiday/"]): ...  # (3, H, W) uint8, decoded ahead
 
-Video needs PyAV: `pip install "rooftop[media]"`. It is imported when a file is opened, not before.
+Video needs PyAV: `pip install "rooftop[media]"`. PyAV is imported when a file is first opened.
 """
 
 from rooftop.media.clip_datasets import Clip, ClipBatch, ClipDataset, ClipLoader

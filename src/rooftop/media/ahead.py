@@ -13,11 +13,11 @@ from rooftop.errors import InputError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MOST_THREADS = 8  # default limit, because each thread may hold a whole photograph
+MOST_THREADS = 8  # default maximum, because each thread may keep a whole photograph in memory
 
 
 def usual_threads() -> int:
-    """One for each CPU that this process may use, at most `MOST_THREADS`."""
+    """Return the default number of threads: one for each CPU that this process may use, at most `MOST_THREADS`."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cpus, MOST_THREADS)
 
@@ -29,16 +29,16 @@ def in_order(
 
     If the function raises for an item, the iterator raises at that item's position. After an exception, or when the
     iterator is closed, no more items are started. The function should avoid torch's operators if possible: each thread
-    that uses them starts its own team of threads.
+    that calls torch starts its own team of threads.
 
     Args:
         function: must release the GIL for most of its time, or threads do not help.
-        items: taken one by one, when there is room.
-        threads: None: `usual_threads()`.
+        items: read one by one, whenever fewer than `ahead` items are pending.
+        threads: the number of threads; None: `usual_threads()`.
         ahead: the maximum number of items that are started but not yet requested; None: two for each thread.
 
     Raises:
-        InputError: a number is below 1.
+        InputError: `threads` or `ahead` is below 1.
     """
     threads = usual_threads() if threads is None else threads
     ahead = 2 * threads if ahead is None else ahead

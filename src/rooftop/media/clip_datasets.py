@@ -3,8 +3,8 @@
     ClipDataset    all clips of some files, by number
     ClipLoader     batches of clips, in an order drawn from a seed; each decoding thread has its own stream
 
-A thread of the loader has its own decoder and CUDA stream. Each clip comes with an event. The stream that takes a batch
-waits for these events on the GPU. The host waits only for the decoding itself.
+A thread of the loader has its own decoder and CUDA stream. Each clip comes with an event. The stream that receives a
+batch waits on the GPU for the events of its clips. The host waits only for the decoding itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rooftop.media.errors import DamagedVideoError
 from rooftop.media.forms import Normalization
 from rooftop.media.reading import VideoReader
 
-OPEN_FILES = 2  # per thread; each open reader has a session of NVDEC
+OPEN_FILES = 2  # per thread; each open reader occupies an NVDEC session
 
 
 class Clip(NamedTuple):
@@ -62,11 +62,11 @@ class ClipDataset(Dataset[Clip]):
         stride: frames from the start of a clip to the start of the next; by default, clips share no frames.
         resize: (height, width), upright; required if the videos differ in size.
         dtype, normalize, device: as in `VideoReader`.
-        on_error: "raise"; or "skip", with a warning for each skipped file that cannot be read and, in a `ClipLoader`,
-            each clip that cannot be decoded. `dataset[i]` always raises.
+        on_error: "raise" an error; or "skip" each file that cannot be read and, in a `ClipLoader`, each clip that
+            cannot be decoded, with a warning. `dataset[i]` always raises.
 
     Attributes:
-        readers: a reader for each open file.
+        readers: one reader for each file that was not skipped.
         counts: number of clips of each file; 0 if the file is too short. A file that was cut off counts only its
             complete clips.
         skipped: (path, problem) for each skipped file.
@@ -131,14 +131,14 @@ class ClipDataset(Dataset[Clip]):
             self._ends.append(count + (self._ends[-1] if self._ends else 0))
         if not len(self):
             longest = max(len(reader) for reader in self.readers)
-            raise InputError(f"no video is long enough for a clip of {span} frames: the longest has {longest}")
+            raise InputError(f"no video is long enough for a clip of {span} frames: the longest has {longest} frames")
         self._of_thread = threading.local()
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def place(self, number: int) -> tuple[int, int]:
-        """(file, first frame) of a clip.
+        """Return the number of a clip's file, and the position of the clip's first frame.
 
         Raises:
             IndexError: there is no such clip.
@@ -155,8 +155,8 @@ class ClipDataset(Dataset[Clip]):
         return Clip(self._reader(file).take(positions), file, first)
 
     def _reader(self, file: int) -> VideoReader:
-        """This thread's reader of a file, with its own decoder. Opening one closes the least recently used reader above
-        the limit."""
+        """Return this thread's reader of a file, with its own decoder. If a thread has more than `OPEN_FILES` readers,
+        the least recently used reader is closed."""
         readers: OrderedDict[int, VideoReader] | None = getattr(self._of_thread, "readers", None)
         if readers is None or self._of_thread.process != os.getpid():
             readers = self._of_thread.readers = OrderedDict()
@@ -176,30 +176,31 @@ class ClipDataset(Dataset[Clip]):
 
 
 class ClipLoader:
-    """Batches of a `ClipDataset`, decoded ahead by threads. A loop over it is one pass over the clips.
+    """Batches of a `ClipDataset`, decoded ahead by threads. A loop over the loader is one pass over the clips.
 
-    The order is drawn from the seed and the pass; the number of threads does not affect it.
+    The order of clips depends only on the seed and the number of the pass, not on the number of threads.
 
     Args:
         dataset: the clips.
-        batch: clips of a batch; the last batch has the remaining ones.
+        batch: number of clips in a batch. The last batch contains the remaining clips.
         shuffle: whether clips come in random order; if False, they come in the order of the files.
         seed: seed of the order; pass number n draws from (seed, n).
-        threads: number of decoding threads. On the CPU few suffice, because each decoder uses several threads itself.
-            On a GPU, pass the number of its NVDEC engines.
+        threads: number of decoding threads. On the CPU, few threads suffice, because each decoder uses several threads
+            itself. On a GPU, pass the number of its NVDEC engines.
         ahead: batches that are decoded in advance.
         drop_last: whether an incomplete last batch is dropped.
         to: the GPU to which clips decoded on the CPU are copied, from pinned memory. If None, clips stay where they
             were decoded.
 
-    A batch is ready for the current stream of the thread that requests it. NVDEC works on the device's default stream,
-    so a training step on that stream delays decoding. A loop within `torch.cuda.stream(torch.cuda.Stream())` does not.
+    The current stream of the thread that requests a batch can use the batch at once. NVDEC works on the device's
+    default stream, so a training step on that stream delays decoding. A training loop
+    within `torch.cuda.stream(torch.cuda.Stream())` does not delay decoding.
 
     Attributes:
         epoch: the number of the next pass; the caller may set it.
 
     Raises:
-        InputError: numbers below 1, or an unavailable device in `to`.
+        InputError: a number is below 1, or the device `to` is not available.
     """
 
     def __init__(
@@ -292,7 +293,7 @@ class _Made(NamedTuple):
 
 
 def _together(made: list[_Made]) -> ClipBatch:
-    """Stack clips to one batch, on the current stream."""
+    """Stack clips into one batch, on the current stream."""
     clips = [each.clip for each in made]
     device = clips[0].pixels.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

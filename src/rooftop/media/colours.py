@@ -4,13 +4,14 @@ With the weights Kr and Kb of a matrix, and Y in 0..1, Cb and Cr in -0.5..0.5:
 
     R = Y + 2 (1 - Kr) Cr        B = Y + 2 (1 - Kb) Cb        G = (Y - Kr R - Kb B) / (1 - Kr - Kb)
 
-Sources: ITU-R BT.601-7, BT.709-6, BT.2020-2 (non-constant luminance); their numbers in files: ITU-T H.273, table 4.
+Sources: ITU-R BT.601-7, BT.709-6, BT.2020-2 (non-constant luminance). ITU-T H.273, table 4, defines the
+numbers that stand for matrices in files.
 Limited range has Y in 16..235 and chroma in 16..240 for 8 bits; for more bits these limits are multiplied by
 2^(bits-8).
 
-A chroma sample applies to all pixels that it covers. When RGB is converted to chroma, a sample is the mean over these
-pixels. The formula is ours, not swscale's. swscale is off by up to 3 of 255 on its fast paths, and (version 9.5) leaves
-the last columns of odd widths unwritten when it converts 4:2:0 to planes.
+A chroma sample applies to all pixels that it covers. When RGB is converted to chroma, a chroma sample is the mean
+over the pixels that it covers. Colours are converted by this formula, not by swscale. swscale is off by up to 3 of 255
+on its fast paths, and (version 9.5) leaves the last columns of odd widths unwritten when it converts 4:2:0 to planes.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ def usual_matrix(height: int, width: int) -> str:
 
 
 def yuv_to_rgb(y: Tensor, u: Tensor, v: Tensor, colours: Colours, bits: int, dtype: torch.dtype) -> Tensor:
-    """Planes of luma and chroma as RGB.
+    """Convert planes of luma and chroma to RGB.
 
     Args:
         y: (H, W), unsigned integers of `bits` bits in any integer dtype.
-        u, v: (H', W') of Cb and Cr. H' is H, or a half or a quarter of H, rounded up; W' is derived from W in the same
-            way.
+        u, v: planes of Cb and Cr, (H', W'). H' is H, or a half or a quarter of H, rounded up; W' is derived from W in
+            the same way.
         dtype: dtype of the result; uint8 values are rounded; floating values are in 0..1 and keep the precision of
             `bits`.
 
@@ -107,7 +108,7 @@ def rgb_to_yuv(
         bits: bits of the result, in `dtype`.
         down, across: pixels per sample of chroma; they divide H and W.
 
-    Returns: (H, W), (H / down, W / across), (H / down, W / across).
+    Returns: luma (H, W), Cb (H / down, W / across), Cr (H / down, W / across).
     """
     kr, kb = WEIGHTS[colours.matrix]
     red, green, blue = rgb
@@ -122,7 +123,7 @@ def rgb_to_yuv(
 
 
 def extents(full: bool, bits: int) -> tuple[float, float, float]:
-    """For `bits` bits: (luma of black, luma of white minus luma of black, range of chroma)."""
+    """Return, for `bits` bits, the luma of black, the luma of white minus that of black, and the range of chroma."""
     if full:
         return 0.0, float((1 << bits) - 1), float((1 << bits) - 1)
     unit = 2.0 ** (bits - 8)

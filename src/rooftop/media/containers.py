@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Container:
-    """An open source.
+    """A source that is open for reading.
 
         with Container(source) as container:
             container.streams.audio
@@ -21,7 +21,7 @@ class Container:
     Attributes:
         streams: all streams that FFmpeg finds.
         format: FFmpeg's names of the format.
-        start_us: the first time on the clock of the file, in microseconds; players show it as 0.
+        start_us: the time at which the file's clock starts, in microseconds. Players show this time as 0.
 
     Raises:
         InputError: FFmpeg cannot read the source.
@@ -60,7 +60,7 @@ class Container:
         """The sound streams.
 
         Raises:
-            InputError: there are none.
+            InputError: the source has no sound stream.
         """
         found: tuple[av.AudioStream, ...] = tuple(self.streams.audio)
         if not found:

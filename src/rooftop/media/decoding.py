@@ -1,6 +1,6 @@
-"""Decode a video file with FFmpeg on the CPU or with a GPU's NVDEC: packets, frames, and what an index needs of both.
+"""Decode a video file with FFmpeg on the CPU or with a GPU's NVDEC: packets, frames and their times.
 
-A file is read piece by piece while it is decoded.
+A file is read incrementally while it is decoded.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MAX_PIXELS = 1 << 27
 KEY_FRAMES_ONLY = frozenset(
     ["mjpeg", "png", "ffv1", "prores", "dnxhd", "huffyuv", "ffvhuff", "utvideo", "rawvideo", "v210", "jpeg2000"]
 )
-"""Codecs whose frames do not depend on each other. So in an AVI file, which has no times, each frame has a fixed
-position.
+"""Codecs whose frames do not depend on each other. So in an AVI file, which has no times, the position
+of a packet is the position of its frame.
 """
 
 # Codecs in which at most one decoded frame waits for frames that are shown earlier.
@@ -60,7 +60,7 @@ class Broken(Exception):
 
 
 class Misled(Broken):
-    """Internal error: a seek led to a key frame that is later than the requested one."""
+    """Internal error: a seek led to a key frame that is later than the requested key frame."""
 
 
 class Unclean(Broken):
@@ -68,7 +68,7 @@ class Unclean(Broken):
 
 
 class Decoder:
-    """One pass over the first video of a source. It returns FFmpeg's frames; `to_tensor` converts them to tensors.
+    """One pass over the first video of a source, as frames of FFmpeg. `to_tensor` converts these frames to tensors.
 
     Args:
         source: the source to read.
@@ -77,16 +77,16 @@ class Decoder:
 
     Raises:
         InputError: FFmpeg cannot read the source, or there is no video in it.
-        NoNvdecError: NVDEC has no such codec, or FFmpeg cannot reach the GPU.
+        NoNvdecError: NVDEC does not support the codec, or FFmpeg cannot reach the GPU.
         MissingExtraError: PyAV is not installed.
     """
 
     def __init__(self, source: Source, device: torch.device | None = None, threads: bool = True) -> None:
         self.source, self.device, self.threads = source, device, threads and device is None
         self.av = load_av()
-        self.kind: Kind | None = None  # the kind of NVDEC's decoder
+        self.kind: Kind | None = None  # the settings of the NVDEC decoder
         self.context: av.VideoCodecContext | None = None
-        self._sound = True  # whether another pass can reuse that decoder
+        self._sound = True  # whether another pass can reuse the NVDEC decoder
         self._process = os.getpid()
         self._file = source.open()
         try:
@@ -123,7 +123,7 @@ class Decoder:
         context = self.stream.codec_context
         if context is None:
             self.container.close()
-            raise InputError(f"{self.source.name} holds video in a codec that this FFmpeg cannot decode: convert it")
+            raise InputError(f"{self.source.name} contains video in a codec that this FFmpeg cannot decode: convert it")
         options = {"max_pixels": str(MAX_PIXELS)}
         if self.device is None:
             self.context = context
@@ -140,30 +140,31 @@ class Decoder:
                 self.container.close()
                 raise
         self.time_base: Fraction = self.stream.time_base or Fraction(1, 90000)
-        # FFmpeg guesses this rate from memory that is freed with the container, and PyAV does not check that.
+        # Read the rate now: FFmpeg guesses the rate from memory that is freed with the container, and PyAV does not
+        # check that.
         rate = self.stream.average_rate or self.stream.guessed_rate or self.stream.base_rate
         self._rate: Fraction | None = rate if rate and rate > 0 else None
         form = self.container.format
         self.is_stream = "mpegts" in form.name
         self.suspicions = Suspicions(self.stream.codec_context, self.is_stream, usual_duration(self), options)
         start = self.container.start_time
-        # PyAV returns microseconds.
+        # PyAV returns the container's start time in microseconds.
         self.start_ticks = round(Fraction(start, 1_000_000) / self.time_base) if start is not None else 0
         raw = bool(int(form.flags) & NO_TIMESTAMPS)
         self._by_places = "avi" in form.name and context.name not in KEY_FRAMES_ONLY
         self.clocked = not raw and not self._by_places
-        # The stated length helps to detect a file that was cut off.
+        # The number of frames in the header helps to detect a file that was cut off.
         self._entries = len(self.stream.index_entries) if "mp4" in form.name else 0
         self._entries = self.stream.frames if "avi" in form.name else self._entries
         self._end = self._end_of_track()
         self._whole = True  # no seek yet, so packets can be counted
         self._keys: list[int] = []  # ticks of key frames that were sent to the decoder
         self._went_back = False  # whether the clock went back; ticks of packets then differ from ticks of frames
-        self._missing = False  # whether some packets at the end returned no frame
+        self._missing = False  # whether the decoder returned no frame for some of the last packets
 
     def _end_of_track(self) -> int | None:
         """The tick at which the last frame ends, as an MP4 or Matroska file states it. None if the file does not state
-        it, or states an end of the track after the end of the file."""
+        this tick, or states that the track ends after the whole file."""
         name, stream = self.container.format.name, self.stream
         if "mp4" in name:  # in MP4, a packet's duration is the time until the next packet is decoded
             return None if not stream.duration or stream.start_time is None else stream.start_time + stream.duration
@@ -180,7 +181,7 @@ class Decoder:
         self._file.close()
 
     def __del__(self) -> None:
-        """A dropped reader closes its file, and releases the GPU."""
+        """Close the file and release the GPU if `close` was not called."""
         if hasattr(self, "_file") and not sys.is_finalizing():
             self._let_go()
             self._file.close()
@@ -191,14 +192,14 @@ class Decoder:
             given_back(self.kind, context, self._process)
 
     def rate(self) -> Fraction | None:
-        """Frames per second of the whole file, from its header; None if unknown. It also works after close."""
+        """Frames per second of the whole file, from its header; None if unknown. This also works after `close`."""
         return self._rate
 
     def last_duration(self, pts: int, given: int | None, damaged: bool) -> int:
-        """The duration of the last frame in ticks: its packet's duration, or the time until the end that the file
-        states.
+        """The duration of the last frame in ticks: its packet's duration or, if longer, the time until the end that
+        the file states.
 
-        It also works after close.
+        This also works after `close`.
         """
         ticks = given or usual_duration(self)
         return ticks if damaged or self._end is None else max(ticks, self._end - pts)
@@ -208,8 +209,8 @@ class Decoder:
         return float((ticks - self.start_ticks) * self.time_base)
 
     def packets(self) -> Iterator[av.Packet[av.VideoStream]]:
-        """Yield the packets of the video from here on, in file order. If the file ends too early, raise `Broken` after
-        the last packet."""
+        """Yield the packets of the video from the current position on, in file order. If the file ends too early, raise
+        `Broken` after the last packet."""
         count, end, places = 0, None, 0
         is_avi, usual = "avi" in self.container.format.name, usual_duration(self)
         demuxed = self.container.demux(self.stream)
@@ -224,8 +225,8 @@ class Decoder:
                 break
             count += 1
             if is_avi and packet.dts is not None:
-                # In this AVI file, a tick is the position of the packet's chunk. A chunk without bytes repeats a frame
-                # and gives no packet.
+                # In an AVI file, a tick is the position of the packet's chunk. A chunk without bytes repeats a frame,
+                # and the demuxer returns no packet for it.
                 places = max(places, packet.dts // usual + 1)
             if packet.pts is not None:
                 end = max(end or packet.pts, packet.pts + (packet.duration or 0))
@@ -234,8 +235,8 @@ class Decoder:
         self._check_end(count if self._whole else None, end)
 
     def _check_end(self, count: int | None, end: int | None) -> None:
-        """Check that the file is complete: by the size that an AVI or a Matroska file states; without such a size, by
-        the number of frames in the header."""
+        """Raise `Broken` if the file is incomplete. AVI and Matroska files state their size. Without a stated size,
+        the number of frames is compared with the number in the header."""
         size = self.source.size_bytes
         declared = declared_end(self._file, self.container.format.name, size)
         few = count is not None and count < self._entries
@@ -267,7 +268,7 @@ class Decoder:
 
         Args:
             start: after a seek, the tick of the requested key frame. Frames shown before that key frame are skipped,
-                because they depend on frames before it.
+                because they depend on frames before the key frame.
 
         Raises:
             Misled: the seek led to a later key frame.
@@ -292,7 +293,7 @@ class Decoder:
     def _once_more(self, start: int | None, last: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
         """Decode again the frames after tick `last` and before the damage. At the end of a file, a multithreaded
         decoder silently drops frames that it has begun. A single-threaded decoder, started again at a key frame, loses
-        none.
+        no frames.
 
         Raises:
             Broken: as in `frames`.
@@ -321,9 +322,9 @@ class Decoder:
         for frame in self._decoded(start):
             pts = frame.pts
             if self._by_places and frame.dts is not None:
-                # In an AVI file, this is the position of the packet after which the decoder returned the frame. The
-                # frame's own position is earlier by the number of frames that wait in the decoder. That number does not
-                # change after the first frame.
+                # In an AVI file, `frame.dts` is the position of the packet after which the decoder returned the frame.
+                # The frame's own position is earlier by the number of frames that wait in the decoder. That number does
+                # not change after the first frame.
                 first_place = frame.dts if first_place is None else first_place
                 place = self.start_ticks + frame.dts - first_place
                 if last is None or place > last:
@@ -393,13 +394,13 @@ class Decoder:
         except BaseException:
             self._sound = False
             raise
-        # A decoder keeps a rotation that it read from the pictures' own data, so it must not be reused.
+        # A decoder keeps a rotation that it read from the pictures' own data, so this decoder must not be reused.
         if self.kind is not None and any(display_matrix(frame) is not None for frame in frames):
             self._sound = False
         return frames
 
     def _rest(self, first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-        """The frames that are still in the decoder."""
+        """Yield the frames that are still in the decoder."""
         try:
             rest = self._decode(None)
         except (self.av.FFmpegError, ValueError) as error:
@@ -407,10 +408,10 @@ class Decoder:
         yield from _good(rest, first, sought)
 
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
-        """Return the frames shown before the first missing one, because the error comes some packets after its cause.
+        """Yield the frames shown before the first missing frame. An error is reported some packets after its cause.
 
-        If packets have no times, a frame after lost frames would get the time of a lost frame. Then times are not
-        compared, and frames are counted.
+        If packets have no times, a frame after lost frames would get the time of a lost frame. In this case, frames are
+        counted instead of comparing times.
         """
         held: list[av.VideoFrame] = []
         with suppress(Broken):
@@ -426,7 +427,7 @@ class Decoder:
 
 # FFmpeg's decoders and encoders run threads that do not exist in a forked process, so freeing a decoder there would
 # wait for them forever. PyAV's objects are in reference cycles, so only the garbage collector frees them. After
-# `gc.freeze` it skips all objects from before the fork.
+# `gc.freeze`, the garbage collector skips all objects from before the fork.
 os.register_at_fork(after_in_child=gc.freeze)
 
 

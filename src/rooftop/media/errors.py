@@ -15,8 +15,8 @@ class DamagedVideoError(RooftopError, RuntimeError):
     """A video ends early, or cannot be decoded at some position; the frames before that position stay readable.
 
     Attributes:
-        last_good_time: time in seconds of the last frame that is known to be intact before the damage; None if there is
-            none.
+        last_good_time: time in seconds of the last frame before the damage that is known to be intact. None if no frame
+            is known to be intact.
     """
 
     def __init__(self, message: str, last_good_time: float | None = None) -> None:
@@ -28,7 +28,7 @@ class DamagedSoundError(DamagedVideoError):
     """Sound ends early, or cannot be decoded at some position.
 
     Attributes:
-        last_good_time: time in seconds at which the decodable sound ends; None if there is none.
+        last_good_time: time in seconds at which the decodable sound ends; None if no sound can be decoded.
         sound: the requested sound before that position.
     """
 
@@ -46,10 +46,10 @@ class VideoWriteError(RooftopError, RuntimeError):
 
 
 class FFmpegBuildError(RooftopError, RuntimeError):
-    """FFmpeg cannot be built on this machine, or a required part is missing. Installed files are unchanged.
+    """FFmpeg cannot be built on this machine, or a required tool or library is missing. Installed files are unchanged.
 
     Attributes:
-        details: lines to show: all missing parts, each with its install command, or the end of the log.
+        details: lines to print: all missing tools and libraries with their install commands, or the end of the log.
     """
 
     def __init__(self, message: str, details: Sequence[str] = ()) -> None:

@@ -1,8 +1,8 @@
 """Build FFmpeg from source for NVIDIA's video engines.
 
 Objects, log and state are in PREFIX.build, next to the install folder PREFIX, never in the source. The next call
-continues an interrupted build; with other options, it starts from the beginning. When everything is built and the new
-program has listed its decoders and encoders, PREFIX is created or replaced atomically.
+continues an interrupted build; with other options, the build starts from the beginning. When everything is built and
+the new program has listed its decoders and encoders, PREFIX is created or replaced atomically.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FFmpegBuild:
         ffmpeg: the program.
         version: the program's own version text.
         new: whether anything was built or installed; False if everything existed already.
-        left_out: missing optional parts, each with its install command.
+        left_out: optional tools and libraries that are missing, each with its install command.
         log: log of configuring and building.
     """
 
@@ -84,18 +84,18 @@ def build_ffmpeg(
 
     Args:
         source: FFmpeg's source, unpacked; nothing is written there.
-        prefix: the install folder: new, empty, or from an earlier call. PREFIX.build next to it keeps the objects and
-            the log; it may be deleted afterwards.
+        prefix: the install folder: new, empty, or from an earlier call. The folder PREFIX.build, next to the
+            install folder, keeps the objects and the log, and may be deleted afterwards.
         headers: nv-codec-headers, unpacked or installed; None uses the headers that pkg-config finds.
         jobs: parallel processes; None for one per core.
-        minimal: only video, from files and pipes. The build then takes some minutes of one core instead of half an
-            hour.
+        minimal: whether to build only video, from files and pipes. The build then takes some minutes of one core
+            instead of half an hour.
         report: called with (the current activity, fraction done).
 
     Raises:
         InputError: a folder does not have the expected content, or its path has spaces or other special characters.
-        FFmpegBuildError: something is missing (`details` lists everything), or a step fails (`details` has the end of
-            the log). An earlier installation is unchanged.
+        FFmpegBuildError: a tool or library is missing (`details` lists all of them), or a step fails (`details` has the
+            end of the log). An earlier installation is unchanged.
     """
     source, prefix = _checked_source(Path(source)), _checked_prefix(Path(prefix))
     folder = prefix.with_name(f"{prefix.name}.build")
@@ -106,7 +106,7 @@ def build_ffmpeg(
     needs = find_requirements(source, headers)
     if needs.missing:
         names = "; ".join(each.what for each in needs.missing)
-        raise FFmpegBuildError(f"missing to build FFmpeg, {len(needs.missing)} parts: {names}", lines(needs.missing))
+        raise FFmpegBuildError(f"{len(needs.missing)} parts are missing to build FFmpeg: {names}", lines(needs.missing))
     arguments = (f"--prefix={prefix}", *COMMON, *needs.options, *(_minimal_options() if minimal else ()))
     with _Workshop(folder, source, prefix, headers) as shop:
         shop.configure(arguments, _key(source, arguments, needs))
@@ -133,7 +133,7 @@ class _Workshop:
         self.state: dict[str, Any] = {}
 
     def __enter__(self) -> _Workshop:
-        import fcntl  # missing on Windows, where the rest of this package works
+        import fcntl  # Windows lacks fcntl, but the rest of this package works there
 
         self._lock = (self.folder / "lock").open("w")
         try:
@@ -178,7 +178,7 @@ class _Workshop:
                 done += 1
                 report(line.strip().replace("\t", " "), 0.05 + 0.9 * min(1.0, done / left))
 
-        # make would later take the incomplete output of a failed or killed compiler as complete
+        # without this, a later make would treat the incomplete output of a failed or killed compiler as complete
         delete = "--eval=.DELETE_ON_ERROR:"
         try:
             self._step("make", ("make", f"-j{jobs}", delete), count)
@@ -208,7 +208,7 @@ class _Workshop:
         shutil.rmtree(self.staged, ignore_errors=True)
 
     def installed(self) -> bool:
-        """Whether the files under the prefix have this configuration."""
+        """Whether the prefix contains an installation with this configuration."""
         with suppress(OSError, ValueError):
             of = json.loads((self.prefix / MARK).read_text())["key"]
             return bool(of == self.state["key"]) and (self.prefix / "bin" / "ffmpeg").exists()
@@ -235,8 +235,8 @@ class _Workshop:
         return len(re.findall(r'^(?:@|\s)*printf "[A-Z0-9]+\\t', done.stdout, re.MULTILINE))
 
     def _drop_unsure(self) -> None:
-        """After a power failure or kill -9, delete the files that were being written, because `make` would take them as
-        complete."""
+        """After a power failure or kill -9, delete the files that were being written, because `make` would treat them
+        as complete."""
         since = float(self.state.get("making", 0.0))
         if since == 0.0:
             return
@@ -273,8 +273,8 @@ def _running(
     """Start a process. If the block is left early, end the process and all its child processes; the program `make` then
     deletes incomplete files.
 
-    The child processes inherit the lock. So if only this process is killed, no second build starts while they still
-    run.
+    The child processes inherit the lock. So if only this process is killed, no second build starts while the child
+    processes still run.
     """
     process = subprocess.Popen(
         words,
@@ -324,7 +324,7 @@ def _key(source: Path, arguments: Sequence[str], needs: Requirements) -> str:
 
 
 def _plain(path: Path, what: str) -> Path:
-    """The absolute path; raise if a shell or make would not read it as one word."""
+    """Return the absolute path. Raise `InputError` if a shell or make would not read the path as one word."""
     path = path.expanduser().resolve()
     if not PLAIN_PATH.fullmatch(str(path)):
         raise InputError(
@@ -335,7 +335,7 @@ def _plain(path: Path, what: str) -> Path:
 
 
 def _appended(path: Path) -> TextIO:
-    """Open a log to append on a new line: a killed process may have left an incomplete line."""
+    """Open a log to append on a new line, because a killed process may have left an incomplete line."""
     with path.open("a+b") as log:
         log.seek(-min(1, log.tell()), os.SEEK_END)
         if log.read(1) not in (b"", b"\n"):

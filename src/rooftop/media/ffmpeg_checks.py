@@ -1,8 +1,8 @@
 """Test what this machine's FFmpeg really does: every entry of its lists is run on real frames.
 
-FFmpeg lists what it was built with, even if there is no GPU, no driver or no such decoder on the GPU. With `-hwaccel`
-it falls back to software without an error. So each decoder, encoder, device and filter is run, and its frames are
-compared with the frames of software (`ffmpeg_trials.py`).
+FFmpeg lists what it was built with, even if there is no GPU, no driver or no such decoder on the GPU. With `-hwaccel`,
+FFmpeg falls back to software without an error. So each decoder, encoder, device and filter is run, and the resulting
+frames are compared with those of software (`ffmpeg_trials.py`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PROC_MAPS = Path("/proc/self/maps")
 
 @dataclass(frozen=True)
 class FFmpegReport:
-    """An FFmpeg, and what it can do on this machine.
+    """The results of the trials of an FFmpeg program on this machine.
 
     Attributes:
         path: path of the program.
-        version, configuration: as the program reports them; configuration holds the arguments of its `configure`.
+        version, configuration: as the program reports them; configuration lists the arguments of its `configure`.
         driver: version of NVIDIA's driver; "" without a driver.
         gpus: names of the GPUs, from the driver.
         abilities: results of the trials, in the order of `PARTS`.
@@ -61,11 +61,11 @@ def ffmpeg_abilities(
     timeout_s: float = 30.0,
     report: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> FFmpegReport:
-    """Test what an FFmpeg can do here, with or without a GPU. It takes 15 s, longer with a GPU, and leaves no file
-    behind.
+    """Test what an FFmpeg can do on this machine, with or without a GPU. The test takes 15 s (longer with a GPU), and
+    leaves no file behind.
 
     Args:
-        ffmpeg: the program; None for the one on PATH.
+        ffmpeg: the program; None for the `ffmpeg` on PATH.
         codecs: names (h264, hevc, vp8, vp9, av1, mpeg1video, mpeg2video, mpeg4, mjpeg, vc1); None for all.
         timeout_s: time limit of each trial.
         report: called with (the current trial, fraction done).
@@ -90,7 +90,7 @@ def ffmpeg_abilities(
 
 
 def find_ffmpeg(ffmpeg: str | os.PathLike[str] | None) -> Path:
-    """Find the requested program; errors as in `ffmpeg_abilities`."""
+    """Find the requested program. Errors are as in `ffmpeg_abilities`."""
     if ffmpeg is not None:
         given = shutil.which(Path(ffmpeg).expanduser())
         if given is None:
@@ -105,7 +105,7 @@ def find_ffmpeg(ffmpeg: str | os.PathLike[str] | None) -> Path:
 
 
 def identity(path: Path, timeout_s: float = 30.0) -> tuple[str, tuple[str, ...]]:
-    """Version and configuration of an FFmpeg program; InputError if it is not one or does not run."""
+    """Return the version and configuration of an FFmpeg program, or raise `InputError` for other programs."""
     try:
         done = subprocess.run(
             (str(path), "-version"), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
@@ -164,7 +164,7 @@ def _codec(trials: Trials, codec: Codec, others: Sequence[str]) -> Iterator[FFmp
     if codec.encoders:
         yield made
     if clip is None:
-        why = "no software encodes it" if not codec.encoders else f"no clip in this codec could be made: {made.note}"
+        why = "no software encoder" if not codec.encoders else f"no clip in this codec could be made: {made.note}"
         yield FFmpegAbility("decode", codec.title, codec.cuvid, "not tried", why)
         return
     right, software = trials.decode_by_software(codec, clip)

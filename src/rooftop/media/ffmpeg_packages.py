@@ -30,7 +30,7 @@ PACKAGES = {
         "pkg-config": "pkgconf-pkg-config",
         "nasm": "nasm",
         "clang": "clang",
-        "ffnvcodec": "nv-codec-headers",  # like x264 and x265, it is in the repository RPM Fusion
+        "ffnvcodec": "nv-codec-headers",  # in the RPM Fusion repository, like x264-devel and x265-devel
         "libx264": "x264-devel",
         "libx265": "x265-devel",
         "libvpx": "libvpx-devel",
@@ -40,7 +40,7 @@ PACKAGES = {
         "libopus": "opus-devel",
     },
 }
-"""Package manager -> its package names."""
+"""For each package manager: the package names of each tool or library."""
 
 
 def install_command(*things: str) -> str:

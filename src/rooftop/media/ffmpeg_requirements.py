@@ -1,5 +1,5 @@
 """The tools and libraries for building FFmpeg: which are installed, which options of `configure` follow, and which
-command installs the rest.
+command installs the missing tools and libraries.
 
 The required library versions are not listed here: they are read from the `configure` of the source.
 """
@@ -36,15 +36,15 @@ NO_HEADERS = "NVIDIA's interfaces for video: nv-codec-headers, with ffnvcodec.pc
 
 
 class Lacking(NamedTuple):
-    """A missing part: its name or the feature that it enables, and its name in `ffmpeg_packages` ("" if no package
-    provides it)."""
+    """A missing tool or library: its name or the feature that it enables, and its name in `ffmpeg_packages` ("" if no
+    package provides it)."""
 
     what: str
     thing: str
 
     @property
     def line(self) -> str:
-        """The part, and the command that installs it."""
+        """One line of text: what is missing, and the command that installs it."""
         mends = install_command(self.thing) if self.thing else ""
         if not mends and self.what.startswith(NO_HEADERS):
             mends = "download nv-codec-headers of the FFmpeg project and name their folder with --headers"
@@ -52,7 +52,7 @@ class Lacking(NamedTuple):
 
 
 def lines(lacking: Sequence[Lacking]) -> list[str]:
-    """A line for each missing part, and the command that installs all of them at once."""
+    """One line for each missing tool or library, and one with the command that installs all of them at once."""
     things = [each.thing for each in lacking if each.thing]
     together = install_command(*things) if len(things) > 1 else ""
     return [*(each.line for each in lacking), *([f"all at once: {together}"] if together else [])]
@@ -63,9 +63,9 @@ class Requirements:
     """The results of `find_requirements`.
 
     Attributes:
-        missing: missing required parts.
-        left_out: missing optional parts.
-        options: options of `configure` that follow from the installed parts.
+        missing: required tools and libraries that are missing.
+        left_out: optional tools and libraries that are missing.
+        options: options of `configure` that follow from the installed tools and libraries.
         versions: versions of the build's tools and headers; if one changes, everything is built again.
     """
 
@@ -110,7 +110,7 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
         environment = build_environment(headers, Path(folder))
         if not _said("pkg-config", "--version"):
             missing.append(Lacking("pkg-config, which finds libraries", "pkg-config"))
-            if headers is None:  # the user may install it before the next call; until then the error names it
+            if headers is None:  # pkg-config would find the headers, so without it they count as missing
                 missing.append(Lacking(NO_HEADERS, "ffnvcodec"))
         else:
             wanted = _asked("ffnvcodec", script) or ("ffnvcodec",)
@@ -143,10 +143,10 @@ def find_requirements(source: Path, headers: Path | None) -> Requirements:
 
 
 def build_environment(headers: Path | None, folder: Path) -> dict[str, str]:
-    """This process's environment, changed so that pkg-config finds these headers first. Its .pc file is written to
-    `folder`.
+    """Return this process's environment, changed so that pkg-config finds `headers` first. A new .pc file for the
+    headers is written to `folder`.
 
-    The headers' own .pc file does not serve, because it names their intended install folder, not their present one.
+    The headers' own .pc file names the folder where they would be installed, not the folder where they are.
     """
     environment = {**os.environ, "LC_ALL": "C"}
     if headers is None:
@@ -168,7 +168,7 @@ def build_environment(headers: Path | None, folder: Path) -> dict[str, str]:
 
 
 def _asked(name: str, script: str) -> tuple[str, ...]:
-    """The alternative requests for a library, as FFmpeg's `configure` passes them to pkg-config: "dav1d >= 0.5.0"."""
+    """The alternative requirements for a library that FFmpeg's `configure` passes to pkg-config: "dav1d >= 0.5.0"."""
     pattern = rf"(?:require|check)_pkg_config {name}(?:_\w+)? +(?:\"([^\"]+)\"|(\w+))"
     return tuple(dict.fromkeys(quoted or plain for quoted, plain in re.findall(pattern, script)))
 

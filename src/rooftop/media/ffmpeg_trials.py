@@ -1,10 +1,10 @@
-"""Run single trials of FFmpeg: it processes a small moving picture, and the resulting frames are checked.
+"""Run single trials of FFmpeg: FFmpeg processes a small moving picture, and the resulting frames are checked.
 
-The picture is smooth and moves. So a codec at high quality hardly changes it, while a missing, stale, shifted or
-reordered frame differs strongly. Hardware is judged against the software of the same FFmpeg. The standards of H.264 and
-newer codecs define every frame exactly, so a difference of 2 levels of 255 is allowed for rounding. Older standards
-allow differences in the cosine transform, and these accumulate over frames. So for older codecs the average is
-compared.
+The picture is smooth and moves. So a codec at high quality hardly changes the picture, while a missing, stale, shifted
+or reordered frame differs strongly. Frames of hardware are compared with frames of the same FFmpeg's software. The
+standards of H.264 and newer codecs define every frame exactly, so a difference of 2 levels of 255 is allowed for
+rounding. Older standards allow differences in the cosine transform, and these accumulate over frames. So for older
+codecs, the average difference is checked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FFmpegAbility:
         what: the codec, filter, library or kind of device.
         way: the decoder, encoder or option that was tried; "" if there is only one.
         status: "works" only if the frames were correct. A library is only loaded, not tried.
-        note: if the trial failed, FFmpeg's reason; if not, what was found.
+        note: the reason if the trial failed; otherwise details, such as a version.
     """
 
     part: Literal["library", "device", "decode", "encode", "filter"]
@@ -102,7 +102,7 @@ class FilterTrial(NamedTuple):
 
     name: str
     device: str
-    graph: str  # takes an uploaded frame; its result is downloaded
+    graph: str  # the input is an uploaded frame, and the result is downloaded
     twin: str
     inputs: str = "hwupload"
     size: tuple[int, int] = (WIDTH, HEIGHT)
@@ -141,11 +141,11 @@ class Ran(NamedTuple):
 
 
 class Trials:
-    """Runs one FFmpeg on the picture, each time for at most `timeout_s` seconds. It has a temporary folder until it is
-    closed.
+    """Runs one FFmpeg on the picture, each time for at most `timeout_s` seconds. The temporary folder exists until
+    `close`.
 
     Attributes:
-        decoders, encoders, filters, devices: what this FFmpeg lists; devices come from `-hwaccels`.
+        decoders, encoders, filters, devices: the names that this FFmpeg lists; devices come from `-hwaccels`.
     """
 
     def __init__(self, ffmpeg: Path, version: str, timeout_s: float) -> None:
@@ -211,14 +211,14 @@ class Trials:
         return clip, FFmpegAbility("encode", codec.title, "software", "not built in", f"{names}; {note}")
 
     def _clip_by_pyav(self, codec: Codec) -> tuple[Path | None, str]:
-        """Make a clip with PyAV; return it (None if that failed) and the result of the trial."""
+        """Make a clip with PyAV. Returns the clip (None if encoding failed) and a note about the encoder."""
         try:
             av = load_av()
         except MissingExtraError:
-            return None, "PyAV, which may have it, is not installed"
+            return None, "PyAV, which may have an encoder, is not installed"
         there = [each for each in codec.encoders if each[0] in av.codecs_available]
         if not there:
-            return None, "PyAV has none either"
+            return None, "PyAV has no such encoder either"
         (name, options), clip = there[0], self.folder / f"{codec.name}-{codec.bits}-by-pyav.mkv"
         try:
             with _quiet_svt(), av.open(str(clip), "w") as container:
@@ -246,9 +246,10 @@ class Trials:
         return (None, failure) if failure else (clip, "")
 
     def decode(self, clip: Path, words: Sequence[str], pixels: str, graph: str = "") -> tuple[np.ndarray | None, str]:
-        """Frames (T, N) of a clip in levels of 255, from a decoder with these arguments, or the reason why it failed.
+        """Decode a clip with these arguments. Returns frames (T, N) in levels of 255, or the reason of a failure.
 
-        `pixels` is the format in which the decoder or the filter graph outputs frames; FFmpeg must not convert them.
+        `pixels` is the format in which the decoder or the filter graph outputs frames. FFmpeg must not convert the
+        frames.
         """
         graph_words = ("-vf", graph) if graph else ()
         every = self._every_frame
@@ -256,8 +257,8 @@ class Trials:
         return (None, ran.failure) if ran.failure else (levels(ran.output, pixels), "")
 
     def decode_by_software(self, codec: Codec, clip: Path) -> tuple[np.ndarray | None, FFmpegAbility]:
-        """Decode with the first available software decoder. Its frames are correct if they resemble the encoded
-        picture."""
+        """Decode with the first available software decoder. The frames count as correct if they resemble the
+        encoded picture."""
         there = [name for name in codec.decoders if name in self.decoders]
         if not there:
             frames = _decoded_by_pyav(clip)
@@ -270,12 +271,12 @@ class Trials:
         return frames, FFmpegAbility("decode", codec.title, there[0], "works")
 
     def decode_by_device(self, codec: Codec, clip: Path, device: str, right: np.ndarray) -> FFmpegAbility:
-        """Decode with `-hwaccel DEVICE`. A filter that accepts only the device's frames downloads them, so FFmpeg's
-        silent fallback to software fails here."""
+        """Decode with `-hwaccel DEVICE`. A filter that accepts only the device's frames downloads the frames, so the
+        trial fails if FFmpeg silently falls back to software."""
         decoder = f"{codec.name}_qsv" if device == "qsv" else codec.name
         words = ("-hwaccel", device, "-hwaccel_output_format", device, "-c:v", decoder)
         if decoder not in self.decoders:
-            note = f"it has no decoder {decoder}"
+            note = f"this FFmpeg has no decoder {decoder}"
             return FFmpegAbility("decode", codec.title, f"-hwaccel {device}", "not built in", note)
         pixels = "nv12" if codec.bits == 8 else "p010le"
         frames, failure = self.decode(clip, words, pixels, f"hwdownload,format={pixels}")
@@ -304,7 +305,7 @@ class Trials:
             return FFmpegAbility("encode", title, encoder, "not built in")
         clip, failure = self.encode(encoder, {}, bits, "yuv420p" if bits == 8 else "p010le")
         if clip is None or codec is None:
-            note = failure or "no check exists for it"
+            note = failure or "there is no check for this encoder"
             return FFmpegAbility("encode", title, encoder, "fails" if failure else "not tried", note)
         frames, decoded = self.decode_by_software(codec, clip)
         if decoded.status == "not built in":
@@ -320,7 +321,7 @@ class Trials:
         if device not in self.devices:
             return FFmpegAbility("device", title, "", "not built in")
         opened = ("-init_hw_device", f"{device}=d" + ("" if number is None else f":{number}"))
-        if device == "drm":  # this filter passes on frames of other devices, and rejects frames in host memory
+        if device == "drm":  # for drm, hwupload rejects frames in host memory
             node = next(iter(sorted(Path("/dev/dri").glob("renderD*"))), None)
             if node is None:
                 return FFmpegAbility("device", title, "", "fails", "there is no /dev/dri/renderD*")
@@ -363,7 +364,7 @@ class Trials:
 
 @contextmanager
 def _quiet_svt() -> Iterator[None]:
-    """The environment for FFmpeg. Without this variable, SVT-AV1 writes to stderr at any log level of FFmpeg."""
+    """Set SVT_LOG within the block. Without this variable, SVT-AV1 writes to stderr at any log level of FFmpeg."""
     before = os.environ.get("SVT_LOG")
     os.environ["SVT_LOG"] = "0"
     try:
@@ -376,7 +377,7 @@ def _quiet_svt() -> Iterator[None]:
 
 
 def _decoded_by_pyav(clip: Path) -> np.ndarray | None:
-    """Frames (T, N) of a clip in levels of 255; None if PyAV is not installed or does not decode it."""
+    """Decode a clip to frames (T, N) in levels of 255. None if PyAV is not installed or cannot decode the clip."""
     try:
         av = load_av()
     except MissingExtraError:
@@ -394,7 +395,7 @@ def _decoded_by_pyav(clip: Path) -> np.ndarray | None:
 
 @cache
 def picture(bits: int) -> np.ndarray:
-    """(T, N) uint8, or uint16 for 10 bits: the luma plane, then the two chroma planes of half its width and height."""
+    """The test picture, (T, N) uint8 (uint16 for 10 bits): the luma plane, then two chroma planes of half its size."""
     y, x = np.ogrid[0:HEIGHT, 0:WIDTH]
     y, x = y / 2, x / 2  # in pixels of chroma
     number = np.arange(FRAMES)[:, None, None]
@@ -411,7 +412,7 @@ def picture(bits: int) -> np.ndarray:
 
 
 def levels_of_picture(bits: int) -> np.ndarray:
-    """(T, N) float32 of the picture, in levels of 255."""
+    """The test picture in levels of 255, (T, N) float32."""
     return picture(bits).astype(np.float32) / (1 << (bits - 8))
 
 
@@ -454,8 +455,8 @@ ONLY_A_NUMBER = re.compile(r"Device creation failed: -?\d+$")
 
 
 def reason_in(log: str, status: int) -> str:
-    """Find in FFmpeg's log why it failed: the first error, since it causes the later ones. An error from opening a
-    device takes precedence, because a decoder without a device may have logged an error before it."""
+    """Find the reason of a failure in FFmpeg's log: the first error, since it causes the later errors. An error from
+    opening a device takes precedence, because a decoder without a device may log an earlier error."""
     errors: list[str] = []
     of_devices: list[str] = []
     before = last = ""

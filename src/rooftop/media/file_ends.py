@@ -1,5 +1,5 @@
 """Find the size that a file must have by its own structure, to detect that it was cut off. Durations and counts in
-headers do not show this, since many writers get them wrong."""
+headers are not used, since many writers state wrong values."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import struct
 from typing import BinaryIO
 
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675  # names of elements in https://www.rfc-editor.org/rfc/rfc9559
-_OPEN_RIFF = (0, 0xFFFFFFFF)  # sizes that a file has if its writer did not finish
+_OPEN_RIFF = (0, 0xFFFFFFFF)  # sizes of a RIFF chunk that its writer did not finish
 
 
 def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
-    """The size in bytes that a file's structure states; None if it states none.
+    """The size in bytes that a file's structure states; None if the structure states no size.
 
     Args:
-        file: read from its present position, which is restored.
-        container: FFmpeg's names of its format; only AVI and Matroska (WebM) are supported.
+        file: an open file. The current position of the file is restored.
+        container: FFmpeg's names of the file's format; only AVI and Matroska (WebM) are supported.
         size_bytes: size of the file.
     """
     place = file.tell()
@@ -42,7 +42,7 @@ def _end_of_riff(file: BinaryIO, size_bytes: int) -> int | None:
 
 
 def _end_of_matroska(file: BinaryIO, size_bytes: int) -> int | None:
-    """The end of the segment. If the segment's size is unknown, as in a live stream, it ends with its last element."""
+    """The end of the segment. If its size is unknown, as in a live stream, the segment ends with its last element."""
     place = 0
     while (found := _element(file, place)) is not None:
         name, begin, size = found

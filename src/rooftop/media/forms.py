@@ -23,7 +23,7 @@ class Form:
     """The form of frames, checked by `form_of`.
 
     Attributes:
-        output: "rgb": (3, H, W), upright; or "nv12": (3 H / 2, W), luma and below it pairs of chroma, as in the video.
+        output: "rgb": (3, H, W), upright; or "nv12": (3 H / 2, W), rows of luma, then rows of chroma pairs, unrotated.
         dtype: dtype of the tensor.
         resize: (height, width) upright, or None for the size of the video.
         mean, std: mean and standard deviation of red, green and blue in 0..1, for (value - mean) / std; or None.

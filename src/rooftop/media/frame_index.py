@@ -11,7 +11,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class FrameIndex:
-    """The times of all frames in display order, with their key frames. It takes 16 bytes a frame.
+    """The times of all frames in display order, with their key frames: 16 bytes of memory per frame.
 
     Attributes:
         pts: (N,), increasing: the time at which each frame is shown, in ticks of the stream's clock.
@@ -19,9 +19,9 @@ class FrameIndex:
         starts: pts of the key frames from which decoding can start, increasing; some of these key frames are not shown
             themselves.
         keys: positions of the key frames.
-        seekable: whether the file itself stores these times; if not, decoding always starts at the first frame.
+        seekable: whether the file itself stores the times of frames; if not, decoding always starts at the first frame.
         damage: the damage that was found in the file's packets, or None.
-        discontinuity: where the file's clock goes back or its parts are not consecutive, or None.
+        discontinuity: a description of where the file's clock goes back or its parts are not consecutive, or None.
     """
 
     pts: array[int]
@@ -36,32 +36,32 @@ class FrameIndex:
         return len(self.pts)
 
     def position(self, pts: int) -> int | None:
-        """The position of the frame shown exactly at this tick; None if there is none."""
+        """The position of the frame whose tick is `pts`; None if there is no such frame."""
         at = bisect_left(self.pts, pts)
         return at if at < len(self.pts) and self.pts[at] == pts else None
 
     def shown_at(self, ticks: Fraction) -> int:
-        """The position of the last frame whose tick is not later; -1 if the tick is before the first frame."""
+        """The position of the last frame that starts at or before `ticks`; -1 if all frames start later."""
         return bisect_right(self.pts, ticks) - 1
 
     def start_before(self, position: int) -> int:
-        """The index in `starts` of the last start that is not later than the frame at this position; -1 if all are
-        later."""
+        """The index in `starts` of the last start that is not later than the frame at this position; -1 if all starts
+        are later."""
         return bisect_right(self.starts, self.pts[position]) - 1
 
     def duration(self, position: int) -> int:
-        """Ticks from this frame to the next one."""
+        """The duration of the frame at `position`, in ticks."""
         if position + 1 < len(self.pts):
             return self.pts[position + 1] - self.pts[position]
         return self.last_duration
 
     def constant_rate(self, time_base: Fraction, stated: Fraction | None) -> Fraction | None:
-        """The rate in frames per second at which frame k is shown k / rate after the first, to the precision of the
-        clock. None if there is no such rate.
+        """The constant frame rate, in frames per second: frame k is shown k / rate seconds after frame 0, to the
+        precision of the clock. None if the frame rate is not constant.
 
         Args:
-            time_base: seconds of a tick.
-            stated: the rate in the file.
+            time_base: duration of a tick in seconds.
+            stated: the frame rate that the file states.
         """
         if len(self.pts) < 2:
             return stated

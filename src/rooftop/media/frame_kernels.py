@@ -1,13 +1,15 @@
 """Triton kernels that convert luma and chroma to red, green and blue; `surfaces.py` launches them.
 
-A kernel reads the planes once and writes the tensor once. In between, it applies the colour matrix, resizing, and
-rounding or normalization. It writes with strides that rotate the result upright. A sample of chroma is at `(row //
-DOWN) * chroma_row + (column // ACROSS) * chroma_step`, so the same code reads separate planes and pairs (NV12).
+A kernel reads the planes once and writes the tensor once. In between, the kernel applies the colour matrix, resizing,
+and rounding or normalization. The kernel writes with strides that rotate the result upright. A sample of chroma is at
+`(row // DOWN) * chroma_row + (column // ACROSS) * chroma_step`, so the same code reads separate planes and pairs
+(NV12).
 
-A launch takes up to eight pictures of one geometry, each with its own pointers. So a thread that reads a video launches
-once every eight frames. Each frame has its own memory, so a kept frame does not keep its neighbours' memory alive.
+A launch converts up to eight pictures of one geometry, each with its own pointers. So a thread that reads a video
+launches a kernel once every eight frames. Each frame has its own memory, so a kept frame does not keep its neighbours'
+memory alive.
 
-`colours.py` defines the colours; bilinear weights without antialiasing equal those of PyTorch's `interpolate`.
+`colours.py` defines the conversion of colours, and `resizing.py` the bilinear weights.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 
 @triton.jit
 def one_of(number, a0, a1, a2, a3, a4, a5, a6, a7):
-    """Select the pointer with this index."""
+    """Select the pointer with index `number`."""
     found = a0
     if number == 1:
         found = a1

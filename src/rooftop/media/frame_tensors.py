@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Turned = tuple[int, bool]
 UPRIGHT: Turned = (0, False)
-REPACKED = {  # pixel formats with the same numbers, in separate planes
+REPACKED = {  # pixel format: the format with the same samples in separate planes
     "nv12": "yuv420p",
     "nv21": "yuv420p",
     "nv16": "yuv422p",
@@ -73,16 +73,16 @@ def colours_of(frame: av.VideoFrame) -> Colours:
 def to_tensor(frame: av.VideoFrame, form: Form, device: torch.device | None = None, turned: Turned = UPRIGHT) -> Tensor:
     """Convert a frame to the requested form: RGB (3, H, W), upright, or NV12 unchanged.
 
-    Resizing uses bilinear weights that shrink without aliasing (`resizing.py`).
+    Resizing is bilinear, with antialiasing (`resizing.py`).
 
     Args:
         frame: a frame in the host's memory, or a frame of NVDEC.
         form: the form of the tensor.
-        device: the GPU whose NVDEC decoded it; None: the host's memory.
+        device: the GPU whose NVDEC decoded the frame; None for a frame in the host's memory.
         turned: the result of `orientation`, for a frame that does not state its rotation.
 
     Raises:
-        InputError: the colour matrix or pixel format is not supported, or NV12 cannot hold the frame.
+        InputError: the colour matrix or pixel format is not supported, or NV12 cannot represent the frame.
     """
     if device is not None:
         return _on_gpu([frame], form, device, turned, None)[0]
@@ -133,7 +133,7 @@ def to_tensors(
     frame.
 
     Args:
-        into: contiguous tensors to write to, one for each frame; new ones if None.
+        into: contiguous tensors to write to, one for each frame; None allocates new tensors.
     """
     if device is not None:
         return _on_gpu(frames, form, device, turned, into) if frames else []
@@ -184,7 +184,7 @@ def _surface_as_nv12(surface: Surface) -> Tensor:
     return _interleaved(*(tensor_of(plane) for plane in (surface.y, surface.u, surface.v)))
 
 
-NO_NV12 = 'output="nv12" holds 8 bits of 4:2:0 in even sizes, and this video has {} bits of {}: use output="rgb"'
+NO_NV12 = 'output="nv12" needs 8 bits of 4:2:0 in even sizes, and this video has {} bits of {}: use output="rgb"'
 
 
 def _nv12(frame: av.VideoFrame) -> Tensor:
@@ -197,7 +197,7 @@ def _nv12(frame: av.VideoFrame) -> Tensor:
 
 
 def _interleaved(y: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Return (3 H / 2, W): luma, and below it pairs of chroma."""
+    """Return (3 H / 2, W): rows of luma, then rows in which Cb and Cr alternate."""
     height, width = y.shape
     if height % 2 or width % 2:
         raise InputError(NO_NV12.format(8, f"{width} x {height}"))
@@ -209,7 +209,7 @@ def _interleaved(y: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def displayed_size(frame: av.VideoFrame, turned: Turned = UPRIGHT) -> tuple[int, int]:
-    """(height, width) in pixels, upright; `turned` is used if the frame does not state its rotation."""
+    """Return (height, width) of the upright picture. `turned` is used if the frame does not state its rotation."""
     on_side = orientation(frame, turned)[0] % 2
     return (frame.width, frame.height) if on_side else (frame.height, frame.width)
 
@@ -217,8 +217,8 @@ def displayed_size(frame: av.VideoFrame, turned: Turned = UPRIGHT) -> tuple[int,
 def display_matrix(frame: av.VideoFrame) -> Any:
     """The display matrix in the frame's own data; None if there is none.
 
-    This avoids `frame.side_data`, which forms a reference cycle with the frame. The cycle would keep the frame's
-    memory, also on a GPU, until Python collects garbage.
+    This function avoids `frame.side_data`, which forms a reference cycle with the frame. The cycle would keep the
+    frame's memory, also on a GPU, until Python collects garbage.
     """
     try:
         data = load_av().sidedata.sidedata.SideDataContainer(frame)
@@ -233,7 +233,7 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
     NVDEC frames carry no container metadata; `otherwise` supplies it.
 
     FFmpeg's display matrix maps (x, y) to (a x + c y, b x + d y), with y down. Other angles are rounded to the nearest
-    quarter.
+    quarter turn.
     """
     data = display_matrix(frame)
     if data is None:  # or PyAV does not return the matrix, and only this rotation is known
@@ -249,7 +249,7 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
 
 
 def _plain(frame: av.VideoFrame) -> av.VideoFrame:
-    """Convert a frame to separate planes in this machine's byte order, with the same numbers."""
+    """Convert a frame to separate planes in this machine's byte order, with the same sample values."""
     name = frame.format.name
     if name in REPACKED or (name.startswith(("yuv", "gray")) and name.endswith("be")):
         return _reformatted(frame, REPACKED.get(name) or name[:-2] + "le")
@@ -271,7 +271,7 @@ def _reformatted(frame: av.VideoFrame, name: str) -> av.VideoFrame:
         raise InputError(NO_FORMAT.format(own, width, height)) from error
 
 
-NO_FORMAT = "pixels of format {} in {} x {} are not supported: convert the video, with ffmpeg -pix_fmt yuv444p for one"
+NO_FORMAT = "pixels of format {} in {} x {} are not supported: convert the video with ffmpeg -pix_fmt yuv444p"
 
 
 def _has_planes(frame: av.VideoFrame) -> bool:
@@ -293,7 +293,7 @@ def _rgb(frame: av.VideoFrame, dtype: torch.dtype) -> Tensor:
         u, v = chroma
         return yuv_to_rgb(y, u, v, colours_of(frame), bits, dtype)
     deep = max((each.bits for each in frame.format.components), default=8) > 8
-    # These frames hold red, green and blue, or a palette; only the order and depth of the numbers change.
+    # These frames contain red, green and blue, or a palette. Only the order and depth of the values change.
     pixels = _reformatted(frame, "rgb48le" if deep else "rgb24").to_ndarray()  # (H, W, 3); may share FFmpeg's memory
     values = torch.from_numpy(pixels.astype(np.int32 if deep else np.uint8)).permute(2, 0, 1)
     if dtype == torch.uint8:
@@ -307,7 +307,7 @@ def _memory(plane: av.video.plane.VideoPlane, bits: int) -> np.ndarray:
 
 
 def _plane(plane: av.video.plane.VideoPlane, bits: int) -> Tensor:
-    """One plane as (H, W), uint8 or int32. An int32 plane (more than 8 bits) shares no memory with the frame."""
+    """Return one plane as (H, W), uint8 or int32. An int32 plane (more than 8 bits) shares no memory with the frame."""
     step = plane.line_size // (1 + (bits > 8))
     rows = _memory(plane, bits)[: step * plane.height].reshape(plane.height, step)[:, : plane.width]
     return torch.from_numpy(rows if bits <= 8 else rows.astype(np.int32))

@@ -1,4 +1,4 @@
-"""Read photographs as tensors: (3, H, W) or (H, W, 3) uint8, red, green and blue, upright.
+"""Read photographs as upright RGB tensors, (3, H, W) or (H, W, 3) uint8.
 
     from rooftop.media import find_images, read_image, read_images
 
@@ -6,9 +6,9 @@
     for path, pixels in read_images(["holiday/"]): ...     # decoded ahead by threads
     for path, pixels in read_images(["holiday/"], device="auto"): ...  # JPEGs by a GPU's NVJPEG, if there is one
 
-On the CPU, Pillow decodes every format that it knows. It returns the first picture of a file, rotated by its EXIF
-orientation. Transparent parts become white, 16 bits are scaled to 8, and CMYK and palettes become RGB. A GPU decodes
-only JPEGs (`nvjpeg.py`); Pillow decodes all other formats for it.
+On the CPU, Pillow decodes every format that it knows. Only the first picture of a file is read, and rotated by its EXIF
+orientation. Transparent areas become white, 16-bit values are scaled to 8 bits, and CMYK and palettes become RGB. A GPU
+decodes only JPEGs (`nvjpeg.py`). Pillow decodes all other formats on the CPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ORIENTATION = 0x0112  # EXIF
 LAYOUTS = ("chw", "hwc")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of ImageNet, RGB in 0..1
 GPU_BATCH = 8  # files that NVJPEG decodes at once
-GPU_THREADS = 4  # maximum number of threads with a GPU, since each holds a batch
+GPU_THREADS = 4  # maximum number of threads with a GPU, since each thread keeps a batch in memory
 
 DAMAGE = (
     OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, RuntimeError, struct.error,
@@ -65,7 +65,7 @@ class NamedImage(NamedTuple):
 
 
 def find_images(paths: Sequence[ImagePath]) -> list[Path]:
-    """List the photographs for the paths: each file as given, and of each folder its own files (not of subfolders),
+    """List the photographs at `paths`: each given file, and the photographs in each given folder (without subfolders),
     sorted by name.
 
     Raises:
@@ -89,7 +89,7 @@ def check_images(paths: Sequence[ImagePath]) -> None:
     """Read the beginning of each file, in order to find files that are not images before the work starts.
 
     Raises:
-        InputError: not an image.
+        InputError: a file is not an image.
     """
     for path in paths:
         with _opened(path):
@@ -117,9 +117,9 @@ def read_images(
     threads: int | None = None,
     on_error: str = "raise",
 ) -> Iterator[NamedImage]:
-    """Photographs and folders of photographs in the order of `find_images`, decoded ahead by threads.
+    """Read photographs and folders of photographs in the order of `find_images`, decoded ahead by threads.
 
-    Arguments and errors are as in `ImageDecoder`; use that class for statistics afterwards.
+    Arguments and errors are as in `ImageDecoder`, which also provides statistics afterwards.
     """
     return ImageDecoder(device, layout, threads, on_error).read(paths)
 
@@ -133,8 +133,8 @@ def pillow_image(
 
     Args:
         path_or_bytes: a file, or the content of one.
-        reduction: a function of the upright width and height that returns the factor by which they may shrink. A JPEG
-            is then decoded at 1/2, 1/4 or 1/8 of its size: the smallest of these that the factor allows.
+        reduction: a function of the upright width and height that returns the maximum factor by which both may shrink.
+            A JPEG is then decoded at 1/2, 1/4 or 1/8 of its size: the smallest of these sizes that the factor allows.
         name: the photograph's name in error messages.
 
     Raises:
@@ -145,16 +145,16 @@ def pillow_image(
             width, height = image.size
             turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
             factor = max(1.0, reduction(height, width) if turned else reduction(width, height))
-            # formats other than JPEG ignore it
+            # formats other than JPEG ignore `draft`
             image.draft(None, (math.ceil(width / factor), math.ceil(height / factor)))
         return _upright_rgb(image)
 
 
 def normalized(image: Image.Image, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
-    """(3, H, W) float32 from an RGB image: (value / 255 - mean) / std.
+    """Convert an RGB image to (3, H, W) float32: (value / 255 - mean) / std.
 
-    NumPy computes it, with the same bits as torch. torch's operators would start a team of threads for each thread that
-    prepares images.
+    NumPy computes the values, with the same bits as torch. Operators of torch would start a team of threads for each
+    thread that prepares images.
     """
     pixels = np.asarray(image)  # (H, W, 3)
     values = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
@@ -174,7 +174,7 @@ class ImageFile:
         content: the whole file.
         shape: (H, W) as stored.
         orientation: the EXIF number of the stored orientation.
-        against: why NVJPEG must not decode it, or None.
+        against: why NVJPEG must not decode the file, or None.
     """
 
     name: str
@@ -215,8 +215,8 @@ class ImageDecoder:
 
     Args:
         device: "cpu"; "cuda" or "cuda:1", a GPU whose NVJPEG decodes JPEGs (Pillow decodes the rest); or "auto": a GPU
-            if NVJPEG is available, and the CPU if not. NVJPEG's colours are close to libjpeg's, but not equal. They
-            differ most at colour edges with subsampled chroma.
+            if NVJPEG is available, and the CPU if not. NVJPEG's colours are close to libjpeg's, but not equal. The
+            colours differ most at colour edges with subsampled chroma.
         layout: "chw" for (3, H, W), or "hwc" for (H, W, 3), contiguous: `rooftop.mat.Mat` and OpenCV accept "hwc"
             directly (OpenCV's own order is blue, green, red).
         threads: number of decoding threads; None: one for each CPU, at most 8 (4 of them with a GPU). At most two
@@ -255,19 +255,19 @@ class ImageDecoder:
         self.skipped: list[tuple[Path, str]] = []
 
     def decode(self, path_or_bytes: ImagePath | bytes) -> Tensor:
-        """Decode one photograph. It raises `InputError` as `read_image` does, even with `on_error` "skip"."""
+        """Decode one photograph. Errors are raised as in `read_image`, even with `on_error` "skip"."""
         (found,) = self._decoded([path_or_bytes])
         if isinstance(found, InputError):
             raise found
         return self._handed_over(found)
 
     def decode_each(self, files: Sequence[ImageFile]) -> list[Tensor | InputError]:
-        """Decode several files; return for each its pixels, or the error that says why it cannot be read."""
+        """Decode several files. Returns, for each file, its pixels or the error that says why it cannot be read."""
         found = self._decoded(files)
         return [self._handed_over(each) if isinstance(each, Tensor) else each for each in found]
 
     def read(self, paths: Sequence[ImagePath]) -> Iterator[NamedImage]:
-        """Photographs and folders of photographs in the order of `find_images`, decoded ahead.
+        """Read photographs and folders of photographs in the order of `find_images`, decoded ahead.
 
         Raises:
             InputError: a path does not exist, or a folder has no photographs (raised at once); or a file is unreadable
@@ -290,7 +290,7 @@ class ImageDecoder:
                 warnings.warn(f"skipped: {found}", stacklevel=2)
 
     def _decoded(self, group: Sequence[Source]) -> list[Tensor | InputError]:
-        """Decode files; return for each its tensor or its error. On a GPU the tensors are complete on return."""
+        """Decode files. Returns, for each file, its tensor or its error. GPU work is complete on return."""
         if self._stream is None:
             return [_or_error(self._on_cpu, each) for each in group]
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
@@ -306,8 +306,8 @@ class ImageDecoder:
     def _by_either(
         self, group: Sequence[Source], decode: Callable[[Sequence[bytes | memoryview]], list[Tensor]]
     ) -> list[Tensor | InputError]:
-        """Decode JPEGs with `decode`, and other files with Pillow. `decode` returns (3, H, W) for each file, or refuses
-        all of them."""
+        """Decode JPEGs with `decode`, and other files with Pillow. `decode` returns (3, H, W) for each file, or
+        raises `RuntimeError` if it refuses a file."""
         files = [each if isinstance(each, ImageFile) else _or_error(ImageFile.of, each) for each in group]
         jpegs = [file for file in files if isinstance(file, ImageFile) and file.against is None]
         with self._lock:  # one batch at a time, because `decode` must not get memory that earlier work still reads
@@ -354,8 +354,8 @@ class ImageDecoder:
         return _tensor(upright, self.layout).to(self.device)
 
     def _handed_over(self, pixels: Tensor) -> Tensor:
-        """Pass the tensors to the caller's stream. Their memory is reused only after that stream's work with them has
-        ended."""
+        """Pass a tensor to the caller's stream. The tensor's memory is reused only after that stream has finished with
+        it."""
         if pixels.is_cuda:
             pixels.record_stream(torch.cuda.current_stream(pixels.device))
         return pixels
@@ -399,8 +399,8 @@ def _errors_of(name: str) -> Iterator[None]:
 
 def _upright_rgb(image: Image.Image) -> Image.Image:
     image.load()
-    # Pillow also copies an image that it leaves unchanged. For a JPEG of 500 x 375 pixels, this takes as long as
-    # decoding. A copy is needed only if the image is mapped from its file, because the file is closed.
+    # `exif_transpose` copies even an image that it does not rotate. For a JPEG of 500 x 375 pixels, this takes as long
+    # as decoding. A copy is needed only if the image is mapped from its file, because the file is closed.
     turned = image.getexif().get(ORIENTATION, 1) != 1
     upright: Image.Image = ImageOps.exif_transpose(image) if turned else image.copy() if image.readonly else image
     if upright.mode.startswith("I"):  # 16-bit: Pillow would clip, not scale
@@ -431,7 +431,7 @@ def _or_error(function: Callable[[Given], Result], given: Given) -> Result | Inp
 
 
 def _device_of(device: str | torch.device) -> tuple[torch.device, str | None]:
-    """The device of the tensors, and with "auto" the reason why it is not a GPU (None if it is)."""
+    """Return the device of the tensors, and why "auto" did not choose a GPU (None if it did)."""
     wanted, may_be_cpu = gpu_of(device)
     if wanted is None:
         return torch.device("cpu"), None

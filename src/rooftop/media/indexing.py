@@ -1,4 +1,4 @@
-"""Build the index of a video: from its packets alone if they suffice; if they do not, by decoding the video once."""
+"""Build the index of a video: from its packets alone if possible, otherwise by decoding the video once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build_index(source: Source) -> FrameIndex:
         index = _index_by_frames(decoder)
     finally:
         decoder.close()
-    # A seek goes to a tick, and several positions may share a tick.
+    # A seek needs unique ticks. If the clock goes back, several positions may share a tick.
     return replace(index, seekable=False) if index.seekable and _goes_back(source) else index
 
 
@@ -69,8 +69,8 @@ class _Clock:
 
 
 def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
-    """Build the index from packets alone. None if they do not suffice: in some codecs a packet can hold no frame, or
-    only one field of a frame."""
+    """Build the index from packets alone. None if packets do not suffice: in some codecs, a packet can contain no
+    frame, or only one field of a frame."""
     context = decoder.stream.codec_context
     interlaced = int(context.field_order) > 1  # 0 is unknown, 1 progressive
     if not decoder.clocked or context.codec.canonical_name not in ONE_FRAME_A_PACKET or interlaced:
@@ -110,7 +110,7 @@ def _breaks(decoder: Decoder) -> str | None:
     if not places:
         return None
     where = "1 place" if places == 1 else f"{places:,} places"
-    return f"pieces are not consecutive at {where}: some are lost, or files were joined"
+    return f"packets are not consecutive at {where}: some are lost, or files were joined"
 
 
 def _shown_before(source: Source, first: int) -> set[int]:
@@ -140,7 +140,7 @@ def _index_by_frames(decoder: Decoder) -> FrameIndex:
                     f"the clock goes back by {by_s:.3f} s after frame {len(ticks) - 1}: later times continue from "
                     "there "
                 )
-                goes_back += "the frame rate"
+                goes_back += "at the frame rate"
             ticks.append(pts)
             last_duration = frame.duration or 0
             if frame.key_frame:

@@ -1,4 +1,4 @@
-"""Decode with a GPU's own engines (NVDEC): whether they are available, and the memory of a decoded frame.
+"""Decode with a GPU's video engines (NVDEC): check whether they are available, and access decoded frames.
 
 FFmpeg, which PyAV includes, reads the file and drives the engines. So the order of frames, damage and colours are
 handled by the same code as on the CPU. FFmpeg works in torch's CUDA context, on the default stream.
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 DRIVER = ("libcuda.so.1", "libnvcuvid.so.1")
 IN_TORCHS_CONTEXT = {"primary_ctx": "0", "current_ctx": "1"}
-"""Without this option, FFmpeg would set flags of the primary context that torch does not set."""
+"""Without these options, FFmpeg would set flags of the primary context that torch does not set."""
 
 WORTH_PIXELS = 320 * 240
-"""Pixels from which an H200's NVDEC is faster than 16 CPU cores (`benchmarks/media.py`). Fewer cores were not
-measured."""
+"""Minimum number of pixels of a frame for which an H200's NVDEC is faster than 16 CPU cores (`benchmarks/media.py`).
+Fewer cores were not measured."""
 
 BITS = {"nv12": 8, "p010le": 10, "p016le": 12, "yuv444p": 8, "yuv444p16le": 12}
-"""Significant bits of a number, by FFmpeg's names of NVDEC's output formats. Numbers of 10 and 12 bits are in the upper
+"""Significant bits of a sample, by FFmpeg's names of NVDEC's output formats. Samples of 10 and 12 bits are in the upper
 bits of 16."""
 
 
@@ -63,7 +63,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def missing(device: torch.device) -> str | None:
-    """What NVDEC lacks on this machine; None if nothing seems to be missing."""
+    """Return why NVDEC is not available on this machine; None if nothing seems to be missing."""
     if not torch.cuda.is_available():
         return "there is no NVDEC, because torch finds no CUDA GPU here"
     if (device.index or 0) >= torch.cuda.device_count():
@@ -83,14 +83,14 @@ def missing(device: torch.device) -> str | None:
 
 
 def too_small(height: int, width: int) -> str | None:
-    """Why the CPU decodes a video of this size although NVDEC is available; None if NVDEC decodes it."""
+    """Return why the CPU, not NVDEC, should decode a video of this size; None if there is no reason."""
     if height * width >= WORTH_PIXELS:
         return None
     return f"{width} x {height} pixels are few: NVDEC is known to be faster from {WORTH_PIXELS:,} pixels on"
 
 
 def odd(height: int, width: int) -> str | None:
-    """Why the CPU decodes a video of an odd size; None if the size is even."""
+    """Return why the CPU, not NVDEC, should decode a video of an odd size; None if the size is even."""
     if height % 2 == width % 2 == 0:
         return None
     return f"NVDEC stretches pictures of odd size to even size, and this video has {width} x {height} pixels"
@@ -106,8 +106,8 @@ def acceleration(device: torch.device) -> Any:
 
 
 def surface_of(frame: av.VideoFrame, colours: Colours, device: torch.device) -> Surface:
-    """The memory of a frame decoded by NVDEC, without a copy. The frame owns it, and the tensors on it keep the frame
-    alive.
+    """Return a frame decoded by NVDEC as a surface, without a copy. The frame owns the memory, and tensors that share
+    this memory keep the frame alive.
 
     Raises:
         NoNvdecError: the format is unknown.

@@ -1,8 +1,8 @@
 """A pool of NVDEC decoders, reused for the next video of the same kind.
 
-Starting a decoder takes as long as decoding many frames. Ending a decoder takes even longer. During both, no other
-Python thread runs. So a decoder whose video has ended is kept. The next pass over that video, or over another video
-with the same headers, reuses it.
+Starting a decoder takes as long as decoding many frames. Ending a decoder takes even longer. While a decoder starts or
+ends, no other Python thread runs. So a decoder whose video has ended is kept. The next pass over that video, or over
+another video with the same headers, reuses the decoder.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ KEPT = ("h264", "hevc", "vp8", "vp9", "av1")
 HEADED = ("h264", "hevc")  # codecs that state headers once for the whole file, not in the key frames
 MOST = 32  # maximum number of idle decoders
 MOST_PIXELS = 32 * 1920 * 1088
-"""Memory limit of all idle decoders. A decoder holds about twenty frames, so some 2 GB are 32 decoders of 1920 x 1080,
-or 8 of 3840 x 2160.
+"""Maximum total pixels of the idle decoders. A decoder keeps about twenty frames in memory, so 32 decoders of 1920 x
+1080, or 8 of 3840 x 2160, use some 2 GB.
 """
 
 PARAMETER_SETS = {"h264": (7, 8), "hevc": (32, 33, 34)}
-"""Types of NAL units that hold parameter sets. Sources: ITU-T H.264, table 7-1; H.265, table 7-1."""
+"""Types of NAL units that contain parameter sets. Sources: ITU-T H.264, table 7-1; H.265, table 7-1."""
 
 
 class Kind(NamedTuple):
@@ -62,13 +62,13 @@ def kind_of(stream: av.VideoCodecContext, device: torch.device) -> Kind:
 
 
 def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
-    """Take a decoder of a kind out of the pool, or start one.
+    """Take a decoder of a kind out of the pool, or start a new decoder.
 
     Args:
         options: options of FFmpeg's decoder.
 
     Raises:
-        NoNvdecError: NVDEC has no such codec, or FFmpeg cannot reach the GPU.
+        NoNvdecError: NVDEC does not support the codec, or FFmpeg cannot reach the GPU.
     """
     with _lock:
         for place in reversed(range(len(_idle))):
@@ -88,15 +88,15 @@ def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
     # on the CPU, FFmpeg only parses the headers before the pictures' data
     decoder.thread_type, decoder.thread_count = "NONE", 1
     # A container's own decoder knows how many frames must wait for reordering, because FFmpeg has read into the file.
-    # This decoder knows it only from the H.264 header. If the header does not state it, the decoder assumes the maximum
-    # of the level.
+    # This decoder knows this number only from the H.264 header. If the header does not state the number, the decoder
+    # assumes the maximum of the level.
     decoder.options = {**options, "strict": "strict"} if kind.codec == "h264" else options
     return decoder
 
 
 def given_back(kind: Kind, decoder: av.VideoCodecContext, process: int) -> None:
-    """Return a decoder to the pool if it can be reused. If the pool has too many, end the decoder that has been idle
-    longest.
+    """Return a decoder to the pool if it can be reused. If the pool has too many decoders, end the decoder that has
+    been idle longest.
 
     Args:
         process: the process that started the decoder.
@@ -127,8 +127,8 @@ def release_decoders() -> int:
 
 
 def says_otherwise(packet: bytes, kind: Kind) -> bool:
-    """Whether a packet has parameter sets that differ from its file's headers. The decoder would keep them for its next
-    video."""
+    """Whether a packet has parameter sets that differ from its file's headers. The decoder would keep these sets for
+    its next video."""
     types = PARAMETER_SETS.get(kind.codec)
     if types is None:
         return False
@@ -144,7 +144,7 @@ def says_otherwise(packet: bytes, kind: Kind) -> bool:
 
 def _units(packet: bytes, kind: Kind) -> list[bytes] | None:
     """The NAL units of a packet. A unit follows a start code or, as in MP4, its length. None if the headers are too
-    short to tell."""
+    short to state the size of the length."""
     if kind.headers[:1] != b"\1":
         return [unit for unit in packet.split(b"\0\0\1")[1:] if unit]
     place, found = 0, []
@@ -161,7 +161,7 @@ def _units(packet: bytes, kind: Kind) -> list[bytes] | None:
 
 
 def _forget() -> None:
-    """Forget all decoders in a forked process. It cannot use its parent's decoders, and must not end them."""
+    """Forget all decoders in a forked process. The process cannot use its parent's decoders, and must not end them."""
     global _idle, _lock
     _inherited.append(_idle)
     _idle, _lock = [], threading.RLock()

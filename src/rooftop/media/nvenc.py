@@ -21,7 +21,7 @@ TRIAL_PIXELS = 256
 
 @lru_cache(maxsize=64)
 def why_no_nvenc(pixel_format: str, height: int = TRIAL_PIXELS, width: int = TRIAL_PIXELS) -> str | None:
-    """Why NVENC cannot encode frames of this size and format; None if it encoded them in a test."""
+    """Return why NVENC cannot encode frames of this size and format; None if a test encoded such frames."""
     av = load_av()
     if ENCODER not in av.codecs_available:
         return f"this FFmpeg was built without {ENCODER}"
@@ -49,5 +49,5 @@ def why_no_nvenc(pixel_format: str, height: int = TRIAL_PIXELS, width: int = TRI
             f"NVENC did not encode a trial of {width} x {height} pixels ({said(error)}); data-centre GPUs have no NVENC"
         )
     if len(packets) != TRIAL_FRAMES:
-        return f"NVENC gave {len(packets)} of {TRIAL_FRAMES} frames of a trial"
+        return f"NVENC returned {len(packets)} of {TRIAL_FRAMES} frames of a trial"
     return None

@@ -1,7 +1,8 @@
-"""Decode JPEGs on a GPU (NVJPEG, through torchvision): whether it is available, and which files it may decode.
+"""Decode JPEGs on a GPU (NVJPEG, through torchvision): whether NVJPEG is available, and which files it may decode.
 
-NVJPEG must not decode files that it would decode differently from libjpeg, or whose damage it would miss. These are
-CMYK files, files that store RGB, files of more than 8 bits and truncated files. `reason_against` finds them.
+NVJPEG must not decode files that it would decode differently from libjpeg, or whose damage it would miss. Such files
+are CMYK files, files that store RGB, files of more than 8 bits and truncated files. `reason_against` detects these
+files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from rooftop.errors import RooftopError
 from rooftop.words import in_a_line
 
 IS_DATA = np.isin(np.arange(256), [0x00, *range(0xD0, 0xD8), 0xFF])
-"""For each byte after 0xff, whether coded data continues: stuffed bytes, restart markers and padding."""
+"""For each value of the byte after 0xff: whether coded data continues. Coded data continues after stuffed bytes,
+restart markers and padding."""
 
 START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
 RGB_IDS = (ord("R"), ord("G"), ord("B"))
@@ -33,7 +35,7 @@ class NoImageDecoderError(RooftopError, NotImplementedError):
 
 @cache
 def missing(device: torch.device) -> str | None:
-    """Why NVJPEG is not available on this GPU, found by decoding a small JPEG; None if it is available."""
+    """Return why NVJPEG is not available on this GPU, found by decoding a small JPEG; None if it is available."""
     if not torch.cuda.is_available():
         return "there is no NVJPEG, because torch finds no CUDA GPU here"
     if (device.index or 0) >= torch.cuda.device_count():
@@ -49,7 +51,7 @@ def missing(device: torch.device) -> str | None:
     except (RuntimeError, OSError, AttributeError) as error:
         return f"torchvision cannot reach NVJPEG ({in_a_line(error)})"
     apart = (found.int() - torch.tensor([0, 128, 255])[:, None, None]).abs().max().item()
-    return None if apart <= 4 else f"NVJPEG gives wrong colours, {apart} of 255 levels away"
+    return None if apart <= 4 else f"NVJPEG returns wrong colours, which differ by {apart} of 255 levels"
 
 
 def decode(contents: Sequence[bytes | memoryview], device: torch.device) -> list[Tensor]:
@@ -60,7 +62,7 @@ def decode(contents: Sequence[bytes | memoryview], device: torch.device) -> list
 
     Raises:
         ImportError: torchvision is not installed.
-        RuntimeError: NVJPEG refuses one of the files, or torchvision was built without it.
+        RuntimeError: NVJPEG refuses one of the files, or torchvision was built without NVJPEG.
     """
     torchvision_io: Any = import_module("torchvision.io")
     inputs = [  # copy read-only memory, because PyTorch would warn about it
@@ -71,7 +73,7 @@ def decode(contents: Sequence[bytes | memoryview], device: torch.device) -> list
 
 
 def reason_against(image: Image.Image, content: bytes) -> str | None:
-    """Why NVJPEG must not decode a file; None if it may decode it.
+    """Return why NVJPEG must not decode a file; None if NVJPEG may decode the file.
 
     Args:
         image: the file as Pillow opens it; its header is enough.

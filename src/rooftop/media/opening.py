@@ -59,7 +59,7 @@ class Source:
 
 
 def open_input(file: Any) -> av.container.InputContainer:
-    """Open a file-like object as FFmpeg's container; it raises PyAV's errors."""
+    """Open a file-like object as a container of FFmpeg. PyAV's errors are raised unchanged."""
     container: av.container.InputContainer = load_av().open(
         file,
         "r",

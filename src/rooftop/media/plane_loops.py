@@ -1,10 +1,10 @@
 """Convert luma and chroma in the host's memory to RGB, in loops that Numba compiles: one pass over the frame.
 
 Each row of chroma is converted once to its contributions to red, green and blue, which are repeated for the pixels that
-it covers. SIMD instructions then add the rows of luma. The numbers equal those of `colours.yuv_to_rgb`, bit for bit. If
-a size is requested, rows are added to the result as they are computed, so the whole frame is never in memory as RGB.
+the row covers. SIMD instructions then add the rows of luma. The results equal those of `colours.yuv_to_rgb` bit by bit.
+If a size is requested, rows are added to the result as they are computed, so the whole frame is never in memory as RGB.
 
-The loops are compiled once for each depth and cached next to this file, so that later processes load them.
+The loops are compiled once for each bit depth and cached next to this file, so that later processes load them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def planes_to_rgb(
             way.
         bits: bits of each number.
         dtype: uint8 (rounded), or float32 in 0..1.
-        size: (h, w) of the result; None is (H, W). Bilinear weights shrink without aliasing, as in
+        size: (h, w) of the result; None is (H, W). Resizing is bilinear with antialiasing, as in
             `torch.nn.functional.interpolate` with `antialias=True`.
         normalization: (mean, std) of red, green and blue in 0..1, for float32.
 

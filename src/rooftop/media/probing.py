@@ -32,7 +32,7 @@ class AudioInfo:
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """A video file.
+    """The properties of a video file.
 
     Attributes:
         source: the path, or the number of bytes.
@@ -41,28 +41,29 @@ class VideoInfo:
         codec, profile, pixel_format: FFmpeg's names of the video's codec, profile and pixel format; profile may be
             None.
         bits: bits per sample.
-        height, width: pixels as shown, upright.
-        coded_height, coded_width: pixels as stored.
-        rotation_degrees: counterclockwise, applied by `VideoReader`.
-        mirrored: whether `VideoReader` then also mirrors frames left to right.
-        pixel_aspect: width of a pixel over its height; 1.0 if square or unknown. `VideoReader` does not stretch.
+        height, width: size of the upright picture in pixels.
+        coded_height, coded_width: size of the stored picture in pixels.
+        rotation_degrees: the counterclockwise rotation that `VideoReader` applies.
+        mirrored: whether `VideoReader` mirrors frames left to right after the rotation.
+        pixel_aspect: width of a pixel over its height; 1.0 if square or unknown. `VideoReader` does not stretch
+            frames to square pixels.
         interlaced: whether the first frame is interlaced; `VideoReader` does not separate fields.
         colours: matrix and range, and which of them are assumed; None if not supported.
-        hdr: "PQ" or "HLG", the transfer function of a video with high dynamic range; None without one. `VideoReader`
-            does not map tones.
+        hdr: "PQ" or "HLG", the transfer function of a video with high dynamic range; None for other videos.
+            `VideoReader` does not tone-map.
         fps: mean frames per second, as the file states them.
         variable_frame_rate: True if no rate exists at which each frame k is shown at k / rate.
         frames, key_frames: the numbers of frames and of key frames.
         longest_gop: largest number of frames from one key frame to the next; one random access may have to decode that
-            many.
+            many frames.
         start_s, duration_s: time of the first frame, and time from its start to the end of the last frame.
         bit_rate_bps: bit rate of the whole file.
-        seekable: whether decoding can start at key frames; if not, it always starts at the beginning.
+        seekable: whether decoding can start at key frames; if not, decoding always starts at the beginning.
         audio: the file's streams of sound.
-        damage: a problem with the packets, or None. Frames may be damaged even if it is None, because not all frames
-            were decoded.
-        discontinuity: where the clock of the file goes back, or where parts of a transport stream are not consecutive,
-            as in joined files; None if there is no such place.
+        damage: a problem with the packets, or None. Frames may be damaged even if `damage` is None, because not all
+            frames were decoded.
+        discontinuity: a description of where the file's clock goes back, or of where parts of a transport stream are
+            not consecutive, as in joined files. None if there is nothing to describe.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Import PyAV, which includes FFmpeg's libraries; no other module imports it."""
+"""Import PyAV, which includes FFmpeg's libraries; no other module imports PyAV."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def load_av() -> ModuleType:
-    """The module `av`.
+    """Import and return the module `av`, which is PyAV.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: PyAV is not installed.
     """
     try:
         import av

@@ -2,8 +2,8 @@
 
 Access is exact: the frame at a position or a time has the same bits as the frame that decoding from the beginning
 returns. An index of all packets locates the frame. The index is built when it is first needed, in one pass over the
-file. This pass decodes frames only for the few codecs whose packets do not suffice. Reading a video from its beginning
-needs no index, and holds a few frames in memory.
+file. For the few codecs without exactly one frame per packet, this pass also decodes the frames. Reading a video from
+its beginning needs no index, and keeps only a few frames in memory.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class VideoReader:
         reader.frames_at([0.5, 2.0])        # the frames shown at these times
         for clip in reader.clips(16): ...   # (16, 3, H, W)
 
-    Times are seconds on the clock of the file; players start at 0. Pixels that are not square are not resampled, and
-    interlaced frames are not separated.
+    Times are in seconds from the start of the file's clock, as in players. Pixels that are not square are not
+    resampled, and interlaced frames are not split into fields.
 
     Args:
         path_or_bytes: a file, or the content of one.
         device: "cpu"; "cuda" or "cuda:1", a GPU's NVDEC, whose frames stay in GPU memory; or "auto": NVDEC if it is
-            available and the frames have an even size of at least 320 x 240 pixels (as many in all).
+            available and the frames have an even size of at least 320 x 240 pixels in total.
         output: "rgb"; or "nv12", (3 H / 2, W) uint8, the video's own format.
         dtype: torch.uint8, or float16, bfloat16, float32, float64; floating dtypes keep the precision of 10-bit videos.
-        resize: (height, width) of the upright frames; resized bilinearly, without aliasing when they shrink.
+        resize: (height, width) of the upright frames; resizing is bilinear, with antialiasing.
         normalize: (mean, std) of red, green and blue in 0..1, for floating dtypes: (value - mean) / std.
 
     Attributes:
@@ -85,7 +85,7 @@ class VideoReader:
         fallback_reason: why "auto" chose the CPU; None in all other cases.
         height, width: pixels of the returned frames.
         fps: mean frames per second, as the file states them.
-        time_base: seconds of a tick of the file's clock.
+        time_base: duration of a tick of the file's clock, in seconds.
         colours: the colour encoding of the file, and which of its properties are assumed.
 
     Raises:
@@ -142,8 +142,8 @@ class VideoReader:
         self.device = self._gpu or torch.device("cpu")
 
     def _refused_by(self, device: torch.device) -> str | None:
-        """Why NVDEC cannot decode this video, found by decoding a frame; None if it can. The first pass continues after
-        that frame."""
+        """Return why NVDEC cannot decode this video, found by decoding a frame; None if NVDEC can. The first pass over
+        the video reuses this decoder and its frame."""
         reason = self._tried(device)
         if reason is not None and release_decoders():  # idle decoders may hold the GPU memory that this decoder needs
             reason = self._tried(device)
@@ -153,7 +153,7 @@ class VideoReader:
         try:
             cursor = _Cursor(self.source, None, device)
         except NoNvdecError as error:
-            return f"NVDEC is not available for it ({error})"
+            return f"NVDEC is not available for this video ({error})"
         try:
             tick, frame = next(cursor.frames)
             to_tensor(frame, self.form, device, self._turned)
@@ -177,31 +177,31 @@ class VideoReader:
             return self._index
 
     def __len__(self) -> int:
-        """The number of existing frames; fewer than the original if the file was cut off."""
+        """The number of frames in the file. A file that was cut off has fewer frames than the original."""
         return len(self.index)
 
     @property
     def times(self) -> Tensor:
-        """(N,) float64: the time at which each frame is shown, in seconds."""
+        """The time at which each frame is shown, in seconds: (N,) float64."""
         return torch.tensor([self._seconds(tick) for tick in self.index.pts], dtype=torch.float64, device="cpu")
 
     @property
     def durations(self) -> Tensor:
-        """(N,) float64: seconds for which each frame is shown."""
+        """The time for which each frame is shown, in seconds: (N,) float64."""
         index = self.index
         ticks = [index.duration(position) for position in range(len(index))]
         return torch.tensor([float(each * self.time_base) for each in ticks], dtype=torch.float64, device="cpu")
 
     @property
     def duration(self) -> float:
-        """Seconds from the start of the first frame to the end of the last."""
+        """Seconds from the start of the first frame to the end of the last frame."""
         index = self.index
         return float((index.end - index.pts[0]) * self.time_base) if len(index) else 0.0
 
     @property
     def constant_rate(self) -> Fraction | None:
-        """The rate in frames per second at which frame k is shown k / rate after the first; None if there is no such
-        rate."""
+        """The constant frame rate, in frames per second: frame k is shown k / rate seconds after frame 0. None if the
+        frame rate is not constant."""
         return self.index.constant_rate(self.time_base, Fraction(self.fps).limit_denominator(1001))
 
     @property
@@ -232,7 +232,7 @@ class VideoReader:
                 no frames.
 
         Raises:
-            InputError: numbers below 1.
+            InputError: `frames` or `stride` is below 1.
             DamagedVideoError: as in a loop over the reader.
         """
         stride = frames if stride is None else stride
@@ -245,7 +245,7 @@ class VideoReader:
 
         def needed() -> Iterator[tuple[int, av.VideoFrame, int]]:
             for number, (_, frame, ticks) in enumerate(self._stream(0)):
-                if number % stride < frames or stride <= frames:  # a frame before that lies between two clips
+                if number % stride < frames or stride <= frames:  # other frames are between two clips
                     yield number, frame, ticks
 
         for number, pixels, _ in self._converted(needed()):
@@ -266,7 +266,7 @@ class VideoReader:
         return self.take([position])[0]
 
     def take(self, positions: Sequence[int]) -> Tensor:
-        """Frames (T, 3, H, W) at these positions, in this order; positions may repeat. Errors are as in `reader[i]`."""
+        """Return frames (T, 3, H, W) in the order of `positions`, which may repeat. Errors are as in `reader[i]`."""
         wanted = [self._position(each) for each in positions]
         shape = self.form.shape(self.height, self.width)
         taken = torch.empty(len(wanted), *shape, dtype=self.dtype, device=self.device)
@@ -285,16 +285,16 @@ class VideoReader:
         return taken
 
     def frames_at(self, times: Sequence[float] | Tensor) -> Tensor:
-        """Frames (T, 3, H, W) shown at these times.
+        """Return the frames (T, 3, H, W) that are shown at these times, in seconds.
 
         A time that is less than half a tick of the file's clock, and less than 0.5 ms, before a frame's start counts as
-        that start. So 2 / 30 is frame 2 even if the file says 0.067 s.
+        that start. So the time 2 / 30 s selects frame 2 even if the file rounds the frame's start to 0.067 s.
 
         Raises:
-            InputError: a time before the first frame or after the end of the last.
+            InputError: a time is before the first frame, or after the end of the last frame.
         """
         if isinstance(times, (int, float)) or (isinstance(times, Tensor) and times.dim() != 1):
-            raise InputError(f"times are {times!r}: expected several, in seconds, such as frames_at([1.5])")
+            raise InputError(f"times are {times!r}: expected a sequence of seconds, such as frames_at([1.5])")
         slack = min(Fraction(1, 2), CLOCK_SLACK_S / self.time_base)
         index = self.index
         positions = []
@@ -311,7 +311,7 @@ class VideoReader:
         return self.take(positions)
 
     def close(self) -> None:
-        """Close the file; it is opened again if more frames are requested."""
+        """Close the file. The reader opens it again if more frames are requested."""
         with self._lock:
             for cursor in (self._cursor, self._begun):
                 if cursor is not None:
@@ -343,7 +343,7 @@ class VideoReader:
         count, given = len(self), as_integer(position)
         if not -count <= given < count:
             damage = f", which is damaged ({self.index.damage})" if self.index.damage else ""
-            raise IndexError(f"frame {given} of {self.source.name}{damage}: it has {count}, 0 to {count - 1}")
+            raise IndexError(f"frame {given} of {self.source.name}{damage}: it has {count} frames, 0 to {count - 1}")
         return given % count
 
     def _of_one_size(self, frame: av.VideoFrame) -> av.VideoFrame:
@@ -356,9 +356,9 @@ class VideoReader:
         return frame
 
     def _converted(self, stream: Iterator[tuple[int, av.VideoFrame, int]]) -> Iterator[tuple[int, Tensor, int]]:
-        """Convert frames to tensors. On a GPU, several frames are converted together, which takes less host time. Their
-        number starts small and grows, so that the first frame is returned soon. An error is raised after all earlier
-        frames."""
+        """Convert frames to tensors. On a GPU, several frames are converted together, which takes less host time. The
+        number of frames per conversion starts at 1 and grows, so that the first frame is returned soon. An error is
+        raised after all earlier frames."""
         count, failure = 1, None
         while failure is None:
             group: list[tuple[int, av.VideoFrame, int]] = []
@@ -427,7 +427,7 @@ class VideoReader:
             if cursor.position < position and (not index.seekable or index.start_before(position) <= here):
                 try:
                     return cursor.go_to(position, index)
-                except Broken:  # decode it again, from a key frame
+                except Broken:  # decode the frame again, from a key frame
                     pass
         if cursor is None:
             cursor, self._begun = self._begun, None
@@ -438,8 +438,8 @@ class VideoReader:
         return self._cursor.last[1]
 
     def _cursor_at(self, position: int, spare: Decoder | None = None) -> _Cursor:
-        """Return a pass over the video that has just reached this frame. It reuses an earlier decoder if there is
-        one."""
+        """Return a pass over the video that has just decoded the frame at `position`. The pass reuses the decoder
+        `spare` if there is one."""
         index, last_good = self.index, None
         start = index.start_before(position) if index.seekable else -1
         misled = 0
@@ -447,7 +447,7 @@ class VideoReader:
         while True:
             while start in self._unclean:
                 start -= 1
-            # The first key frame is the beginning of the file: opening it is the most reliable way there.
+            # To start at the first key frame, open the file again: this is more reliable than a seek.
             cursor = _Cursor(self.source, index.starts[start] if start > 0 else None, self._gpu, spare)
             try:
                 cursor.go_to(position, index)
@@ -480,7 +480,7 @@ class VideoReader:
 class _Cursor:
     """One pass over a video, from its beginning or from a key frame.
 
-    `last` is the current frame with its tick, and `position` its position (-1 before the first).
+    `last` is the tick and the frame that was decoded last. `position` is this frame's position, or -1 if there is none.
     """
 
     def __init__(
@@ -498,7 +498,7 @@ class _Cursor:
     frames: Iterator[tuple[int, av.VideoFrame]]
 
     def go_to(self, position: int, index: FrameIndex) -> av.VideoFrame:
-        """Decode up to this frame.
+        """Decode up to the frame at `position`, and return this frame.
 
         Raises:
             Broken: decoding does not return this frame.
@@ -516,8 +516,8 @@ class _Cursor:
         raise Broken("the decoder ends before it")
 
     def release(self) -> Decoder | None:
-        """Return an NVDEC decoder for reuse from a key frame on, because creating another one takes long; close any
-        other decoder."""
+        """Return the decoder for reuse if it is an NVDEC decoder, which takes long to create. Close any other
+        decoder."""
         if self.decoder.device is not None:
             return self.decoder
         self.close()

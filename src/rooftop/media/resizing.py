@@ -1,4 +1,4 @@
-"""Bilinear weights that shrink without aliasing, as in `torch.nn.functional.interpolate` with `antialias=True`.
+"""Bilinear resizing with antialiasing, as in `torch.nn.functional.interpolate` with `antialias=True`.
 
 PyTorch's own resizing on the CPU is wrong, or fails, for results of one column, and does not support half precision.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 def taps(pixels: int, results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The bilinear weights of each result along one dimension.
 
-    Returns: for each result, its first pixel, the pixel after its last, and its float64 weights, which sum to 1: a row
-    of (results, most).
+    Returns: for each result, the index of its first pixel, the index after its last pixel, and float64 weights, which
+    sum to 1. The weights are (results, maximum number of pixels).
     """
     by = pixels / results
     wide = max(by, 1.0)

@@ -1,9 +1,9 @@
 """`read_sound` reads the sound of a file as a tensor, exact to the sample.
 
-Encoders add samples before the sound (1024 for AAC, 312 for Opus, 1105 for MP3) and after it. As in players, these are
-removed as the file states. Decoding always starts at the beginning of the file: in AAC, MP3 and Opus a sample depends
-on all samples before it, so decoding after a seek would return other values. Sound after the requested end is not
-decoded.
+Encoders add samples before the sound (1024 for AAC, 312 for Opus, 1105 for MP3) and after it. Like players,
+`read_sound` removes as many of these samples as the file states. Decoding always starts at the beginning of the file:
+in AAC, MP3 and Opus a sample depends on all samples before it, so decoding after a seek would return other values.
+Sound after the requested end is not decoded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_sound(
         sound = read_sound("walk.mp4")                          # Sound(samples (2, N), 48000, 0.0)
         sound = read_sound("walk.mp4", start_s=1.5, end_s=2.0)  # (2, 24000)
 
-    Times are on the clock of the file, the same as `VideoReader`'s. Gaps between packets become silence. All samples
+    Times are on the clock of the file, as in `VideoReader`. Gaps between packets become silence. All samples
     are in memory at once: 11 MB per minute of one channel at 48 kHz.
 
     Args:
@@ -86,7 +86,7 @@ def read_sound(
                 f"track {track} of {source.name}: it has {len(streams)} audio tracks, 0 to {len(streams) - 1}"
             )
         if streams[track].codec_context is None:
-            raise InputError(f"{source.name} holds sound in a codec that this FFmpeg cannot decode: convert it")
+            raise InputError(f"{source.name} contains sound in a codec that this FFmpeg cannot decode: convert it")
         return _Track(container, streams[track]).read(Fraction(start_s), None if end_s is None else Fraction(end_s))
 
 
@@ -107,7 +107,7 @@ class _Track:
 
     def __init__(self, container: Container, stream: av.AudioStream) -> None:
         self.container, self.stream, self.name = container, stream, container.source.name
-        self.rate, self.channels = 0, 0  # as in the first frame
+        self.rate, self.channels = 0, 0  # those of the first frame
         self.lossless = stream.codec_context.codec.canonical_name.startswith(LOSSLESS)
         self.position: int | None = None  # position of the next sample
         self.silence = 0
@@ -124,7 +124,7 @@ class _Track:
                     low, high = round(start_s * self.rate), None if end_s is None else round(end_s * self.rate)
                 if high is not None and part.first >= high:
                     break
-                if part.end > low:  # samples before this are decoded, but not returned
+                if part.end > low:  # samples before `low` are decoded, but not returned
                     samples = self._samples(part)
                     begin = begin if parts else max(part.first, low)
                     parts.append(samples[:, max(0, low - part.first) : None if high is None else high - part.first])
@@ -152,7 +152,7 @@ class _Track:
         return DamagedSoundError(f"the sound of {self.name} cannot be decoded: {broken}; {until}", last, sound)
 
     def _samples(self, part: _Part) -> Tensor:
-        """(C, N)"""
+        """The samples of a part, (C, N) float32."""
         count = part.end - part.first
         return torch.zeros(self.channels, count) if part.frame is None else _samples(part.frame)[:, -count:]
 
@@ -181,7 +181,7 @@ class _Track:
                     self.position = at
                 count += min(gap, 0)  # overlaps sound that was returned already
             end = self.position + max(count, 0)
-            first = max(self.position, 0)  # the first frame sets the clock's start
+            first = max(self.position, 0)  # sound before time 0 is dropped
             self.position = end
             if end > first:
                 yield _Part(first, end, frame)
@@ -245,7 +245,7 @@ class _Track:
             there = Fraction(self.position or 0, self.rate or 1)
         elif "matroska" in self.container.format and end is not None and base:
             whole, there = _told(self.stream.metadata.get("DURATION")), end * base
-        # Some headers count the samples that the encoder added before or after, others do not.
+        # Some headers count the samples that the encoder added before or after the sound, others do not.
         slack = Fraction(1, self.rate or 1) if self.lossless else Fraction(2 * frame_samples, self.rate or 1)
         if whole is not None and there + slack + (base or 0) < whole:
             raise _Broken(f"the file ends after {float(there):.3f} of {float(whole):.3f} s")

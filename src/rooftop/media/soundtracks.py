@@ -24,13 +24,13 @@ CHANNELS = {1: "mono", 2: "stereo", 3: "2.1", 4: "4.0", 5: "5.0", 6: "5.1", 7: "
 
 USUAL = {".webm": "libopus", ".ogg": "libopus", ".avi": "pcm_s16le", ".wmv": "wmav2"}
 """Default encoders of sound by the file's suffix; aac for other suffixes. AVI cannot state how many samples an encoder
-adds before the sound, so it gets another encoder."""
+adds before the sound, so the default for AVI is PCM, which adds none."""
 
 ENCODED_AT_ONCE = 1 << 14  # samples
 
 
 class Timed(NamedTuple):
-    """A packet, with the time at which its sound begins."""
+    """A packet, and the time in seconds at which the packet's sound begins."""
 
     seconds: Fraction
     packet: av.Packet[av.AudioStream]
@@ -41,11 +41,11 @@ class CopiedSound:
 
     Args:
         container: the container to which the sound is added.
-        path: path of the file.
-        start_s: time on the file's clock that becomes 0. Packets that begin before it are dropped.
+        path: path of the file with the sound.
+        start_s: time on the file's clock that becomes 0. Packets that begin before this time are dropped.
 
     Raises:
-        InputError: the file does not exist or has no sound, or the container cannot hold its codec.
+        InputError: the file does not exist or has no sound, or the container does not support the codec.
     """
 
     def __init__(self, container: av.container.OutputContainer, path: str | os.PathLike[str], start_s: float) -> None:
@@ -78,7 +78,7 @@ class CopiedSound:
         self._next: Timed | None = None
 
     def _all(self, from_within: bool) -> Iterator[Timed]:
-        """The packets in file order, with times on the clock of the video.
+        """Yield the packets in file order, with times on the clock of the video.
 
         Raises:
             DamagedVideoError: a packet is damaged, or the file cannot be read further.
@@ -92,7 +92,7 @@ class CopiedSound:
             if packet is None:
                 return
             if packet.size == 0 or packet.dts is None or packet.time_base is None:
-                continue  # drains a decoder
+                continue  # an empty packet only drains a decoder
             if packet.is_corrupt:
                 raise DamagedVideoError(f"the sound of {self.name} has a damaged or incomplete packet")
             base = packet.time_base
@@ -106,7 +106,7 @@ class CopiedSound:
             yield Timed(packet.pts * base, packet)
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Packets that have not been returned yet and begin before this time; all such packets if None."""
+        """Yield the remaining packets that begin before `seconds`, or all remaining packets if None."""
         while True:
             self._next = self._next or next(self._packets, None)
             if self._next is None or (seconds is not None and self._next.seconds >= seconds):
@@ -130,11 +130,12 @@ class EncodedSound:
         channels, rate_hz: number of channels and sample rate.
 
     Raises:
-        InputError: the encoder is unknown, the container cannot hold its output, or the rate is not supported.
+        InputError: the encoder is unknown, the container does not support the encoder's output, or the rate is not
+            supported.
     """
 
     def __init__(self, container: av.container.OutputContainer, codec: str, channels: int, rate_hz: int) -> None:
-        import av  # opened before
+        import av  # the writer has imported PyAV before
 
         try:
             encoder = av.Codec(codec, "w")
@@ -168,7 +169,7 @@ class EncodedSound:
             self._waiting.extend(self._stream.encode(frame))
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Packets that have not been returned yet and begin before this time; all such packets if None."""
+        """Yield the remaining packets that begin before `seconds`, or all remaining packets if None."""
         while self._waiting:
             packet = self._waiting[0]
             late = seconds is not None and packet.pts is not None and packet.pts * packet.time_base >= seconds

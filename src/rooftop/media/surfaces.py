@@ -1,7 +1,7 @@
 """Convert luma and chroma in a GPU's memory to a tensor of red, green and blue, by one kernel.
 
 A surface is the output of a decoder: three planes, or a plane of luma and a plane of chroma pairs (NV12, P010). Rows in
-memory may be longer than the picture. Numbers of 10 and 12 bits are in the upper bits of 16.
+memory may be longer than the picture. Samples of 10 and 12 bits are in the upper bits of 16.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MOST_AT_ONCE = 8  # pictures per launch; the kernels have this many pointer para
 
 
 class Plane:
-    """Numbers in GPU memory that torch does not own. A `Plane` has the attributes of a tensor that kernels need, and is
-    faster to create than a tensor.
+    """A plane of a picture in GPU memory that torch does not own. A `Plane` has the attributes of a tensor that kernels
+    need, and is faster to create than a tensor.
 
     Args:
         pointer: address of the first number.
         shape, strides: (rows, columns), in numbers.
         dtype: uint8 or uint16.
         device: the GPU.
-        owner: owner of the memory; this object and the tensors made from it keep it alive.
+        owner: owner of the memory. This object, and tensors made from this object, keep the owner alive.
     """
 
     __slots__ = ("device", "dtype", "owner", "pointer", "shape", "strides")
@@ -72,7 +72,7 @@ class Plane:
 
 
 def tensor_of(plane: Tensor | Plane) -> Tensor:
-    """A tensor on the same memory."""
+    """Return a tensor that shares the memory of a plane."""
     return plane if isinstance(plane, Tensor) else torch.as_tensor(plane, device=plane.device)
 
 
@@ -84,7 +84,7 @@ class Surface:
         y: (H, W) uint8 or uint16; a tensor or a `Plane`, like u and v.
         u, v: (H', W') of Cb and Cr, with equal strides. H' is H, or a half or a quarter of H, rounded up; W' is derived
             from W in the same way.
-        bits: significant bits of a number: the upper bits of its 8 or 16.
+        bits: significant bits of a sample, which are the upper bits of 8 or 16.
         colours: matrix and range of the numbers.
     """
 
@@ -127,7 +127,7 @@ def all_to_rgb(
         form: size, dtype and normalization.
         turns: quarter turns counterclockwise that make the pictures upright.
         mirrored: whether the turned pictures are then mirrored left to right.
-        into: contiguous tensors to write to, one per surface, in the form's dtype; None: new ones.
+        into: contiguous tensors to write to, one per surface, in the form's dtype; None allocates new tensors.
 
     Raises:
         ValueError: the shape, dtype or number of the tensors is wrong.

@@ -2,8 +2,9 @@
 
 A transport stream numbers its packets. A break in the numbers means lost data, or files that were joined without loss.
 To tell the two apart, a separate decoder with strict error checks decodes the packets up to the second key frame after
-the break. It starts at the last key frame before the break, so the packets since that key frame are kept. An entirely
-lost picture leaves no packet to check, only a gap in the decoding times before a picture that is not a key frame.
+the break. Decoding starts at the last key frame before the break, so the packets since that key frame are kept. An
+entirely lost picture leaves no packet to check, only a gap in the decoding times before a picture that is not a key
+frame.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 DAMAGED = "a packet is damaged or incomplete"
 _MOST_KEPT = 1000  # packets kept since the last key frame; a key frame farther back than this is not available
 _MOST_AHEAD = 2000
-_KEY_FRAMES = 2  # key frames up to which packets are read after a suspicious packet
+_KEY_FRAMES = 2  # number of key frames to read after a suspicious packet
 
 
 class Suspicions:
@@ -35,7 +36,7 @@ class Suspicions:
         options: options of the decoder.
 
     Attributes:
-        places: number of packets that the demuxer has marked.
+        places: number of packets that the demuxer has marked as corrupt.
     """
 
     def __init__(self, context: av.VideoCodecContext, looked_into: bool, step: int, options: dict[str, str]) -> None:

@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 # ticks per second if frames have times: a frame at 24, 25, 30 or 60 Hz or at NTSC's rates is a whole number of ticks
 TICKS = 120_000
-AVI_SLACK_S = Fraction(1, 1000)  # how far a given time may lie from a multiple of 1 / fps
-DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")  # formats in which a packet lasts until the next one is decoded
+AVI_SLACK_S = Fraction(1, 1000)  # maximum distance of a given time from a multiple of 1 / fps
+DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")  # here, a packet's duration ends when the next packet is decoded
 TICKS_MPEG4 = 60_000  # ticks per second for an encoder that stores ticks in 16 bits
 NARROWEST_X265 = 64  # for narrower frames, x265 (in PyAV 18) writes out of bounds in `Lookahead::cuTree`
 
 
 class VideoWriter:
-    """Write frames as a video. The complete file gets its name on close; after an error, there is no file.
+    """Write frames as a video. The complete file gets its name on close. After an error, no file is left.
 
         with VideoWriter("out.mp4", fps=30) as writer:
             writer.write(frames)            # (3, H, W) or (T, 3, H, W), any number of times
 
-        with VideoWriter("out.mp4", fps=30, sound_from="in.mp4") as writer: ...  # copies its sound, bit by bit
+        with VideoWriter("out.mp4", fps=30, sound_from="in.mp4") as writer: ...  # copies the sound unchanged
 
     If the `with` block ends with an error, or after `discard()`, no new file is left, and an older file of that name is
     unchanged.
@@ -52,18 +52,19 @@ class VideoWriter:
         fps: frames a second. Frames written with times are shown at those times instead. In an AVI file, times must be
             multiples of 1 / fps.
         codec: the name of an FFmpeg encoder: libx264, libx265, libvpx-vp9, libsvtav1, mpeg4, ffv1, h264_nvenc, ...; or
-            "auto": h264_nvenc if a GPU of this machine encodes a test clip, and libx264 if not. "auto" takes no
+            "auto": h264_nvenc if a GPU of this machine encodes a test clip, and libx264 if not. "auto" accepts no
             `options`.
-        pixel_format: FFmpeg's name of the format. A format of more than 8 bits (yuv420p10le) keeps more precision of
-            floating frames. The default is yuv420p, or the encoder's own.
+        pixel_format: FFmpeg's name of the format. A format of more than 8 bits (yuv420p10le) preserves more precision
+            of floating frames than yuv420p. The default is yuv420p if the encoder supports it, or else the encoder's
+            first format.
         bit_rate_bps: bits per second that the encoder aims at; None: the encoder's default quality.
         options: options of the encoder, such as {"crf": "18", "preset": "fast"}.
         matrix: bt709, bt601 or bt2020; the file states it. By default the matrix that players assume for this size.
         full_range: True if black is 0 and white 255; False if black is 16 and white 235.
         pad: whether a size that does not fit the pixel format (odd, with yuv420p) is padded by repeating the last row
-            and column. If not, such a size raises.
+            and column. If False, such a size raises `InputError`.
         sound_from: a file from which all sound streams are copied, packet for packet.
-        sound_start_s: the time on that file's clock that becomes 0. Packets that begin before this time are dropped.
+        sound_start_s: the time on the clock of `sound_from` that becomes 0. Packets that begin earlier are dropped.
         cut_sound: whether sound after the last frame is dropped, to the precision of a packet. If False, all sound is
             kept.
 
@@ -75,7 +76,7 @@ class VideoWriter:
 
     Raises:
         InputError: the suffix, encoder, pixel format or an argument is unknown, the folder does not exist, `sound_from`
-            has no sound, or the format cannot hold the sound.
+            has no sound, or the format does not support the sound.
         MissingExtraError: PyAV is not installed.
     """
 
@@ -168,7 +169,7 @@ class VideoWriter:
             self.av.VideoFormat(wanted, 16, 16)
         except ValueError as error:
             raise InputError(
-                f"pixel format {wanted!r} is not known: expected a name of FFmpeg's, such as yuv420p"
+                f"pixel format {wanted!r} is not known: expected one of FFmpeg's names, such as yuv420p"
             ) from error
         return wanted
 
@@ -184,8 +185,8 @@ class VideoWriter:
             frames: (3, H, W) or (T, 3, H, W), on any device; uint8, or floating in 0..1 (other values are clipped). The
                 first call determines the size.
             times: increasing times in seconds at which the frames are shown. Pass times in all calls or in none.
-            until: the time in seconds until which the last frame is shown, if no other frame follows. It needs `times`.
-                The default is the last time plus 1 / fps.
+            until: the time in seconds until which the last frame is shown, if no other frame follows. `until` requires
+                `times`. The default is the last time plus 1 / fps.
 
         Raises:
             InputError: a shape, dtype or size is not as expected, a value is not finite, times do not increase, or the
@@ -207,7 +208,7 @@ class VideoWriter:
         batch = frames.detach()[None] if frames.dim() == 3 else frames.detach()
         seconds = None if times is None else [float(each) for each in times]
         if seconds is not None and len(seconds) != len(batch):
-            raise InputError(f"{len(seconds)} times for {len(batch)} frames: expected one time for each")
+            raise InputError(f"{len(seconds)} times for {len(batch)} frames: expected one time for each frame")
         if len(batch) == 0:
             return
         if self.frames and self._timed != (seconds is not None):
@@ -241,7 +242,7 @@ class VideoWriter:
             raise
 
     def write_sound(self, samples: Tensor, rate_hz: int, codec: str | None = None) -> None:
-        """Add sound, which begins with the video. Call this before the first frame, any number of times.
+        """Add sound, which starts at the start of the video. Call this before the first frame, any number of times.
 
         Args:
             samples: (C, N) floating in -1..1, on any device, with 1 to 8 channels.
@@ -285,7 +286,7 @@ class VideoWriter:
             raise self._refused(error, f"{self._sound.codec} of {rate_hz} Hz") from error
 
     def close(self) -> None:
-        """Write the remaining data and give the file its name.
+        """Write the remaining data and give the file its final name.
 
         Raises:
             VideoWriteError: no frame was written, or the file could not be finished. No file is left.
@@ -419,7 +420,7 @@ class VideoWriter:
             context.bit_rate = self.bit_rate_bps
 
     def _add_video(self) -> av.VideoStream:
-        """Add the stream of the video before the streams of the sound. The first frame sets its size later."""
+        """Add the video stream before the sound streams. The first frame sets the video's size later."""
         if self._stream is None:
             assert self._container is not None
             options = dict(self.options)
@@ -439,8 +440,8 @@ class VideoWriter:
         assert self._container is not None
         assert self._stream is not None
         packets = [*self._held, *self._stream.encode(frame)]
-        # Hold back the last packet, since its duration must be set. It may belong to another frame than the last one,
-        # but the decoding clock ends with it.
+        # Hold back the last packet, since its duration must be set. This packet may not belong to the last frame, but
+        # it is the end of the decoding clock.
         self._held = packets[-1:] if frame is not None else []
         by_decoding = self.path.suffix.lower() in DURATIONS_OF_DECODING
         if packets and self._begin is None and packets[0].dts is not None:

@@ -65,7 +65,7 @@ def constant(
 
 
 def keep_constants(model: nn.Module) -> tuple[str, ...]:
-    """Compute a model's constants only once from now on. Its parameters and buffers must not change any more.
+    """Compute a model's constants only once from now on. The model's parameters and buffers must not change any more.
 
     Modules that contain hooks are not cached, because a cached result would not call the hooks. Copies of the model are
     not cached either.
@@ -95,7 +95,7 @@ def _lasting(arguments: tuple[object, ...], options: dict[str, object]) -> bool:
 
 
 def _can_be_kept(tensor: Tensor) -> bool:
-    """Whether the result may be cached: its data are complete, so that calls on any stream can use them."""
+    """Whether a result may be cached. This waits until its data are complete, so that any stream can use them."""
     if type(tensor) is not Tensor or tensor.is_meta or tensor.requires_grad:
         return False
     if tensor.is_cuda:

@@ -23,7 +23,7 @@ OWN = frozenset(vars(nn.Module())) - set(REGISTERS)
 """Attributes that every module has: its mode, its hooks."""
 OPAQUE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, logging.Logger)
 DEEPEST = 8
-"""How many objects deep to search; modules and containers do not count."""
+"""Maximum number of nested objects to search through; modules and containers do not count."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Contents:
             return
         if isinstance(part, OPAQUE) or id(part) in self._seen or depth > DEEPEST:
             return
-        self._seen[id(part)] = part  # references, so that no other object gets an id
+        self._seen[id(part)] = part  # keeps the object alive, so that no other object gets its id
         if isinstance(part, Tensor):
             self.tensors[where] = part
         elif isinstance(part, nn.Module):

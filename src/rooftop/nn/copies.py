@@ -14,11 +14,12 @@ def copy_sharing_tensors(model: nn.Module, name: str, unregistered: bool = False
     """Copy a model's modules; the copy has the same parameter and buffer objects as the model.
 
     Args:
-        name: the public function, for the error.
+        name: name of the public function, for error messages.
         unregistered: also share all unregistered tensors: attributes, and tensors of modules outside of `_modules`.
 
     Raises:
-        TypeError: a part of the model cannot be copied, or its copy has its own tensors, or shares modules.
+        TypeError: an object in the model cannot be copied, or the copy has its own tensors, or the copy shares modules
+            with the model.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     if unregistered:
@@ -28,7 +29,7 @@ def copy_sharing_tensors(model: nn.Module, name: str, unregistered: bool = False
     except Exception as error:
         raise TypeError(
             f"{name}: {type(model).__name__} cannot be copied ({type(error).__name__}: {error}): give its modules a "
-            "__deepcopy__, or remove from them what cannot be copied"
+            "__deepcopy__, or remove the objects that cannot be copied"
         ) from error
     pairs = zip((*model.parameters(), *model.buffers()), (*same.parameters(), *same.buffers()), strict=False)
     if any(one is not other for one, other in pairs):

@@ -12,7 +12,7 @@ class Embedding(torch.nn.Embedding):
     """`torch.nn.Embedding`, with the same parameters and state dict, computed by `rooftop.kernels.embedding`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: tokens of any shape; the result is (*input.shape, D). Raises the errors of `embedding`."""
+        """Look up tokens of any shape. The result is (*input.shape, D). Errors are as in `embedding`."""
         return embedding(
             input,
             self.weight,

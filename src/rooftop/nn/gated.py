@@ -12,5 +12,5 @@ class SwiGLU(torch.nn.Module):
     """silu(gate) * up, computed by `rooftop.kernels.swiglu`."""
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        """gate and up (..., N), or packed (..., 2 N) with the gate first; the result is (..., N)."""
+        """Accept gate and up (..., N), or packed (..., 2 N) with the gate first. The result is (..., N)."""
         return swiglu(gate, up)

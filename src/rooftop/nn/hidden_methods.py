@@ -2,7 +2,7 @@
 
 self.buffers = []        # model.buffers() then raises "'list' object is not callable"
 
-The model still runs. But Rooftop and PyTorch call these methods to find its parts.
+The model still runs. But Rooftop and PyTorch call these methods to find the model's submodules and tensors.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def check_methods(model: nn.Module, name: str) -> None:
     """Check that no attribute of a model hides a method of `nn.Module` that Rooftop and PyTorch call.
 
     Args:
-        name: the public function, for the error.
+        name: name of the public function, for the error message.
 
     Raises:
-        TypeError: an attribute of the model or of a part hides a method, and is not callable.
+        TypeError: an attribute of the model or of a submodule hides a method, and is not callable.
     """
     for path, part in inner_modules(model):
         for method in METHODS:

@@ -14,7 +14,7 @@ from rooftop.launch.symbolic import recorded_whole
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` computed by `rooftop.kernels.cross_entropy`, with z-loss.
 
-    For targets that are class probabilities, PyTorch computes the loss; with z-loss they raise.
+    For targets that are class probabilities, PyTorch computes the loss; with z-loss, such targets raise an error.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         self.z_loss = z_loss
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """input (N, V), (V,) or (N, V, ...), target (N,), () or (N, ...). The result is (), or without reduction it has
-        target's shape.
+        """Compute the loss of input (N, V), (V,) or (N, V, ...) and target (N,), () or (N, ...). The result is (), or
+        has target's shape without reduction.
         """
         options = {
             "ignore_index": self.ignore_index,
@@ -46,6 +46,6 @@ def loss_of(input: Tensor, target: Tensor, weight: Tensor | None, z_loss: float,
     """The module's result; PyTorch computes it if the target is class probabilities."""
     if isinstance(target, Tensor) and target.is_floating_point() and z_loss == 0.0:
         return torch.nn.functional.cross_entropy(input, target, weight, **options)
-    if isinstance(target, Tensor) and target.dtype == torch.uint8:  # which PyTorch accepts
+    if isinstance(target, Tensor) and target.dtype == torch.uint8:  # PyTorch accepts uint8 targets
         target = target.long()
     return cross_entropy(input, target, weight, z_loss=z_loss, **options)

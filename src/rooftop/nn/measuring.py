@@ -33,7 +33,7 @@ class Measured:
 
     @property
     def words(self) -> str:
-        """ "3.21 ms a step before, 3.40 ms after"."""
+        """The times as text, such as "3.21 ms a step before, 3.40 ms after"."""
         return f"{self.before_ms:.3g} ms a step before, {self.after_ms:.3g} ms after"
 
 

@@ -16,7 +16,7 @@ class LayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, with the same parameters and state dict, computed by `rooftop.kernels.layer_norm`."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """input (..., *normalized_shape); the result is like it.
+        """Normalize input (..., *normalized_shape). The result has the same shape as input.
 
         With a residual of input's shape, return (the norm of their sum, the sum), computed by
         `rooftop.kernels.add_layer_norm`.
@@ -29,7 +29,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, with the same parameters and state dict, computed by `rooftop.kernels.rms_norm`."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """input (..., *normalized_shape); the result is like it.
+        """Normalize input (..., *normalized_shape). The result has the same shape as input.
 
         With a residual of input's shape, return (the norm of their sum, the sum), computed by
         `rooftop.kernels.add_rms_norm`.
@@ -53,11 +53,12 @@ def rms_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Ten
 
 
 def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(input + residual), input + residual), for any norm. One kernel computes both if the norm is a `LayerNorm`
-    or `RMSNorm` of this file, has no hooks, and torch.fx does not trace it: torch.fx records each module's own result.
+    """Return (norm(input + residual), input + residual), for any norm. One kernel computes the sum and the norm if the
+    norm is a `LayerNorm` or `RMSNorm` of this file, has no hooks, and torch.fx does not trace the norm, since torch.fx
+    records each module's own result.
 
     Args:
-        input, residual: of one shape; the sum has PyTorch's dtype.
+        input, residual: tensors of the same shape. The sum has the dtype to which PyTorch promotes both dtypes.
     """
     if proxy_in((input, residual)) is not None or not (is_plain(norm, LayerNorm) or is_plain(norm, RMSNorm)):
         total = input + residual

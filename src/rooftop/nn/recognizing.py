@@ -1,11 +1,13 @@
 """Recognize RMS norms of other libraries by what they compute instead of by their class.
 
-Each library has its own RMS norms (LlamaRMSNorm, Qwen2RMSNorm, T5LayerNorm, GemmaRMSNorm, ...). All compute
+Each library has its own RMS norms (LlamaRMSNorm, Qwen2RMSNorm, T5LayerNorm, GemmaRMSNorm, ...). All these classes
+compute
 
     y = x / sqrt(mean(x^2) + eps) * (offset + weight)        offset 0, or 1 where weights begin at 0
 
-Zhang and Sennrich 2019, "Root Mean Square Layer Normalization". A module with one parameter and nothing else is called
-on a few small inputs with other weights. If every result equals the formula's, the module is an RMS norm.
+Zhang and Sennrich 2019, "Root Mean Square Layer Normalization". A module that has only one parameter, and neither
+buffers nor submodules, is called on a few small inputs with random weights. If every result equals the formula's, the
+module is an RMS norm.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from rooftop.kernels.operands.dtypes import FLOATS
 from rooftop.nn.hooks import has_hooks
 
 SCALES = (1e-3, 1.0, 100.0)
-"""Scales of the inputs. The smallest shows eps: the mean square is then close to it."""
+"""Scales of the inputs. With the smallest scale, eps changes the result, because the mean square is close to eps."""
 MOST_COLUMNS = 65536
 CLOSE = 2e-5
 
@@ -89,7 +91,7 @@ def _tried(module: nn.Module) -> RmsNorm | None:
 
 
 def _numbers(module: nn.Module) -> list[float]:
-    """Candidate values of eps: the numbers among the module's attributes, and None."""
+    """Candidate values of eps: the numbers among the module's attributes, and 0."""
     found = [each for each in vars(module).values() if type(each) is float and 0 < each < 1]
     return [*dict.fromkeys(found), 0.0]
 
@@ -120,15 +122,16 @@ def substitute(module: nn.Module, norm: RmsNorm) -> None:
 
 
 class Recognized:
-    """The forward of a recognized norm; a subclass of this and of the module's own class is created for each."""
+    """A mixin with the forward of recognized norms. `_class_below` derives a class from the mixin and the module's
+    class."""
 
     _rms_norm: RmsNorm
     _argument: str
     weight: Tensor
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """The argument is one tensor (..., columns), under the original forward's name for it. The result has the same
-        shape and dtype.
+        """Compute the norm of one tensor (..., columns), whose argument has the name as in the original forward. The
+        result has the same shape and dtype as the tensor.
         """
         eps, offset = self._rms_norm
         input: Any = keywords.get(self._argument) if keywords else inputs[0] if inputs else None

@@ -1,4 +1,4 @@
-"""Make Rooftop compute the modules of an existing model."""
+"""Replace modules of an existing model by Rooftop's modules."""
 
 from __future__ import annotations
 
@@ -57,22 +57,23 @@ class Replacement:
 def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs: Any = None) -> Replacement:
     """Make Rooftop compute a model's layer norms, RMS norms, softmaxes, embeddings and cross entropies, in place.
 
-    Without `only` and `inputs`, it replaces only what is never slower: on a GPU, RMS norms that other libraries compute
-    by several of PyTorch's operators. One launch replaces their seven. For other kinds, a call takes the host longer
-    than PyTorch's, so the gain depends on sizes and on the rest of the model.
+    Without `only` and `inputs`, only modules that never get slower are replaced: on a GPU, RMS norms that other
+    libraries compute by several of PyTorch's operators. One launch replaces the seven launches of such a norm. For
+    other kinds, a call takes the host longer than a call of PyTorch's module, so the gain depends on sizes and on the
+    rest of the model.
 
     Only the class of a module changes. Parameters (including shared ones), their names, dtypes and devices, hooks, the
-    training flag, and optimizers of the parameters stay the same. Call it before `torch.compile`. Second derivatives
-    and the transforms of `torch.func` work as before, with PyTorch's own operators; only cross entropies on a GPU have
-    no second derivative.
+    training flag, and optimizers of the parameters stay the same. Call `replace` before `torch.compile`. Second
+    derivatives and the transforms of `torch.func` work as before, with PyTorch's own operators; only cross entropies on
+    a GPU have no second derivative.
 
     Args:
-        model: any module. Modules in it whose class is exactly one of `torch.nn` are replaced, and RMS norms of any
-            library, recognized by what they compute (`recognizing.py`). Other subclasses and functions are not
-            replaced. Nor is a Linear with the operation after it, since modules do not show the order of calls: use
-            `rooftop.nn.LinearAct` there.
-        only: kinds to replace, some of `rooftop.nn.KINDS`. Without `inputs` they are replaced untimed, which suits
-            models that a CUDA graph replays.
+        model: any module. Modules in the model whose class is exactly one of `torch.nn` are replaced, and RMS norms of
+            any library, recognized by what they compute (`recognizing.py`). Other subclasses and functions are not
+            replaced. A Linear is not fused with the operation after it, since modules do not show the order of calls:
+            use `rooftop.nn.LinearAct` there.
+        only: kinds to replace, some of `rooftop.nn.KINDS`. Without `inputs`, these kinds are replaced untimed, which
+            suits models that a CUDA graph replays.
         inputs: inputs of a typical call: a tensor, a tuple of arguments, or a dict of keyword arguments. Each kind is
             then timed in the whole model in its current mode (training mode: forward and backward), and replaced only
             if that saves time. Weights, buffers and the random state stay as they are.
@@ -83,7 +84,7 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
     Raises:
         TypeError: model is not a module, or cannot be copied for timing.
         ValueError: `only` names an unknown kind.
-        Exception: with `inputs`, any error that the model raises for them.
+        Exception: with `inputs`, any error that the model raises for these inputs.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"replace: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -113,7 +114,7 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
 
 
 def _replace_what_pays(model: torch.nn.Module, wanted: list[str], inputs: Any) -> Replacement:
-    """Replace the kinds that make a call with these inputs faster."""
+    """Replace the kinds of modules that make a call with these inputs faster when replaced."""
     possible = replace(copy_sharing_tensors(model, "replace"), only=wanted)
     kinds = list(dict.fromkeys(possible.swapped.values()))
     measured = worthwhile(model, kinds, inputs, lambda same, names: replace(same, only=names))
@@ -140,7 +141,7 @@ PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _reason_to_leave(module: torch.nn.Module) -> str | None:
-    """Why Rooftop's operators would not give this module's results; None if they would."""
+    """The reason why Rooftop's operators cannot compute this module's results; None if they can."""
     if "forward" in vars(module):
         return "its forward was replaced"
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -15,7 +15,7 @@ class Softmax(torch.nn.Softmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        """input of any shape; the result is like it."""
+        """Compute the softmax of input, of any shape. The result has the same shape as input."""
         return softmax(input, self.dim)  # type: ignore[arg-type]
 
 
@@ -26,5 +26,5 @@ class LogSoftmax(torch.nn.LogSoftmax):
         super().__init__(dim)
 
     def forward(self, input: Tensor) -> Tensor:
-        """input of any shape; the result is like it."""
+        """Compute the log softmax of input, of any shape. The result has the same shape as input."""
         return log_softmax(input, self.dim)  # type: ignore[arg-type]

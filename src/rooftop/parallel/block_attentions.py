@@ -33,10 +33,10 @@ WIDEST = 256  # maximum head dimension that flash attention supports
 
 
 class Blocks:
-    """Blocks of one kind. They are prepared once and used by each layer of a model.
+    """Attention blocks, prepared once and used by each layer of a model. Either all blocks are causal or none is.
 
     Args:
-        blocks: the blocks. All are causal or none is. No two blocks share a query.
+        blocks: the blocks. No two blocks share a query.
         batch, queries, keys: the sizes B, S and T of the tensors.
         device: the device of the tensors.
     """
@@ -58,8 +58,8 @@ class Blocks:
             query: (B, H, S, D).
             key, value: (B, H_k, T, D), where H_k divides H.
             scale: factor of the scores.
-            dtype: dtype of `out`, whose memory layout is `empty_like_rows`'s. The log-sum-exp (B, H, S) has the dtype
-                `wide_dtype`.
+            dtype: dtype of `out`, which has the memory layout of `empty_like_rows`. The log-sum-exp (B, H, S) has the
+                dtype `wide_dtype`.
         """
         if self._only is not None and self._only.block.queries == self._all_queries:
             out, lse = self._only.attended(query, key, value, scale)
@@ -74,7 +74,7 @@ class Blocks:
 
         Args:
             query, key, value, scale: as in `attended`.
-            out, lse: the results of `attended`.
+            out, lse: the tensors to update, with the layouts of the results of `attended`.
         """
         for unit in self._units(query):
             unit.attend(query, key, value, scale, out, lse)
@@ -178,7 +178,7 @@ def empty_like_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def runs_packed(query: Tensor) -> bool:
-    """Whether flash attention's kernels for packed sequences support such queries (B, H, S, D)."""
+    """Whether flash attention's kernels for packed sequences support queries (B, H, S, D) of this shape and dtype."""
     narrow = query.dtype in (torch.bfloat16, torch.float16)
     return query.device.type == "cuda" and narrow and query.shape[3] <= WIDEST and query.shape[3] % 8 == 0
 
@@ -208,7 +208,7 @@ class _Alone:
     device: torch.device
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """(out, log-sum-exp) of the block's queries, in the layout of `empty_like_rows`."""
+        """Compute (out, log-sum-exp) of the block's queries, in the layout of `empty_like_rows`."""
         at, there = self.places
         is_causal = self.block.causal and self._mask is None
         out, lse = attention_part(query[at], key[there], value[there], self._mask, is_causal, scale)
@@ -258,7 +258,7 @@ class _Alone:
 
 
 def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
-    """Whether two of the places share a key. A place is (sequence, keys). A sequence of None means all sequences."""
+    """Whether two of the places, each (sequence, keys), share a key. A sequence of None means all sequences."""
     rows = {row for row, _ in places}
     if None in rows and len(rows) > 1:
         return True
@@ -267,7 +267,7 @@ def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
 
 
 def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Group blocks of one kind, so that no two blocks of a group share a query."""
+    """Group blocks, so that a group is either causal or not, and no two blocks of a group share a query."""
     groups: dict[tuple[bool, int], list[Block]] = {}
     times = Counter[tuple[int | None, Span, bool]]()
     for block in blocks:
@@ -279,7 +279,8 @@ def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
 
 @dataclass(frozen=True)
 class _Group:
-    """A unit of several blocks as packed sequences. The blocks are of one kind, and no two share a query."""
+    """Several blocks that run in one launch as packed sequences. Either all are causal or none is, and no two share a
+    query."""
 
     blocks: tuple[Block, ...]
     batch: int
@@ -292,7 +293,8 @@ class _Group:
         return self.blocks[0].causal
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        """Merge the results into out and lse. Causal blocks store theirs, since they are the first of their queries."""
+        """Merge the results into out and lse. Causal blocks come first for their queries, so they store their
+        results."""
         part, part_lse, *_ = aten._flash_attention_forward(
             *(self._query_rows(query), self._key_rows(key), self._key_rows(value)),
             *self._lengths,

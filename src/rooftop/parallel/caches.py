@@ -1,7 +1,7 @@
 """Recognize and join the key-value caches that Hugging Face's models return.
 
-A cache contains layers, and a layer contains tensors and values that describe them. `BATCH_DIMS` gives the sample
-dimension of each tensor. A tensor that it does not list raises TypeError.
+A cache contains layers, and a layer contains tensors and values that describe them. `BATCH_DIMS` lists the sample
+dimension of each tensor. A tensor that is not in this list raises TypeError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCH_DIMS = {
 }
 
 CONSTANTS = frozenset({"_sliding_window_tensor"})
-"""Tensors that are the same in all replicas if the number next to them is."""
+"""Tensors that copy a number of the same layer, and so are equal in all replicas if that number is."""
 
 PARTS = frozenset({"layers", "self_attention_cache", "cross_attention_cache"})
 """Attributes of a cache that hold layers or other caches."""
@@ -47,7 +47,7 @@ def joined_caches(caches: Sequence[Any], device: torch.device, join: Join) -> An
     Args:
         caches: the replicas' caches, in order.
         device: the device of the resulting tensors.
-        join: makes one value from the replicas' values. Its second argument is the sample dimension.
+        join: makes one value from the replicas' values and the sample dimension.
 
     Raises:
         TypeError: the caches differ, or the sample dimension of a tensor is unknown.

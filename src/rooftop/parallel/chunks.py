@@ -25,7 +25,7 @@ class Chunks:
 
     Attributes:
         length: number of positions in the whole sequence.
-        size: number of positions in a chunk. It divides `length`.
+        size: number of positions in a chunk, a divisor of `length`.
         places: ascending indices of the rank's chunks.
 
     Raises:
@@ -47,7 +47,7 @@ class Chunks:
 
     @staticmethod
     def whole(length: int) -> Chunks:
-        """All positions."""
+        """A chunk with all positions of a sequence."""
         return Chunks(length, max(1, length), (0,) if length else ())
 
     @staticmethod
@@ -104,8 +104,8 @@ class Chunks:
         return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device=device)
 
     def of(self, whole: Tensor, dim: int) -> Tensor:
-        """Take these positions from a tensor that has all positions along a dimension. The result is a view if they are
-        contiguous.
+        """Take these positions from a tensor that has all positions along a dimension. The result is a view if the
+        positions are contiguous.
 
         Raises:
             ValueError: the tensor does not have `length` positions along the dimension.
@@ -148,4 +148,4 @@ class Chunks:
 
 def _check_place(index: int, count: int) -> None:
     if count < 1 or not 0 <= index < count:
-        raise ValueError(f"Chunks: expected a part from 0 to {count - 1} of at least one, got {index} of {count}")
+        raise ValueError(f"Chunks: expected part 0 to {count - 1} of one or more parts, got {index} of {count}")

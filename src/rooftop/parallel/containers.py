@@ -1,8 +1,8 @@
 """Unpack containers (tuples, lists, mappings, dataclasses) in a module's inputs and outputs, and pack new values into
 similar containers.
 
-Extra attributes of a container (such as a dict subclass or a UserDict) count as values, too. If they did not, a part of
-a batch could keep the mask of the whole batch in an attribute.
+Extra attributes of a container (such as a dict subclass or a UserDict) count as values, too. Otherwise, a part of a
+batch could keep the mask of the whole batch in an attribute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 """Types of values that contain no other values."""
 
 CODE = (type, ModuleType, FunctionType)
-"""Types whose objects are never searched."""
+"""Types of objects that are never searched for tensors."""
 
 BOUND = (MethodType, BuiltinMethodType, MethodWrapperType)
 """Types of functions that are bound to an object."""
@@ -39,7 +39,7 @@ class Opened:
         names: the names of the values: indices or keys, then "attribute ..." for values in attributes.
         values: the values, in the order of the names.
         made: makes a container of the same kind from other values, in the same order and number (any number for lists
-            and tuples). If the class does not allow this, it raises a TypeError that names a remedy.
+            and tuples). If the class does not allow this, `made` raises a TypeError that names a remedy.
     """
 
     names: list[Any]
@@ -167,8 +167,8 @@ def _opened_list(part: list[Any] | deque[Any]) -> Opened:
 
 
 def _opened_dict(part: dict[Any, Any]) -> Opened:
-    """Open a dict. If its items are also its attributes (as in ModelOutput, or by `self.__dict__ = self`), the copy's
-    are, too."""
+    """Open a dict. If a dict's items are also its attributes (as in ModelOutput, or by `self.__dict__ = self`), this is
+    also true for the new dict."""
     keys, own = list(part), dict(getattr(part, "__dict__", {}))
     twice = [name for name, value in own.items() if name in part and part[name] is value]
     attributes = {name: value for name, value in own.items() if name not in twice}
@@ -252,7 +252,7 @@ def _initialized(part: Any, arguments: list[str], given: dict[str, Any]) -> Any:
     if changed:
         raise TypeError(
             f"a {full_name(part)} cannot be rebuilt with other values: its __post_init__ would change "
-            f"{', '.join(changed)} twice. Make these changes before, or use a dict"
+            f"{', '.join(changed)} twice. Pass values that need no changes, or use a dict"
         )
     there = _attributes(new)
     later = {name: value for name, value in _attributes(part).items() if name not in there}

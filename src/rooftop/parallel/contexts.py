@@ -5,11 +5,11 @@
     chunks = packing.held[context.index]                   # this rank's positions
     model(chunks.of(tokens, 1), chunks.of(targets, 1), positions=chunks.positions(), packing=packing)
 
-| transport | what moves | attention |
+| transport | exchanged data | attention |
 |---|---|---|
 | `all_gather` | all keys and values that a rank needs, at once; their gradients are sent back | in one step |
 | `p2p` | the same rows, from one rank after another, during computation | one step per rank; results are merged |
-| `a2a` | queries, keys and values, positions against heads; the result is sent back | some heads of whole sequences |
+| `a2a` | queries, keys and values, positions for heads; the result is sent back | some heads of whole sequences |
 | `a2a+p2p` | `a2a` within groups of neighbours, `p2p` between the groups | combines both |
 
 A rank sends only rows that the receiver's queries attend to. For backward, a rank saves only its own keys and values,
@@ -78,13 +78,13 @@ class Context:
 
     @staticmethod
     def of(group: Group, transport: str = "p2p", near: int | None = None) -> Context:
-        """Create the context of a group. All ranks of all context parallel groups must call this together, since it may
-        create groups.
+        """Create the context of a group. All ranks of all context parallel groups must call this together, since the
+        call may create groups.
 
         Args:
             group: this rank's group, such as `Layout.process_groups()["cp"]`.
             transport: one of `TRANSPORTS`.
-            near: for "a2a+p2p", the number of neighbours that exchange heads. It divides the number of ranks.
+            near: for "a2a+p2p", the number of neighbours that exchange heads, a divisor of the number of ranks.
         """
         if transport != "a2a+p2p" or group is None or group.size() == 1:
             return Context(group, transport)
@@ -168,7 +168,7 @@ class ContextAttention:
         return self.packing.ready[place]
 
     def _with_dropout(self, attention: ParallelSelfAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention with dropout, in plain PyTorch over all keys. It gathers all keys, whatever the transport."""
+        """Attention with dropout, in plain PyTorch over all keys. All keys are gathered, whatever the transport."""
         order = uploaded(order_of(self.packing.held), query.device)
         key, value = (gather_of_ranks(each, 2, self.context.group)[:, :, order] for each in (key, value))
         return attention.attend_in_pytorch(query, key, value, self._seen_by(attention.window, query.device))
@@ -219,7 +219,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _RankPlan:
-    """What a rank sends, receives and computes in each step."""
+    """A rank's plan: the rows that it sends and receives, and the blocks that it computes, in each step."""
 
     packing: Packing
     group: Group
@@ -234,8 +234,8 @@ class _RankPlan:
 
     @cached_property
     def own(self) -> Blocks | None:
-        """The blocks in which this rank's rows attend to each other. They are computed while the first rows are in
-        transit. None with a window, which may reach into other ranks' rows.
+        """The blocks in which this rank's rows attend to each other. These blocks are computed while the first rows are
+        in transit. With an attention window, the result is None, since a window may reach into other ranks' rows.
         """
         if self.window is not None:
             return None

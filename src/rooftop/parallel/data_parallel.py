@@ -1,13 +1,14 @@
 """Data parallelism in one process: split a batch over several devices, with a replica of the module on each device.
 
-It has four steps, each a function. `scatter` splits the inputs, `replicate` copies the module, `parallel_apply` runs
-each replica on its share, and `gather` joins the outputs. All four are differentiable, so backward runs them in reverse
-and accumulates the gradients of all replicas in the module's parameters. `DataParallel` combines the four in order,
-with the semantics of torch.nn.DataParallel.
+A forward pass has four steps, each a function. `scatter` splits the inputs, `replicate` copies the module,
+`parallel_apply` runs each replica on its share, and `gather` joins the outputs. All four functions are differentiable,
+so backward runs the steps in reverse and accumulates the gradients of all replicas in the module's parameters.
+`DataParallel` combines the four functions in order, with the semantics of torch.nn.DataParallel.
 
-Its limits: One Python process launches the kernels of all devices. In each step, the first device sends parameters to
-the other devices and gets their gradients back. No communication overlaps with backward. Use it for small jobs and for
-learning. One process per GPU (torchrun and DistributedDataParallel) has none of these limits.
+Data parallelism in one process has limits: one Python process launches the kernels of all devices. In each step, the
+first device sends parameters to the other devices and gets their gradients back. No communication overlaps with
+backward. Use `DataParallel` for small jobs and for learning. One process per GPU (torchrun and DistributedDataParallel)
+has none of these limits.
 
 For tests on a CPU, `devices` may list "cpu" several times.
 """
@@ -39,20 +40,21 @@ class DataParallel(nn.Module):
     those of the whole batch. As with torch.nn.DataParallel:
 
     - The first replica is the module itself; only this replica is kept. So running statistics of batch norms come from
-      its share of the batch. Each replica normalizes its own share.
+      the first replica's share of the batch. Each replica normalizes its own share.
     - Hooks of the module and its submodules run once for each replica, in separate threads.
     - Keys of `state_dict` begin with "module.".
     - A scalar output (such as a mean loss) becomes a vector with one value per replica. The mean of these losses is the
       batch's mean loss only if all shares have the same size. To be exact, let the module return a value for each
       sample.
 
-    It differs from torch.nn.DataParallel in some ways. Shares differ by at most one sample. A parameter that no replica
-    uses gets no gradient, instead of zeros. `parameters()` works in a replica, and tensors in attributes are copied,
-    too. Dropout masks differ between GPUs even after `torch.manual_seed`, which gives all GPUs the same seed: a GPU
-    with the seed of an earlier GPU gets the next free seed. On the CPU, replicas draw from one generator in any order.
+    This class differs from torch.nn.DataParallel in some ways. Shares differ by at most one sample. A parameter that no
+    replica uses gets no gradient, instead of zeros. `parameters()` works in a replica, and tensors in attributes are
+    copied, too. Dropout masks differ between GPUs even after `torch.manual_seed`, which gives all GPUs the same seed: a
+    GPU with the seed of an earlier GPU gets the next free seed. On the CPU, replicas draw from one generator in any
+    order.
 
     Args:
-        module: the module. It is moved to the first device in place.
+        module: the module, which is moved to the first device in place.
         devices: the devices. Default: all GPUs, or the CPU if there are none. The list may repeat a device.
         output_device: the device that gathers the outputs. Default: the first device.
         dim: dimension along which inputs are split and outputs are joined.
@@ -83,8 +85,8 @@ class DataParallel(nn.Module):
             The result of `gather` for the outputs.
 
         Raises:
-            ValueError, TypeError: raised by one of the four functions. Errors in arguments are raised before any
-                replica runs.
+            ValueError, TypeError: raised by `scatter`, `replicate`, `parallel_apply` or `gather`. Errors in arguments
+                are raised before any replica runs.
             BaseException: the first exception of a replica. A note names the replica's number and device.
         """
         given: dict[Any, Any] = dict(enumerate(args)) | kwargs
@@ -124,13 +126,13 @@ def parallel_apply(
 
     Raises:
         ValueError: the number of inputs, keyword arguments or devices differs from the number of modules.
-        BaseException: the first exception of a module, raised after all modules have ended. It has its traceback, and a
-            note with the module's number and device.
+        BaseException: the first exception of a module, raised after all modules have ended. The exception has its
+            traceback, and a note with the module's number and device.
     """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     for what, given in (("inputs", inputs), ("keyword arguments", kwargs), ("devices", devices)):
         if given is not None and len(given) != len(modules):
-            raise ValueError(f"{len(modules)} modules need {len(modules)} {what}, got {len(given)}: one for each")
+            raise ValueError(f"{len(modules)} modules need {len(modules)} {what}, got {len(given)}: pass one each")
     arguments = [value if isinstance(value, tuple | list) else (value,) for value in inputs]
     if not modules:
         return []

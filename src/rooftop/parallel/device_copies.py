@@ -1,13 +1,13 @@
 """Copy tensors to other devices, and sum the copies' gradients on the tensors' own device.
 
-Forward copies every tensor to every device. Backward copies the gradients back and adds them. This is a broadcast and a
-reduction, each the derivative of the other. The time of a copy is bounded by the link, or for small tensors by its
-launch. So tensors of up to `COALESCED_BYTES` are copied together, in one buffer per dtype. Larger tensors are copied
-directly, without a second pass through memory.
+Forward copies every tensor to every device. Backward copies the gradients back and adds them. Forward is a broadcast
+and backward a reduction, and each is the derivative of the other. The time of a copy is bounded by the link, or for
+small tensors by its launch. So tensors of up to `COALESCED_BYTES` are copied together, in one buffer per dtype. Larger
+tensors are copied directly, without a second pass through memory.
 
 Each copy has its tensor's strides (channels last stays channels last), and an address that is aligned for vector loads
 (`ALIGNMENT_BYTES`). Each copy has its own version counter, so that a program may write to one copy while autograd has
-saved another.
+saved another copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COALESCED_BYTES = 1 << 20
 an operator in 6.6 us (`machines/h200.json`)."""
 
 ALIGNMENT_BYTES = 256
-"""The alignment of copies. CUDA's own allocations also start at multiples of this."""
+"""The alignment of copies. CUDA's own allocations also have this alignment."""
 
 Streams = dict[torch.device, torch.cuda.Stream]
 
@@ -66,7 +66,7 @@ class _Copies(torch.autograd.Function):
     other devices, then all on the second, and so on.
 
     The empty tensor tells autograd that the gradients of backward are on the tensors' own device. Otherwise PyTorch
-    warns that they come from another stream than the one on which it adds them to `.grad`.
+    warns that gradients come from another stream than the stream on which PyTorch adds them to `.grad`.
     """
 
     @staticmethod
@@ -112,7 +112,7 @@ class _Sums(torch.autograd.Function):
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """Copy tensors from one device to another. Tensors that are already there are returned unchanged."""
+    """Copy tensors from one device to another. Tensors on the target device are returned unchanged."""
     return tensors if not tensors or tensors[0].device == device else _copied(tensors, device)
 
 
@@ -173,9 +173,9 @@ def _current_streams(devices: Sequence[torch.device]) -> Streams:
 def _entered(streams: Streams, home: torch.device) -> Iterator[None]:
     """Make these streams current within an autograd node, for which autograd handles only one device.
 
-    Autograd accumulates gradients on a device's default stream unless it knows the right stream. It assumes that a
-    node's results are ready on the device's default stream or on the node's own stream. So this context makes the given
-    streams wait for those streams at the start, and those streams wait for the home stream at the end.
+    Autograd accumulates gradients on a device's default stream unless it knows the right stream. Autograd assumes that
+    a node's results are ready on the device's default stream or on the node's own stream. So this context makes the
+    given streams wait for autograd's streams at the start, and autograd's streams wait for the home stream at the end.
     """
     autograds = [(torch.cuda.current_stream(device), torch.cuda.default_stream(device)) for device in streams]
     for stream, others in zip(streams.values(), autograds, strict=True):

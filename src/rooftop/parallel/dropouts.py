@@ -1,5 +1,5 @@
-"""Dropout whose masks depend only on the seed, a name, the step and the position in the whole batch. They are the same
-in every layout of ranks.
+"""Dropout whose masks depend only on the seed, a name, the step and the position in the whole batch. The masks are the
+same in every layout of ranks.
 
     dropouts = CounterDropouts(seed=1, batch=(dp_rank, dp))
     model = Gpt(config, dropouts=dropouts)
@@ -35,7 +35,7 @@ class Place:
     """The place of a forward pass within the whole training run.
 
     Attributes:
-        step: training step, from 0. Each step has other masks. It may be a tensor, as for
+        step: training step, from 0. Each step has different masks. The step may be a tensor, as for
             `rooftop.kernels.counter_dropout`.
         batch: which part of the step's whole batch this pass computes, along dimension 0.
         chunks: the positions of the sequences that this pass computes; None: all.
@@ -53,7 +53,7 @@ class CounterDropouts:
         seed: seed of the masks, from 0 to 2^64 - 1.
         batch: this rank's part of the whole batch, along dimension 0.
         split: with sequence parallelism, this rank's part of the tensor group's positions, along dimension 1.
-        heads: this rank's part of the heads, for attention weights (B, H, S, T). Their dropouts' names end in
+        heads: this rank's part of the heads, for attention weights (B, H, S, T). The names of such dropouts end in
             "weights_dropout".
 
     Attributes:
@@ -98,8 +98,8 @@ class CounterDropouts:
             self.half = before
 
     def boxes(self, shape: tuple[int, ...], of_weights: bool) -> list[Box]:
-        """The parts of the whole mask that cover a local tensor of this shape. They follow each other along dimension
-        1, or along dimension 2 for attention weights."""
+        """The parts of the whole mask that cover a local tensor of this shape. The parts follow each other along
+        dimension 1, or along dimension 2 for attention weights."""
         (batch, batches), (half, halves) = self.place.batch, self.half
         part, parts = self.heads if of_weights else self.split
         chunks, along = self.place.chunks, 2 if of_weights else 1
@@ -137,5 +137,5 @@ class CounterDropout(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, along)
 
     def extra_repr(self) -> str:
-        """The probability and the name."""
+        """The dropout's probability and name."""
         return f"p={self.probability}, {self.name}"

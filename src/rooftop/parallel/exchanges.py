@@ -9,9 +9,9 @@
 | `join_of_ranks` | the ranks' parts, joined | this rank's part |
 
 `copy_to_ranks` and `sum_of_ranks` surround the layers that tensor parallel ranks split. `gather_of_ranks` and
-`scattered_sum_of_ranks` replace them if the activations between these layers are split along the sequence.
-`join_of_ranks` is for a result that all ranks use in the same way. Without a group, each function returns its argument
-and communicates nothing. Double backward works, since gradients consist of the same functions.
+`scattered_sum_of_ranks` replace these two functions if the activations between these layers are split along the
+sequence. `join_of_ranks` is for a result that all ranks use in the same way. Without a group, each function returns its
+argument and communicates nothing. Double backward works, since these functions also compute the gradients.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.2.2.
@@ -44,7 +44,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 
 
 def place_in(group: Group) -> tuple[int, int]:
-    """(this rank's index in a group, the group's size); (0, 1) without a group."""
+    """Return (this rank's index in a group, the group's size); (0, 1) without a group."""
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
@@ -58,7 +58,7 @@ def start_sum(x: Tensor, group: Group) -> Pending:
 
 
 def start_gather(x: Tensor, dim: int, group: Group) -> Pending:
-    """Start to join all ranks' x along a dimension. All have the same shape."""
+    """Start to join all ranks' x along a dimension. Every rank's x must have the same shape."""
     if group is None or group.size() == 1:
         return lambda: x
     part = x.movedim(dim, 0).contiguous()
@@ -68,7 +68,7 @@ def start_gather(x: Tensor, dim: int, group: Group) -> Pending:
 
 
 def start_scattered_sum(x: Tensor, dim: int, group: Group) -> Pending:
-    """Start to sum all ranks' x, for this rank's part of the sum along a dimension.
+    """Start to sum all ranks' x. The result is this rank's part of the sum along a dimension.
 
     Raises:
         ValueError: the dimension cannot be split among the ranks.
@@ -117,7 +117,7 @@ def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
-    """Return x, which is the same on all ranks. Its gradient is the sum of the ranks' gradients."""
+    """Return x, which is the same on all ranks. The gradient of x is the sum of the ranks' gradients."""
     return x if group is None else _Copy.apply(x, group)  # type: ignore[no-any-return]
 
 

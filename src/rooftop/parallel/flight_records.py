@@ -4,7 +4,8 @@
     print(lacking({0: operations, 1: ()}))                       # rank 1 lacks the all_reduce ..., which rank 0 awaits
 
 PyTorch keeps the last operations of NCCL and of gloo in a ring buffer of TORCH_FR_BUFFER_SIZE entries (default 2000, 0
-to disable; formerly TORCH_NCCL_TRACE_BUFFER_SIZE). It returns them as a pickled dict. This module reads these fields:
+to disable; formerly TORCH_NCCL_TRACE_BUFFER_SIZE). PyTorch returns the operations as a pickled dict. This module reads
+these fields:
 
 | key | |
 |---|---|
@@ -70,12 +71,12 @@ class Operation:
 
     @property
     def words(self) -> str:
-        """ "all_reduce of 7 float32 (ranks 0-3)", for use within a longer message."""
+        """The operation in words for a longer message, such as "all_reduce of 7 float32 (ranks 0-3)"."""
         return f"{self._called} ({ranks_in_words(self.ranks)})"
 
     @property
     def numbered(self) -> str:
-        """ "all_reduce of 7 float32 (number 5 of ranks 0-3)"."""
+        """The operation in words with its number, such as "all_reduce of 7 float32 (number 5 of ranks 0-3)"."""
         return f"{self._called} (number {self.number} of {ranks_in_words(self.ranks)})"
 
     @property
@@ -89,8 +90,8 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def progress() -> tuple[tuple[str, int, int], ...]:
-    """Return for each group its number, and the numbers of its last launched and its last ended collective. This takes
-    0.1 ms.
+    """Return for each group its number, and the numbers of its last launched and its last ended collective. This query
+    takes 0.1 ms.
 
     A group's number counts all groups that this process has created. Unlike a name, a number is never reused after the
     group is destroyed.
@@ -194,7 +195,8 @@ class Lack:
 
     @property
     def words(self) -> str:
-        """ "rank 2 lacks the all_reduce of 7 float32 (number 5 of ranks 0-3), which ranks 0-1, 3 await"."""
+        """The message, such as "rank 2 lacks the all_reduce of 7 float32 (number 5 of ranks 0-3), which ranks 0-1, 3
+        await"."""
         lacks, await_ = "lack" if len(self.by) > 1 else "lacks", "await" if len(self.awaited_by) > 1 else "awaits"
         waiting = f"{ranks_in_words(self.awaited_by)} {await_}"
         if not self.by:
@@ -236,7 +238,7 @@ def lacking(unfinished_of: Mapping[int, Sequence[Operation]], by: Collection[int
 
 
 def ranks_in_words(ranks: Collection[int]) -> str:
-    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    """Return ranks as text: [0, 1, 2, 5] -> "ranks 0-2, 5"."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"{'rank' if len(runs) == 1 and len(runs[0]) == 1 else 'ranks'} {', '.join(words)}"

@@ -22,11 +22,11 @@ def gather(outputs: Sequence[Any], device: torch.device | str, dim: int = 0) -> 
     """Join the replicas' outputs.
 
     Args:
-        outputs: one per replica, all with the same structure. It consists of tensors in tuples, named tuples, lists,
-            Mappings (with the same keys) and dataclasses, including Hugging Face's ModelOutput and caches. Other
+        outputs: one per replica, all with the same structure. An output consists of tensors in tuples, named tuples,
+            lists, Mappings (with the same keys) and dataclasses, including Hugging Face's ModelOutput and caches. Other
             values, such as None, numbers and strings, must be equal in all outputs.
         device: the device of the result.
-        dim: the dimension along which tensors are joined. It may be negative. Scalar tensors become a vector
+        dim: the dimension along which tensors are joined, which may be negative. Scalar tensors become a vector
             (replicas,).
 
     Returns:
@@ -62,7 +62,7 @@ def _joined(parts: list[Any], device: torch.device, dim: int) -> Any:
 
 
 def _rows(parts: list[Any]) -> list[list[Any]]:
-    """The values of each container, in the order of the first container's names. All containers have one type."""
+    """The values of each container, in the order of the first container's names. All containers have the same type."""
     all_opened = [found for part in parts if (found := opened(part)) is not None]
     first = all_opened[0]
     kind = type(parts[0]).__name__
@@ -71,7 +71,7 @@ def _rows(parts: list[Any]) -> list[list[Any]]:
             continue
         if isinstance(parts[0], Mapping):
             raise ValueError(
-                f"replica {number} returned a {kind} with the keys {found.names}, replica 0 one with {first.names}: "
+                f"replica {number} returned a {kind} with the keys {found.names}, replica 0 returned {first.names}: "
                 "all must return the same keys"
             )
         raise ValueError(

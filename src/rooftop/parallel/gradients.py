@@ -17,9 +17,9 @@ ranks.
 | any | of the rank's sequences | data ranks |
 | tied, with a pipeline | of the embedding, or of the head | the first and the last stage |
 
-Gradients are summed once a step, however many micro-batches it has. The sums run after backward; over the data ranks,
-they may run during the last backward (`summing`). If the parameters are sharded over the data ranks (`fully_sharded`),
-backward itself sums over the data ranks, and each rank holds some rows.
+Gradients are summed once a step, however many micro-batches the step has. The sums run after backward; over the data
+ranks, the sums may run during the last backward (`summing`). If the parameters are sharded over the data ranks
+(`fully_sharded`), backward itself sums over the data ranks, and each rank holds some rows.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ModelGradients:
     All ranks must create this object and call its methods together, because the calls communicate.
 
     Args:
-        model: this rank's model. The `shards` of its layers say what is split. Data ranks may share the model
-            (`fully_sharded`).
+        model: this rank's model. The `shards` of its layers say which parameters are split. The parameters may be
+            sharded over the data ranks (`fully_sharded`).
         groups: groups by name, as from `Layout.process_groups`: "tp" and "dp-cp", and with a pipeline also "tp-pp" and
             "embedding".
         sequence_parallel: whether the tensor ranks' activations were split along the sequence.
@@ -61,7 +61,7 @@ class ModelGradients:
     Attributes:
         parameters: the parameters that have gradients, by name.
         gradient_of: finds a parameter's gradient, in any dtype; None if there is none.
-        widen: called with a parameter before its gradient is changed. It must leave the gradient in `.grad`.
+        widen: called with a parameter before its gradient is changed. The call must leave the gradient in `.grad`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ModelGradients:
         self._sharing = {count: self._group_of(count) for count in sorted(holders)}
 
     def _group_of(self, holders: int) -> Group:
-        """The group of ranks that hold the same part of this parameter."""
+        """The group of `holders` adjacent tensor ranks that hold the same part of a parameter as this rank."""
         index, count = place_in(self.tensor)
         if holders == count or self.tensor is None:
             return self.tensor
@@ -104,7 +104,7 @@ class ModelGradients:
         """Within the block, backward starts to sum each gradient over the data ranks as soon as it is ready. `sum_`
         later waits for the sums.
 
-        All ranks must use this for the last backward of a step. Do not change gradients before `sum_`.
+        All ranks must use `summing` for the last backward of a step. Do not change gradients before `sum_`.
 
         Raises:
             RuntimeError: a second backward runs within the block, or earlier sums are not finished.
@@ -165,7 +165,7 @@ class ModelGradients:
         return [*reversed(self.parameters)]
 
     def _here(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the existing gradients by name; of sharded parameters, this rank's rows."""
+        """Yield the existing gradients by name; for sharded parameters, only this rank's rows."""
         for name, parameter in self.parameters.items():
             gradient = self.gradient_of(parameter)
             if gradient is not None:
@@ -186,13 +186,13 @@ class ModelGradients:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The 2-norm of the whole model's gradient, (), the same on all ranks. It is float32, or float64 if a parameter
-        is.
+        """The 2-norm of the whole model's gradient, (), the same on all ranks. The norm is float32, or float64 if a
+        parameter is.
 
         Tensors that several ranks hold count once.
         """
         counted = list(self._counted())
-        every = list(self.parameters.values())  # the same dtype also on ranks that count no gradient
+        every = list(self.parameters.values())  # ranks that count no gradient need the same dtype
         wide = torch.float64 if any(each.dtype == torch.float64 for each in every) else torch.float32
         device = every[0].device if every else torch.device("cpu")
         norms = _norms(counted, wide)
@@ -226,8 +226,8 @@ class ModelGradients:
 
     @torch.no_grad()
     def scale_for(self, most: float) -> tuple[Tensor, Tensor]:
-        """Return the norm, and the factor by which `clip_` would multiply all gradients, () each. It is for optimizers
-        that scale gradients themselves.
+        """Return the norm, and the factor by which `clip_` would multiply all gradients, () each. `scale_for` is for
+        optimizers that scale gradients themselves.
 
         Raises:
             ValueError: as in `clip_`.
@@ -239,8 +239,8 @@ class ModelGradients:
 
 
 def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100) -> Tensor:
-    """The number of targets on all data ranks that are not ignored, (), int64. Divide the sum of their losses by this
-    number.
+    """The number of targets on all data ranks that are not ignored, (), int64. Divide the sum of the targets' losses by
+    this number.
 
     The number is at least 1. So if all targets are ignored, the loss and its gradient are 0.
     """

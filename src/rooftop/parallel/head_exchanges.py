@@ -1,5 +1,5 @@
-"""Exchange positions for heads (all-to-all): from all heads of a rank's positions to some heads of all positions, and
-back.
+"""Exchange positions for heads (all-to-all). A rank gives up most heads of its own positions, and gets some heads of
+all positions. The inverse exchange restores the original split.
 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
 """
@@ -24,7 +24,7 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
 
     Args:
         x: (B, H, S, D) of this rank's positions. If there are fewer heads than ranks, several ranks get the same head.
-            Its gradient is the sum of these ranks' gradients.
+            The head's gradient is the sum of these ranks' gradients.
         order: result of `order_of`, on the device of x. All ranks hold the same number of positions.
         group: the ranks.
 
@@ -57,7 +57,7 @@ def positions_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
 
 
 def order_of(held: Sequence[Chunks]) -> Tensor:
-    """The index of each position, in ascending order, among the joined positions of all ranks."""
+    """For each position in ascending order, its index in the concatenation of all ranks' positions."""
     return torch.cat([each.positions() for each in held]).argsort()
 
 
@@ -80,7 +80,7 @@ def _to_positions(x: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """The exchange to heads or back to positions. Each is the backward of the other."""
+    """The exchange to heads or back to positions. Each direction is the backward of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, group: ProcessGroup, to_heads: bool) -> Tensor:

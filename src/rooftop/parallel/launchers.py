@@ -2,7 +2,7 @@
 
 | launcher | its variables |
 |---|---|
-| `torchrun`, or whatever sets the same variables | `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK` |
+| `torchrun`, or a compatible launcher | `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK` |
 | `srun` | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_STEP_NODELIST`, `SLURM_JOB_ID` |
 | none: a single process | none of these |
 
@@ -23,7 +23,7 @@ FIRST_PORT, PORTS = 20_000, 12_000  # all below 32768, where Linux's ephemeral p
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place among all processes that were started together.
+    """The position of this process among all processes that were started together.
 
     Attributes:
         rank, size: rank of this process, and the number of ranks.
@@ -32,7 +32,7 @@ class Launch:
         address, port: the rendezvous address of the ranks; meaningless for a single process.
         served: whether the launcher runs the store at this address; if not, rank 0 runs it.
         attempt: how often the launcher has restarted the ranks. If there are several launchers, each has its own count.
-        elastic: whether torchrun itself started this process, and ends when it ends.
+        elastic: whether torchrun itself started this process, so that its parent process is the launcher.
     """
 
     rank: int = 0

@@ -1,4 +1,4 @@
-"""A layout of ranks along four axes, in Megatron's rank order. It says which rank computes which part.
+"""A layout of ranks along four axes, in Megatron's rank order. The layout says which rank computes which part.
 
     layout = Layout(dp=2, tp=2, pp=4)
     layout.groups()["tp"]     # [[0, 1], [2, 3], ...]
@@ -76,7 +76,7 @@ class Layout:
         """The layout of a whole world. `dp` follows from `world_size`, `tp`, `pp` and `cp`.
 
         Raises:
-            ValueError: `tp * pp * cp` does not divide `world_size`. The message has the nearest sizes that do.
+            ValueError: `tp * pp * cp` does not divide `world_size`. The message has the nearest layouts that fit.
         """
         _positive("world_size", world_size)
         layout = cls(1, tp, pp, cp, sequence_parallel, order)
@@ -186,7 +186,7 @@ class Layout:
         Args:
             world_size: number of ranks.
             heads: attention heads, which the tensor ranks split.
-            kv_heads: heads of keys and values. The tensor ranks split them, or several ranks share each head.
+            kv_heads: heads of keys and values. The tensor ranks split these heads, or several ranks share each head.
             hidden: width of the model, which the tensor ranks split within attention.
             feed_forward: width within the MLP, which the tensor ranks split.
             vocabulary: rows of the embedding. Tensor ranks may get unequal parts, but each must get at least one row.
@@ -233,7 +233,7 @@ class Layout:
     def mesh(self, device_type: str | None = None) -> DeviceMesh:
         """Create torch.distributed's device mesh of the ranks, with the axes as names of its dimensions, slowest first.
 
-        Every rank must call this, since it creates the groups along each axis.
+        Every rank must call this, since the call creates the groups along each axis.
 
         Args:
             device_type: "cuda" or "cpu". Default: the process group's device type.

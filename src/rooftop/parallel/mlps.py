@@ -1,6 +1,6 @@
 """A transformer's MLP whose hidden features are split over tensor parallel ranks.
 
-A gated MLP packs its two input projections into one weight. Each rank has the same features of both.
+A gated MLP packs its two input projections into one weight. Each rank has the same features of both projections.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Shazeer, "GLU Variants" (arXiv:2002.05202).
 """
@@ -65,7 +65,7 @@ class ParallelMLP(nn.Module):
         self.up.gathers_again = selective
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, S, W)."""
+        """Apply the MLP to x (B, S, W)."""
         if self.selective and torch.is_grad_enabled():
             return self._dropped(self._made_again(x).view(x.shape))
         hidden = self.up(self._rows(x))  # (..., hidden features here, twice if gated)

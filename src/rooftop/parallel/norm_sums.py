@@ -1,8 +1,9 @@
-"""Fuse a sum over tensor parallel ranks with what follows it in a transformer: the residual connection and a norm.
+"""Fuse a sum over tensor parallel ranks with the operations that follow in a transformer: the residual connection and a
+norm.
 
 A decoding step has two such sums in each layer, with one row per sequence. NCCL and a separate norm take two
-latency-bound kernels for each sum. `rooftop.kernels.norms.rank_sums` is one kernel that does both. In it, ranks write
-directly into each other's memory.
+latency-bound kernels for each sum. `rooftop.kernels.norms.rank_sums` is one kernel that computes the sum and the norm.
+In this kernel, ranks write directly into each other's memory.
 
     sums = norm_sums(group, device)                           # called by all ranks
     if not sums.refused(rows, columns, dtype):
@@ -28,9 +29,9 @@ from rooftop.parallel.exchanges import Group
 from rooftop.parallel.peer_memory import of_all, peer_memory, stop_of_waits
 
 WORDS = 32_768
-"""The maximum that a rank sends in a call: 128 KiB of data, such as 16 rows of 4096 in half precision. NCCL sums more
-rows, since it does not send a sequence number with every word. For that size on two H200s, the kernel takes 5.6 µs, and
-NCCL with a norm takes 12.6 µs (benchmarks/norm_sums.py). Larger limits were not tried.
+"""Maximum number of 4-byte words that a rank sends in a call: 128 KiB, such as 16 rows of 4096 in half precision. NCCL
+computes larger sums, since it does not send a sequence number with every word. For 128 KiB on two H200s, the kernel
+takes 5.6 µs, and NCCL with a norm takes 12.6 µs (benchmarks/norm_sums.py). Larger limits were not tried.
 """
 
 
@@ -48,8 +49,8 @@ class NormSums:
     reason: str = ""
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
-        """The reason why the kernel cannot sum such rows and NCCL must; empty if the kernel can. It is the same on all
-        ranks."""
+        """The reason why the kernel cannot sum such rows and NCCL must; empty if the kernel can. The reason is the same
+        on all ranks."""
         return self.reason if self.mailboxes is None else self.mailboxes.refused(rows, columns, dtype)
 
     def summed_and_normed(
@@ -60,7 +61,7 @@ class NormSums:
 
         Args:
             norm: a plain `LayerNorm` or `RMSNorm` (see `takes`).
-            x, part: (..., N). x may be None: nothing is added.
+            x, part: (..., N). If x is None, nothing is added.
         """
         assert self.mailboxes is not None
         assert isinstance(norm, LayerNorm | RMSNorm)
@@ -98,8 +99,8 @@ _of_groups: WeakKeyDictionary[ProcessGroup, NormSums] = WeakKeyDictionary()
 
 
 def norm_sums(group: Group, device: torch.device) -> NormSums:
-    """The `NormSums` of a group. The first call creates it. All ranks must make this call, which waits for all
-    ranks."""
+    """Return the `NormSums` of a group. The first call creates it and waits for all ranks, so all ranks must make this
+    call."""
     if group is None or group.size() == 1:
         return NormSums(reason="there is one rank")
     if device.type != "cuda":
@@ -126,7 +127,7 @@ def _made(group: ProcessGroup, device: torch.device) -> NormSums:
 
 
 def _lacking() -> str:
-    """What this rank lacks to compile the kernel; empty if nothing."""
+    """The reason why this rank cannot compile the kernel; empty if it can."""
     try:
         require_cuda_core()
     except MissingExtraError as error:

@@ -1,5 +1,5 @@
-"""Compute which positions attend to which when context parallel ranks split sequences. This is only arithmetic, without
-processes.
+"""Compute which positions attend to which when context parallel ranks split sequences. The computation is only
+arithmetic, without processes.
 
     packing = Packing.of(length=16, ranks=2)           # chunks from the front and from the back
     packing.held[0]                                    # positions of rank 0
@@ -8,8 +8,8 @@ processes.
 
 The work of a rank is a list of blocks. In a block, each query attends to all keys, or to the keys up to its own
 position. No block crosses the border of a document, so ranks neither compute nor send anything that a mask would
-exclude. With documents, chunks are distributed over ranks by their numbers of visible pairs. All ranks get the same
-number of chunks.
+exclude. With documents, chunks are distributed over ranks by their numbers of visible (query, key) pairs. All ranks get
+the same number of chunks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CHUNKS_OF_RANK = (2, 4, 8, 16, 32, 64)
 """Numbers of chunks per rank to try for packed documents. The smallest number that balances the work wins, since few
 chunks make large blocks."""
 BALANCED = 1.01
-"""Work counts as balanced, and no finer chunks are tried, if a rank's maximum work divided by the mean is below
-this."""
+"""Work counts as balanced, and no finer chunks are tried, if the ranks' maximum work divided by their mean work is at
+most this number."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Block:
     Attributes:
         row: index of the sequence in the batch; None: the block applies to all sequences.
         queries, keys: ranges of indices into the rank's positions, and into the rows that it has received.
-        causal: whether each query attends to the keys up to its own position. The queries are then the last of the
+        causal: whether each query attends to the keys up to its own position. The queries are then at the last of the
             keys' positions. Without a window, a causal block has as many keys as queries. In a block that is not
             causal, each query attends to all keys.
         window: the number of positions that a query of a causal block attends to, including itself; None: all positions
@@ -54,7 +54,7 @@ class Block:
 
     @property
     def pairs(self) -> int:
-        """The number of visible pairs in one sequence."""
+        """The number of visible (query, key) pairs in one sequence."""
         queries, keys = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
         if not self.causal:
             return queries * keys
@@ -157,8 +157,8 @@ class Packing:
     def own_blocks(self, rank: int) -> list[Block]:
         """The blocks of a rank's queries with its own rows: a causal block for each document.
 
-        A rank's rows are in ascending order. So rows before a query in memory also precede it in the document, even if
-        other ranks have rows in between.
+        A rank's rows are in ascending order. So rows before a query in memory also precede the query in the document,
+        even if other ranks have rows in between.
         """
         place = _counter(list(self.held[rank].runs()))
         spans = ((row, (place(first), place(end))) for row, documents in self.spans for first, end in documents)
@@ -264,8 +264,8 @@ def _common(one: list[Span], other: list[Span]) -> Iterator[Span]:
 
 
 def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
-    """Distribute equal chunks over ranks. In descending order of visible pairs, each chunk gets the rank with the
-    fewest pairs so far."""
+    """Distribute equal chunks over ranks. In descending order of visible pairs, each chunk is given to the rank with
+    the fewest pairs so far."""
     length, best = documents.length, list[Chunks]()
     least = float("inf")
     for count in CHUNKS_OF_RANK:

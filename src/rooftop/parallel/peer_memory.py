@@ -1,8 +1,8 @@
-"""Memory on each rank's GPU that the other ranks' GPUs can write to. Kernels get its addresses.
+"""Memory on each rank's GPU that the other ranks' GPUs can write to. Kernels get the addresses of this memory.
 
 Each rank allocates memory by the CUDA driver, and sends a CUDA IPC handle to the other ranks, which map the memory.
-Kernels can then store to it over NVLink or PCIe. The memory is never freed before the process ends, because another
-rank may still have it mapped. NVLink multicast is not used.
+Kernels can then store to the mapped memory over NVLink or PCIe. The memory is never freed before the process ends,
+because another rank may still have it mapped. NVLink multicast is not used.
 
 Source: NVIDIA, CUDA Driver API, "Unified Addressing" and "Memory Management" (cuIpcGetMemHandle, cuIpcOpenMemHandle).
 """
@@ -22,8 +22,8 @@ from rooftop.hardware.device import gpu_uuid
 from rooftop.parallel.process_states import Process
 
 ALIGNMENT_BYTES = 2 << 20
-"""Sizes are rounded up to multiples of this. Smaller allocations may share a block, whose handle would expose their
-neighbours."""
+"""Sizes are rounded up to multiples of this number. Smaller allocations may share a block, whose handle would expose
+their neighbours."""
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -43,7 +43,8 @@ class PeerMemory:
 
 @dataclass(frozen=True)
 class Offer:
-    """A rank's message to the others: its machine and GPU, and its memory's handle or the reason why it has none."""
+    """A rank's message to the other ranks: its machine and GPU, and its memory's handle or the reason why it has
+    none."""
 
     machine: str
     gpu: str
@@ -52,8 +53,8 @@ class Offer:
 
 
 def peer_memory(bytes: int, group: ProcessGroup, device: torch.device, lacking: str = "") -> PeerMemory:
-    """Allocate `bytes` of zeros on each rank's GPU, and map them on all ranks. All ranks must call this. It waits for
-    all ranks and for the GPU.
+    """Allocate `bytes` of zeros on each rank's GPU, and map them on all ranks. All ranks must call this. The call waits
+    for all ranks and for the GPU.
 
     Args:
         lacking: what this rank lacks to use the memory, or "". If any rank lacks something, all ranks are refused.
@@ -77,7 +78,7 @@ def peer_memory(bytes: int, group: ProcessGroup, device: torch.device, lacking: 
 
 
 def refusal(offers: list[Offer]) -> str:
-    """The reason why these ranks cannot map each other's memory; empty if they may try."""
+    """The reason why these ranks cannot map each other's memory; empty if no reason is known yet."""
     failures = [f"rank {rank}: {offer.failed}" for rank, offer in enumerate(offers) if offer.failed]
     if failures:
         return failures[0]
@@ -112,7 +113,8 @@ def of_all(own: Any, group: ProcessGroup) -> list[Any]:
 # ---- waits that end ------------------------------------------------------------------------------------------------
 
 _stops: list[Tensor] = []
-"""The stop tensors of all groups so far. They are kept for kernels that still wait after their group has ended."""
+"""The stop tensors of all groups so far. The tensors are kept for kernels that still wait after their group has
+ended."""
 
 
 def stop_of_waits() -> Tensor:
@@ -142,7 +144,7 @@ def allocated(bytes: int) -> tuple[int, bytes]:
     """Allocate zeros on the current device. Return their address, and the handle by which other processes map them.
 
     Raises:
-        OSError: there is no driver, or it refuses.
+        OSError: there is no driver, or the driver refuses the allocation.
     """
     size = -(-bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     address, handle = ctypes.c_uint64(), _Handle()
@@ -156,7 +158,7 @@ def mapped(handle: bytes) -> int:
     """Map another process's memory, and return its address on the current device.
 
     Raises:
-        OSError: the driver refuses, for example between GPUs that cannot access each other.
+        OSError: the driver refuses the mapping, for example between GPUs that cannot access each other.
     """
     address = ctypes.c_uint64()
     given = _Handle.from_buffer_copy(handle)

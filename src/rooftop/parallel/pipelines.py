@@ -4,15 +4,15 @@
     losses = pipeline.run(lambda stage, micro_batch, x: model(...))   # afterwards, gradients are in the parameters
 
 The tensors between stages always have the same shape and dtype, so ranks need not exchange sizes. For a micro-batch in
-flight, a rank keeps the tensors that autograd has saved and the stage's input. It keeps the stage's output only until
-the output is sent. `rooftop.parallel.transfers` orders sends and receives so that no rank waits forever.
+flight, a rank keeps the tensors that autograd has saved and the stage's input. The stage's output is kept only until it
+is sent. `rooftop.parallel.transfers` orders sends and receives so that no rank waits forever.
 
 If a schedule splits backward, the model's linear layers defer their weights' gradients (`rooftop.parallel.deferred`).
 The gradients are then summed in the same order of micro-batches, with the same results.
 
 If a rank waits for another rank that will never answer, the wait fails like any communication within
-`rooftop.parallel.join`. The error names the awaited instruction and its rank. On a GPU, the error names the GPU's
-position instead of Python's.
+`rooftop.parallel.join`. The error names the awaited instruction and its rank. On a GPU, the error names the instruction
+that the GPU has reached, and not the instruction that Python has reached.
 
 The host does not wait during a step, so a CUDA graph can capture the step with its sends and receives.
 """
@@ -37,17 +37,17 @@ from rooftop.parallel.schedules import Instruction, Schedule
 from rooftop.parallel.transfers import AHEAD, Receive, Send, Transfer, program_of, stage_after
 
 Compute = Callable[[int, int, Tensor | None], Tensor]
-"""A function of the stage, the micro-batch and the previous stage's result (None at the first stage). It returns the
-next stage's input or, at the last stage, the micro-batch's share of the loss, ().
+"""A function of the stage, the micro-batch and the previous stage's result (None at the first stage). The function
+returns the next stage's input or, at the last stage, the micro-batch's share of the loss, ().
 """
 
 
 class Pipeline:
-    """One rank of a pipeline. All ranks of the pipeline create a `Pipeline` and call it together.
+    """One rank of a pipeline. All ranks of the pipeline create a `Pipeline` and call its methods together.
 
     Args:
         schedule: a schedule for as many ranks as the group has.
-        group: the ranks of the pipeline; None: only this one.
+        group: the ranks of the pipeline; None: only this rank.
         shape: this rank's shape of the tensors between stages.
         dtype, device: dtype and device of these tensors.
         deferral: the deferral of the model's layers, which a schedule that splits backward needs.
@@ -93,7 +93,7 @@ class Pipeline:
             awaited = [arriving[each] for each in self.schedule.needs(instruction) if each in arriving]
             yield self.awaited(awaited[0]) if awaited else f"about to compute the {instruction.words}"
             yield f"computing the {instruction.words}"
-        yield "waiting for others to receive what it has sent"
+        yield "waiting for other ranks to receive its results"
 
     def awaited(self, transfer: Transfer) -> str:
         """Describe a wait for a transfer."""
@@ -103,7 +103,7 @@ class Pipeline:
         """Run one step: forward and backward of all micro-batches. Gradients are accumulated in the parameters.
 
         Args:
-            compute: runs a stage on a micro-batch. It is called for this rank's stages, in the schedule's order.
+            compute: runs a stage on a micro-batch. `run` calls it for this rank's stages, in the schedule's order.
 
         Returns:
             The detached losses of the micro-batches in order, () each; empty on a rank without the last stage.
@@ -185,13 +185,13 @@ class _Step:
 
     Attributes:
         inputs, outputs: a stage's input, and the output from which its backward starts, by (stage, micro-batch). Both
-            are kept from F to B or I.
+            are kept from the forward (F) to the backward (B) or input gradient (I).
         receiving: transfers to this rank in progress, by the instruction that computes their data.
         made: results to send next, or for another stage of this rank, by the instruction that computed them.
         sending: sends that may not have arrived. On a GPU, once a receive from a rank is complete, all sends to that
             rank that were posted before this receive have arrived. gloo reports arrival only in a wait, at the end of
             the step.
-        later: deferred weight gradients, kept from I to W.
+        later: deferred weight gradients, kept until the instruction W computes them.
         losses: the loss of each micro-batch.
         place: the next instruction's place in `Pipeline.progress`.
     """

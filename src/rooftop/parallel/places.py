@@ -1,4 +1,5 @@
-"""Describe this process's current activity. Other ranks quote it when this process fails or when they wait for it.
+"""Describe this process's current activity. Other ranks quote the description when this process fails, or when they
+wait for this process.
 
 report("step 12")                         # this process's latest activity
 with awaiting("the forward of rank 0"):   # a wait that the flight recorder does not record
@@ -26,7 +27,7 @@ TORCH, ROOFTOP = LIBRARIES
 STANDARD = f"{threading.__file__.rpartition('/')[0]}/"
 INSTALLED = "/site-packages/"
 WAITING = "this rank was awaiting "
-"""How the text of a GPU's place begins if the GPU waits there."""
+"""The beginning of the text of a GPU's place, if the GPU waits there for another rank."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Place:
         reported: the line that the rank reported last, such as "step 12"; "" if there is none.
         line: the innermost line of the main thread outside libraries, such as "train/gpt/trainer.py:231, in
             _gradients_of".
-        awaited: the wait that the rank's program or GPU names, in words; "" if there is none.
+        awaited: text that says what the rank's program or GPU waits for; "" if it does not wait.
         operations: the rank's communication that is launched and has not ended.
         long: whether the rank has announced long work, for which other ranks must wait.
     """
@@ -74,7 +75,7 @@ _here = _Here()
 
 
 def report(words: str) -> None:
-    """Report this rank's activity. Other ranks quote it if this rank dies, stops or keeps them waiting."""
+    """Report this rank's activity. Other ranks quote the text if this rank dies, stops or keeps them waiting."""
     _here.reported = words
 
 
@@ -137,7 +138,7 @@ def _name(frame: FrameType) -> str:
 
 
 def _is_start(frame: FrameType) -> bool:
-    """Whether a file is the entry script of the `rooftop` command."""
+    """Whether a frame is in the entry script of the `rooftop` command."""
     return frame.f_code.co_name == "<module>" and frame.f_code.co_filename.rpartition("/")[2] == "rooftop"
 
 

@@ -12,17 +12,17 @@ If anything goes wrong, every rank raises an error with the same text, and no ra
 - a thread of each rank detects ranks that are killed, stopped or hanging (`rooftop.parallel.watching`);
 - no rank leaves the block before all ranks have reached its end.
 
-All this uses torch.distributed's store instead of collectives, in which a failed rank might not take part. A block uses
-these keys. In a key with R, R is the number of a rank:
+For these checks, ranks use torch.distributed's store instead of collectives, in which a failed rank might not take
+part. A `join` block uses these keys of the store. In a key with R, R is the number of a rank:
 
 | key | |
 |---|---|
 | `beat/R` | a count that rises while the rank lives |
-| `place/R`, `told/R` | the rank's last place; whether the rank has reported its place since another rank asked |
+| `place/R`, `told/R` | the rank's last activity; whether the rank has reported its activity since another rank asked |
 | `seen/R` | the rank knows which rank failed |
 | `ended/R` | SIGTERM has ended the rank |
 | `done/R`, `left/R` | the rank has reached the end of the block; the rank knows that all ranks have reached it |
-| `asked` | a rank asks all ranks to report their places |
+| `asked` | a rank asks all ranks to report their activity |
 | `failed` | the first failure |
 """
 
@@ -74,7 +74,7 @@ class World:
 
     Attributes:
         rank, size: this process's rank, and the number of ranks.
-        device: the device for computation. If it is a GPU, it is torch.cuda's current device.
+        device: the device for computation. A GPU is also torch.cuda's current device.
     """
 
     rank: int
@@ -95,12 +95,13 @@ def join(
     call this.
 
     A single process is a world of one rank, without a process group. If a process group exists, the block uses it and
-    does not destroy it. A group that the block creates is destroyed at the end of the block. Before that, CUDA graphs
-    that were captured within the block are reset, because NCCL waits for graphs that contain its work.
+    does not destroy it. A group that the block creates is destroyed at the end of the block. Before the group is
+    destroyed, CUDA graphs that were captured within the block are reset, because NCCL waits for graphs that contain its
+    work.
 
     Args:
         layout: the layout, with as many ranks as the world.
-        settings: values that must be equal on all ranks, such as the seed or the model's sizes. They are compared by
+        settings: values that must be equal on all ranks, such as the seed or the model's sizes. Values are compared by
             `repr`.
         device: "cuda" or "cpu". Default: a GPU, if there is one. Of several GPUs, a rank uses the GPU with its local
             rank as index, or the only GPU that SLURM makes visible.
@@ -135,8 +136,8 @@ def join(
     try:
         with heard_by_a_thread() as termination, _ranks(launch, store, processes, termination, timeout_s) as ranks:
             if not there:
-                # Number the groups from 0 in every block. If not, a rank on which an earlier block did not start would
-                # use other keys.
+                # Number the groups from 0 in every block. Otherwise, a rank on which an earlier block did not start
+                # would use other keys in the store than the other ranks.
                 dist.distributed_c10d._world.group_count = 0
                 dist.init_process_group(
                     "nccl" if where.type == "cuda" else "gloo",
@@ -168,8 +169,8 @@ def _ranks(
 
 
 def _forget_meshes() -> None:
-    """Drop the meshes that DTensor caches with its operators. In a later block, DTensor would take them for new meshes
-    of the same ranks, although their groups no longer exist.
+    """Drop the meshes that DTensor caches with its operators. In a later block, DTensor would use these meshes instead
+    of new meshes of the same ranks, although their groups no longer exist.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -266,7 +267,7 @@ def _opened(launch: Launch, patience_s: float) -> Any:
 
 
 class _Ranks:
-    """One rank's view of the block. It makes the rank raise an error when any rank fails, and ends the block."""
+    """One rank's view of a `join` block: it raises an error on this rank when any rank fails, and ends the block."""
 
     def __init__(self, watch: Watch, holds_store: bool) -> None:
         self.watch, self.store, self.holds_store = watch, watch.store, holds_store
@@ -284,7 +285,7 @@ class _Ranks:
                 if first.startswith(f"rank {self.rank} of {self.size} has given no sign of life"):
                     time.sleep(LINGER_S)  # let others report first: a launcher ends all ranks once one is gone
                 at = self.watch.at
-                of_another = isinstance(error, RankError) and at  # Python's part of the block has ended
+                of_another = isinstance(error, RankError) and at  # Python has finished the block, the GPU has not
                 if not isinstance(error, Exception) or (first == mine and not of_another):
                     setattr(error, FAILURE, first)
                     raise
@@ -309,7 +310,7 @@ class _Ranks:
         """Wait until the block has ended on all ranks.
 
         Raises:
-            RankError: the block failed on a rank, or did not end there within `timeout_s` after this rank.
+            RankError: the block failed on a rank, or did not end on a rank within `timeout_s` after this rank.
         """
         everybody = [f"done/{rank}" for rank in range(self.size)]
         self.store.set(f"done/{self.rank}", "1")

@@ -1,4 +1,4 @@
-"""Track the GPU's position in a program. The host reads it without waiting, even while a CUDA graph replays.
+"""Track the GPU's position in a program. The host reads the position without waiting, even while a CUDA graph replays.
 
     progress = Progress(["awaiting the forward of micro-batch 0 at stage 0 of rank 0", "computing ..."], device)
     progress.mark(0)                       # launched on the stream before the work that the text describes
@@ -7,7 +7,7 @@
 
 A mark copies four bytes to host memory. A CUDA graph captures this copy like any other launch. Python runs far ahead of
 a GPU, so the last launch is rarely what a rank waits for. After communication is aborted, the GPU runs the rest of its
-queue. So `rooftop.parallel.join` queries all ranks before it aborts.
+queue. So `rooftop.parallel.join` queries all ranks before it aborts communication.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Progress:
 
     @property
     def words(self) -> str | None:
-        """The GPU's current place; None if it has passed the last place."""
+        """The text of the GPU's current place; None if the GPU has passed the last place."""
         place = int(self._at)
         return None if place == self.DONE else self._places[place]
 

@@ -2,8 +2,8 @@
 masks.
 
 For its part of a tensor, which a `Box` describes, a rank draws exactly the values that the whole tensor has there. So a
-model is bit for bit the same on CPU and GPU, on any number of ranks, and for any way of splitting it. Dropout by this
-file is also the same, even when forward is recomputed. `rooftop.kernels.random_normal`, `random_uniform` and
+model is bit for bit the same on CPU and GPU, on any number of ranks, and for any way of splitting the model. Dropout by
+this file is also the same, even when forward is recomputed. `rooftop.kernels.random_normal`, `random_uniform` and
 `counter_dropout` generate the numbers.
 """
 
@@ -83,8 +83,8 @@ class Stream:
             x: any shape, bfloat16, float16, float32 or float64.
             name: name of this dropout. Two dropouts with the same name drop the same elements.
             p: probability to drop an element, from 0 to 1.
-            step: training step, from 0. Each step has another mask, so count micro-batches, too. It may be a tensor, as
-                for `counter_dropout`.
+            step: training step, from 0. Each step has a different mask, so count each micro-batch as a step. The step
+                may be a tensor, as for `counter_dropout`.
             box: the part of the whole tensor, as in `Stream`.
             training: whether to drop elements, like `module.training`.
 
@@ -173,9 +173,9 @@ def materialize(
 ) -> nn.Module:
     """Allocate and initialize all parameters and buffers of a module that are on the meta device.
 
-    Of a tensor with a box, only the box's part is ever allocated. Tied parameters (one tensor under several names) stay
-    one tensor, with the first name's values. A new parameter keeps the dtype, requires_grad and attributes of the meta
-    parameter.
+    For a tensor with a box, only the box's part is ever allocated. Tied parameters (one tensor under several names)
+    stay one tensor, with the first name's values. A new parameter keeps the dtype, requires_grad and attributes of the
+    meta parameter.
 
     Args:
         module: the module, which is changed in place. A tensor with a box may have the shape of its part or of the
@@ -233,7 +233,8 @@ def init_on_meta(
 ) -> nn.Module:
     """Build a module on the meta device, and `materialize` it with the same arguments.
 
-    Without boxes, the result is the whole model. Its parts equal the results with boxes bit for bit.
+    Without boxes, the result is the whole model. With boxes, each tensor equals its part of the whole model bit for
+    bit.
     """
     with torch.device("meta"):
         module = build()

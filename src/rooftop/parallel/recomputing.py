@@ -17,10 +17,10 @@ Selective recomputation drops tensors that elementwise work can recompute from t
 | attention weights after dropout | attention in plain PyTorch | queries, keys and values, by two products |
 
 With sequence parallelism, the layers after the norms would save all positions. Instead, backward recomputes this rank's
-positions. It gathers the other ranks' positions while it computes the gradient of the input.
+positions. Backward gathers the other ranks' positions while it computes the gradient of the input.
 
-Gradients are the same bit for bit, because the same kernels compute the same tensors, and dropout masks depend only on
-positions.
+Gradients are the same bit for bit as without recomputation, because the same kernels compute the same tensors, and
+dropout masks depend only on positions.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
 """
@@ -49,7 +49,7 @@ def granularity_of(recompute: Recompute, caller: str) -> str | None:
     """Normalize the setting to "full", "selective", or None (nothing is recomputed).
 
     Raises:
-        ValueError: the value is none of the settings.
+        ValueError: the value is not a valid setting.
     """
     if recompute is False or recompute is None:
         return None
@@ -78,7 +78,7 @@ def recomputed(function: Callable[..., Result], masks: CounterDropouts | None, *
 
     def run(*arguments: Tensor | None) -> Result:
         if isinstance(step, Tensor) and step._version != version:
-            raise RuntimeError("Gpt: the step tensor was changed before backward, which needs the same masks")
+            raise RuntimeError("Gpt: the step tensor was changed before backward, which needs forward's masks")
         with masks.at(place) if masks is not None else nullcontext():
             return function(*arguments)
 
@@ -131,7 +131,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class _Kept:
-    """A saved tensor. It checks that nothing has changed the tensor: with hooks for saved tensors, PyTorch does not."""
+    """A saved tensor, with a check that it was not modified. PyTorch has no such check for saved tensors with hooks."""
 
     __slots__ = ("tensor", "version")
 
@@ -198,7 +198,7 @@ def _needed(packed: _Kept | _Dropped) -> Tensor:
 
 def _autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
     """Return a function that restores the current state of autocast."""
-    if not torch.amp.is_autocast_available(device):  # meta
+    if not torch.amp.is_autocast_available(device):  # the meta device has no autocast
         return nullcontext
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     cached = torch.is_autocast_cache_enabled()

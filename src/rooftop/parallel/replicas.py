@@ -1,10 +1,10 @@
 """Replicate a module: create modules that are the same, but with tensors on other devices.
 
-A replica computes the same as the module. Its parameters are copies through which gradients flow back. It has the same
-hooks, and shares everything that is not a tensor. A hook that a replica's forward registers applies only to that
-replica. (Hugging Face's models register hooks when hidden states are first requested. If replicas shared hooks, each
-replica's hooks would run in all replicas.) Each forward creates the replicas and drops them afterwards, so writes to a
-replica are lost.
+A replica computes the same as the module. A replica's parameters are copies through which gradients flow back. A
+replica has the same hooks as the module, and shares everything that is not a tensor. A hook that a replica's forward
+registers applies only to that replica. (Hugging Face's models register hooks when hidden states are first requested. If
+replicas shared hooks, each replica's hooks would run in all replicas.) Each forward creates the replicas and drops them
+afterwards, so writes to a replica are lost.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def replicate(module: nn.Module, devices: Sequence[torch.device | str], detach: 
     """Create a replica of the module on each device. The gradients of the replicas' parameters are added to the
     module's gradients.
 
-    The first replica is the module itself. Its writes to buffers (such as batch norms' running statistics) and
-    attributes persist; the other replicas' writes are lost. Parameters and modules with several names keep all names in
-    each replica. Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if they are on the
-    module's device. Modules and bound methods in attributes are copied, too. A replica's `parameters()` returns its
-    tensors. They are not leaves, so their `.grad` stays None.
+    The first replica is the module itself. The first replica's writes to buffers (such as batch norms' running
+    statistics) and attributes persist; the other replicas' writes are lost. Parameters and modules with several names
+    keep all names in each replica. Tensors in attributes (also in lists, tuples, dicts and dataclasses) are copied if
+    they are on the module's device. Modules and bound methods in attributes are copied, too. A replica's `parameters()`
+    returns its tensors. These tensors are not leaves, so their `.grad` stays None.
 
     Args:
         module: a module on the first device.

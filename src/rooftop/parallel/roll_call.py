@@ -1,5 +1,5 @@
-"""The roll call checks that all ranks are present, can start and have the same settings. If not, the roll call tells
-all ranks which rank is the cause.
+"""The roll call checks that all ranks are present, can start and have the same settings. If any check fails, the roll
+call tells all ranks which rank is the cause.
 
 Ranks meet in a store. A launcher's store outlives the ranks: when the launcher restarts the ranks, perhaps fewer or
 other ranks, the store still has entries of the earlier ranks. So meetings are numbered. A rank enters the first meeting
@@ -7,7 +7,7 @@ that has no verdict yet. If an earlier process with the same rank has entered th
 closes the meeting, and all ranks continue with the next meeting. Before the verdict, only a rank that answers counts as
 present. The restart count in the environment would not suffice, since each launcher has its own count.
 
-A meeting has these keys. They must differ from the keys of `watching.py`, which uses the same store:
+A meeting has these keys in the store, which must differ from the keys of `watching.py`:
 
 | key | |
 |---|---|
@@ -40,8 +40,8 @@ JUDGING = 1.2
 patience.
 """
 LINGER_S = 3.0
-"""A rank that runs the store or has failed stays for this many seconds, so that the others can learn the reason. They
-need a tenth of this time.
+"""A rank that runs the store or has failed stays for this many seconds, so that the others can learn the reason. The
+others need a tenth of this time.
 """
 ANSWER_S = 1.0
 """Seconds within which a waiting rank answers."""
@@ -53,7 +53,7 @@ class StoreEnded(RankError):
 
 
 class MeetingOver(Exception):
-    """The verdict is about other processes. This process must try the next meeting."""
+    """Raised if the verdict is about other processes, so that this process must try the next meeting."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class RollCall:
         self._decide("=" + wrong)
 
     def _decide(self, verdict: str) -> None:
-        """Decide, unless there is a verdict already. Ranks that wait to be asked then stop waiting."""
+        """Write the verdict, unless there is one already. The key `who` then ends the wait of ranks in `_answer`."""
         self.store.compare_set("verdict", "", verdict)
         self.store.set("who", "1")
 

@@ -1,4 +1,4 @@
-"""Split a batch into a share for each device. Each value is split, copied or passed on, or raises an error.
+"""Split a batch into a share for each device. Each value is split, copied or passed on unchanged, or raises an error.
 
 Tensors determine the number of samples. Lists and arrays of that length are split, too, so that an image stays with its
 label.
@@ -31,13 +31,13 @@ def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) ->
 
     Args:
         inputs: a tensor, or tensors in tuples, named tuples, lists, Mappings and dataclasses. Tensors with a dimension
-            are split. They must have the same size along `dim`, the number of samples. Scalar tensors are copied to
-            each device. Containers with one item per sample are split like tensors: lists (also of one tensor or dict
-            per sample), tuples of strings or of objects other than numbers, and NumPy arrays. Any other value is the
-            same object in every share.
+            are split. All of them must have the same size along `dim`, the number of samples. Scalar tensors are copied
+            to each device. Containers with one item per sample are split like tensors: lists (also of one tensor or
+            dict per sample), tuples of strings or of objects other than numbers, and NumPy arrays. Any other value is
+            the same object in every share.
         devices: the devices. With n samples, at most the first n devices get a share. With no samples, only the first
             device gets a share. Without tensors to split, all devices get a share.
-        dim: the dimension along which tensors and arrays are split. It may be negative.
+        dim: the dimension along which tensors and arrays are split, which may be negative.
 
     Returns:
         The shares in order, each with the structure of `inputs`. If the batch cannot be divided equally, the first
@@ -100,7 +100,7 @@ class _Samples:
     """The number of samples, their dimension, and the containers with one item per sample.
 
     Attributes:
-        lists_tell: whether all tensors are in lists. A list then has tensors to split, and not one item per sample.
+        lists_tell: whether all tensors are in lists. If so, a list has tensors to split, and not one item per sample.
     """
 
     dim: int

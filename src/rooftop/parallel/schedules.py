@@ -1,5 +1,5 @@
-"""Pipeline schedules: the order in which each rank computes micro-batches at its stages. They are pure data, without
-torch.
+"""Pipeline schedules: the order in which each rank computes micro-batches at its stages. Schedules are pure data,
+without torch.
 
     schedule = schedule_of("1f1b", ranks=2, micro_batches=3)
     print(schedule.drawn())
@@ -19,8 +19,8 @@ without processes.
 | zbv | 2 | (p - 1) / (6 m + p - 1), where m >= 2 p - 1 | 2 p parts of 1 / 2 |
 
 The table uses p for ranks, m for micro-batches and v for stages per rank. zb-h1 and zbv split a backward B into the
-gradient of the input, I, and the gradients of the weights, W. No rank waits for W, so W fills idle time. Their idle
-shares in the table assume F = I = W = 1.
+gradient of the input, I, and the gradients of the weights, W. No rank waits for W, so W fills idle time. The table's
+idle shares of zb-h1 and zbv assume F = I = W = 1.
 
 Sources: Huang et al. 2019, "GPipe" (arXiv:1811.06965); Narayanan et al. 2021, "Efficient Large-Scale Language Model
 Training" (arXiv:2104.04473), 1F1B and interleaving; Qi et al. 2023, "Zero Bubble Pipeline Parallelism"
@@ -46,7 +46,8 @@ UNITS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 class Instruction(NamedTuple):
-    """One unit of a rank's work: F, B, I or W of one micro-batch at one stage.
+    """One instruction of a rank: forward (F), backward (B), input gradient (I) or weight gradients (W) of one
+    micro-batch at one stage.
 
     Attributes:
         kind: one of `KINDS`: "F" (forward), "B" (a whole backward), or the halves of a backward, "I" and "W".
@@ -133,10 +134,10 @@ class Schedule:
         If ranks have several stages, letters (a, b, ...) show the stage.
 
         Args:
-            units: integer duration of each kind; None: `UNITS`.
+            units: integer duration of each kind of instruction; None: `UNITS`.
 
         Raises:
-            ValueError: a unit is for another kind or is not an integer, or a kind in the schedule has no unit.
+            ValueError: a unit is for an unknown kind or is not an integer, or a kind in the schedule has no unit.
         """
         for kind, number in (units or {}).items():
             if isinstance(number, bool) or not isinstance(number, int):
@@ -170,8 +171,8 @@ class Timeline:
         times: (start, end) of each instruction.
         makespan: time from the first start to the last end over all ranks.
         idle: idle time, summed over all ranks.
-        held: for each rank, the maximum number of (stage, micro-batch) pairs whose activations it holds at a time. It
-            holds them from the start of the forward to the end of the backward, or of the weight gradients.
+        held: for each rank, the maximum number of (stage, micro-batch) pairs whose activations it holds at a time. A
+            rank holds activations from the start of the forward to the end of the backward, or of the weight gradients.
     """
 
     times: Mapping[Instruction, tuple[float, float]]
@@ -341,7 +342,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
-    """Run all forwards, then all backwards. This is simple, but holds the activations of all micro-batches."""
+    """Run all forwards, then all backwards. GPipe is simple, but holds the activations of all micro-batches."""
     every = range(micro_batches)
     return _one_stage_each(
         "gpipe", micro_batches, [[*_all("F", rank, every), *_all("B", rank, every)] for rank in range(ranks)]
@@ -349,7 +350,7 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
-    """Run one forward per later rank first, then alternate forwards and backwards. A rank holds at most `ranks`
+    """First run one forward for each later rank, then alternate forwards and backwards. A rank holds at most `ranks`
     micro-batches.
     """
     lists = []
@@ -365,10 +366,10 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
     """1F1B with several stages per rank: a micro-batch passes through all ranks once per stage of a rank. The bubble is
-    smaller, but there are more transfers.
+    smaller than in 1F1B, but there are more transfers.
 
     Micro-batches pass through a rank's stages in groups of `ranks` micro-batches. If `ranks` does not divide
-    `micro_batches`, the groups are larger, and as equal as possible.
+    `micro_batches`, some groups are larger than `ranks`, and all are as equal as possible.
     """
     rounds = max(1, micro_batches // ranks)
     groups = _shared_out(micro_batches, rounds)
@@ -388,8 +389,8 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedul
 
 
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with split backward: a third of the bubble with the same memory. Weight gradients wait until a rank would be
-    idle.
+    """1F1B with split backward: a third of 1F1B's bubble, with the same memory. Weight gradients wait until a rank
+    would be idle.
 
     Rank r computes weight gradients r micro-batches late, so that it holds as many activations as the first rank.
     """
@@ -424,8 +425,8 @@ def zbv(ranks: int, micro_batches: int) -> Schedule:
 
 
 def _zbv_of(rank: int, ranks: int, micro_batches: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (kind, position of the stage, micro-batch) for a rank. There are at least as many micro-batches as fill the
-    pipeline, even if the step has fewer.
+    """Yield (kind, position of the stage, micro-batch) for a rank. The micro-batches are at least as many as are needed
+    to fill the pipeline, even if the step has fewer.
     """
     most = max(2 * ranks - 1, micro_batches)
     made: Counter[tuple[str, int]] = Counter()

@@ -56,7 +56,8 @@ class ParallelSelfAttention(nn.Module):
         norms_epsilon: epsilon of the RMS norms of each head's queries and keys; None: no such norms.
         window: the number of positions that a position attends to, including itself; None: all positions up to itself.
         layer: the layer's index in the cache.
-        weights_dropout: dropout of the attention weights. With it, training uses plain PyTorch instead of the kernel.
+        weights_dropout: dropout of the attention weights. With this dropout, training uses plain PyTorch instead of the
+            kernel.
         dropout: the dropout that is applied to the result.
         group: the ranks; None: only this rank.
         sequence_parallel: whether the ranks split activations outside the attention along the sequence.

@@ -2,17 +2,18 @@
 FSDP2.
 
                      +-- rows of rank 0 --+                       +-- rows of rank 0, summed
-    a block's        |                    |  all-gather, computed |
-    parameters       +-- rows of rank 1 --+  with, let go         +-- rows of rank 1, summed
-                        float32, with the                            float32, what the optimizer steps
+    a block's        |                    |  all-gather, compute, |
+    parameters       +-- rows of rank 1 --+  free                 +-- rows of rank 1, summed
+                        float32, with the                            float32, for the optimizer
                         optimizer's state
 
 Each rank holds some rows of each parameter. A unit, such as a block, has whole parameters only while it computes.
-Meanwhile, the next unit's parameters are gathered. Tensor parallelism is independent of this: data ranks shard a tensor
-parallel rank's part in the same way as a whole parameter.
+Meanwhile, the next unit's parameters are gathered. Tensor parallelism is independent of this sharding: data ranks shard
+a tensor parallel rank's part in the same way as a whole parameter.
 
-PyTorch's `fully_shard` does all this. This file applies it so that results equal those of every other layout. Gradients
-are sums over the data ranks, as in `ModelGradients`, and each rank draws initial values only for its own rows.
+PyTorch's `fully_shard` implements this sharding. This file applies `fully_shard` so that results equal those of every
+other layout. Gradients are sums over the data ranks, as in `ModelGradients`, and each rank draws initial values only
+for its own rows.
 
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054); Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
@@ -50,7 +51,7 @@ def fully_sharded(
 
     Args:
         model: the model, preferably on the meta device, so that no rank ever holds the whole. `to_empty` later
-            allocates its memory.
+            allocates the model's memory.
         units: modules in the model, in the order in which they run. Each module's parameters are gathered together,
             shortly before it runs. The model itself is the last unit, with the remaining parameters. Modules that share
             a parameter must be in one unit.
@@ -88,7 +89,8 @@ def sum_in_backward(model: nn.Module, wanted: bool) -> None:
     """Set whether the next backward of a sharded model sums gradients over the data ranks, and leaves each rank its
     rows of the sums.
 
-    If not, each rank accumulates whole gradients, which take more memory, until a later backward sums them.
+    If `wanted` is False, each rank accumulates whole gradients, which take more memory, until a later backward sums
+    them.
     """
     from torch.distributed.fsdp import FSDPModule
 

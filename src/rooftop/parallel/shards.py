@@ -1,7 +1,7 @@
 """Describe a tensor parallel rank's part of a parameter, for initial values and for sums and norms of gradients.
 
-A split layer describes each of its split parameters in its attribute `shards`. Every rank has the whole of parameters
-without a description.
+A split layer describes each of its split parameters in its attribute `shards`. Parameters without a description are
+whole on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Piece:
     first: bool = True
 
     def rows(self, start: int, count: int) -> Piece:
-        """The piece that has `count` of these rows, from `start` on."""
+        """The piece with `count` rows of this piece, from row `start` on."""
         box = self.box
         begin = (box.start[0] + start * box.strides[0], *box.start[1:])
         return Piece(Box(box.shape, begin, (count, *box.size[1:]), box.stride), self.holders, self.first)
@@ -42,8 +42,8 @@ class Shard:
 
     Attributes:
         pieces: the pieces; empty if the part is only padding.
-        padding: the number of rows after the pieces, which the whole parameter does not have. They are 0 and get no
-            gradient.
+        padding: the number of rows after the pieces, which the whole parameter does not have. These rows are 0 and get
+            no gradient.
     """
 
     pieces: tuple[Piece, ...]
@@ -57,7 +57,7 @@ class Shard:
             row += piece.box.size[0]
 
     def rows(self, start: int, count: int) -> Shard:
-        """The shard of a data rank that has `count` of these rows (pieces and padding), from `start` on."""
+        """The shard of a data rank that has `count` rows of this shard (pieces and padding), from row `start` on."""
         pieces, row, end = [], 0, start + count
         for piece in self.pieces:
             first, last = max(start, row), min(end, row + piece.box.size[0])

@@ -30,8 +30,8 @@ class Sums:
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
-        """Start to sum a large tensor. Put a small tensor into the bucket, and if the bucket has no room, start its sum
-        first.
+        """Start to sum a large tensor at once. Put a small tensor into a bucket; if the bucket has no room, start the
+        bucket's sum first.
         """
         if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
             self._large.append(start_sum(tensor, self.group))
@@ -43,7 +43,7 @@ class Sums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Start the remaining sums, and wait for all."""
+        """Start the remaining sums, and wait for all sums."""
         for bucket in self._buckets.values():
             self._begin(bucket)
         self._buckets.clear()

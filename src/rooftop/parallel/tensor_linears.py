@@ -2,13 +2,13 @@
 
                       ColumnParallelLinear        RowParallelLinear
     x  --------------+-- x @ A0.T -- h0 -- ... -- h0 @ B0.T --+
-      the same, or   |                                        | sum, and of it
+      the same, or   |                                        | sum, whole or
       parts of the   |                                        | each rank's part of
       sequence       +-- x @ A1.T -- h1 -- ... -- h1 @ B1.T --+ the sequence
 
-Input and output are the same on all ranks. With sequence parallelism, they are split along the sequence, dimension -2.
-Nothing is communicated between the two layers. In backward, the input gradient is summed over ranks while the weight's
-gradient is computed.
+Input and output are the same on all ranks. With sequence parallelism, input and output are split along the sequence,
+dimension -2. Nothing is communicated between the two layers. In backward, the input gradient is summed over ranks while
+the weight's gradient is computed.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; Korthikanti et al. (arXiv:2205.05198), section 4.2.
 """
@@ -50,17 +50,17 @@ SEQUENCE = -2  # the dimension of positions in (B, S, W) and (S, W)
 
 
 class ColumnParallelLinear(Deferring, LinearAct):
-    """A linear layer with an activation, of which each rank computes some of the result's features.
+    """A linear layer with an activation, split by output features. Each rank computes some of the output features.
 
     Args:
-        in_features: features of the input. Every rank has all of them.
+        in_features: features of the input. Every rank has all input features.
         out_features: features of the whole result. For several linear layers with the same input, a dict (name ->
             features) in the order of the weight's rows. Each of these layers is split separately.
         bias: whether the layer has a bias, which is split like the result's features.
         activation: as in `rooftop.nn.LinearAct`.
         blocks: name -> number of equal blocks, such as heads, into which the layer's features may be split. If there
             are fewer blocks than ranks, several ranks hold the same block.
-        padded: whether the number of features may be other than a multiple of the number of ranks (for a single layer).
+        padded: whether the number of features need not be a multiple of the number of ranks (only for a single layer).
             All ranks then have the same number of features, and the last ranks pad with 0.
         group: the ranks; None: an ordinary layer.
         sequence_parallel: whether the input is split along dimension -2.
@@ -142,7 +142,7 @@ class ColumnParallelLinear(Deferring, LinearAct):
         return _column_product(input, self.weight, self.bias, self.activation, self.group, split, self.deferral)
 
     def entered(self, input: Tensor) -> Tensor:
-        """The input of this layer's matrix product. With sequence parallelism, it is gathered from all ranks."""
+        """The input of this layer's matrix product. With sequence parallelism, the input is gathered from all ranks."""
         if self.sequence_parallel:
             return gather_of_ranks(input, SEQUENCE, self.group)
         return copy_to_ranks(input, self.group)
@@ -155,7 +155,7 @@ class ColumnParallelLinear(Deferring, LinearAct):
         return begin_copy(input, self.group)
 
     def product_of(self, entered: Tensor) -> Tensor:
-        """Compute the rest of `forward`, without communication."""
+        """Compute the result of `forward` from the gathered input, without communication."""
         return product(entered, self.weight, self.bias, self.activation, None, self.deferral)
 
     def extra_repr(self) -> str:
@@ -164,10 +164,11 @@ class ColumnParallelLinear(Deferring, LinearAct):
 
 
 class RowParallelLinear(Deferring, LinearAct):
-    """A linear layer of which each rank multiplies some of the input's features. The result is the sum over the ranks.
+    """A linear layer, split by input features. Each rank multiplies some input features, and the result is the sum over
+    the ranks.
 
     Args:
-        in_features: features of the whole input. Each rank holds a part of them.
+        in_features: features of the whole input. Each rank holds some of these features.
         out_features: features of the result.
         bias: whether the layer has a bias. Every rank has the whole bias, which is added to the sum.
         group: the ranks; None: an ordinary layer.
@@ -230,7 +231,7 @@ class RowParallelLinear(Deferring, LinearAct):
         return product(input, self.weight, deferral=self.deferral)
 
     def with_bias(self, total: Tensor) -> Tensor:
-        """Add the bias, which is the rest of `forward`."""
+        """Add the bias, which is the last step of `forward`."""
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
     def extra_repr(self) -> str:
@@ -312,12 +313,12 @@ def _deferrable_product(
     split: Split,
     deferral: Deferral,
 ) -> tuple[Tensor, Tensor]:
-    """The product with a deferral. Its backward has a side effect, so torch.compile must not trace it."""
+    """The product with a deferral. Deferral in backward is a side effect, so torch.compile must not trace this."""
     x, weight, bias = under_autocast(x, weight, bias)
     if not weight.requires_grad or not torch.is_grad_enabled():
         return _ColumnProduct.apply(x, weight, bias, activation, group, split, None)  # type: ignore[no-any-return]
-    # The graph must not lead to the weight, whose hooks would run without a gradient. A ticket replaces the weight, so
-    # that autograd still calls backward.
+    # The graph must not lead to the weight, whose hooks would run without a gradient. An empty tensor that requires a
+    # gradient (the ticket) replaces the weight, so that autograd still calls backward.
     ticket, later = x.new_empty(0).requires_grad_(), (deferral, get_gradient_edge(weight))
     return _ColumnProduct.apply(  # type: ignore[no-any-return]
         x, weight.detach(), bias, activation, group, split, later, ticket
@@ -328,7 +329,7 @@ class _ColumnProduct(torch.autograd.Function):
     """Computes activation(x @ weight.T + bias) for a part of the features, and returns the activation's input, too,
     without a gradient.
 
-    x is saved in gathered form, with all positions. Gathering it again in backward would save memory, but cost GPU
+    x is saved in gathered form, with all positions. Gathering x again in backward would save memory, but cost GPU
     time."""
 
     @staticmethod
@@ -365,7 +366,7 @@ class _ColumnProduct(torch.autograd.Function):
         x, weight, before = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         # The gather overlaps with the computation of x's gradient. If the weight's gradient is deferred, only this
-        # rank's part is kept until then, which takes less memory.
+        # rank's part of x is kept until that gradient is computed, which takes less memory.
         gathering = start_gather(x, SEQUENCE, ctx.group) if ctx.gathers and for_weight else None
         shape = (*dy.shape[:-1], weight.shape[1])
         dz, dbias = dy.reshape(-1, dy.shape[-1]), None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Termination:
-    """Tells whether this process has been asked to end.
+    """Records whether this process has been asked to end by SIGTERM.
 
     Attributes:
         handler: Rooftop's handler of SIGTERM. None: the program's own handler gets the signal, or no handler was
@@ -48,10 +48,11 @@ _active: list[Termination] = []
 
 @contextmanager
 def heard_by_a_thread() -> Iterator[Termination]:
-    """Within the block, SIGTERM only sets the `Termination`. If the program has installed a handler, it is called as
-    well.
+    """Within the block, SIGTERM only sets the `Termination`. If the program has installed a handler, Python calls this
+    handler as well.
 
-    Outside the main thread, or if the program already receives signals through a file (asyncio), this changes nothing.
+    Outside the main thread, or if the program already has a wakeup file descriptor for signals (as asyncio does), this
+    changes nothing.
     """
     termination = Termination()
     if threading.current_thread() is not threading.main_thread():

@@ -17,10 +17,11 @@ RATE = 4e14
 """Rate of attention in flop/s: bfloat16, forward and backward, 32 k to 64 k positions, on one H100
 (results/h100/context_attention.json)."""
 LINK = 1.5e11
-"""A rank's NVLink rate in bytes/s while it sends and receives at the same time. This is assumed and not yet
+"""A rank's NVLink rate in bytes/s while it sends and receives at the same time. This rate is assumed and not yet
 measured."""
 MERGE = 1.5e12
-"""Bytes per second that a merge reads and writes. This is assumed to be about half of an H100's memory bandwidth."""
+"""Bytes per second that a merge reads and writes. This rate is assumed to be about half of an H100's memory
+bandwidth."""
 START_S = 2e-5  # seconds to start an exchange
 WIDTH = 2  # bytes per element
 

@@ -8,10 +8,10 @@ the halves alternate. The sums (S) and gathers (G) of the halves a and b run bet
     computed   a first | b norm | a second | b first | a norm | b second | a first | b norm | ...
     exchanged    S of b         | G of b   |  S of a          |  G of a  |   S of b         | ...
 
-`first` is the linear layer that takes the gathered tensor. `second` is the rest, up to the linear layer that ends with
-a sum. `norm` is the operation after the sum. Backward runs in reverse order, since autograd runs the latest operations
-first. In forward, an exchange begins before a phase of the other half, and the wait for it comes after that phase. So
-in backward, the exchange overlaps with the same phase, too.
+`first` is the linear layer that takes the gathered tensor. `second` is the computation after `first`, up to the linear
+layer that ends with a sum. `norm` is the operation after the sum. Backward runs in reverse order, since autograd runs
+the latest operations first. In forward, an exchange begins before a phase of the other half, and the wait for it comes
+after that phase. So in backward, the exchange overlaps with the same phase, too.
 
 Source: Wang et al. 2024, "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping"
 (arXiv:2409.15241).
@@ -41,7 +41,7 @@ def take_turns(
     """Compute the halves in turns, each one phase ahead of the next half, and return their results.
 
     Args:
-        halves: the halves' phases, whose computation has not started.
+        halves: the phases of each half. No phase has started yet.
         turn_of: returns the context manager for a phase, from the index of its half.
     """
     done: dict[int, Result] = {}
@@ -63,7 +63,7 @@ def take_turns(
 
 
 class OnItsWay:
-    """An exchange that runs during other computation, as does the exchange of its gradient.
+    """An exchange that overlaps with other computation, in forward and in backward.
 
     Args:
         x: tensor to exchange.
@@ -115,7 +115,7 @@ def _already(x: Tensor) -> Pending:
 
 
 class _Way:
-    """Holds the exchange in progress. If autograd drops a graph, this object keeps nothing of it."""
+    """Holds the exchange in progress. If autograd drops the graph, this object does not keep it alive."""
 
     __slots__ = ("back", "pending", "there")
 

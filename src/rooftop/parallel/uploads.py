@@ -11,5 +11,5 @@ from torch import Tensor
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to the device. A tensor that is already there is returned unchanged."""
+    """Copy a CPU tensor to the device. If the device is the CPU, return the tensor unchanged."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -42,8 +42,8 @@ class VocabParallelEmbedding(Embedding):
         self.shards = {"weight": shard} if count > 1 else {}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Look up tokens (..., S), int32 or int64, of which every rank has all. Returns (..., S, D), with sequence
-        parallelism this rank's part of S.
+        """Look up tokens (..., S), int32 or int64, the same on all ranks. Returns (..., S, D) or, with sequence
+        parallelism, this rank's part of S.
 
         Raises:
             IndexError: a token is invalid (on the CPU). On a GPU, an invalid token causes a device-side assertion.
@@ -58,8 +58,8 @@ class VocabParallelEmbedding(Embedding):
         return sum_of_ranks(found, self.group)
 
     def summand(self, input: Tensor) -> Tensor:
-        """This rank's summand of the sum in `forward`, with zeros for other ranks' tokens. This does not check
-        tokens."""
+        """This rank's summand of the sum in `forward`, with zeros for other ranks' tokens. The tokens are not
+        checked."""
         row = input - self.start
         elsewhere = (row < 0) | (row >= self.num_embeddings)
         return embedding(row.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)

@@ -1,10 +1,10 @@
 """Cross entropy of logits whose vocabulary is split over tensor parallel ranks. The logits are never gathered.
 
 For its columns, each rank computes the maximum m, the sum of exponentials relative to m, the target's logit if this
-rank has it, and with label smoothing the sum of all logits. Two exchanges of a few numbers per row combine these as if
-one rank had all columns. The first exchange finds the overall maximum M, the second adds up the sums relative to M: s =
-sum of s_r exp(m_r - M). The gradient needs no exchange, since each rank computes its own columns of softmax - one_hot.
-`rooftop.kernels.cross_entropy` defines the loss of a row.
+rank has it, and with label smoothing the sum of all logits. Two exchanges of a few numbers per row combine these values
+as if one rank had all columns. The first exchange finds the overall maximum M, the second adds up the sums relative to
+M: s = sum of s_r exp(m_r - M). The gradient needs no exchange, since each rank computes its own columns of softmax -
+one_hot. `rooftop.kernels.cross_entropy` defines the loss of a row.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
 """
@@ -45,7 +45,7 @@ class Classes:
 
     Attributes:
         group: the ranks.
-        vocabulary: number of classes over all ranks. Further columns are padding.
+        vocabulary: number of classes over all ranks. Columns after the last class are padding.
         start: the class to which this rank's first column belongs.
         here: number of this rank's columns that are classes, without padding.
         ignore_index, label_smoothing, z_loss: as in `rooftop.kernels.cross_entropy`.
@@ -78,7 +78,7 @@ def own_statistics(x: Tensor, target: Tensor, classes: Classes) -> tuple[Tensor,
         return values.new_full(values.shape[:1], -math.inf), values.new_zeros(3, len(values))
     column, here = classes.places(target)
     maximum = values.amax(1)
-    # if all logits are -inf here, another rank may have finite ones
+    # if all logits of this rank are -inf, another rank may have finite logits
     apart = values - maximum.masked_fill(maximum == -math.inf, 0.0)[:, None]
     found = apart.gather(1, column[:, None])[:, 0].where(here, 0.0)
     every = apart.sum(1) if classes.label_smoothing else torch.zeros_like(maximum)
@@ -127,8 +127,8 @@ def own_gradient(
 
 
 def _inverse(target: Tensor, mean: bool, classes: Classes, dtype: torch.dtype) -> Tensor:
-    """The factor of a reduced loss, (). For a mean, it is 1 / number of targets that are not ignored, or 0 if there are
-    none. For a sum, it is 1."""
+    """The factor of a reduced loss, (). For a mean, the factor is 1 / number of targets that are not ignored, or 0 if
+    there are none. For a sum, the factor is 1."""
     if mean:
         return inverse_of_count((target != classes.ignore_index).sum(), dtype)
     return torch.ones((), dtype=dtype, device=target.device)
@@ -217,15 +217,16 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Compute `rooftop.kernels.cross_entropy` of logits that are split by class over the ranks, without gathering them.
 
-    All ranks of the group must call it together. It processes some rows at a time, with arithmetic in float32 (float64
-    for float64).
+    All ranks of the group must call this function together. The function processes some rows at a time, with arithmetic
+    in float32 (float64 for float64).
 
     Args:
         logits: (..., columns) for this rank's classes, the same number on each rank; bfloat16, float16, float32 or
             float64.
         target: (...), int64, classes of the whole vocabulary, the same on all ranks.
-        group: the ranks, in the order of their classes; None: all classes are here.
-        vocabulary: number of classes; None: all columns of all ranks. Further columns are padding, and are ignored.
+        group: the ranks, in the order of their classes; None: this process has all classes.
+        vocabulary: number of classes; None: all columns of all ranks. Columns after the last class are padding, and are
+            ignored.
         ignore_index, reduction, label_smoothing, z_loss: as in `rooftop.kernels.cross_entropy`.
 
     Returns:
@@ -277,8 +278,8 @@ def vocab_parallel_linear_cross_entropy(
     The forward pass computes the gradients chunk by chunk, and backward only scales them.
 
     Args:
-        hidden: (..., H), the same on all ranks. Its gradient is only this rank's summand: pass hidden through
-            `copy_to_ranks` or `gather_of_ranks`, which sum it.
+        hidden: (..., H), the same on all ranks. Backward computes only this rank's summand of the gradient of hidden:
+            pass hidden through `copy_to_ranks` or `gather_of_ranks`, which sum the gradient over the ranks.
         weight: (columns, H), this rank's rows, the same number on each rank.
         target, group, vocabulary, ignore_index, label_smoothing, z_loss: as in `vocab_parallel_cross_entropy`.
         reduction: "mean" or "sum".

@@ -9,14 +9,14 @@ from rooftop.parallel.flight_records import lacks, ranks_in_words
 from rooftop.parallel.places import Place
 
 NOTE_S = 20.0
-"""Seconds after which a note names the rank that others wait for. This rank may be healthy, so the note ends
-nothing."""
+"""Seconds after which a note names the rank that others wait for. This rank may be healthy, so the note does not end
+any rank."""
 MOST_SHOWN = 3
 
 
 def context(places: Mapping[int, Place], culprits: Collection[int]) -> str:
-    """The end of an error message ("; ..."), with what other ranks waited for and the last places of the failed
-    ranks."""
+    """The end of an error message ("; ..."): the communication that other ranks waited for, and the last places of the
+    failed ranks."""
     awaited: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         if rank not in culprits and (words := _awaited(place, culprits)):
@@ -43,7 +43,7 @@ class Wait:
     """Ranks that keep others waiting.
 
     Attributes:
-        words: a message that says which ranks keep others waiting, for how long, and where they are.
+        words: a message that says which ranks keep others waiting, for how long, and at which line these ranks are.
         culprits: the ranks that keep others waiting; empty if all ranks are waiting.
         seconds: how long the others have been waiting.
     """

@@ -8,15 +8,15 @@
 | a machine (or a rank alone on a machine) without a sign of life | its ranks' counts in the store | `SILENT_S` |
 | the end of the launcher that started this rank | the parent's PID | 0.2 s |
 | SIGTERM, which the launcher sends to all ranks when one has ended | `rooftop.parallel.terminations` | 0.2 s |
-| ranks that wait for a live rank | flight recorders and places | `NOTE_S`: a note; `timeout_s`: a failure |
+| ranks that wait for a live rank | flight recorders and reported activity | `NOTE_S`: a note; `timeout_s`: a failure |
 
-Each rank watches the next rank on its machine, and the first rank of a machine watches the next machine. Others wait up
+Each rank watches the next rank on its machine, and the first rank of a machine watches the next machine. Ranks wait up
 to `timeout_s` for a live rank, which may compile, save, read, or hold the GIL (so that its own thread cannot send
 heartbeats).
 
 The rank that detects a failure asks all other ranks what they wait for, and writes the failure to the store with their
-answers. Then each rank aborts its waits in NCCL or gloo. If its main thread does not leave the block, the thread kills
-the process.
+answers. Then each rank aborts its waits in NCCL or gloo. If a rank's main thread does not leave the block, the watching
+thread kills the process.
 """
 
 from __future__ import annotations
@@ -67,25 +67,25 @@ NOTICING_S = 1.0
 """Seconds within which all ranks notice a failure. A stopped rank that wakes later finds no other ranks to continue
 with."""
 TELLING_S = 1.0
-"""Seconds that the rank that detected a failure waits for the others to report what they are waiting for."""
+"""After a rank has detected a failure, it waits this many seconds for the other ranks to report their waits."""
 ARRIVING_S = 0.6
 """If a rank is asked while it waits for nothing, it answers after this many seconds, since it may soon wait for the
 failed rank."""
 PLACE_S = 0.4
-"""Seconds between a rank's reports of its place, if the place has changed."""
+"""Seconds between a rank's reports of its current activity, if the activity has changed."""
 LOOK_S = 1.0
 """Seconds between a rank's checks which ranks are waiting for which rank."""
 STUCK_S = 2.0
 """The flight recorder is read only if no collective has finished for this long, since reading it takes 0.1 s."""
 LEAVING_S = 60.0
-"""Seconds that a program has to leave the block after a failure. Then the thread kills the rank's process."""
+"""Seconds that a program has to leave the block after a failure. Then the watching thread kills the process."""
 ENDED = ("its process has ended", "their processes have ended")
 NO_TAG = (1 << 30) + 7  # the tag of a message that no rank ever sends
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The ranks that have failed, and the message, without what other ranks waited for."""
+    """The ranks that have failed, and the error message without the text about other ranks' waits."""
 
     words: str
     culprits: tuple[int, ...]
@@ -98,8 +98,8 @@ class Watch:
     Attributes:
         store: the thread's own connection to the block's store.
         processes: the processes of all ranks.
-        launcher: PID of the launcher that started this rank and ends it; None: unknown.
-        termination: tells whether this process has been asked to end.
+        launcher: PID of the launcher, which is this process's parent; None: unknown.
+        termination: records whether this process has received SIGTERM.
         timeout_s: how long ranks may wait for a live rank.
         failure: the first failure; empty until this rank notices it.
         at: this rank's GPU position at the time of the failure.
@@ -160,8 +160,8 @@ class Watch:
         return self.failure or failure.words
 
     def gone(self, error: BaseException) -> Failure | None:
-        """The ranks that have ended silently, if their end may have caused this rank's error. This call takes
-        `SILENCE_S`, unless the store has ended."""
+        """The ranks that have ended silently, if their end may have caused this rank's error. This call waits for
+        `SILENCE_S` seconds, unless the store has ended."""
         try:
             before = beats(self.store, self.size)
             if self.noticed.wait(SILENCE_S):
@@ -295,12 +295,12 @@ class Watch:
         return Failure(words, tuple(ranks))
 
     def _store_gone(self, error: RuntimeError) -> Failure:
-        """The failure that an error of the store shows. It does not wait for the thread, which may notice later."""
+        """Derive the failure from an error of the store. The watching thread may notice the failure only later."""
         words = f"rank 0 of {self.size}, or the launcher that held the store, is gone ({first_line(error)})"
         return Failure(words, ())
 
     def _let_wait(self, store: Any) -> Failure | None:
-        """Check which ranks wait for which rank. Rank 0 does this, or rank 1 if rank 0 sends no heartbeats."""
+        """Check which ranks wait for which rank. Rank 0 makes this check, or rank 1 if rank 0 sends no heartbeats."""
         now = time.monotonic()
         if self.rank > 1 or now - self._looked_at < LOOK_S:
             return None
@@ -320,7 +320,7 @@ class Watch:
             return Failure(f"{who if wait.culprits else 'all ranks hang'}: {wait.words}", wait.culprits)
         if wait.seconds >= 2 * self._noted_s:
             self._noted_s = wait.seconds
-            words = f"rooftop: note: {wait.words}. All ranks end when this has lasted for {self.timeout_s:g} s"
+            words = f"rooftop: note: {wait.words}. All ranks end when this wait has lasted for {self.timeout_s:g} s"
             print(words, file=sys.stderr, flush=True)
         return None
 
@@ -341,7 +341,7 @@ class Watch:
             poll(all_have_told, time.monotonic() + TELLING_S)
             words += context(places_of(store, range(self.size)), failure.culprits)
             for rank in failure.culprits:
-                store.set(f"seen/{rank}", "1")  # no rank should wait for a failed rank's mark
+                store.set(f"seen/{rank}", "1")  # no rank should wait until a failed rank sets this key
         return str(store.compare_set("failed", "", words).decode())
 
     def _tell_place(self, store: Any, asked: bool = False) -> None:
@@ -359,8 +359,8 @@ class Watch:
         self._told = now, place
 
     def _operations(self, now: float, asked: bool) -> tuple[Operation, ...]:
-        """This rank's operations that are launched and have not ended. They are read only if nothing has ended for a
-        while, or if another rank asks."""
+        """This rank's communication that is launched and has not ended. The flight recorder is read only if no
+        collective has finished for a while, or if another rank asks."""
         if self.size == 1 or not self._recorder_works or not dist.is_initialized():
             return ()
         try:
@@ -439,7 +439,7 @@ def abort_communication() -> None:
 def _break_gloo(group: dist.ProcessGroup) -> None:
     """Make a gloo wait time out. gloo then breaks all connections of the group, so that all other waits fail.
 
-    A wait for a dead rank fails at once and breaks nothing, so this tries each rank.
+    A wait for a dead rank fails at once and breaks no connection, so this function waits for each rank in turn.
     """
     for distance in range(1, group.size()):
         other = (group.rank() + distance) % group.size()

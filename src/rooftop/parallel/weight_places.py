@@ -1,7 +1,7 @@
 """Record which tensor each parameter of a model is, to detect that a program has replaced it.
 
 `load_state_dict(..., assign=True)` and `module.weight = nn.Parameter(...)` replace tensors to which an optimizer, hooks
-and CUDA graphs refer. These would continue with the old tensors, and training would have no effect.
+and CUDA graphs refer. The optimizer would continue with the old tensors, and training would have no effect.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WeightPlaces:
 
         Raises:
             RuntimeError: a parameter has another shape or is missing; tied parameters have different values; or data
-                ranks share the model (FSDP2). Nothing has changed then.
+                ranks share the model (FSDP2). In these cases, no parameter is changed.
         """
         taken: dict[nn.Parameter, Tensor] = {}
         replaced = list(self._replaced())
@@ -59,7 +59,7 @@ class WeightPlaces:
             assert found is not None
             other = taken.setdefault(known, found)
             if other is not found and not torch.equal(other, found):
-                raise RuntimeError(f"{who}: the model's tied parameter {name} has different values in its places")
+                raise RuntimeError(f"{who}: the model's tied parameter {name} has different values under its names")
         for known, found in taken.items():
             known.copy_(found)
         if replaced:

@@ -5,7 +5,7 @@
     x = spconv.SparseConvTensor(features, indices, spatial_shape, batch_size)
     y = spconv.SubMConv3d(4, 16, 3, indice_key="subm1")(x)
 
-It needs Warp: `pip install "rooftop[sparse]"`. Building the first rulebook imports Warp.
+Sparse convolutions need Warp: `pip install "rooftop[sparse]"`. Building the first rulebook imports Warp.
 """
 
 from rooftop.sparse.checkpoints import LayoutReport, convert_state_dict, load_spconv_state_dict

@@ -1,9 +1,9 @@
 """The Triton kernels that build the rulebook by bitmaps. `bitmaps.py` launches and explains them.
 
-A cell is the row-major index of (batch, four coordinates). Grids with fewer dimensions get leading dimensions of size
-1. Bit cell % 32 of word cell // 32 is set if the cell has a site. For each word, `counts` has the number of set bits up
-to the word's end, so that a site's word is enough to find its rank among all sites. Offsets are numbered as in
-`rulebook.py`. `faults` is as in `Rulebook`.
+A cell is the row-major index of (batch, four coordinates). Grids with fewer than four dimensions get leading
+dimensions of size 1. Bit cell % 32 of word cell // 32 is set if the cell has a site. `counts` has, for each
+word, the number of set bits in all words up to and including this word. So one word and its count are enough to find a
+site's rank among all sites. Offsets are numbered as in `rulebook.py`. `faults` has the flags of `Rulebook.faults`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def mark_sites(
     before = tl.atomic_or(words + (cell >> 5), bit, mask=inside, sem="relaxed")
     repeated = tl.max((inside & ((before & bit) != 0)).to(tl.int32))
     tl.store(faults, 1, mask=repeated != 0)
-    named = row < 0  # none yet
+    named = row < 0  # False for all
     for column in tl.static_range(1 + DIMS):  # reads raw values, since `_site` turns values that are not int32 into -1
         named |= tl.load(sites + row * (1 + DIMS) + column, mask=there, other=-1) != -1
     outside = tl.max((there & named & (inside == 0)).to(tl.int32))
@@ -57,7 +57,7 @@ def place_sites(
     rows, batch_size, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For each site, store the number of its row in `row_of`, at the index given by the site's rank."""
+    """Store the row number of each site in `row_of`, at the index given by the site's rank."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -111,7 +111,7 @@ def reach_outputs(
     KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
     DIMS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Write the cell of each site's output at each offset, or -1, and set the cell's bit. `shift` is the padding."""
+    """For each site and offset, write the cell of the output, or -1, and set the cell's bit. `shift` is the padding."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, in_0, in_1, in_2, in_3)
@@ -140,8 +140,8 @@ def pair_outputs(
     rows, count, outputs,
     VOLUME: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Replace cells by rows of outputs in place, and write each output's inputs and cell. If there are more outputs
-    than rows, record a fault and write no outputs."""
+    """Replace each cell in `cells` by its output row, and write the input rows and the cell of each output. If there
+    are more outputs than output rows, record a fault and write no outputs."""
     fits = tl.load(counts + (count - 1)) <= outputs
     tl.store(faults + 2, 1, mask=fits == 0)
     row, there = _rows(rows, ROWS)
@@ -163,7 +163,7 @@ def name_outputs(
     rows, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the batch and the coordinates of cells, all -1 for an absent cell."""
+    """Write the batch index and the coordinates of each output's cell, or only -1 if an output has no cell."""
     row, there = _rows(rows, ROWS)
     cell = tl.load(out_cells + row, mask=there, other=-1)
     none, place = cell < 0, sites + row * (1 + DIMS)
@@ -187,16 +187,16 @@ def name_outputs(
 
 @triton.jit
 def _rows(rows, ROWS: tl.constexpr):
-    """(row, whether it exists) for this program's rows. Row indices are 64-bit, because large tables exceed 2^31
-    elements."""
+    """Return this program's row indices, and whether each row exists. Row indices are 64-bit, because large tables
+    exceed 2^31 elements."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return row, row < rows
 
 
 @triton.jit
 def _site(sites, row, there, DIMS: tl.constexpr):
-    """(batch, four coordinates) of a site as int32. A value that does not fit in int32 becomes -1, which is off every
-    grid."""
+    """Return the batch index and the four coordinates of a site as int32. A value that does not fit in int32 becomes
+    -1, which is off every grid."""
     place = sites + row * (1 + DIMS)
     at_3 = _coordinate(place + DIMS, there)
     at_2 = _coordinate(place + (DIMS - 1), there) if DIMS > 1 else tl.zeros_like(at_3)
@@ -220,7 +220,7 @@ def _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, s
 
 @triton.jit
 def _on_axis(at, away, size):
-    """Whether the coordinate at (ROWS,) + away (TAPS,) is from 0 to size - 1."""
+    """Whether each sum of a coordinate `at` (ROWS,) and a shift `away` (TAPS,) is from 0 to size - 1."""
     return (at[:, None] + away[None, :]).to(tl.uint32, bitcast=True) < size.to(tl.uint32)
 
 
@@ -239,7 +239,7 @@ def _offsets(tap, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.cons
 
 @triton.jit
 def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """(coordinates that inputs (ROWS,) reach by shifts (TAPS,), whether they exist), (ROWS, TAPS) each."""
+    """Return the coordinates that inputs (ROWS,) reach by shifts (TAPS,), and which are valid: (ROWS, TAPS) each."""
     if TRANSPOSED:
         to = at[:, None] * STRIDE + shift[None, :]
         whole = to == to
@@ -252,7 +252,7 @@ def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _look_up(words, counts, cell, wanted):
-    """(whether a cell has a site, the site's rank among all sites)."""
+    """Return whether a cell has a site, and the site's rank among all sites."""
     place = cell >> 5
     above = tl.load(words + place, mask=wanted, other=0).to(tl.uint32, bitcast=True) >> (cell & 31).to(tl.uint32)
     known = wanted & ((above & 1) != 0)

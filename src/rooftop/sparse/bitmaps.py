@@ -1,15 +1,17 @@
 """Build the rulebook by bitmaps on a GPU: one bit for each cell of the grid says whether the cell has a site.
 
-A cell's index is its key, so the set bits are the sites in sorted order. For each word, the number of set bits up to
-its end is stored, too. So one word shows whether a cell has a site and, by its bits, the site's rank among all sites.
-There is no search for keys, and sorted outputs need no sort:
+A cell's index is its key, so the set bits are the sites in sorted order. A second array
+stores, for each word, the number of set bits up to the end of this word. So one word and its count determine whether a
+cell has a site, and the site's rank among all sites. Keys are neither searched nor sorted. The rank of
+a cell is:
 
     rank(cell) = set bits of all words up to the cell's word - set bits of this word from the cell's bit on
 
 A submanifold convolution marks its sites, counts them, stores the row of each rank, and reads the cells around each
 site. Other convolutions mark the cells that their sites reach. The rank of a marked cell is the output's row. In
-addition to the tables, this moves 2 bits per cell a few times. A thin surface of 1 M sites in 81 M cells has 81 cells
-per site. Up to some thousand cells per site, bitmaps are predicted to be faster than hash tables (`hash_tables.py`).
+addition to the tables, the kernels move 2 bits per cell a few times. A thin surface of 1 M sites in 81 M cells has 81
+cells per site. Up to some thousand cells per site, bitmaps are predicted to be faster than hash tables
+(`hash_tables.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rooftop.sparse.sites import check_sites
 
 MAX_CELLS = 2**31 - 64  # cell indices are int32, and a read may be one word past the end
 MAX_STEP = 2**29  # maximum shift of a coordinate, so that sums of coordinates fit in int32
-MAX_STRIDE = 2**31 - 1  # since sites are int32
+MAX_STRIDE = 2**31 - 1  # since coordinates are int32
 MAX_VOLUME = 32 * 65535  # CUDA's maximum size of a grid's second dimension, where each program processes 32 offsets
 CELLS_PER_SITE = 4096  # with more cells per site, clearing and counting words is predicted to take longer than hashing
 FEW_CELLS = 2**24  # 512 K words; clearing and counting them takes microseconds
@@ -41,7 +43,7 @@ class Bitmap(NamedTuple):
 
     Attributes:
         words: (W,) int32, one bit per cell.
-        counts: (W,) int32, for each word the number of set bits in all words up to and including it.
+        counts: (W,) int32, for each word the number of set bits in all words up to and including this word.
     """
 
     words: Tensor
@@ -49,8 +51,8 @@ class Bitmap(NamedTuple):
 
 
 def fit_bitmaps(indices: Tensor, shape: Geometry) -> bool:
-    """Whether bitmaps are faster than hash tables. They are on a GPU (or interpreted), on grids that are not too
-    empty."""
+    """Whether to use bitmaps instead of hash tables: on a GPU (or in Triton's interpreter), if the grid does not have
+    too many cells per site."""
     if indices.device.type != "cuda" and not INTERPRETED:
         return False
     cells = max(_cells(shape, shape.in_shape), _cells(shape, shape.out_shape))
@@ -88,7 +90,7 @@ def submanifold_by_bitmap(indices: Tensor, shape: Geometry) -> Tables:
 
 
 def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
-    """Build the tables of any other convolution. Arguments and results are as in `hash_tables.regular_by_hash`."""
+    """Build the tables of a convolution that is not submanifold, like `hash_tables.regular_by_hash`."""
     cells, words, counts, faults = reach_by_bitmap(indices, shape)
     outputs = all_outputs(indices, shape, counts, faults) if bound is None else bound
     out_indices, neighbours = pair_by_bitmap(indices, cells, words, counts, faults, shape, outputs)
@@ -120,7 +122,7 @@ def reach_by_bitmap(indices: Tensor, shape: Geometry) -> tuple[Tensor, Tensor, T
 def pair_by_bitmap(
     indices: Tensor, cells: Tensor, words: Tensor, counts: Tensor, faults: Tensor, shape: Geometry, outputs: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs' indices and neighbours, and replace cells by rows of outputs in place."""
+    """Return the outputs' indices and neighbours. Each cell in `cells` is replaced by its output row."""
     from rooftop.sparse import bitmap_kernels as kernels
 
     count, volume, device = size(cells, 0), shape.kernel_volume, cells.device
@@ -142,7 +144,7 @@ def pair_by_bitmap(
 
 
 def _marked(sites: Tensor, sizes: tuple[int, ...], faults: Tensor, shape: Geometry) -> Tensor:
-    """The words with the sites' bits, on a grid of these sizes (batch first). Errors are recorded in `faults`."""
+    """Return the words of a bitmap of the sites, on a grid of `sizes` (batch first). Record errors in `faults`."""
     from rooftop.sparse.bitmap_kernels import mark_sites
 
     words = _words(math.prod(sizes), sites.device)
@@ -165,7 +167,7 @@ def _counted(words: Tensor) -> Bitmap:
 
 
 def all_outputs(indices: Tensor, shape: Geometry, counts: Tensor, faults: Tensor) -> int:
-    """The number of outputs. This waits for the device, and raises if the kernels found errors in the sites."""
+    """Return the number of outputs, or raise an error for invalid sites. The host waits for the device."""
     repeated, outside, _, outputs = torch.cat([faults, counts[-1:]]).tolist()
     if repeated or outside:
         check_sites(indices, shape.batch_size, shape.in_shape)

@@ -1,4 +1,4 @@
-"""Load weights of sparse convolutions that any version of spconv has saved in its own layout.
+"""Load weights of sparse convolutions that were saved by any version of spconv, in the layout of that version.
 
     report = load_spconv_state_dict(network, torch.load("checkpoint.pth")["state_dict"])
 
@@ -10,8 +10,9 @@
 
 The shape of each layer's weight determines its layout. If a shape fits several layouts, for example if there are as
 many input as output channels, the network's other layers decide. In a plain `load_state_dict`, a layer knows only its
-own weight. It converts the weight if the shape determines the layout. It refuses an ambiguous weight (such as three
-output channels and a kernel of three), unless `OWN_VERSION` says that this library has saved it.
+own weight. The layer converts the weight if the shape determines the layout. The layer refuses an ambiguous weight
+(such as three output channels and kernel size three), unless the version in the state dict shows that this library
+saved the weight.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def load_spconv_state_dict(
 def convert_state_dict(
     module: nn.Module, state_dict: Mapping[str, Tensor], layout: str | None = None
 ) -> tuple[OrderedDict[str, Tensor], LayoutReport]:
-    """Copy the state dict, with the weights of the module's sparse convolutions as (out, *kernel, in). The copy is
+    """Copy the state dict, and convert weights of the module's sparse convolutions to (out, *kernel, in). The copy is
     marked as converted for `load_state_dict`.
 
     Args:

@@ -9,7 +9,7 @@
 | `SparseConvTranspose1d` to `4d` | where an input reaches | `torch.nn.ConvTranspose3d` on the dense grid |
 | `SparseInverseConv1d` to `4d` | the inputs of the layer with the same `indice_key` | that layer's kernel |
 
-Layers with the same `indice_key` share one rulebook. They must have the same geometry and the same sites.
+Layers with the same `indice_key` share one rulebook. Such layers must have the same geometry and the same sites.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SparseConvolution(SparseModule):
         ndim, in_channels, out_channels, kernel_size, stride, padding, dilation, output_padding, groups, subm,
             transposed, inverse, indice_key, algo, fp32_accum, record_voxel_count: as passed; sizes are one integer per
             dimension.
-        num_out_act_bound: number of output rows, or None.
+        num_out_act_bound: fixed number of output rows, or None.
         conv1x1: whether the layer is a matrix product without a rulebook.
     """
 
@@ -89,20 +89,21 @@ class SparseConvolution(SparseModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Take spconv's arguments in spconv's order, and four more.
+        """Create the layer. Positional arguments are spconv's, in spconv's order. Keyword-only arguments are Rooftop's.
 
         Args:
             in_channels, out_channels: numbers of channels, which groups must divide.
             kernel_size, stride, padding, dilation: as in `torch.nn.Conv3d`; one value for all dimensions or one per
                 dimension.
-            indice_key: the key under which layers share a rulebook and an inverse convolution finds it.
+            indice_key: the key under which layers share a rulebook. An inverse convolution finds the rulebook by this
+                key.
             algo: ignored; see `ConvAlgo`.
             fp32_accum, large_kernel_fast_algo: ignored. Accumulation is in float32 or wider for kernels of any size.
-            record_voxel_count: whether a buffer (`get_max_num_voxels()`) keeps the maximum number of outputs in a call.
+            record_voxel_count: whether to record the maximum number of outputs of any call, for `get_max_num_voxels()`.
             name: name in error messages.
             output_padding: for a transposed convolution, as in `torch.nn.ConvTranspose3d`.
-            num_out_act_bound: the fixed number of output rows, of which the last may not be sites. The host then does
-                not wait for the device. None: as many rows as output sites.
+            num_out_act_bound: the fixed number of output rows, of which the last may not be sites. With this bound, the
+                host does not wait for the device. None: one row per output site.
             device, dtype: device and dtype of weight and bias.
 
         Raises:
@@ -152,18 +153,18 @@ class SparseConvolution(SparseModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """Apply the convolution to x, with in_channels on a grid of `ndim` dimensions. Returns the same batch with
-        out_channels.
+        """Apply the convolution to x, which has in_channels and a grid of `ndim` dimensions. Returns a tensor of the
+        same batch with out_channels.
 
         Raises:
-            TypeError, ValueError: x is not a tensor of `ndim` dimensions, or the rulebook under `indice_key` has
+            TypeError, ValueError: x is not a sparse tensor of `ndim` dimensions, or the rulebook under `indice_key` has
                 another geometry or other sites; also the errors of `build_rulebook`.
             MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
         self._check_input(x)
         if self.conv1x1:
-            # Unlike a kernel, a matrix product also reads rows that are not sites. A NaN there would make the weight's
-            # gradient NaN.
+            # Unlike a kernel, a matrix product also reads rows that are not sites. A NaN in such a row would make the
+            # weight's gradient NaN.
             features = x.features.where(x.indices[:, :1] >= 0, 0) if x.padded else x.features
             y = x.replace_feature(linear(features, self.weight, self.bias, self.groups))
         else:
@@ -193,8 +194,8 @@ class SparseConvolution(SparseModule):
             raise ValueError(f"{type(self).__name__} takes {self.in_channels} channels, got {x}")
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """With `record_voxel_count`, the maximum number of outputs in a call, (1,) int32. `num_out_act_bound` must be
-        at least this."""
+        """Return the maximum number of outputs of any call so far, (1,) int32, or None without `record_voxel_count`.
+        `num_out_act_bound` must be at least this number."""
         return getattr(self, VOXEL_COUNT, None)
 
     def _load_from_state_dict(
@@ -214,7 +215,7 @@ class SparseConvolution(SparseModule):
                     "with rooftop.sparse.load_spconv_state_dict, which decides by the other weights or by layout="
                 )
                 if tuple(weight.shape) == shape:
-                    state_dict[key] = self.weight  # or the load would overwrite it before the error is raised
+                    state_dict[key] = self.weight  # otherwise, the load would overwrite the weight
         count = prefix + VOXEL_COUNT
         if hasattr(self, VOXEL_COUNT) and count not in state_dict:
             state_dict[count] = getattr(self, VOXEL_COUNT)
@@ -247,7 +248,7 @@ def check_submanifold(kernel_size: tuple[int, ...], stride: tuple[int, ...]) -> 
 
 @torch.no_grad()
 def record_most(count: Tensor, y: SparseConvTensor) -> None:
-    """Raise count, (1,), to the number of sites of y if that is larger."""
+    """Set count, (1,), to the number of sites of y if this number exceeds count."""
     count.copy_(torch.maximum(count, (y.indices[:, 0] >= 0).sum().to(count.dtype)))
 
 
@@ -281,7 +282,7 @@ class _SubMConv(SparseConvolution):
         Args:
             kernel_size, dilation: one value for all dimensions or one per dimension. The kernel must be odd.
             stride: must be 1.
-            padding: ignored. The padding always keeps sites in place.
+            padding: ignored, since the outputs are always at the input sites.
             indice_key: the key under which layers share a rulebook.
             others: as in `SparseConvolution`, with the same errors.
         """

@@ -41,15 +41,16 @@ __all__ = [
 
 
 def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, rulebook: Rulebook, groups: int = 1) -> Tensor:
-    """Compute the convolution of a rulebook: (O, out) from features (N, in).
+    """Compute the convolution that a rulebook describes: outputs (O, out) from features (N, in).
 
-    If gradients are needed, their tables are computed once for all layers that share the rulebook.
+    If gradients are needed, the tables for gradients are computed once for all layers that share the rulebook.
 
     Args:
         features: (N, in), bfloat16, float16, float32 or float64.
-        weight: (out, *kernel, in / groups), same dtype.
-        bias: (out,), same dtype.
-        rulebook: rulebook of N inputs, or for an inverse convolution its `swapped()`.
+        weight: (out, *kernel, in / groups), in the dtype of features.
+        bias: (out,), in the dtype of features.
+        rulebook: rulebook of N inputs. An inverse convolution needs the `swapped()` rulebook of the convolution that it
+            inverts.
         groups: number of channel groups, each with its own part of the weight.
 
     Raises:
@@ -90,7 +91,7 @@ def cast_by_autocast(features: Tensor, weight: Tensor, bias: Tensor | None) -> t
 def by_group(
     features: Tensor, weight: Tensor, bias: Tensor | None, groups: int
 ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """Yield the features, weight and bias of each group of channels."""
+    """Return the features, weight and bias of each group of channels."""
     if groups == 1:
         return [(features, weight, bias)]
     channels, out_channels = features.shape[1], weight.shape[0]
@@ -101,7 +102,7 @@ def by_group(
 
 
 def linear(features: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
-    """Compute `convolve` for a kernel of 1 that keeps sites, as a matrix product without a rulebook.
+    """Compute `convolve` for kernel size 1 and unchanged sites, as a matrix product without a rulebook.
 
     Raises:
         TypeError: the dtypes differ and autocast is off.
@@ -158,14 +159,15 @@ def strided_conv(
     groups: int = 1,
     num_out_act_bound: int | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Compute a regular convolution, active where an input reaches. Returns features (O, out), indices (O, 1 + dims)
-    and their grid.
+    """Compute a regular convolution, whose outputs are all sites that an input reaches. Returns features (O, out),
+    indices (O, 1 + dims) and the output grid.
 
     Args:
         features, indices, weight, bias, spatial_shape, batch_size, dilation, groups: as in `subm_conv`, with any
             kernel.
         stride, padding: as in `torch.nn.functional.conv3d`.
-        num_out_act_bound: O; see `build_rulebook`. None: as many rows as output sites, for whose number the host waits.
+        num_out_act_bound: O, the fixed number of output rows; see `build_rulebook`. None: O is the number of output
+            sites, for which the host waits.
 
     Raises:
         MissingExtraError, TypeError, ValueError: as `build_rulebook` and `convolve`.
@@ -190,8 +192,8 @@ def transposed_conv(
     groups: int = 1,
     num_out_act_bound: int | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Compute a transposed convolution, active where an input reaches. Returns features (O, out), indices (O, 1 + dims)
-    and their grid.
+    """Compute a transposed convolution, whose outputs are all sites that an input reaches. Returns features (O, out),
+    indices (O, 1 + dims) and the output grid.
 
     Arguments and errors are those of `strided_conv`. `output_padding` is as in `torch.nn.functional.conv_transpose3d`.
     """
@@ -212,7 +214,7 @@ def indice_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute a convolution from its pairs: (num_activate_out, out) from features (N, in).
+    """Compute a convolution from its pairs: outputs (num_activate_out, out) from features (N, in).
 
     Args:
         features, filters, bias: as features, weight and bias in `convolve`.
@@ -237,7 +239,7 @@ def indice_subm_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute `indice_conv` whose output sites are the input sites.
+    """Compute `indice_conv` for a submanifold convolution, whose output sites are the input sites.
 
     Raises:
         ValueError: num_activate_out is not N; also the errors of `indice_conv`.
@@ -258,7 +260,7 @@ def indice_inverse_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute the inverse of `indice_conv`, from the outputs of the pairs to their num_activate_out inputs."""
+    """Compute the inverse convolution of `indice_conv`, from the pairs' outputs to their num_activate_out inputs."""
     return indice_conv(features, filters, indice_pairs.flip(0), indice_pair_num, num_activate_out, bias)
 
 
@@ -275,8 +277,8 @@ def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
-    """Add tensors; the result is active where any of them is. Its sites are sorted, and it has no rulebooks. The host
-    waits for the device.
+    """Add sparse tensors. The result contains every site of any tensor, sorted, and no rulebooks. The host waits for
+    the device.
 
     For tensors on the same sites, `x.replace_feature(x.features + y.features)` is faster.
 

@@ -11,7 +11,7 @@ MAX_DIMS = 4
 MAX_ROWS = 2**31 - 1  # tables store row numbers as int32
 NO_KEY = 2**63 - 1  # the maximum int64, which sorts after all keys
 EMPTY = -1  # marks a free slot in a hash table of keys
-NO_ROOM = 2  # positions in a rulebook's `faults`
+NO_ROOM = 2  # index in a rulebook's `faults`: the hash table has no room, or the bound is too small
 
 PerDimension = int | Sequence[int]
 
@@ -105,13 +105,13 @@ def check_cells(what: str, shape: Sequence[int], batch_size: int) -> None:
     if batch_size * math.prod(shape) > NO_KEY:
         raise ValueError(
             f"{what} {tuple(shape)} times batch_size {batch_size} exceeds 2^63 cells, more than int64 keys can "
-            "number: shift the coordinates to start near 0 and pass the smallest shape that holds them"
+            "number: shift the coordinates to start near 0 and pass the smallest shape that contains them"
         )
 
 
 def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Convert a `spatial_shape` to integers. Raise `TypeError` for other values, and `ValueError` unless it has 1 to 4
-    sizes of at least 1."""
+    """Convert a `spatial_shape` to integers. Raise `TypeError` if a size is not an integer, and `ValueError` unless
+    there are 1 to 4 sizes of at least 1."""
     sizes = _sizes("spatial_shape", shape, None, 1)
     if not 1 <= len(sizes) <= MAX_DIMS:
         raise ValueError(f"spatial_shape must have 1 to {MAX_DIMS} dimensions, got {sizes}")
@@ -123,7 +123,7 @@ def batch_size_of(value: Any) -> int:
 
     Raises:
         TypeError: the value is not an integer.
-        ValueError: it is below 1.
+        ValueError: the value is below 1.
     """
     size = whole_number("batch_size", value)
     if size < 1:
@@ -132,8 +132,8 @@ def batch_size_of(value: Any) -> int:
 
 
 def whole_number(what: str, value: Any, where: str = "") -> int:
-    """Convert an integer of Python, numpy or a tensor, or a float with an integer value, to an int. Error messages
-    append `where`.
+    """Convert an integer (of Python, numpy or a tensor) or a float with an integer value to an int. Error messages
+    contain `what` and `where`.
 
     Raises:
         TypeError: the value is not an integer (such as 2.5), or is a bool.
@@ -142,7 +142,7 @@ def whole_number(what: str, value: Any, where: str = "") -> int:
         return int(value)
     try:
         found = int(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: not exactly one element
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor without exactly one element
         found = None
     if found is None or isinstance(value, (bool, str)) or found != value:
         raise TypeError(f"{what} must be an integer{where}, got {value!r}")

@@ -22,8 +22,8 @@ from rooftop.sparse.sites import check_sites
 Tables = tuple[Tensor, Tensor, Tensor, Tensor]  # out_indices, neighbours, reached, faults
 
 MAX_SLOTS = 2**30  # maximum number of slots in a hash table, whose slot numbers are int32
-# A table starts with room for this many outputs per input, and grows if needed. A kernel of 3 makes a flat surface 3
-# cells thick.
+# A table starts with room for this many outputs per input, and grows if needed. With kernel
+# size 3, the outputs of a flat surface are 3 cells thick.
 ROOM_PER_SITE = 4
 
 
@@ -46,8 +46,8 @@ def four(values: tuple[int, ...]) -> Any:
 
 
 def submanifold_by_hash(indices: Tensor, shape: Geometry) -> Tables:
-    """Build the tables of a submanifold convolution from indices (N, 1 + dims). The first and the third table are
-    empty."""
+    """Build the tables of a submanifold convolution from indices (N, 1 + dims). The tables `out_indices` and `reached`
+    are empty."""
     kernels, sites, faults = load_kernels(), _sites(indices), no_faults(indices)
     table, rows = _insert_sites(sites, shape, faults)
     count, volume = len(sites), shape.kernel_volume
@@ -58,8 +58,8 @@ def submanifold_by_hash(indices: Tensor, shape: Geometry) -> Tables:
 
 
 def regular_by_hash(indices: Tensor, shape: Geometry, bound: int | None) -> Tables:
-    """Build the tables of any other convolution. `bound` is the number of output rows; None: as many as outputs, for
-    whose number the host waits.
+    """Build the tables of a convolution that is not submanifold. `bound` is the number of output rows. If `bound` is
+    None, there is one row per output, and the host waits for the number of outputs.
     """
     kernels, sites, faults = load_kernels(), _sites(indices), no_faults(indices)
     _insert_sites(sites, shape, faults)
@@ -80,8 +80,8 @@ def regular_by_hash(indices: Tensor, shape: Geometry, bound: int | None) -> Tabl
 
 
 def _reach_all(indices: Tensor, sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Run `_reach` with a table that grows until it has room. Also returns the number of outputs. The host waits for
-    the device.
+    """Run `_reach` with larger and larger tables until all outputs fit. Also returns the number of outputs. The host
+    waits for the device.
     """
     room = min(_most_outputs(len(sites), shape), ROOM_PER_SITE * len(sites))
     while True:
@@ -115,7 +115,7 @@ def _most_outputs(sites: int, shape: Geometry) -> int:
 
 
 def _insert_sites(sites: Tensor, shape: Geometry, faults: Tensor) -> tuple[Tensor, Tensor]:
-    """Fill a table with the inputs' keys. Also returns the row for each slot."""
+    """Fill a table with the inputs' keys. Also returns the input row of each slot."""
     table = _table(len(sites), sites.device)
     rows = torch.empty((len(table),), dtype=torch.int32, device=sites.device)
     sizes = (shape.dims, shape.batch_size, four(shape.in_shape))
@@ -136,5 +136,5 @@ def _sites(indices: Tensor) -> Tensor:
 
 
 def no_faults(indices: Tensor) -> Tensor:
-    """The flags of no faults: (3,) int32 zeros on the device of the indices."""
+    """Create the fault flags, none of them set: (3,) int32 zeros on the device of the indices."""
     return torch.zeros(3, dtype=torch.int32, device=indices.device)

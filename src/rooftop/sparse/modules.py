@@ -1,7 +1,7 @@
 """`SparseModule` and modules that need no sparse kernels, with spconv's names.
 
-A `SparseSequential` may mix sparse modules with plain modules, such as `torch.nn.ReLU`. A plain module gets the
-features.
+A `SparseSequential` may mix sparse modules with plain modules, such as `torch.nn.ReLU`. A plain module receives
+only the features.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from rooftop.sparse.tensor import SparseConvTensor
 
 
 class SparseModule(nn.Module):
-    """Base class of modules that map a `SparseConvTensor` to another one or to a dense tensor, also for users' modules.
+    """Base class of modules that map a `SparseConvTensor` to a `SparseConvTensor` or a dense tensor.
+
+    Users can derive their own modules from this class.
 
     Args:
         name: name in error messages.
@@ -36,8 +38,8 @@ def is_spconv_module(module: nn.Module) -> bool:
 
 
 class SparseSequential(SparseModule):
-    """Run modules in order. Pass them as positional arguments, in one `OrderedDict`, or by keyword. `add` appends a
-    module.
+    """Run modules in order. Pass modules as positional arguments, in one `OrderedDict`, or by keyword. `add` appends
+    a module.
 
     A `SparseModule` gets the sparse tensor, any other module gets its features (N, C). After `ToDense`, or any module
     that returns a dense tensor, modules get that dense tensor. Empty inputs also pass through all modules, so that
@@ -64,10 +66,10 @@ class SparseSequential(SparseModule):
         return len(self._modules)
 
     def add(self, module: nn.Module, name: str | None = None) -> None:
-        """Append a module. Without a name, its index is its name.
+        """Append a module. Without a name, the module's index is its name.
 
         Raises:
-            TypeError: it is not a module.
+            TypeError: the argument is not a module.
             ValueError: the name is already in use.
         """
         name = str(len(self)) if name is None else name
@@ -102,8 +104,8 @@ class SparseSequential(SparseModule):
 class SparseBatchNorm(nn.BatchNorm1d, SparseModule):
     """Apply `torch.nn.BatchNorm1d` to the features, over the sites of all batch elements.
 
-    With fewer than two sites, there is no variance. The running statistics are then used and do not change. If the
-    tensor is marked as `padded`, statistics exclude rows that are not sites. A dense tensor is normalized as by
+    Fewer than two sites have no variance, so the running statistics are then used and do not change. If the tensor
+    is marked as `padded`, statistics exclude rows that are not sites. A dense tensor is normalized as by
     `torch.nn.BatchNorm1d`.
     """
 
@@ -142,8 +144,8 @@ class ToDense(SparseModule):
 
 
 class RemoveGrid(SparseModule):
-    """Return the input. In spconv, this module frees a dense table, which does not exist here. It exists because
-    networks use its name."""
+    """Return the input. In spconv, this module frees a dense table. Rooftop has no such table, and keeps the module
+    for networks that use it."""
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
         return x
@@ -155,13 +157,13 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm)
 
 
 def _is_plain(module: nn.Module | None) -> TypeGuard[nn.BatchNorm1d]:
-    """Whether the module computes the same as `torch.nn.BatchNorm1d`, and is no subclass with its own `forward`."""
+    """Whether the module is a `torch.nn.BatchNorm1d`, or a subclass without its own `forward`."""
     return isinstance(module, nn.BatchNorm1d) and type(module).forward is nn.BatchNorm1d.forward
 
 
 def differs_from_torch(norm: nn.BatchNorm1d, x: SparseConvTensor) -> bool:
-    """Whether the result may differ from torch's: it does if batch statistics are used and some rows are not sites or
-    there are fewer than two rows."""
+    """Whether the result may differ from `torch.nn.BatchNorm1d`: batch statistics are used, and x is padded or has
+    fewer than two rows."""
     return (norm.training or norm.running_mean is None) and (x.padded or x.features.shape[0] < 2)
 
 
@@ -185,8 +187,8 @@ def _normalized_by_running(norm: nn.BatchNorm1d, features: Tensor) -> Tensor:
 
 
 def _normalized_by_sites(norm: nn.BatchNorm1d, features: Tensor, sites: Tensor) -> Tensor:
-    """Normalize rows (N, C) by the statistics of those rows that are sites (N,). The host does not wait for their
-    number."""
+    """Normalize rows (N, C) by the statistics of the rows that `sites` (N,) marks. The host does not wait for the
+    number of sites."""
     running = (norm.running_mean, norm.running_var)
     y, mean, var, count, _, _ = site_norm(features, sites, norm.weight, norm.bias, *running, norm.eps)
     if norm.training and norm.running_mean is not None:

@@ -5,11 +5,11 @@
 | class | result |
 |---|---|
 | `SparseMaxPool1d` to `4d` | the maximum of the sites in each window that has a site |
-| `SparseAvgPool1d` to `3d` | the mean of the sites in each window, whatever the window's size |
+| `SparseAvgPool1d` to `3d` | the mean of the sites in each window; cells without a site do not count |
 | `SparseGlobalMaxPool`, `SparseGlobalAvgPool` | maximum or mean of all sites of a batch element, as a dense tensor |
 
 A pooling layer with an `indice_key` stores its rulebook under this key. A `SparseInverseConv3d` with the same key maps
-back to its input sites.
+back to the pooling layer's input sites.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rooftop.sparse.tensor import SparseConvTensor
 
 
 class SparsePool(SparseModule):
-    """Base class of all pooling in windows. Use one of the subclasses.
+    """Base class of all pooling layers with windows. Use one of the subclasses.
 
     Attributes:
         ndim, subm, indice_key, algo, record_voxel_count, num_out_act_bound: as passed.
@@ -52,20 +52,22 @@ class SparsePool(SparseModule):
         *,
         num_out_act_bound: int | None = None,
     ) -> None:
-        """Take spconv's arguments in spconv's order, and one more.
+        """Create the layer. Positional arguments are spconv's, in spconv's order. The keyword-only argument is
+        Rooftop's.
 
         Args:
             ndim: number of dimensions of the grid, 1 to 4.
             kernel_size, stride, padding, dilation: as in `torch.nn.MaxPool3d`; one value for all dimensions or one per
-                dimension. A stride of None is the kernel's size, or 1 with `subm`.
-            indice_key: the key under which layers share a rulebook and an inverse convolution finds it.
-            subm: whether outputs are the input's sites. The kernel must then be odd and the stride 1, and the padding
-                is ignored.
+                dimension. A stride of None means the kernel size, or 1 with `subm`.
+            indice_key: the key under which layers share a rulebook. An inverse convolution finds the rulebook by this
+                key.
+            subm: whether the output sites are the input sites. With `subm`, kernel sizes must be odd, the stride must
+                be 1, and the padding is ignored.
             algo: ignored; see `ConvAlgo`.
-            record_voxel_count: whether a buffer (`get_max_num_voxels()`) keeps the maximum number of outputs in a call.
+            record_voxel_count: whether to record the maximum number of outputs of any call, for `get_max_num_voxels()`.
             name: name in error messages.
-            num_out_act_bound: the fixed number of output rows, of which the last may not be sites. The host then does
-                not wait for the device. None: as many rows as output sites.
+            num_out_act_bound: the fixed number of output rows, of which the last may not be sites. With this bound, the
+                host does not wait for the device. None: one row per output site.
 
         Raises:
             TypeError, ValueError: invalid sizes or algo.
@@ -87,10 +89,10 @@ class SparsePool(SparseModule):
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """Pool x on a grid of `ndim` dimensions. Returns the same batch and channels on the grid of the outputs.
+        """Pool x, whose grid has `ndim` dimensions. The result has the same batch and channels, on the output grid.
 
         Raises:
-            TypeError, ValueError: x is not a tensor of `ndim` dimensions, or the rulebook under `indice_key` has
+            TypeError, ValueError: x is not a sparse tensor of `ndim` dimensions, or the rulebook under `indice_key` has
                 another geometry or other sites; also the errors of `build_rulebook`.
             MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
@@ -107,8 +109,8 @@ class SparsePool(SparseModule):
         return y
 
     def get_max_num_voxels(self) -> Tensor | None:
-        """With `record_voxel_count`, the maximum number of outputs in a call, (1,) int32. `num_out_act_bound` must be
-        at least this."""
+        """Return the maximum number of outputs of any call so far, (1,) int32, or None without `record_voxel_count`.
+        `num_out_act_bound` must be at least this number."""
         return getattr(self, VOXEL_COUNT, None)
 
     def extra_repr(self) -> str:
@@ -125,7 +127,7 @@ class SparsePool(SparseModule):
 class SparseMaxPool(SparsePool):
     """The maximum of the sites in each window. As in spconv, all sites that equal the maximum get its whole gradient.
 
-    spconv 2.3 returns max(0, maximum). After a ReLU, the results are the same.
+    spconv 2.3 returns max(0, maximum). After a ReLU, this is the same as the maximum.
     """
 
     average = False

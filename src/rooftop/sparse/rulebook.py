@@ -6,14 +6,15 @@ Definition: (input i, output o, offset k) is a pair if and only if input and out
     input[i] == stride * output[o] + dilation * k - padding          (for transposed convolutions, input and output are
                                                                      swapped)
 
-An output is active if an input reaches it. For a submanifold convolution, the outputs are the inputs. Offsets are
-numbered in row-major order, k = (kz * ksize_y + ky) * ksize_x + kx, like the weights of `torch.nn.functional.conv3d`.
+An output is active if an input reaches it. For a submanifold convolution, the output sites are the input sites.
+Offsets are numbered in row-major order, k = (kz * ksize_y + ky) * ksize_x + kx, like the weights of
+`torch.nn.functional.conv3d`.
 Graham et al. 2018, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", section 3.
 
 A site is packed into one int64 key, ((batch * Z + z) * Y + y) * X + x. Outputs are sorted by key and pairs by input
 row, so results do not depend on the order in which threads run. `bitmaps.py` builds the rulebook on a GPU.
-`hash_tables.py` builds it on the CPU, and for grids that are too large for one bit per cell. `rulebook_reference` is
-the definition in plain PyTorch.
+`hash_tables.py` builds the rulebook on the CPU, and on a GPU for grids that are too large for one bit per cell.
+`rulebook_reference` is the definition in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class Faults(NamedTuple):
     """Errors in the sites that were found while building a rulebook, and the data for their messages.
 
     Attributes:
-        flags: (3,) int32 on the device of the indices. Each is 1 if an error occurred: an input row repeats a site; an
-            input row is out of range; there are more outputs than `num_out_act_bound` (there are then no outputs).
-        indices: (N, 1 + dims), the input sites.
+        flags: (3,) int32 on the device of the indices. A flag is 1 if its error occurred: an input row repeats a site;
+            an input row is out of range; or `num_out_act_bound` is too small (all output rows are then -1).
+        indices: the input sites, (N, 1 + dims).
         shape: the convolution's geometry.
         outputs: number of output rows.
     """
@@ -71,7 +72,7 @@ class Faults(NamedTuple):
     outputs: int
 
     def check(self) -> None:
-        """Raise `ValueError` for an error, with the first wrong row. Waits for the device."""
+        """Raise `ValueError` if a flag is set, and name the first wrong row. The host waits for the device."""
         repeated, outside, beyond = self.flags.tolist()
         if repeated or outside:
             check_sites(self.indices, self.shape.batch_size, self.shape.in_shape)
@@ -81,23 +82,23 @@ class Faults(NamedTuple):
 
 @dataclass(eq=False)
 class Rulebook:
-    """All pairs of a convolution with N inputs, O outputs and K offsets, in the forms that kernels need.
+    """All (input, output, offset) pairs of a convolution with N inputs, O outputs and K offsets, as tables for kernels.
 
     A row of indices that consists of -1 is not a site and has no pairs. With `num_out_act_bound`, the last output rows
-    may be such rows.
+    may be -1.
 
     Attributes:
-        shape: the geometry of the convolution, or for an inverse convolution the geometry of the convolution that it
-            inverts.
+        shape: the geometry of the convolution. For an inverse convolution, the geometry of the convolution that is
+            inverted.
         in_indices: (N, 1 + dims) int32 or int64, batch first.
-        out_indices: (O, 1 + dims), the same dtype, sorted. For a submanifold convolution, these are the input indices.
-        table: `neighbours`, and the tables that convolutions have derived from it, shared by all layers.
-        reached: the same for `reverse`; None for a submanifold convolution.
-        faults: (3,) int32 on the device of the indices, as `Faults.flags`. `check()` raises an error for them.
+        out_indices: (O, 1 + dims), sorted, with the dtype of in_indices. Equal to in_indices if `subm`.
+        table: the table `neighbours` and the forms that convolutions derived from it, shared by all layers.
+        reached: the table `reverse` and the forms derived from it; None for a submanifold convolution.
+        faults: `Faults.flags`, (3,) int32 on the device of the indices. `check()` raises an error if a flag is set.
         bounded: whether the number of output rows was fixed by a bound, so that some rows may not be sites.
         inverse: whether this rulebook is the `swapped()` of another rulebook.
-        version: the version counter of in_indices, which in-place changes increment. None for a copy, and if PyTorch
-            does not count versions.
+        version: the version counter of in_indices, which in-place changes increment. None for a copied rulebook, or if
+            PyTorch does not count versions.
     """
 
     shape: Geometry
@@ -111,7 +112,7 @@ class Rulebook:
     version: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for copies, without the version, since copied tensors have their own versions."""
+        """Return the state to copy, without `version`: copied tensors have their own version counters."""
         return {name: value for name, value in self.__dict__.items() if name != "version"}
 
     @property
@@ -134,8 +135,8 @@ class Rulebook:
 
     @property
     def subm(self) -> bool:
-        """Whether the outputs are the inputs. Then input i has output o at an offset if input o has output i at the
-        opposite offset."""
+        """Whether the output sites are the input sites. If so, site i has neighbour j at an offset if and only if j
+        has neighbour i at the opposite offset."""
         return self.shape.subm
 
     @property
@@ -151,38 +152,39 @@ class Rulebook:
         return Faults(self.faults, inputs, self.shape, outputs.shape[0])
 
     def check(self) -> None:
-        """Raise `ValueError` for an error in `faults`, with the first wrong row. Waits for the device."""
+        """Raise `ValueError` if a flag in `faults` is set, and name the first wrong row. Waits for the device."""
         self.told_faults.check()
 
     @property
     def num_outputs(self) -> Tensor:
-        """() int64 on the device: the number of output rows that are sites."""
+        """The number of output rows that are sites, a 0-dimensional int64 tensor on the device."""
         return (self.out_indices[:, 0] >= 0).sum()
 
     @property
     def neighbours(self) -> Tensor:
-        """(O, K) int32, contiguous: the input row at each offset of each output, or -1."""
+        """The input row at each offset of each output, or -1: (O, K) int32, contiguous."""
         return self.table.rows()
 
     @property
     def reverse(self) -> Tensor:
-        """(N, K) int32, contiguous: the output row that each input reaches at each offset, or -1."""
+        """The output row that each input reaches at each offset, or -1: (N, K) int32, contiguous."""
         return self.neighbours.flip(1) if self.reached is None else self.reached.rows()
 
     @cached_property
     def masks(self) -> Tensor:
-        """(O, ceil(K / 32)) int32: bit k % 32 of word k // 32 is set if `neighbours` has an input."""
+        """Bit masks of `neighbours`, (O, ceil(K / 32)) int32: bit k % 32 of word k // 32 is set if offset k has an
+        input."""
         return bit_masks(self.neighbours)
 
     @cached_property
     def reverse_masks(self) -> Tensor:
-        """(N, ceil(K / 32)) int32: the bit masks of `reverse`, like `masks`."""
+        """Bit masks of `reverse`, (N, ceil(K / 32)) int32, in the format of `masks`."""
         return bit_masks(self.reverse)
 
     @cached_property
     def indice_pairs(self) -> Tensor:
-        """(2, K, N) int32: for each offset, the input rows and the output rows of its pairs in the order of input rows,
-        followed by -1."""
+        """The pairs in spconv's format, (2, K, N) int32: the input rows and the output rows of each offset's pairs, in
+        the order of input rows, followed by -1."""
         listed, counts = row_pairs(self.reverse, self.out_indices.shape[0])  # outputs, then inputs
         beyond = torch.arange(listed.shape[2], device=counts.device) >= counts[:, None]  # (K, min(N, O))
         pairs = listed.flip(0).masked_fill_(beyond, -1)
@@ -190,7 +192,7 @@ class Rulebook:
 
     @cached_property
     def indice_pair_num(self) -> Tensor:
-        """(K,) int32: the number of pairs at each offset."""
+        """The number of pairs at each offset, (K,) int32."""
         return (self.reverse >= 0).sum(0, dtype=torch.int32)
 
     def swapped(self) -> Rulebook:
@@ -209,7 +211,7 @@ class Rulebook:
 
 
 def bit_masks(table: Tensor) -> Tensor:
-    """Convert (rows, K) int32, with -1 for none, to (rows, ceil(K / 32)) int32 with a bit for each entry."""
+    """Convert a table (rows, K) int32 to bit masks (rows, ceil(K / 32)) int32, with a bit for each entry except -1."""
     kernels = load_kernels()
     masks = table.new_empty((table.shape[0], -(-table.shape[1] // WORD_BITS)))
     launch_warp(kernels.set_bits, tuple(masks.shape), table, masks)
@@ -222,7 +224,7 @@ def bit_masks(table: Tensor) -> Tensor:
 def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int | None = None) -> Rulebook:
     """Build the rulebook by its definition in plain PyTorch, on any device, by sort, unique and searchsorted on keys.
 
-    Arguments and errors are those of `build_rulebook`, but every error is raised at once.
+    Arguments and errors are those of `build_rulebook`, but every error is raised immediately.
     """
     check_indices(indices, shape.dims)
     check_sites(indices, shape.batch_size, shape.in_shape)
@@ -254,7 +256,7 @@ def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int 
 
 
 def _reached(sites: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
-    """The key of the output that each input reaches at each offset, (N, K) int64, and whether it exists, (N, K)."""
+    """Return the key of the output that each input reaches at each offset, (N, K) int64, and whether it is valid."""
     device = sites.device
     offset = torch.cartesian_prod(*(torch.arange(k, device=device) for k in shape.ksize)).view(-1, shape.dims)
     step, spread, pad, size = (
@@ -281,18 +283,19 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
     Args:
         indices: (N, 1 + dims) int32 or int64, batch first, on a GPU or the CPU. Rows of -1 are not sites.
         shape: the convolution's geometry.
-        num_out_act_bound: the fixed number of output rows. Rows after the outputs are -1. With a bound, the host does
-            not wait for the device, so a CUDA graph can capture the call once a first call has loaded the kernels. A
-            submanifold convolution has as many outputs as inputs and never waits. Its bound must be at least N.
+        num_out_act_bound: the fixed number of output rows. Rows beyond the number of outputs are -1. With a bound, the
+            host does not wait for the device, so a CUDA graph can capture the call once a first call has loaded the
+            kernels. A submanifold convolution has as many outputs as inputs and never waits. For a
+            submanifold convolution, num_out_act_bound must be at least N.
 
     Raises:
         MissingExtraError: Warp is not installed.
         TypeError, ValueError: the shape, dtype or device of the indices is wrong, or the bound is invalid.
-        ValueError: a site is out of range or repeated, or there are more outputs than the bound. On the CPU, the call
-            raises this error. On a GPU, the call raises it only if it waits for the GPU anyway, or if ROOFTOP_CHECK=1
-            is in the environment. In other cases, `Rulebook.check()` raises it. Until then, a site out of range has no
-            pairs, pairs of a repeated site may belong to either row, and with too small a bound there are no outputs at
-            all.
+        ValueError: a site is out of range or repeated, or there are more outputs than the bound. On the CPU, this
+            call raises the error. On a GPU, this call raises the error only if the host waits for the GPU anyway, or
+            with ROOFTOP_CHECK=1 in the environment. Otherwise, `Rulebook.check()` raises the error. Before the error is
+            raised, a site out of range has no pairs, pairs of a repeated site may belong to either row, and too small a
+            bound leads to no outputs.
     """
     check_indices(indices, shape.dims)
     if indices.device.type not in ("cpu", "cuda"):
@@ -325,14 +328,15 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
 
 
 def version_of(indices: Tensor) -> int | None:
-    """How often a tensor was changed in place. None in compiled code and in inference mode, where PyTorch does not
+    """The number of in-place changes of a tensor. None in compiled code and in inference mode, where PyTorch does not
     count changes."""
     return None if torch.compiler.is_compiling() or indices.is_inference() else indices._version
 
 
 class SparseRulebook(NamedTuple):
-    """Output indices, neighbours, reverse table and faults. For a submanifold convolution, output indices and reverse
-    table are empty.
+    """Operator that computes output indices, neighbours, reverse table and faults.
+
+    For a submanifold convolution, output indices and reverse table are empty.
     """
 
     indices: Tensor
@@ -374,8 +378,8 @@ class SparseRulebook(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Sites are read once, and tables are written once. Other traffic of hash tables does not count, since the task
-        itself does not require it."""
+        """Count one read of the sites and one write of the tables. Hash table traffic does not count, since it is not
+        inherent to the task."""
         return Cost(distinct_bytes([self.indices]), distinct_bytes(made))
 
 
@@ -395,7 +399,7 @@ def _bounded(*arguments: Any) -> Tables:
 
 
 def _is_unseen(indices: Tensor) -> bool:
-    """Whether nothing (such as a tracer or a mode) has to see the operator, so that its parts can be called instead."""
+    """Whether no tracer or dispatch mode has to see the operator. If so, its steps can be called separately."""
     return unwatched(indices) or (not torch.compiler.is_compiling() and only_infers((indices,)))
 
 
@@ -458,7 +462,7 @@ def get_indice_pairs(
     transpose: bool,
     num_out_act_bound: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the pairs of a sparse convolution, with spconv's names and order.
+    """Compute the pairs of a sparse convolution. Argument names and their order are spconv's.
 
     Args:
         indices: (N, 1 + dims) int32 or int64: batch and then 1 to 4 coordinates of each active site.
@@ -466,8 +470,8 @@ def get_indice_pairs(
         spatial_shape: sizes of the dense grid.
         ksize, stride, padding, dilation, out_padding: one value for all dimensions or one per dimension, as in
             `torch.nn.functional.conv3d` and, for out_padding, `conv_transpose3d`. A submanifold convolution needs
-            stride 1 and an odd ksize. It ignores `padding` and keeps sites in place.
-        subm: whether the outputs are the inputs.
+            stride 1 and an odd ksize, and ignores `padding`.
+        subm: whether the output sites are the input sites.
         transpose: whether the convolution is transposed.
         num_out_act_bound: the fixed number of output rows; see `build_rulebook`.
 

@@ -21,8 +21,8 @@ Sizes = tuple[int, ...]
 
 
 def per_dimension(what: str, value: PerDimension, dims: int, least: int) -> tuple[int, ...]:
-    """Convert a value to one integer per dimension. Raise `TypeError` for other values, and `ValueError` if their
-    number is wrong or one is below `least`."""
+    """Convert a value to one integer per dimension. Raise `TypeError` if a value is not an integer, and `ValueError`
+    if the number of values is wrong or a value is below `least`."""
     sizes = whole_numbers(what, value, dims)
     if len(sizes) != dims or min(sizes) < least:
         raise ValueError(f"{what} must be an integer of at least {least}, or {dims} such integers, got {value}")
@@ -30,8 +30,8 @@ def per_dimension(what: str, value: PerDimension, dims: int, least: int) -> tupl
 
 
 def rows_of_outputs(num_out_act_bound: int | None) -> int | None:
-    """Convert a layer's `num_out_act_bound` to an integer. Raise `TypeError` for other values, and `ValueError` for a
-    value below 0."""
+    """Convert a layer's `num_out_act_bound` to an integer, or keep None. Raise `TypeError` if the value is not an
+    integer, and `ValueError` if it is below 0."""
     if num_out_act_bound is None:
         return None
     rows = whole_number("num_out_act_bound", num_out_act_bound)
@@ -64,7 +64,7 @@ def layer_geometry(
 def layer_rulebook(
     x: SparseConvTensor, shape: Geometry, indice_key: str | None, num_out_act_bound: int | None = None
 ) -> Rulebook:
-    """Return the rulebook of a layer on x: the stored rulebook if `indice_key` has one, or a new one.
+    """Return the rulebook of a layer on x: the rulebook stored under `indice_key`, or a new rulebook if none is stored.
 
     `on_outputs` stores a new rulebook under the key.
 
@@ -76,7 +76,7 @@ def layer_rulebook(
     found = x.find_indice_pair(indice_key)
     if found is None:
         return build_rulebook(x.indices, shape, num_out_act_bound)
-    # geometries are cached, so they are usually the same object
+    # equal geometries are usually the same object, since `layer_geometry` caches them
     if found.shape is not shape and not _same(found.shape, shape):
         raise ValueError(
             f"indice_key {indice_key!r} has the rulebook of another layer: {_told(found.shape)}; this layer is "
@@ -105,8 +105,8 @@ def inverse_rulebook(x: SparseConvTensor, ksize: Sizes, indice_key: str) -> Rule
     """Return the rulebook from the outputs back to the inputs of the layer that stored its rulebook under `indice_key`.
 
     Raises:
-        ValueError: there is no such rulebook, it is for a submanifold convolution or for another kernel, or x does not
-            have its output sites.
+        ValueError: no rulebook is stored under the key, the rulebook is for a submanifold convolution or for another
+            kernel, or the sites of x are not the rulebook's output sites.
     """
     found = x.find_indice_pair(indice_key)
     if found is None:
@@ -150,7 +150,8 @@ def on_outputs(
 
 
 def _same(one: Geometry, other: Geometry) -> bool:
-    """Whether two geometries are equal. They are compared size by size, which works for a compiler's symbolic sizes."""
+    """Whether two geometries are equal. Geometries are compared size by size, which works for a compiler's symbolic
+    sizes."""
     for name in NAMES:
         a, b = getattr(one, name), getattr(other, name)
         if isinstance(a, tuple):

@@ -1,12 +1,12 @@
 """Warp kernels that build the rulebook on GPU and CPU, by an open-addressing hash table of int64 keys.
 
-A table is (slots,) int64, where the number of slots is a power of two and free slots are EMPTY. A second array has each
-slot's row. The search for a key starts at the slot of its hash and ends at the first slot that is empty or has the key.
-Threads compete by compare-and-swap, and no thread waits for another. A table is filled in one launch and read only in
-later launches.
+A table is (slots,) int64, where the number of slots is a power of two and free slots are EMPTY. A second array stores
+the row of each slot's key. The search for a key starts at the slot of its hash and ends at the first slot that is empty
+or has the key. Threads compete by compare-and-swap, and no thread waits for another. One launch fills a table, and only
+later launches read the table.
 
-Sizes are passed as vectors of four, of which kernels use the first `dims` entries. `faults` is as in `Rulebook`. A
-thread that finds a fault stores 1 and skips its site.
+Sizes are passed as vectors of four, of which kernels use the first `dims` entries. `faults` has the
+flags of `Rulebook.faults`. A thread that finds a fault sets the flag to 1 and skips its site.
 """
 
 import warp as wp
@@ -21,8 +21,8 @@ EMPTY = wp.constant(wp.int64(geometries.EMPTY))
 NO_KEY = wp.constant(wp.int64(geometries.NO_KEY))
 MIX = wp.constant(wp.uint64(0xFF51AFD7ED558CCD))  # constant of MurmurHash3's finalizer
 HALF = wp.constant(wp.uint64(33))
-# In a half-full table, the probability of a run of n full slots is below exp(-0.19 n). So a run of this length means
-# that the table has no room.
+# In a half-full table, the probability of a run of n full slots is below exp(-0.19 n). So a run of PROBES full slots
+# means that the table has no room.
 PROBES = wp.constant(256)
 REPEATED, OUTSIDE, NO_ROOM = wp.constant(0), wp.constant(1), wp.constant(geometries.NO_ROOM)
 
@@ -38,7 +38,7 @@ def first_slot(table: wp.array(dtype=wp.int64), key: wp.int64):
 
 @wp.func
 def insert(table: wp.array(dtype=wp.int64), key: wp.int64):
-    """Insert a key. Returns its slot, or -1 if the table has no room, and whether the key is new."""
+    """Insert a key. Returns the key's slot (-1 if the table has no room) and whether the key is new."""
     slot = first_slot(table, key)
     mine = wp.int32(-1)
     new = wp.bool(False)
@@ -58,7 +58,7 @@ def insert(table: wp.array(dtype=wp.int64), key: wp.int64):
 
 @wp.func
 def find(table: wp.array(dtype=wp.int64), key: wp.int64):
-    """Find the slot of a key, or -1."""
+    """Return the slot of a key, or -1 if the table does not contain the key."""
     slot = first_slot(table, key)
     mine = wp.int32(-1)
     probe = wp.int32(0)
@@ -129,8 +129,8 @@ def pair_submanifold(
     rows: wp.array(dtype=wp.int32),
     neighbours: wp.array2d(dtype=wp.int32),  # (N, K), filled with -1
 ):
-    """Launched with (N, K // 2 + 1) threads. Each thread pairs a site at an offset up to the centre, and at the
-    mirrored offset."""
+    """Each of (N, K // 2 + 1) threads finds the neighbour of one site at one offset up to the centre. The thread stores
+    this pair and the mirrored pair."""
     row, k = wp.tid()
     last = neighbours.shape[1] - 1
     if not is_inside(sites, row, dims, batch_size, shape):
@@ -139,7 +139,7 @@ def pair_submanifold(
         neighbours[row, k] = row
         return
     key, cells = wp.int64(0), wp.int64(1)
-    rest = wp.int32(k)  # offsets fit in 32 bits, where division is faster
+    rest = wp.int32(k)  # offsets fit in 32 bits, and 32-bit division is faster than 64-bit division
     inside = wp.bool(True)
     for back in range(dims):
         dim = dims - 1 - back
@@ -174,14 +174,14 @@ def reach_outputs(
     slots: wp.array2d(dtype=wp.int32),  # (N, K)
     faults: wp.array(dtype=wp.int32),
 ):
-    """Launched with (N, K) threads. Each thread inserts the output of an input at an offset, and stores the output's
+    """Each of (N, K) threads inserts the key of the output that one input reaches at one offset, and stores the key's
     slot, or -1."""
     row, k = wp.tid()
     slots[row, k] = -1
     if faults[NO_ROOM] != 0 or not is_inside(sites, row, dims, batch_size, in_shape):
         return
     key, cells = wp.int64(0), wp.int64(1)
-    rest = wp.int32(k)  # offsets fit in 32 bits, where division is faster
+    rest = wp.int32(k)  # offsets fit in 32 bits, and 32-bit division is faster than 64-bit division
     valid = wp.bool(True)
     for back in range(dims):
         dim = dims - 1 - back
@@ -214,8 +214,8 @@ def number_outputs(
     rows: wp.array(dtype=wp.int32),
     sites: wp.array2d(dtype=wp.int64),  # (O, 1 + dims)
 ):
-    """Write each key's index in sorted order to its slot, and its coordinates to the outputs. Entries without a key get
-    -1.
+    """For each sorted key, write its row number to `rows` at the key's slot, and its coordinates to `sites`. Rows
+    without a key get coordinates of -1.
     """
     row = wp.tid()
     key = keys[row]
@@ -237,8 +237,8 @@ def pair_outputs(
     reverse: wp.array2d(dtype=wp.int32),  # (N, K), slots
     neighbours: wp.array2d(dtype=wp.int32),  # (O, K), filled with -1
 ):
-    """Launched with (N, K) threads. Each thread replaces a slot by an output row, and writes the input to the output's
-    row."""
+    """Each of (N, K) threads replaces one slot in `reverse` by the output's row, and writes the input's row to
+    `neighbours`."""
     row, k = wp.tid()
     slot = reverse[row, k]
     if slot < 0:
@@ -254,7 +254,7 @@ def set_bits(
     table: wp.array2d(dtype=wp.int32),  # (rows, K)
     masks: wp.array2d(dtype=wp.int32),  # (rows, ceil(K / 32))
 ):
-    """Launched with (rows, ceil(K / 32)) threads. Each thread sets a bit for each entry that is not -1."""
+    """Each of (rows, ceil(K / 32)) threads computes one word of `masks`, with a bit for each entry that is not -1."""
     row, word = wp.tid()
     bits = wp.uint32(0)
     for bit in range(32):

@@ -1,8 +1,9 @@
 """The Triton kernels of batch norm over sites. `site_norms.py` has the operators.
 
 The rows are divided into parts of equal length, and each program sums one part. For each block of columns, one program
-merges the parts, always in the same order. A part consists of a count, a mean and a sum of squared deviations, merged
-as in Chan et al. 1983, "Algorithms for Computing the Sample Variance". So there is no cancellation if means are large.
+merges the parts, always in the same order. The result of a part is a count, a mean and a sum of squared
+deviations. Merging as in Chan et al. 1983, "Algorithms for Computing the Sample Variance", avoids cancellation for
+large means.
 
 Arithmetic uses the dtype of the statistics, which is float64 for float32 rows. A mean rounded to float32 would shift
 all sites by the same amount. For values far from zero, that shift would exceed the rounding error of the rows
@@ -21,7 +22,7 @@ def site_moments(
     rows, length,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute count, mean and sum of squared deviations for `length` rows, a multiple of ROWS."""
+    """Compute count, mean and sum of squared deviations for `length` rows. `length` is a multiple of ROWS."""
     part, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     wide: tl.constexpr = means.dtype.element_ty
     count = tl.zeros((), wide)
@@ -50,8 +51,8 @@ def merge_moments(
     parts, eps,
     CHANNELS: tl.constexpr, RUNNING: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts to the mean and variance of all sites, and write the statistics that normalize rows. These are
-    this mean and variance or, with fewer than two sites, the running statistics if they exist."""
+    """Merge the parts into the mean and variance of all sites. Write the center and rate that normalize rows: from this
+    mean and variance or, with fewer than two sites, from the running statistics if these exist."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wide: tl.constexpr = means.dtype.element_ty
     count = tl.zeros((), wide)
@@ -173,7 +174,7 @@ def _store(y, value, rows, column, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _parts(means, squares, counts, start, parts, column, CHANNELS: tl.constexpr, PARTS: tl.constexpr):
-    """Load (counts (PARTS,), means (PARTS, COLUMNS), squares) of the parts from `start` on, with 0 for absent parts."""
+    """Load counts (PARTS,), means and squares (PARTS, COLUMNS) of the parts from `start` on. Absent parts get 0."""
     part = start + tl.arange(0, PARTS)
     place = part[:, None] * CHANNELS + column[None, :]
     wanted = (part < parts)[:, None] & (column < CHANNELS)[None, :]

@@ -3,11 +3,11 @@
 Mean and variance are over the rows (N, C) that `sites` (N,) marks, whose number only the device knows. With fewer than
 two sites, there is no variance, and the running statistics are used. Source: Ioffe and Szegedy 2015, "Batch
 Normalization". The kernels are memory-bound: forward reads x twice and writes y; backward reads dy and x twice and
-writes dx. Rows that are not sites may have any values. The kernels do not read them, and their results and gradients
-are 0.
+writes dx. Rows that are not sites may have any values. The kernels do not read these rows, and set their results and
+gradients to 0.
 
-Sums and statistics are float64 (float32 for half precision). They are computed in parts of equal length that are merged
-in a fixed order, so results are the same bit for bit in each run.
+Sums and statistics are float64 (float32 for half precision). Each sum is computed in parts of equal length, which
+are merged in a fixed order, so results are the same bit for bit in each run.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def site_norm_reference(
     x: Tensor, sites: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, eps: float,
 ) -> Six:  # fmt: skip
-    """Compute (y (N, C), mean, var, count (1,), center, rate). mean and var are the sites' statistics, center and rate
-    normalize the rows, (C,) each."""
+    """Compute y (N, C), mean, var, count (1,), center and rate. mean and var (C,) are the sites' statistics. center and
+    rate (C,) normalize the rows."""
     known, wide = sites[:, None], _wide(x)
     values = x.to(wide).where(known, 0)
     count = sites.sum().to(wide).view(1)
@@ -59,8 +59,8 @@ def site_norm_gradient_reference(
     dy: Tensor, x: Tensor, sites: Tensor, weight: Tensor | None, center: Tensor, rate: Tensor, count: Tensor,
     by_running: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute (dx (N, C), dweight (C,), dbias (C,)). `by_running` means that there are fewer than two sites, which
-    running statistics normalized as constants."""
+    """Compute dx (N, C), dweight (C,) and dbias (C,). `by_running` means that running statistics exist. With fewer than
+    two sites, the running statistics normalized the rows, as constants."""
     known = sites[:, None]
     slope, values = (t.to(rate.dtype).where(known, 0) for t in (dy, x))
     rest = (values - center).where(known, 0).sum(0) / count.clamp(min=1)  # corrects the rounding error of center
@@ -76,7 +76,7 @@ def site_norm_gradient_reference(
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums and statistics, which is so wide that only results are rounded."""
+    """The dtype of sums and statistics: float64 for float32 and float64, float32 for half precision."""
     return torch.float64 if x.dtype in (torch.float32, torch.float64) else torch.float32
 
 
@@ -93,7 +93,7 @@ def _tile(x: Tensor) -> dict[str, int]:
 
 
 def _parts(x: Tensor, tile: dict[str, int]) -> tuple[int, int]:
-    """Into how many parts the rows are divided for sums, and the length of a part."""
+    """Return the number of parts into which rows are divided for sums, and the number of rows in a part."""
     tiles = -(-size(x, 0) // tile["ROWS"])
     each = -(-tiles // (PARTS_PER_SM * processors(x)))
     return -(-tiles // each), each * tile["ROWS"]
@@ -152,11 +152,11 @@ def _backward(
 
 
 class SiteNorm(NamedTuple):
-    """(y, mean, var, count, center, rate) as in `site_norm_reference`.
+    """Operator that computes y, mean, var, count, center and rate as `site_norm_reference` does.
 
-    x is (N, C), bfloat16, float16, float32 or float64. sites is (N,), bool. All other arguments are (C,), float32 or
-    wider than x. weight and bias are both given or both None, and so are running_mean and running_var. The results
-    mean, var (biased), center and rate are float64 if x is float32 or float64, and float32 if not.
+    x is (N, C), bfloat16, float16, float32 or float64. sites is (N,), bool. All other tensors are (C,), float32 or
+    wider. weight and bias are both given or both None, and so are running_mean and running_var. The results mean, var
+    (biased), center and rate are float64 if x is float32 or float64, and float32 otherwise.
     """
 
     x: Tensor
@@ -179,7 +179,7 @@ class SiteNorm(NamedTuple):
         return site_norm_reference(*self)
 
     def keep(self, made: Six) -> tuple[Any, ...]:
-        """Save the arguments of the backward operator after dy, and the dtype of the bias."""
+        """Save all arguments of the backward operator except dy, and the dtype of the bias."""
         x, sites, weight, bias, running_mean, *_ = self
         _, _, _, count, center, rate = made
         return x, sites, weight, center, rate, count, running_mean is not None, None if bias is None else bias.dtype
@@ -191,15 +191,15 @@ class SiteNorm(NamedTuple):
         return (dx,) if weight is None else (dx, None, dweight.to(weight.dtype), dbias.to(bias_dtype))
 
     def cost(self, made: Six) -> Cost:
-        """Per element: a sum, a difference, a square and its sum for the moments; a difference and a product, and two
-        more operations with weights. x counts as read once, as if a cache held it."""
+        """Per element, count four operations for the moments (a sum, a difference, a square and its sum), two to
+        normalize, and two more with weights. Count only one read of x, as if a cache served the second read."""
         flops = (4 + 2 + 2 * (self.weight is not None)) * self.x.numel()
         read = distinct_bytes(self[:6])
         return Cost(read, distinct_bytes(made), {precision_of(self.x.dtype): flops} if flops else {})
 
 
 class SiteNormBackward(NamedTuple):
-    """(dx (N, C), dweight (C,), dbias (C,)) as in `site_norm_gradient_reference`."""
+    """Operator that computes dx (N, C), dweight (C,) and dbias (C,) as `site_norm_gradient_reference` does."""
 
     dy: Tensor
     x: Tensor
@@ -218,8 +218,8 @@ class SiteNormBackward(NamedTuple):
         return self.x.new_empty(self.x.shape), self.rate.new_empty(shape), self.rate.new_empty(shape)
 
     def cost(self, made: tuple[Tensor, Tensor, Tensor]) -> Cost:
-        """Per element: two operations to recompute the normalized x, two sums and a product, a product and two
-        differences, and the scale."""
+        """Per element, count nine operations: two recompute the normalized x, three form the two sums, three subtract
+        the terms of mean and variance, and one multiplies by the scale."""
         flops = 9 * self.x.numel()
         read = distinct_bytes(self[:7])
         return Cost(read, distinct_bytes(made), {precision_of(self.x.dtype): flops} if flops else {})
@@ -239,5 +239,5 @@ def site_norm(
     x: Tensor, sites: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, eps: float,
 ) -> Six:  # fmt: skip
-    """Compute the results of `SiteNorm`. C++ repeats recorded calls without Python, also for other numbers of rows."""
+    """Compute the results of `SiteNorm`. C++ replays recorded calls without Python, also for other numbers of rows."""
     return _site_norm(x, sites, weight, bias, running_mean, running_var, eps)

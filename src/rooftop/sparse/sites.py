@@ -17,7 +17,7 @@ from rooftop.sparse.geometries import MAX_ROWS
 
 
 def keys_of(sites: Tensor, shape: Sequence[int]) -> Tensor:
-    """Convert sites (..., 1 + dims) int64, batch first, to one int64 key each."""
+    """Convert each site of a tensor (..., 1 + dims) int64, batch first, to an int64 key."""
     keys = sites[..., 0]
     for dim, size in enumerate(shape):
         keys = keys * size + sites[..., 1 + dim]
@@ -37,7 +37,7 @@ def sites_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
-    """Raise `ValueError` for the first row that is out of range, or else for the first row that repeats another.
+    """Raise `ValueError` for the first row out of range or, if there is none, for the first that repeats a row.
 
     Rows of -1 are not sites and are skipped. The host waits for the device.
     """
@@ -56,7 +56,7 @@ def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
 
 
 def check_range(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
-    """Check only the range of the sites, which is the first half of `check_sites`."""
+    """Raise `ValueError` for the first row that is out of range. Rows of -1 are skipped."""
     sites = indices.long()
     outside = (sites != -1).any(1) & ~in_range(sites, batch_size, shape)
     if bool(outside.any()):
@@ -68,7 +68,7 @@ def check_range(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
 
 
 def in_range(sites: Tensor, batch_size: int, shape: Sequence[int]) -> Tensor:
-    """Whether each row of (N, 1 + dims) int64 is in range, (N,) bool."""
+    """Return which rows of sites (N, 1 + dims) int64 are in range, (N,) bool."""
     inside = (sites[:, 0] >= 0) & (sites[:, 0] < batch_size)
     for dim, size in enumerate(shape):
         inside &= (sites[:, 1 + dim] >= 0) & (sites[:, 1 + dim] < size)
@@ -76,8 +76,8 @@ def in_range(sites: Tensor, batch_size: int, shape: Sequence[int]) -> Tensor:
 
 
 def checks_values(indices: Tensor) -> bool:
-    """Whether wrong values raise at once. They do on the CPU, and on a GPU with ROOFTOP_CHECK=1 unless a graph is being
-    captured."""
+    """Whether invalid indices raise an error at once: on the CPU, and on a GPU with ROOFTOP_CHECK=1 unless a CUDA graph
+    is being captured."""
     if indices.device.type == "cpu":
         return True
     return os.environ.get("ROOFTOP_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()

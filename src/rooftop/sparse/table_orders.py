@@ -1,8 +1,8 @@
 """Neighbour tables in the forms that sparse convolution kernels need: ordered rows, and pair lists.
 
-Each form is computed once for all layers that share a rulebook. An ordered table replaces the table by rows, which
-saves 60 MB for half a million sites and 27 offsets. `torch.library` operators compute everything, so that compiled
-programs can use them.
+Each form is computed once for all layers that share a rulebook. An ordered table replaces the unordered table,
+which saves 60 MB for half a million sites and 27 offsets. `torch.library` operators compute all forms, so that compiled
+programs can use these forms.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from rooftop.launch.triton_launch import INTERPRETED
 
 
 def by_kernels(table: Tensor) -> bool:
-    """Whether kernels compute table convolutions on this device. Only these kernels use orders and pair lists."""
+    """Whether Triton kernels compute convolutions on the device of `table`. Only kernels use row orders and pair
+    lists."""
     return not table.is_cpu or INTERPRETED
 
 
 def are_many(rows: int, least: int) -> bool:
-    """Whether there are at least this many rows. True if a compiled program learns the number only at run time."""
+    """Whether there are at least `least` rows. True if a compiled program learns the number only at run time."""
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -39,8 +40,8 @@ def are_many(rows: int, least: int) -> bool:
 
 
 def to_keep() -> AbstractContextManager[object]:
-    """A context in which to create tensors that later calls also use: it leaves inference mode, because autograd cannot
-    save inference tensors. Compiled code is either entirely in inference mode or not at all."""
+    """Return a context in which to create tensors that later calls reuse. The context leaves inference mode, because
+    autograd cannot save inference tensors. Compiled code is either entirely in inference mode or not at all."""
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
@@ -56,7 +57,7 @@ class RowOrder(NamedTuple):
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
         rows, taps = self.neighbours.shape
-        if free_unbacked_symbols(rows):  # known only at run time; beyond the bound there is no table
+        if free_unbacked_symbols(rows):  # known only at run time; with more rows, the result has no table
             torch._check(rows <= tables.MOST_SORTED)
         return self.neighbours.new_empty(sparse_conv_launches.row_order_shape(rows, taps))
 
@@ -66,7 +67,7 @@ class RowOrder(NamedTuple):
 
 
 class RowPairs(NamedTuple):
-    """List the pairs (2, T, min(M, N)) int32 of each tap in a table (M, T) of N sites, and count them, (T,) int32."""
+    """List and count the pairs of each tap in a table (M, T) of N sites: (2, T, min(M, N)) int32 and (T,) int32."""
 
     neighbours: Tensor
     sites: int
@@ -85,8 +86,8 @@ class RowPairs(NamedTuple):
 
 
 class RowBlocks(NamedTuple):
-    """For each tap, list the blocks of an ordered table that have a neighbour, (T, blocks) int32, and count them, (T,)
-    int32."""
+    """For each tap, list the row blocks of an ordered table that have a neighbour at this tap, (T, blocks) int32, and
+    count these blocks, (T,) int32."""
 
     order: Tensor
     taps: int
@@ -129,11 +130,11 @@ def row_blocks(order: Tensor, taps: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(eq=False)
 class NeighbourTable:
-    """A neighbour table (M, T) of M rows among N sites, stored in the form that was requested last.
+    """A neighbour table (M, T) of M rows among N sites, stored by row or, once a kernel needed an order, ordered.
 
     Attributes:
-        by_row: (M, T) int32, contiguous: the site at each tap, or -1. None while only `ordered` has the table.
-        sites: N.
+        by_row: the site at each tap, or -1, (M, T) int32, contiguous. None if only `ordered` contains the table.
+        sites: N, the number of sites.
         ordered: the result of `row_order` for the table.
         lists: the result of `row_pairs` or `row_blocks` for the table.
     """
@@ -144,7 +145,7 @@ class NeighbourTable:
     lists: tuple[Tensor, Tensor] | None = None
 
     def rows(self) -> Tensor:
-        """The table by rows, (M, T) int32. It is recomputed if only the ordered table is stored."""
+        """The table in its original row order, (M, T) int32. Recomputed if only the ordered table is stored."""
         if self.by_row is not None:
             return self.by_row
         assert self.ordered is not None
@@ -180,7 +181,7 @@ class NeighbourTable:
                 with to_keep():
                     self.lists = row_blocks(order, self.taps)
                 return self.lists
-            assert self.by_row is not None  # without an order, there is a table by rows
+            assert self.by_row is not None  # `by_row` is None only if `ordered` contains the table
             if by_kernels(self.by_row) and are_many(self.by_row.shape[0], tables.LISTED_FROM):
                 with to_keep():
                     self.lists = row_pairs(self.by_row, self.sites)

@@ -21,18 +21,18 @@ REDUCTIONS = ("sum", "mean", "max", "min")
 class SparseConvTensor:
     """Features on the active sites of a batch of grids.
 
-    A row of indices that consists of -1 is not a site. Outputs of convolutions with a fixed number of rows may end in
-    such rows.
+    A row of indices that consists of -1 is not a site. If the number of output rows of a convolution
+    is fixed, the last rows may be -1.
 
     Attributes:
-        features: (N, C). Use `replace_feature` to change them.
+        features: (N, C). Change features with `replace_feature`.
         indices: (N, 1 + dims) int32 or int64, batch first.
-        spatial_shape: list of 1 to 4 sizes.
+        spatial_shape: list of the grid's sizes in 1 to 4 dimensions.
         batch_size: number of batch elements, some of which may have no sites.
         indice_dict: the rulebooks of the layers that computed this tensor, by `indice_key`.
-        padded: whether some rows of indices may not be sites. Outputs of a layer with a bound are padded. For an input,
-            the caller sets this flag. Batch norms of padded tensors use only sites.
-        faults: errors that earlier layers have found in their sites. `check()` raises them.
+        padded: whether some rows of indices may not be sites. Outputs of a layer with `num_out_act_bound` are padded.
+            For the network's input, the caller sets `padded`. Batch norms of padded tensors use only sites.
+        faults: flags of the errors that earlier layers found in their sites. `check()` raises the first error.
     """
 
     def __init__(
@@ -47,15 +47,16 @@ class SparseConvTensor:
         *,
         padded: bool = False,
     ) -> None:
-        """Use the given tensors without copies. In compiled code and for fake tensors, nothing checks their values.
+        """Use the given tensors without copies. Values are not checked in compiled code or for fake tensors.
 
-        Arguments are in spconv's order. grid and voxel_num are ignored; they exist for networks that pass them.
+        Arguments are in spconv's order. grid and voxel_num are ignored, and accepted only for
+        networks that pass them.
 
         Raises:
             TypeError, ValueError: a shape, dtype or device is wrong; the grid, including the batch, has 2^63 cells or
                 more; or a site is out of range (checked on the CPU, and on a GPU with ROOFTOP_CHECK=1 in the
-                environment). Repeated sites raise later: when a convolution looks for neighbours, and in `dense()`.
-                `coalesce()` merges repeated sites.
+                environment). Repeated sites raise an error later: when a convolution builds its rulebook, or
+                in `dense()`. `coalesce()` merges repeated sites.
         """
         self.spatial_shape = list(sizes_of(spatial_shape))
         check_indices(indices, len(self.spatial_shape))
@@ -72,12 +73,12 @@ class SparseConvTensor:
     _with_sites: tuple[int, Tensor] | None = None  # (version of the indices, which rows are sites)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for copies, without the version, since copied tensors have their own versions."""
+        """Return the state to copy, without `_with_sites`: copied tensors have their own version counters."""
         return {name: value for name, value in self.__dict__.items() if name != "_with_sites"}
 
     @classmethod
     def from_dense(cls, x: Tensor) -> SparseConvTensor:
-        """Take the cells of a dense tensor (B, *spatial_shape, C), channels last, that are not zero in all channels.
+        """Create a sparse tensor from a dense tensor (B, *spatial_shape, C). Cells with a nonzero channel become sites.
 
         Indices are int32 and sorted. The host waits for the device.
         """
@@ -111,7 +112,7 @@ class SparseConvTensor:
 
     @property
     def sparity(self) -> float:
-        """The number of rows divided by the number of cells in the batch. The name is spconv's."""
+        """The number of rows divided by the number of cells in the batch. spconv uses the same name."""
         return len(self.indices) / (self.spatial_size * self.batch_size)
 
     def replace_feature(self, feature: Tensor) -> SparseConvTensor:
@@ -137,7 +138,7 @@ class SparseConvTensor:
         """Add features (N, C), or the features of a tensor on the same sites.
 
         Raises:
-            ValueError: the other tensor has another tensor of indices. `functional.sparse_add` adds such tensors.
+            ValueError: the two sparse tensors do not share one tensor of indices. Use `functional.sparse_add` instead.
         """
         if not isinstance(other, SparseConvTensor):
             return self.replace_feature(self.features + other)
@@ -153,8 +154,8 @@ class SparseConvTensor:
     def derived(
         self, features: Tensor, indices: Tensor, spatial_shape: Sequence[int], padded: bool = False
     ) -> SparseConvTensor:
-        """Make a layer's result from this tensor, with the same batch and rulebooks, and with sites that need no
-        check."""
+        """Create a layer's result from this tensor, with the same batch size and rulebooks. Sites are not
+        checked."""
         new = object.__new__(type(self))
         new._features, new.indices, new.batch_size = features, indices, self.batch_size
         new.spatial_shape, new.indice_dict = list(spatial_shape), self.indice_dict
@@ -164,11 +165,11 @@ class SparseConvTensor:
         return new
 
     def rows_with_sites(self) -> Tensor:
-        """Which rows are sites, (N,) bool. Results of layers with the same indices share it. An input does not store
-        it, since its indices may change between replays of a CUDA graph."""
+        """Return which rows are sites, (N,) bool. Results of layers with the same indices share this mask. The
+        network's input does not store the mask, since its indices may change between replays of a CUDA graph."""
         if torch.compiler.is_compiling() or not self.faults:
             return self.indices[:, 0] >= 0
-        if torch.is_inference_mode_enabled() or self.indices.is_inference():  # autograd could not save it
+        if torch.is_inference_mode_enabled() or self.indices.is_inference():  # autograd cannot save inference tensors
             return self.indices[:, 0] >= 0
         if self._with_sites is None or self._with_sites[0] != self.indices._version:
             self._with_sites = self.indices._version, self.indices[:, 0] >= 0
@@ -188,11 +189,11 @@ class SparseConvTensor:
         """Convert to a dense tensor with zeros in cells without a site: (B, C, *spatial_shape), or (B, *spatial_shape,
         C).
 
-        This is differentiable.
+        The conversion is differentiable.
 
         Raises:
-            ValueError: a site is repeated or out of range, where the constructor checks values. Where it does not, one
-                of the repeated sites is used, and sites out of range are ignored.
+            ValueError: a site is repeated or out of range (checked on the CPU, and on a GPU with ROOFTOP_CHECK=1 in the
+                environment). Without this check, one of the repeated sites is used, and sites out of range are ignored.
         """
         if _has_values(self.indices) and checks_values(self.indices):
             check_sites(self.indices, self.batch_size, self.spatial_shape)
@@ -209,8 +210,8 @@ class SparseConvTensor:
         """Merge rows of the same site, by the "sum", "mean", "max" or "min" of their features. The result's sites are
         sorted.
 
-        This is differentiable and deterministic: rows are reduced in order, and summed in float32 or wider. The host
-        waits for the device. The result has no rulebooks.
+        The operation is differentiable and deterministic. Rows are reduced in order, and summed in float32 or wider.
+        The host waits for the device. The result has no rulebooks.
 
         Raises:
             TypeError: the features are integers.
@@ -237,7 +238,7 @@ class SparseConvTensor:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether the tensor has data, and is no fake tensor of a compiler."""
+    """Whether the tensor has data: it is not a fake tensor, and the code is not being compiled."""
     return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)
 
 
@@ -250,4 +251,4 @@ def _check_features(features: Tensor, indices: Tensor) -> None:
             f"got {tuple(features.shape)}"
         )
     if features.device != indices.device:
-        raise ValueError(f"features are on {features.device}, indices on {indices.device}: move one to the other")
+        raise ValueError(f"features are on {features.device}, indices on {indices.device}: move both to one device")

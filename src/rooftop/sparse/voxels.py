@@ -5,10 +5,10 @@ with IEEE 754 division. So GPU, CPU and spconv find the same cell. Points are so
 a stable sort, so that results do not depend on the order in which threads run. A point outside the grid, or with NaN,
 is in no voxel.
 
-There are two rules for where a grid ends. `voxelize` takes every point in its range, low <= p < high in the points'
+There are two rules for where a grid ends. `voxelize` includes every point in its range, low <= p < high in the points'
 dtype. If the cells do not divide the range, the last cell extends beyond the range. `PointToVoxel` follows spconv's
-rule: it rounds the range to the nearest number of whole cells. So it excludes up to half a cell of the range, or
-includes up to half a cell beyond the range.
+rule: it rounds the range to the nearest number of whole cells. So `PointToVoxel` excludes up to half a cell of the
+range, or includes up to half a cell beyond the range.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Grid(NamedTuple):
         low: start of the first cell.
         sizes: size of a cell.
         shape: number of cells.
-        high: end of the range, from which on points are outside; None: the grid ends with its last cell.
+        high: end of the range (exclusive). None: the range ends with the last cell.
     """
 
     low: tuple[float, ...]
@@ -57,15 +57,15 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_s
 
     Raises:
         TypeError: an argument is not a sequence of numbers.
-        ValueError: there are not 1 to 4 dimensions, a size is invalid, the range is empty, or there are 2^63 cells or
-            more.
+        ValueError: the number of dimensions is not 1 to 4, a size is invalid, the range is empty, or the grid has 2^63
+            cells or more.
     """
     try:
         sizes, ends = tuple(map(float, voxel_size)), tuple(map(float, coordinate_range))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            "expected the voxel size as one number per dimension, and the range as twice as many numbers in one "
-            f"row, got {voxel_size!r} and {coordinate_range!r}"
+            "expected the voxel size as one number per dimension, and the range as one flat sequence of twice as "
+            f"many numbers, got {voxel_size!r} and {coordinate_range!r}"
         ) from error
     dims = len(sizes)
     if not 1 <= dims <= MAX_DIMS or len(ends) != 2 * dims:
@@ -85,7 +85,7 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_s
         counts = [_covering((b - a) / size) for a, b, size in zip(low, high, sizes, strict=True)]
     if not all(1 <= count <= MOST_CELLS for count in counts) or math.prod(counts) >= NO_KEY:
         raise ValueError(
-            f"voxels of {list(sizes)} in the range {list(ends)} make a grid of {counts}: it must have 1 to 2^31 "
+            f"voxels of {list(sizes)} in the range {list(ends)} make a grid of {counts}: a grid must have 1 to 2^31 "
             "cells in each dimension, and fewer than 2^63 in all"
         )
     return Grid(low, sizes, tuple(map(int, counts)), None if as_spconv else high)
@@ -101,7 +101,7 @@ def _cells(points: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Compute the cell (N, dims) int64 of each point, and whether the point is in the grid, (N,)."""
     at = points[:, : len(grid.shape)]
     at = at if at.dtype == torch.float64 else at.float()
-    # Divide by a tensor. By a Python number, a GPU would multiply with the number's rounded reciprocal.
+    # Divide by a tensor. For a Python number, PyTorch on a GPU would multiply by the number's rounded reciprocal.
     low, sizes = _on_device([grid.low, grid.sizes], at.dtype, at.device)
     cells = at.sub(low).div(sizes).floor().nan_to_num(-1.0).clamp(-1, MOST_CELLS).long()
     shape = _on_device(grid.shape, torch.int64, at.device)
@@ -118,8 +118,8 @@ def _on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) 
 
 
 def _keys(cells: Tensor, inside: Tensor, shape: Sequence[int], batch: Tensor | None = None) -> Tensor:
-    """The points' keys, (N,) int64, ordered by batch element, then the last dimension, ..., the first. NO_KEY for
-    points in no voxel."""
+    """Return the points' keys, (N,) int64. Keys sort by batch element, then by the last dimension, ..., the first.
+    Points in no voxel get NO_KEY."""
     keys = torch.zeros_like(cells[:, 0]) if batch is None else batch.long()
     for dim in reversed(range(len(shape))):
         keys = keys * shape[dim] + cells[:, dim]
@@ -156,7 +156,7 @@ class PointToVoxel:
 
     The grid follows spconv's rule, and rounds the range to the nearest number of whole cells. (`voxelize` covers the
     whole range.) Voxels are numbered in the order of their first points, and take their points in order, until slots or
-    voxels run out. GPU and CPU return the same result. In spconv on a GPU, the order of threads decides.
+    voxels run out. GPU and CPU return the same result. In spconv on a GPU, the result depends on the order of threads.
 
     Attributes:
         grid_size: number of cells, [z, y, x], for the `spatial_shape` of a `SparseConvTensor`.
@@ -185,7 +185,7 @@ class PointToVoxel:
 
         Raises:
             ValueError: the grid is invalid (see `grid_of`), there are fewer features than coordinates, or a maximum is
-                0.
+                below 1.
         """
         self._grid = grid_of(vsize_xyz, coors_range_xyz, as_spconv=True)
         dims = len(self._grid.shape)
@@ -221,7 +221,7 @@ class PointToVoxel:
         Returns:
             Voxels (V, P, F) in the points' dtype, through which gradients flow back to the points. Indices (V, dims)
             int32, (z, y, x). The number of points in each voxel, (V,) int32, at most P. The voxel of each point, (N,)
-            int64, -1 for none. As in spconv, a point for which its voxel has no slot is still assigned to this voxel.
+            int64, -1 for none. As in spconv, a point is assigned to its voxel even if the voxel has no free slot.
 
         Raises:
             TypeError, ValueError: the points are invalid, or on another device.
@@ -263,8 +263,8 @@ def voxelize(
 ) -> tuple[Tensor, Tensor]:
     """Compute one row of features for each voxel that has a point, for a `SparseConvTensor`.
 
-    The host waits for the device once, for the number of voxels. With a grid of 2^32 cells or more, it waits twice, to
-    check that int64 keys can represent all batch elements.
+    The host waits for the device once, for the number of voxels. With a grid of 2^32 cells or more, the host
+    waits twice, to check that int64 keys can represent all batch elements.
 
     Args:
         points: (N, F) float16, bfloat16, float32 or float64, with the coordinates (x, y, z) first. N may be 0.
@@ -319,12 +319,12 @@ def voxel_grid(voxel_size: Sequence[float], coordinate_range: Sequence[float]) -
 
 
 def gather_features_by_pc_voxel_id(seg_res_features: Tensor, pc_voxel_id: Tensor, invalid_value: float = 0) -> Tensor:
-    """Gather the features of each point's voxel: (N, ...) from (V, ...) and the voxel of each point, (N,), -1 for none.
+    """Gather, for each of N points, the features of its voxel: (N, ...) from voxel features (V, ...).
 
     Args:
         seg_res_features: features of the voxels, such as a network's output.
-        pc_voxel_id: the voxel of each point, from `PointToVoxel.generate_voxel_with_id`. It is moved to the device of
-            the features.
+        pc_voxel_id: (N,), the voxel of each point, or -1, from `PointToVoxel.generate_voxel_with_id`. This tensor is
+            moved to the device of the features.
         invalid_value: the value for points in no voxel.
     """
     ids = pc_voxel_id.to(seg_res_features.device)

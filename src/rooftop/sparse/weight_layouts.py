@@ -1,4 +1,4 @@
-"""The layouts of spconv's versions: the order of the dimensions in a sparse convolution's weight.
+"""The weight layouts of spconv's versions: the order of dimensions in the weight of a sparse convolution.
 
 The table in `checkpoints.py` says which version saved which layout.
 """
@@ -14,7 +14,8 @@ OWN_VERSION = 2
 
 
 def fitting(weight: Tensor, shape: tuple[int, ...]) -> list[str]:
-    """The layouts in which this weight can have shape (out, *kernel, in). Equal layouts are listed under one name."""
+    """Return the layouts that fit a weight for a layer of `shape` (out, *kernel, in). Layouts that equal
+    KRSC for this shape are omitted."""
     if weight.dim() != len(shape):
         return []
     found = [layout for layout in LAYOUTS if tuple(as_krsc(weight, layout).shape) == shape]
@@ -25,7 +26,7 @@ def fitting(weight: Tensor, shape: tuple[int, ...]) -> list[str]:
 
 
 def as_krsc(weight: Tensor, layout: str) -> Tensor:
-    """View a weight that is in this layout as (out, *kernel, in)."""
+    """Return a view (out, *kernel, in) of a weight that is in `layout`."""
     if layout == "RSKC":
         return weight.movedim(-2, 0)
     return weight.movedim(-1, 0) if layout == "RSCK" else weight

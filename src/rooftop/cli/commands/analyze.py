@@ -71,7 +71,7 @@ def _known_mode(context: click.Context, option: click.Parameter, mode: str | Non
 @click.option(
     "--ceilings",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Use the ceilings in this file instead of measuring them; it must be of the same kind, CPU or GPU.",
+    help="Use the ceilings in this file instead of measuring them. The file must be for the same kind of device.",
 )
 @click.option("--trace", type=click.Path(path_type=Path), help="Also write a trace of one step, for Perfetto.")
 @click.option("--counters", is_flag=True, help="Also show the GPU's hardware counters of each kernel (needs ncu).")

@@ -17,7 +17,7 @@ out_option = click.option(
     type=click.Path(path_type=Path),
     required=True,
     metavar="OUT",
-    help="Folder to write, new or empty. It appears only once all files are written.",
+    help="Folder to write, new or empty. The folder appears only once all files are written.",
 )
 
 INSPECT_EXAMPLES = """\b
@@ -54,7 +54,7 @@ def inspect_command() -> None:
     """Show the contents of a checkpoint (step, layout, model, data, tensors), and check that it is complete.
 
     The command always checks that all files exist with the right length. --verify also compares every 4 MiB block of
-    all tensors with its stored checksum, and names the first tensor that differs. The column of optimizer bytes holds
+    all tensors with its stored checksum, and names the first tensor that differs. The column of optimizer bytes counts
     each weight's two moments and step count.
     """
 
@@ -94,5 +94,5 @@ def export_command() -> None:
     """Export the model of a checkpoint in Hugging Face's format: config.json and safetensors.
 
     The folder has the format of GPT-2 or Llama. from_pretrained of transformers, `rooftop generate --weights` and
-    `rooftop train gpt --init-from` read it. A checkpoint has no tokenizer: add tokenizer.json yourself.
+    `rooftop train gpt --init-from` read this folder. A checkpoint has no tokenizer: add tokenizer.json yourself.
     """

@@ -48,7 +48,7 @@ class PercentType(click.ParamType[float]):
     "--fail-above",
     type=PercentType(),
     metavar="PERCENT",
-    help="Exit with status 1 if the step is slower by more than this and by more than the noise.",
+    help="Exit with status 1 if the step is slower by more than PERCENT and by more than the noise.",
 )
 @json_option("the differences")
 @done_by("rooftop.cli.compare:run")

@@ -28,7 +28,7 @@ Sampling: without --temperature, each token is the most probable one, and the te
 --temperature, --seed determines the text.
 
 Several GPUs: with --tensor-parallel-size, each rank reads its part of the weights and keeps the keys and values of its
-heads. The text is the same as on one GPU, up to rounding. The first rank prints it.
+heads. The text is the same as on one GPU, up to rounding. The first rank prints the text.
 
 Output: the text goes to standard output, the figures to standard error. Percent of roof compares the measured time of a
 token with the shortest possible time, which reads all weights and the keys and values of all positions once. Each rank

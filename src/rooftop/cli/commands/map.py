@@ -39,7 +39,7 @@ pandas.read_parquet("classes.parquet").
     type=click.Path(path_type=Path),
     required=True,
     metavar="FOLDER",
-    help="Folder for the Parquet files, such as out.parquet. Items with a row in it are not computed again.",
+    help="Folder for the Parquet files, such as out.parquet. Items that already have a row there are skipped.",
 )
 @click.option(
     *("--as", "kind"),

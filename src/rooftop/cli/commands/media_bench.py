@@ -46,7 +46,7 @@ class _Streams(click.ParamType[tuple[int, ...]]):
     type=_Streams(),
     default="1,8",
     show_default=True,
-    help="Numbers of concurrent readers to try, such as 1,8. On the CPU, FFmpeg decodes each with several threads.",
+    help="Numbers of concurrent readers to try, such as 1,8. On the CPU, each reader uses several threads.",
 )
 @resize_option
 @click.option(

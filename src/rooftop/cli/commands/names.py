@@ -1,4 +1,4 @@
-"""Values of options, listed here so that help loads no other module. A test compares them with their sources."""
+"""Values of options, listed here so that help loads no other module. A test compares the values with their sources."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LADDERS = {
     "matmul": ("the product of two square matrices", "rows and columns"),
     "layer": ("y = sigmoid(x W^T + b), CPU against GPU", "rows and features"),
 }
-"""Ladder of kernels -> (its work, the unit of --size)."""
+"""For each ladder of kernels: (its work, the unit of --size)."""
 OTHER_LADDERS = {
     "python": ("one function, from plain Python to the roof", "points"),
     "memory": ("rate and latency of each level of the memory, and Little's law", ""),
 }
-"""Ladders that can also be measured on a CPU. The ladder memory has no size."""
+"""Ladders that can also be measured on a CPU. The ladder `memory` has no size."""
 SURFACES = (
     *("depth", "normal", "instance", "cluster", "triangle", "level", "uv", "velocity", "material", "coverage"),
     *("material_depth", "color", "base_color", "vertex_color", "overdraw", "shadow"),
@@ -74,4 +74,4 @@ SWITCHES = {
     "faults": "not_finite most_skipped damaged",
     "loading": "how workers ahead",
 }
-"""Section of a recipe -> its switches."""
+"""For each section of a recipe: its switches."""

@@ -43,9 +43,9 @@ from rooftop.cli.outputs import json_option
 def build_command() -> None:
     """Build a geometry file (.rtg) from MESH (.glb, .obj, .ply, .stl and more).
 
-    Build each mesh once. The build runs on the CPU. Several parts become one mesh, in which each part has a material
-    number. The file includes the base colours and textures of .glb, .gltf and .obj, and needs no other file. Faces that
-    cannot be drawn (without area, or duplicates) are dropped and reported.
+    Build each mesh once. The build runs on the CPU. Several parts of MESH become one mesh, in which each part has a
+    material number. The file includes the base colours and textures of .glb, .gltf and .obj, and needs no other file.
+    Faces that cannot be drawn (without area, or duplicates) are dropped and reported.
     """
 
 

@@ -31,7 +31,7 @@ Examples:
   rooftop scene render scan.rtg -o flight-{frame}.png --path path.json
 
 \b
---camera reads a JSON object with these keys, or a list of such objects, which gives one picture each:
+--camera reads a JSON object with these keys, or a list of such objects. Each object renders one picture:
   {"eye": [3, 0, 1], "target": [0, 0, 0], "up": [0, 0, 1], "fov_y_degrees": 60}
   {"eye": [3, 0, 1], "target": [0, 0, 0], "view_height": 2}
   {"K": [[800, 0, 320], [0, 800, 240], [0, 0, 1]], "world_to_camera": [[1, 0, 0, 0], ...]}
@@ -48,7 +48,7 @@ centre of the first pixel at (0, 0).
 )  # fmt: skip
 @click.option(
     "--show", "shows", type=click.Choice(names.SURFACES), multiple=True, default=("color",), show_default=True,
-    help="What to show. Repeat the option for several views: all are in one picture, unless {show} is in its name.",
+    help="What to show. Repeat the option for several views: all are in one picture, unless PNG contains {show}.",
 )  # fmt: skip
 @click.option(
     "--orbit", callback=numbers(2, 3), metavar="AZIMUTH,ELEVATION[,DISTANCE]",
@@ -112,6 +112,6 @@ def render_command() -> None:
     """Render geometry files (.rtg, from `rooftop scene build`) into pictures.
 
     All FILEs form one scene in common coordinates. The first frame is rendered twice (on a GPU three times), and only
-    the last rendering is reported. By then the kernels are loaded, the hidden parts are known, and a graph holds the
-    launches.
+    the last rendering is reported. By then the kernels are loaded, the hidden parts are known, and a CUDA graph
+    contains the launches.
     """

@@ -51,8 +51,8 @@ def view_command() -> None:
     """View geometry files (.rtg, from `rooftop scene build`) in a browser.
 
     Prints the address of a page in which you orbit and fly through the scene. The page shows the scene shaded, by a
-    light that you move, or in false colours: clusters, levels of detail, overdraw, pages. It shows the time of each
-    stage, changes --pixel-error, takes screenshots and records the camera path. This machine renders the pictures.
+    light that you move, or in false colours: clusters, levels of detail, overdraw, pages. The page shows the time of
+    each stage, changes --pixel-error, takes screenshots and records the camera path. This machine renders the pictures.
 
     The address contains a secret token: whoever has it can view the scene. Ctrl-C ends the viewer.
     """

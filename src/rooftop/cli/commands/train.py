@@ -18,7 +18,7 @@ from rooftop.cli.commands.train_task import GROUP_EXAMPLES, Tasks
 DATA, VALID_DATA = "--data-path", "--valid-data-path"
 WEIGHT = re.compile(names.WEIGHT, re.IGNORECASE)
 LAYERS, WIDTH, HEADS, LENGTH = 4, 256, 4, 256  # a laptop trains this model in minutes
-INTERVAL, ITERS = 1000, 100  # Megatron-LM's
+INTERVAL, ITERS = 1000, 100  # the defaults of Megatron-LM
 
 EXAMPLES = """\b
 Examples:
@@ -82,7 +82,7 @@ choice = {
 
 
 class DataPaths(click.Command):
-    """A command whose --data-path and --valid-data-path take all words up to the next option, like Megatron-LM's."""
+    """A command whose --data-path and --valid-data-path accept all words up to the next option, as in Megatron-LM."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words: list[str] = []
@@ -129,7 +129,7 @@ def command() -> None:
 @size(
     "--eval-iters",
     help="Number of batches (of --global-batch-size sequences) in a validation, the same batches each time. If the "
-    f"data have fewer sequences, each is read once.  [default: {ITERS}]",
+    f"data have fewer sequences, each sequence is read once.  [default: {ITERS}]",
 )
 @click.option(
     "--token-dtype",
@@ -152,7 +152,7 @@ def command() -> None:
     "--eod-token",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Token that ends a document. With it, attention stays within each document.",
+    help="Token that ends a document. With this option, attention stays within each document.",
 )
 @click.option(
     "--reset-position-ids", is_flag=True, help="Restart positions at the beginning of each document (with --eod-token)."
@@ -202,13 +202,13 @@ def command() -> None:
     type=choice["granularities"],
     help="Recompute parts of forward during backward, which saves memory but takes time. selective: norms, activations "
     "and rotary embeddings; saves about a third of the activation memory for almost no flops. full: whole blocks; "
-    "saves almost all of it for a third more flops.  [default: no recomputation]",
+    "saves almost all of this memory for a third more flops.  [default: no recomputation]",
 )
 @click.option("--recompute", is_flag=True, help="Same as --recompute-granularity full.")
 @click.option(
     "--enable-cuda-graph/--disable-cuda-graph",
     default=None,
-    help="Launch forward and backward three times, then replay them from a CUDA graph. Helps if the GPU computes "
+    help="Launch forward and backward three times, then replay them from a CUDA graph. This helps if the GPU computes "
     "layers faster than Python launches them; --disable-cuda-graph launches every step.  [default: on one GPU, if a "
     "layer needs less than 1.5 teraflop for a micro-batch, and memory suffices: see docs/training.md]",
 )
@@ -222,14 +222,14 @@ def command() -> None:
     "--tp-comm-overlap",
     is_flag=True,
     help="Tensor parallel ranks compute a micro-batch in two halves: one half communicates while the other computes. "
-    "This doubles the launches, so it needs --enable-cuda-graph on a GPU. It also needs an even --micro-batch-size, "
+    "The halves double the launches, so a GPU needs --enable-cuda-graph. The option needs an even --micro-batch-size, "
     "and excludes --recompute and --use-torch-fsdp2.",
 )
 @click.option(
     "--accumulate-whole-gradients",
     is_flag=True,
-    help="With --use-torch-fsdp2 and several micro-batches: sum gradients over ranks once per step. This is faster, "
-    "but each rank holds the whole model's gradients: 4 more bytes per parameter.",
+    help="With --use-torch-fsdp2 and several micro-batches: sum gradients over ranks once per step. One sum is faster, "
+    "but each rank keeps the whole model's gradients: 4 more bytes per parameter.",
 )
 @click.option(
     "--use-torch-fsdp2",
@@ -242,9 +242,9 @@ def command() -> None:
 @click.option(
     "--pipeline-schedule",
     type=choice["schedules"],
-    help="Order in which pipeline ranks compute micro-batches. gpipe: all forwards, then all backwards. 1f1b: holds "
-    "fewer activations. interleaved: several stages per rank, shorter bubbles. zb-h1, zbv: fill bubbles with weight "
-    "gradients.  [default: 1f1b; interleaved with --num-layers-per-virtual-pipeline-stage]",
+    help="Order in which pipeline ranks compute micro-batches. gpipe: all forwards, then all backwards. 1f1b: keeps "
+    "fewer activations in memory than gpipe. interleaved: several stages per rank, shorter bubbles. zb-h1, zbv: fill "
+    "bubbles with weight gradients.  [default: 1f1b; interleaved with --num-layers-per-virtual-pipeline-stage]",
 )
 @size(
     "--num-layers-per-virtual-pipeline-stage",
@@ -300,14 +300,14 @@ def command() -> None:
     help="Write a line of JSON for each step: step, loss, grad_norm, tokens_per_s, percent_of_roof, valid_loss and "
     "more. With --load, lines of steps after the checkpoint are removed and written again.",
 )
-@path("--tensorboard-dir", metavar="DIR", help="Write event files for TensorBoard. This needs the extra `train`.")
+@path("--tensorboard-dir", metavar="DIR", help="Write event files for TensorBoard, which needs the extra `train`.")
 @click.option(
     "--distributed-timeout-minutes",
     type=click.FloatRange(min=0, min_open=True),
     metavar="X",
     default=10.0,
     show_default=True,
-    help="Longest wait for a rank that is alive but does not answer. Then all ranks end, and the error names that "
+    help="Longest wait for a rank that is alive but does not answer. Then all ranks end, and the error names this "
     "rank. A dead or stopped rank ends all ranks within 30 s.",
 )
 @size("--log-interval", default=10, show_default=True, help="Number of steps between printed lines.")
@@ -322,6 +322,6 @@ def command() -> None:
 def gpt() -> None:
     """Train a GPT on tokens or text, and report its speed.
 
-    The model is a GPT-2 transformer of the given sizes, or a preset. Without torchrun it trains in one process; under
-    torchrun each process is a rank. Ranks communicate by NCCL on GPUs and by gloo on CPUs.
+    The model is a GPT-2 transformer of the given sizes, or a preset. Without torchrun, one process trains; under
+    torchrun, each process is a rank. Ranks communicate by NCCL on GPUs and by gloo on CPUs.
     """

@@ -36,7 +36,7 @@ DATA = {
     "conv_lstm": "digits (generated, moving), or a folder of videos",
     "sparse_unet": "scans (generated)",
 }
-"""The data that --data takes, by task."""
+"""For each task: the data that --data accepts."""
 
 BETWEEN = re.compile(r",(?=\s*(?:\w+\.[a-z_]+\s*(?:[=,]|$)|,|$))")
 """Matches commas between switches, but not commas in a list of values."""
@@ -47,11 +47,11 @@ model.name=resnet50`.
 """
 
 SMALL = {"detr": "shapes", "sparse_unet": "scans"}
-"""Data of calls without --data, which the help's examples use, by task; other tasks use digits."""
+"""For each task: the default of --data, which the examples in the help also use. Other tasks use digits."""
 
 
 def usual_data(name: str) -> str | None:
-    """The data of a call without --data; None for a task of the user."""
+    """Return the default of --data; None for a task of the user."""
     return SMALL.get(task_of(name), "digits") if name in KNOWN else None
 
 
@@ -71,7 +71,7 @@ Examples:
 
 \b
 In the folder of a run:
-  recipe.toml          all switches, as --config takes them
+  recipe.toml          all switches, in the format of --config
   call.json            the words of the command, which --resume reads
   metrics.jsonl        a line for each step and each evaluation
   page.html            curves and examples; open it while the training runs
@@ -146,9 +146,7 @@ def task_command(name: str) -> click.Command:
     own = f"Train the task that {name} returns." if ":" in name else f"Train {name}."
     line = names.TASKS.get(name, own)
     data = DATA[task_of(name)] if name in KNOWN else "passed to your function, e.g. a folder"
-    text = (
-        f"{line}\n\n--data is {data}. Without torchrun it trains in one process; under torchrun each process is a rank."
-    )
+    text = f"{line}\n\n--data is {data}. Without torchrun, one process trains; under torchrun, each process is a rank."
     for option in reversed(_options(data)):
         run = option(run)
     command = click.command(name, help=text, epilog=examples_of(name))(run)
@@ -175,8 +173,8 @@ def _options(data: str) -> list[Callable[[Any], Any]]:
             "--config",
             type=file,
             metavar="FILE|NAME",
-            help=f"A recipe in TOML, or a published recipe ({', '.join(names.RECIPES)}). Its values replace the task's "
-            "values.",
+            help=f"A recipe in TOML, or a published recipe ({', '.join(names.RECIPES)}). The recipe's values replace "
+            "the task's values.",
         ),
         click.option(
             "--set",
@@ -218,7 +216,7 @@ def _options(data: str) -> list[Callable[[Any], Any]]:
             callback=_switch_names,
             metavar="SECTION.NAME,...",
             help="Instead of training once, measure the effect of these switches of the recipe. NAME=VALUE compares "
-            "with this value.",
+            "the recipe with this value.",
         ),
         click.option(
             "--repeats",

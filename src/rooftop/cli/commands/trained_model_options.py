@@ -30,7 +30,7 @@ seed_option = click.option(
     "seed",
     type=click.IntRange(0, 2**64 - 1),  # the range of torch.manual_seed
     metavar="SEED",
-    help="Use an untrained model instead of --weights, to try a command. Its results mean nothing.",
+    help="Use an untrained model instead of --weights, to try a command. The results then mean nothing.",
 )
 device_option = click.option(
     "--device",
@@ -54,7 +54,7 @@ skip_option = click.option(
 
 
 def batch_size_option(default: int) -> Callable[[Verb], Verb]:
-    """--batch-size, at least 1."""
+    """Make the option --batch-size, whose value is at least 1."""
     return click.option(
         "--batch-size",
         type=click.IntRange(min=1),

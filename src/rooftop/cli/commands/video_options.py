@@ -28,14 +28,14 @@ class SizeType(click.ParamType[tuple[int, int]]):
 
 
 def resize_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--resize WxH, as (height, width) or None."""
+    """Add the option --resize WxH, whose value is (height, width) or None."""
     return click.option(
         "--resize", type=SizeType(), metavar="WxH", help="Resize the upright frames to this width and height in pixels."
     )(function)
 
 
 def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--device, the device that decodes."""
+    """Add the option --device, which selects the device that decodes."""
     option = click.option(
         "--device",
         default="cpu",
@@ -47,7 +47,7 @@ def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def start_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--start, in seconds, or None."""
+    """Add the option --start, whose value is in seconds, or None."""
     option = click.option(
         "--start",
         type=click.FloatRange(min=0),
@@ -58,7 +58,7 @@ def start_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def end_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--end, in seconds, or None."""
+    """Add the option --end, whose value is in seconds, or None."""
     option = click.option(
         "--end",
         type=click.FloatRange(min=0, min_open=True),
