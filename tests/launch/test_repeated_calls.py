@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import inspect
 import subprocess
@@ -759,15 +760,43 @@ def test_a_build_waits_for_another_process_that_compiles(tmp_path: Path, monkeyp
     extension = Extension("part", _tiny(tmp_path))
     other = extension.path.with_name(f"{extension.path.name}.1.building")
     other.parent.mkdir(parents=True)
-    other.touch()
-    with ThreadPoolExecutor(1) as pool:
+    with other.open("w") as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         built = pool.submit(extension.build)
         time.sleep(1.0)
         assert not built.done()
         monkeypatch.setattr(extension, "_compile", lambda: pytest.fail("a second thread compiled, too"))
         subprocess.run(extension._command(other), check=True)
         other.rename(extension.path)  # at once: a file of this name is loaded as soon as it exists
+        lock.close()
         assert built.result(timeout=60).__name__ == "part"
+
+
+@needs_compiler
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_compilation_that_was_killed_is_not_awaited(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOFTOP_CACHE", str(tmp_path))
+    never = tmp_path / "never"
+    never.write_text("#!/bin/sh\nsleep 150\n")
+    never.chmod(0o755)
+    other = Extension("part", _tiny(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(cpp_extensions, "compiler", lambda: (str(never),))
+        killed = other._compile()
+    extension = Extension("part", other.source)
+    assert extension._compiles_elsewhere()
+    if when == "before":
+        killed.kill()
+        killed.wait()
+    else:
+        threading.Timer(1.0, killed.kill).start()
+    began = time.monotonic()
+    assert extension.build().__name__ == "part"
+    assert time.monotonic() - began < 60
+    killed.wait()
+    assert not list(tmp_path.rglob("*.building"))
 
 
 def test_waiting_without_a_compiler_warns_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ their compilation.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -47,7 +48,8 @@ try:
         with open(failed, "wb") as file:
             file.write(said)
 finally:
-    os.unlink(building)
+    if os.path.exists(building):
+        os.unlink(building)
 """
 
 
@@ -178,13 +180,24 @@ class Extension:
                 then(module)
 
     def _compile_once(self) -> None:
-        """Compile the module unless another process does, and wait for the compiled file or the compiler's messages."""
-        others = self.path.parent.glob(f"{self.path.name}.*.building")
-        if not any(time.time() - each.stat().st_mtime < PATIENCE_S for each in others):
-            self._compile().wait()
+        """Compile the module, or wait until another process has compiled it."""
         end = time.monotonic() + PATIENCE_S
-        while not self.path.exists() and not self.failed.exists() and time.monotonic() < end:
+        while self._compiles_elsewhere() and time.monotonic() < end:
             time.sleep(0.5)
+        if not self.path.exists() and not self.failed.exists():
+            self._compile().wait()
+
+    def _compiles_elsewhere(self) -> bool:
+        """Whether another process compiles the module now. Files of processes that were killed are deleted."""
+        for building in self.path.parent.glob(f"{self.path.name}.*.building"):
+            with suppress(FileNotFoundError), building.open("r+") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+                building.with_suffix(".partial").unlink(missing_ok=True)
+                building.unlink()
+        return False
 
     def _stored(self, keep_error: bool = False) -> Any:
         """The module from the cache, or None. A file that cannot be loaded, for example after a full disk, is
@@ -206,10 +219,12 @@ class Extension:
         partial, building = (
             self.path.with_name(f"{self.path.name}.{os.getpid()}.{kind}") for kind in ("partial", "building")
         )
-        building.touch()
         text = json.dumps([self._command(partial), *map(str, (partial, self.path, self.failed, building))])
         quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        return subprocess.Popen([sys.executable, "-c", _BUILDER, text], start_new_session=True, **quiet)
+        with building.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the new process holds the lock until it ends, even if it is killed
+            command, held = [sys.executable, "-c", _BUILDER, text], (lock.fileno(),)
+            return subprocess.Popen(command, start_new_session=True, pass_fds=held, **quiet)
 
     def _command(self, made: Path) -> list[str]:
         root = Path(torch.__file__).parent
