@@ -153,9 +153,9 @@ def _crowded(profile: Profile) -> bool:
 
 
 def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
-    """The test of the CPU's pulse ("product" or "read") whose rate fell most, and the rate as a share of its best.
+    """Which rate of the CPU's pulse ("product" or "read") is furthest below its best, and its share of that best.
 
-    None if no rate fell.
+    None if no rate is more than `NOISY` below its best, or if the rates cannot be compared.
     """
     if profile.pulse is None or torch.get_num_threads() != ceilings.threads:
         return None

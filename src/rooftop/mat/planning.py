@@ -161,7 +161,7 @@ def _is_of_bits(root: MatExpr, depth: int) -> bool:
 
 
 def depth_of_bits(depth: int) -> int:
-    """The depth whose dtype is the carrier of this depth's bits."""
+    """The integer depth of the same width whose dtype is this depth's `carrier`, such as CV_16S for CV_16F."""
     return next(number for number, each in enumerate(DEPTHS) if each.dtype == DEPTHS[depth].carrier)
 
 

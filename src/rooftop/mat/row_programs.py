@@ -28,7 +28,7 @@ from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, tru
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, is_one, topological
 from rooftop.mat.type_codes import DEPTHS, CV_Bool
 
-# elements: torch uses one thread for up to this many. A block of one operand (16 KB to 256 KB) fits in L2
+# elements: torch uses one thread for up to this many. A block of one operand (32 KB to 256 KB) fits in L2
 BLOCK = 1 << 15
 _LEAST_PER_THREAD = 1 << 18  # elements; with fewer elements per thread, an additional thread saves no time
 _TILE_COLUMNS = 256  # columns of a block if an operand is transposed, so that reads and writes use whole cache lines

@@ -186,8 +186,9 @@ class Search:
         kernels do not help while the host is slower than the GPU, but they do after graphs were kept.
 
         Args:
-            promising: only the rules that are now predicted to gain. That is the choice before the compiler runs,
-                because it would compile again with each rule that is kept later.
+            promising: whether to try only the rules that are now predicted to gain. It is True in the call before the
+                first trial of a compiler. That call comes first because each trial on top of compiled code compiles
+                the model again.
             until: when the last trial must have ended, by `time.perf_counter`. A trial may take as long as the rule's
                 first one.
         """

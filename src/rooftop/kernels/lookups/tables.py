@@ -69,8 +69,12 @@ OF_LINES, OF_ANY = (
 
 @dataclass(frozen=True)
 class CornersConfig:
-    """A program's block for corners of up to `row_bytes`: bytes of one corner over all points of the program, bytes of
-    one corner of one point, and warps.
+    """The block of a program, for points whose corners have up to `row_bytes` each.
+
+    Attributes:
+        block_bytes: bytes that a block has of one corner, over all its points.
+        channel_bytes: largest number of bytes that a block has of one corner of one point.
+        warps: warps of a program.
     """
 
     row_bytes: int

@@ -281,8 +281,8 @@ def _identity(kind: str, dtype: torch.dtype) -> float:
 
 
 def _accumulator(dtype: torch.dtype, kind: str, result: torch.dtype) -> torch.dtype:
-    """The accumulator's dtype: float32 for floating point, int64 for sums of integers, and an integer dtype that can
-    represent the elements for extremes of integers.
+    """The accumulator's dtype: float32 if the input or the result is floating point, and int64 for sums of integers.
+    For the maximum or minimum of integers, it is int64 if the elements are int64, and otherwise int32.
     """
     if dtype.is_floating_point or result.is_floating_point:
         return torch.float32

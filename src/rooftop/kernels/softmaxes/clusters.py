@@ -37,7 +37,7 @@ GROUP_BYTES = 16
 
 
 RESIDENT_THREADS = 512  # threads of an SM at 128 registers each: RESIDENT in clusters.cu
-BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # the choices for clusters of odd rows
+BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # the choices of `fullest` for `OddRows`
 
 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:

@@ -120,8 +120,8 @@ class Options:
     Attributes:
         beams, turn: number of the scanner's beams, and of its steps in a turn.
         scans, held_out: numbers of training scans and of held-out scans.
-        planes: channels of a `SparseUNet`; empty: a MinkUNet18.
-        voxel_m: edge of a voxel in metres; 0: the default of the setting.
+        planes: channels of a `SparseUNet`; if empty, the model is a MinkUNet18.
+        voxel_m: edge of a voxel in metres; 0 means the default of the setting.
         fine: whether the default of `voxel_m` is `FINE_M` of the setting instead of `VOXEL_M`.
     """
 
