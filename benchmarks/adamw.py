@@ -12,9 +12,9 @@ pass:
     PyTorch, clipped   the same, with gradients scaled by `_foreach_mul_`
     ..., float32       the same, with float32 weights and gradients, as on data ranks that share a model
 
-The roof is the time to move 28 bytes a weight. A step reads the gradient and three 32-bit numbers, and writes the three
-numbers and the bfloat16 weight. A float32 model also moves 28 bytes a weight. `--variants` times kernels with other
-numbers of elements and warps per program. `--quick` tests the script on a CPU.
+The roof is the time to move 28 bytes a weight. For each weight, a step reads the gradient and three 32-bit numbers, and
+writes the three numbers and the bfloat16 weight. A float32 model also moves 28 bytes a weight. `--variants` times
+kernels with other numbers of elements and warps per program. `--quick` tests the script on a CPU.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def variants(shapes: list[tuple[int, ...]], device: str) -> Iterator[tuple[str, 
 
 
 def timed(step: Callable[[], object], device: str) -> list[float]:
-    """The ms of each step, run one after another; 0 without a GPU."""
+    """The times in ms of steps that run one after another; 0 without a GPU."""
     for _ in range(3):
         step()
     if device == "cpu":

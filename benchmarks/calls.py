@@ -12,7 +12,8 @@ and the spread between rounds, since a host's speed varies. Modes:
 
 `rooftop` is a call as users make it: C++ repeats the call once it has recorded it (launch/repeated_calls.py). `why`
 says why a call still runs in Python. `python` is the same call made in Python. `torch` does the same work by torch's
-own functions, by several in a row where torch has no fused one. The call in Python, in inference, has these parts:
+own functions, by several functions in a row where torch has no fused function. The call in Python, in inference, has
+these parts:
 
     checks           the public function up to its operators, and back
     way              from the call of an operator to its implementation (launch/fast_path.py)
@@ -275,7 +276,8 @@ class Calls(TorchDispatchMode):
 
 
 def parts(run: Run, device: torch.device, rounds: int, whole: float) -> dict[str, float]:
-    """The microseconds of each part; empty if the call runs PyTorch's own function and no Rooftop operator."""
+    """The microseconds of each part of a call; empty if the call runs PyTorch's own function and no Rooftop
+    operator."""
     with Calls() as calls:
         run()
     called = [(func, args) for func, args in calls.found if func._opname in operators._declared]

@@ -165,7 +165,7 @@ def main() -> int:
 
 
 def of_first(folder: str) -> str:
-    """The value that rank 0 holds."""
+    """The value of `folder` on rank 0."""
     found = [folder]
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)

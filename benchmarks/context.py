@@ -48,7 +48,7 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """An attention to measure."""
+    """The sizes of an attention to measure."""
 
     shape: str
     heads: int

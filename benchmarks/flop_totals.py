@@ -3,9 +3,9 @@
     python benchmarks/flop_totals.py [--out benchmarks/results/cpu/flop_totals.json] [NAME ...]
 
 Only matrix work is compared (products, convolutions, attention, recurrent layers): FlopCounterMode counts nothing else.
-The networks are in bfloat16, where elementwise arithmetic counts as float32. So matrix work can be told apart. Tensors
-are fake, and operators are chosen as on a GPU, so the script needs neither a GPU nor the networks' memory. The script
-needs torchvision, timm and transformers.
+The networks are in bfloat16, where elementwise arithmetic counts as float32, so that matrix work is counted separately.
+Tensors are fake, and operators are chosen as on a GPU, so the script needs neither a GPU nor the networks' memory. The
+script needs torchvision, timm and transformers.
 
 If the two counters differ by more than 1%, a count by hand decides. `by_hand` explains this count. It uses the
 published sizes of a network's layers and the products that each gradient needs, and does not look at operators:
@@ -184,7 +184,8 @@ def convolution(batch: int, inputs: int, outputs: int, positions: int, taps: int
 
 
 def convnext_tiny(batch: int) -> int:
-    """Liu et al. 2022, table 9: widths 96, 192, 384, 768, depths 3, 3, 9, 3; 7x7 depthwise, then 4 times as wide."""
+    """Forward flops of ConvNeXt-T (Liu et al. 2022, table 9): widths 96, 192, 384, 768, depths 3, 3, 9, 3. Each block
+    has a 7x7 depthwise convolution and an MLP that is 4 times as wide."""
     flops, side = convolution(batch, 3, 96, 56 * 56, 16), 56
     for index, (width, depth) in enumerate(zip((96, 192, 384, 768), (3, 3, 9, 3), strict=True)):
         if index:
@@ -196,29 +197,33 @@ def convnext_tiny(batch: int) -> int:
 
 
 def generator(batch: int) -> int:
-    """Transposed convolutions, which multiply each input element with 16 taps of each output channel."""
+    """Forward flops of transposed convolutions, which multiply each input element with 16 taps of each output
+    channel."""
     sizes = [(100, 512, 1), (512, 256, 4), (256, 128, 8), (128, 64, 16), (64, 3, 32)]
     return sum(convolution(batch, inputs, outputs, side * side, 16) for inputs, outputs, side in sizes)
 
 
 def word_language_model(steps: int, batch: int) -> int:
-    """Two layers of four gates, two 650 x 650 products per gate, and the product with the vocabulary."""
+    """Forward flops of two LSTM layers of four gates, with two 650 x 650 products per gate, and of the product with the
+    vocabulary."""
     return 2 * steps * batch * (2 * 4 * 2 * 650 * 650 + 650 * 33278)
 
 
 def t5_attention(length: int, answer: int) -> int:
-    """4 B S_q S_k 768 in each of 12 layers of self and cross attention. The decoder's mask is a tensor: all pairs
-    count."""
+    """Attention flops of T5: 4 B S_q S_k 768 in each of 12 layers of self and cross attention. All pairs count, because
+    the decoder's mask is a tensor."""
     return 12 * 4 * 4 * 768 * (length**2 + answer**2 + answer * length)
 
 
 def whisper_attention(answer: int) -> int:
-    """As for T5, with 1500 audio positions. The decoder's self-attention counts only pairs on or below the diagonal."""
+    """Attention flops of Whisper, as for T5, with 1500 audio positions. The decoder's self-attention counts only pairs
+    on or below the diagonal."""
     return 12 * 4 * 2 * 768 * (1500**2 + answer * (answer + 1) // 2 + answer * 1500)
 
 
 def vit_base(batch: int, tokens: int) -> int:
-    """Patches, 12 layers with 12 products of 768 x 768 per token (4 in attention, 8 in the MLP), and the head."""
+    """Forward flops of ViT-B: patches, 12 layers with 12 products of 768 x 768 per token (4 in attention, 8 in the
+    MLP), and the head."""
     layer = 2 * batch * tokens * 12 * 768 * 768
     return convolution(batch, 3, 768, tokens - 1, 256) + 12 * layer + vit_attention(batch, tokens) + 2 * batch * 768_000
 
@@ -228,14 +233,14 @@ def vit_attention(batch: int, tokens: int) -> int:
 
 
 def segformer_attention(batch: int) -> int:
-    """Two layers in each of four stages. Each layer has 256 keys, since the network reduces longer sequences of keys
-    (Xie et al. 2021, table 6)."""
+    """Attention flops of SegFormer: two layers in each of four stages. Each layer has 256 keys, since the network
+    reduces longer sequences of keys (Xie et al. 2021, table 6)."""
     return 2 * 4 * batch * 256 * (128**2 * 32 + 64**2 * 64 + 32**2 * 160 + 16**2 * 256)
 
 
 def qwen_2(layers: int, length: int) -> int:
-    """Qwen2-0.5B: 896 x 896 for queries and output, 896 x 128 for keys and values, 896 x 4864 (3 of them),
-    vocabulary."""
+    """Forward flops of Qwen2-0.5B: products with weights of 896 x 896 (queries, output), 896 x 128 (keys, values), 896
+    x 4864 (3 in the MLP) and 896 x the vocabulary, and attention."""
     layer = 2 * length * 896 * (2 * 896 + 2 * 128 + 3 * 4864)
     return layers * layer + qwen_attention(layers, length) + 2 * length * 896 * 151_936
 
@@ -317,7 +322,7 @@ def by_rooftop(module: nn.Module, inputs: Inputs, train: bool) -> tuple[int, lis
 
 
 def by_flop_counter(module: nn.Module, inputs: Inputs, train: bool) -> int:
-    """Flops of the same operators by FlopCounterMode."""
+    """Matrix flops that FlopCounterMode counts."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor) -> Tensor:

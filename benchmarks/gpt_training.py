@@ -75,7 +75,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, S, W) to (B, S, W)."""
+        """Run the block on x (B, S, W). The result has the same shape."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         down: Tensor = self.down(gelu(self.up(self.next_norm(x)), approximate="tanh"))
@@ -101,7 +101,7 @@ class Gpt2(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens, targets (B, S); the mean loss, ()."""
+        """The mean loss, (), of tokens and targets (B, S)."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -230,7 +230,7 @@ def main() -> int:
         "--trials", nargs="+", choices=TRIALS, default=[], help="also run Rooftop's steps with one change each"
     )
     parser.add_argument(
-        "--no-peers", action="store_true", help="run only Rooftop's variants; each replayed step holds 10 GiB"
+        "--no-peers", action="store_true", help="run only Rooftop's variants; each replayed step needs 10 GiB"
     )
     parser.add_argument("--quick", action="store_true", help="test the script on a CPU")
     options = parser.parse_args()

@@ -76,7 +76,7 @@ CLASSES = 10
 MODELS = ("resnet50", "swin_t")
 SIDES = ("rooftop", "torchvision")
 RESIDENT_STEPS, ROUNDS = 20, 3
-ITEM_S = 1.5  # for which all processes work, to measure the cost of an image
+ITEM_S = 1.5  # seconds for which all processes work, to measure the cost of an image
 
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "auto": {"augment": {"decode": "auto"}, "loading": {"how": "auto"}},
@@ -217,7 +217,7 @@ def recipe_of(
     device: torch.device,
     way: Mapping[str, Any] | None = None,
 ) -> tuple[Task, Recipe]:
-    """The task and its recipe. With "auto", it measures what decodes faster, as `rooftop train` does."""
+    """The task and its recipe. With "auto", the faster way to decode is measured, as in `rooftop train`."""
     build, defaults = find_task(name, str(photographs), device.type)
     values = {
         "run": {
@@ -291,7 +291,7 @@ def batch_of(options: argparse.Namespace, device: torch.device) -> tuple[Tensor,
 def by_ways(
     name: str, photographs: Path, options: argparse.Namespace, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way to load: its batches are fed to one step, which is compiled once."""
+    """A row for each way to load data. The batches of all ways are fed to the same step, which is compiled once."""
     stepper = stepper_of(name, photographs, options, device)
     alone = resident(resident_ours(stepper, options, device), options, device)
     for way in options.ways:

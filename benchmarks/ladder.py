@@ -4,7 +4,7 @@
 
 Each ladder has its own size. Every rung's result is compared with the reference. Then all rungs are timed interleaved.
 They are replayed from a CUDA graph, except rungs that run on the CPU or transfer data. The roof follows from the work's
-own cost and the ceilings measured in the same run. The file is written after each ladder. `--quick` takes small sizes,
+own cost and the ceilings measured in the same run. The file is written after each ladder. `--quick` uses small sizes,
 and also runs without a GPU. Without a GPU nothing is timed, and Triton's rungs are checked only with
 TRITON_INTERPRET=1. The exit status is 1 if a rung is wrong.
 """

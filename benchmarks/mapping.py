@@ -70,8 +70,8 @@ from rooftop.models.images import MEAN, STD
 
 WIDTH, HEIGHT, FRAMES, FRAMES_OF_A_CLIP = 500, 375, 240, 8
 CORES = len(os.sched_getaffinity(0))
-PATIENCE_S = 120  # for one way
-DECODING_S = 4.0  # for which all processes decode, to measure the ceiling
+PATIENCE_S = 120  # time limit of one way
+DECODING_S = 4.0  # seconds for which all processes decode, to measure the ceiling
 
 
 class ClipClasses:
@@ -378,7 +378,7 @@ class Decoded(Dataset[Any]):
 
 
 def collated(values: list[Any]) -> Any:
-    """Stack photographs of one size into one tensor, which takes one piece of shared memory; leave other items
+    """Stack photographs of one size into one tensor, which needs only one block of shared memory; leave other items
     unchanged."""
     from rooftop.cluster.model_targets import Shown
 

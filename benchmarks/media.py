@@ -380,7 +380,7 @@ def apart(case: str, paths: dict[Video, Path]) -> Iterator[dict[str, Any]]:
 
 
 def send_rows(case: str, paths: dict[Video, Path], gpu: bool, to: Connection) -> None:
-    import av  # noqa: F401  # before the peers: torchcodec takes the FFmpeg that is there
+    import av  # noqa: F401  # before the peers: torchcodec uses the FFmpeg that is already loaded
 
     global GPU, DEVICE
     GPU, DEVICE = gpu, "cuda" if gpu else "cpu"

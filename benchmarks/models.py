@@ -108,7 +108,7 @@ class Case:
     """A model at a batch size, for inference or for training.
 
     Attributes:
-        goal_ms: the time that we want for the whole batch.
+        goal_ms: the time that Rooftop should reach for the whole batch.
         build: function of (scale, batch, peers: "none", "fast" or "all") that returns the `Work`.
     """
 

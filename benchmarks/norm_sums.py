@@ -4,9 +4,10 @@ call.
     python benchmarks/norm_sums.py [--ranks 2] [--out benchmarks/results/h100/norm_sums.json]
 
 Rows have 4096 or 8192 numbers in bfloat16, with a residual and an RMS norm, as in a decoding step with one row per
-sequence. A CUDA graph holds 64 calls, each of which takes the result of the previous one. Figures are the median times
-of its replays on the slowest rank. They decide `rooftop.parallel.norm_sums.WORDS`, the size up to which the fused
-kernel is faster. `--quick` tests the script on a CPU, where ranks use gloo and have no fused kernel.
+sequence. A CUDA graph contains 64 calls, each of which takes the result of the previous call. Figures are the median
+times of the graph's replays on the slowest rank. The figures decide `rooftop.parallel.norm_sums.WORDS`, the size up to
+which the fused kernel is faster than NCCL. `--quick` tests the script on a CPU, where ranks use gloo and have no fused
+kernel.
 """
 
 from __future__ import annotations

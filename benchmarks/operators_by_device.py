@@ -4,9 +4,9 @@
 
 Every sample of `torch.testing` (about 600 functions, 100 modules) runs twice: on fake CPU tensors as in a prediction
 (`rooftop.analysis.as_on_gpu`), and on the GPU. Both runs must call the same operators, except those that neither move
-nor compute anything. Without a GPU, the second run uses fake GPU tensors and only runs forward. Then functions that
-need cuDNN or choose a kernel at run time differ, and are listed. The script needs `expecttest`, which `torch.testing`
-imports.
+nor compute anything. Without a GPU, the second run uses fake GPU tensors and only runs forward. In that case, functions
+that need cuDNN or choose a kernel at run time differ, and are listed. The script needs `expecttest`, which
+`torch.testing` imports.
 """
 
 from __future__ import annotations

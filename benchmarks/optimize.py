@@ -370,7 +370,7 @@ def measured(
         with turn.away() if mode != "max-autotune" else nullcontext():  # max-autotune times kernels while it compiles
             for _ in range(3):  # the calls compile, warm up and capture
                 run()
-        row["seconds"][f"compile {mode}"] = turn.perf_counter() - started  # uses what the search has cached
+        row["seconds"][f"compile {mode}"] = turn.perf_counter() - started  # the search has filled the caches
         return run
 
     makers: dict[str, Callable[[], Callable[[], Any]]] = {"optimize": found}

@@ -97,7 +97,8 @@ class Case:
     Attributes:
         micro_batch: sequences per data rank.
         needs_gib: required memory of each GPU.
-        layers: number of layers; fewer than the model has if one GPU is to compute as much as each of several.
+        layers: number of layers. A case for one GPU may have fewer layers than the model, so that this GPU computes as
+            much as each of several GPUs.
         whole: whether each data rank has the whole model and ranks only sum gradients; False: the ranks share the
             model.
     """
@@ -396,7 +397,7 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
 def initialized(
     case: Case, config: GptConfig, dtype: torch.dtype, device: torch.device, halves: bool = False
 ) -> tuple[float, Gpt]:
-    """(seconds, this rank's part of the model), in float32."""
+    """Create this rank's part of the model in float32. Return (seconds for this, the part)."""
     layout, groups = case.layout, case.layout.process_groups()
     synchronize(device)
     meet(device)
@@ -512,7 +513,7 @@ def whole_text(case: Case, config: GptConfig) -> Tensor:
 
 
 def own_text(case: Case, config: GptConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and targets (B, S) of this data rank. All its tensor parallel ranks have the same."""
+    """Tokens and targets (B, S) of this data rank. All its tensor parallel ranks have the same tokens and targets."""
     every = whole_text(case, config).unfold(0, config.positions + 1, config.positions)
     mine = every.chunk(case.layout.dp)[case.layout.coordinates(dist.get_rank())["dp"]].to(device)
     return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()

@@ -59,7 +59,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(B, S, W) to (B, S, W)."""
+        """Run attention on x (B, S, W). The result has the same shape."""
         query, key, value = (layer(x).unflatten(-1, (-1, self.features)) for layer in (self.wq, self.wk, self.wv))
         query, key = rotated(query, cos, sin), rotated(key, cos, sin)
         with sdpa_kernel(BACKENDS, set_priority=True):
@@ -104,9 +104,10 @@ class Llama(nn.Module):
         self.output = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """tokens (B, S) to logits (B, S, V). With tensor parallel ranks, the logits are a DTensor, split along V."""
+        """Compute the logits (B, S, V) of tokens (B, S). With tensor parallel ranks, they are a DTensor, split along
+        V."""
         x = self.tok_embeddings(tokens)
-        # given an AsyncCollectiveTensor, a compiled block would compute a gradient that DTensor cannot take
+        # given an AsyncCollectiveTensor, a compiled block would compute a gradient that DTensor does not accept
         if isinstance(x, AsyncCollectiveTensor):
             x = x.clone()
         for block in self.layers.values():

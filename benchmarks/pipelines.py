@@ -73,8 +73,8 @@ def main() -> int:
 
 
 def with_ideal(rows: list[Row]) -> None:
-    """Add `beside_bubble_free` to each row of several ranks: its time over the fastest time of one GPU divided by the
-    ranks."""
+    """Add `beside_bubble_free` to each row of several ranks: the row's time, relative to the fastest time of one GPU
+    divided by the number of ranks."""
     alone: dict[str, float] = {}
     for row in rows:
         if row["ranks"] == 1 and row["variant"].startswith("rooftop"):
@@ -259,7 +259,8 @@ class Stage(nn.Module):
                 block.forward = torch.compile(block.forward, backend=backend(device))  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
-        """From tokens (B, S), or the previous stage's result (B, S, W), to (B, S, W), or logits (B, S, V)."""
+        """Map tokens (B, S) or the previous stage's result (B, S, W) to this stage's result (B, S, W), or in the last
+        stage to logits (B, S, V)."""
         if self.tok_embeddings is not None:
             x = self.tok_embeddings(x)
         for block in self.layers.values():

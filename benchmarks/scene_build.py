@@ -3,11 +3,11 @@
     python benchmarks/scene_build.py [--out benchmarks/results/h200/scene_build.json] [--triangles 1000000]
 
 The hills of `scene.py` are built plain, and with normals and uv. Each build runs in a separate process, with 1, 2 and
-as many workers as there are cores. Each row has the seconds of the build, and the CPU seconds of all its processes. It
-has the peak memory of these processes together, in bytes per triangle, including the input arrays. (The memory is
-Linux's PSS, which counts shared memory once, sampled 20 times a second.) It has the bytes per triangle on disk, by
-kind, and says whether all builds wrote equal files. `ratio` is the time with one worker over the row's time. All rows
-of a mesh are from one run. The fastest of `--rounds` counts.
+as many workers as there are cores. Each row has the seconds of the build, and the CPU seconds of all its processes.
+The row also has the peak memory of these processes together, in bytes per triangle, including the input arrays. (The
+memory is Linux's PSS, which counts shared memory once, sampled 20 times a second.) The row has the bytes per triangle
+on disk, by kind, and says whether all builds wrote equal files. `ratio` is the time with one worker over the row's
+time. All rows of a mesh are from one run. Each build runs `--rounds` times, and the fastest counts.
 
 `--stages` prints the stages of each fastest build. A stage has the seconds that the calling process computed alone
 before it, its own seconds, the CPU seconds of its workers, and the share of the time in which the workers computed.

@@ -13,7 +13,7 @@ The cases are:
     cameras          64 cameras in one call
 
 The script counts Warp's launches, and the torch operators that would be a kernel or a copy on a GPU. `replayed` is the
-number of launches that the graph would hold, if Warp's kernels draw. Times are medians over all frames, for depth alone
+number of launches that the graph would have, if Warp's kernels draw. Times are medians over all frames, for depth alone
 and for a G-buffer. Cases take turns, frame by frame.
 """
 

@@ -7,10 +7,11 @@ copies under other names. A camera flies a recorded path over them. Three render
 pages resident. The second has a pool, and draws each frame from the resident pages while it prefetches the path ahead.
 The third has a pool, and waits for the pages of each frame. Each row has p50 and p99 of the time that a caller waits
 for a frame. Rows of streaming also have the missing pages, the largest error in a picture, the pages loaded and
-evicted, and the number of hole pixels. A hole pixel is background where the resident picture shows a surface, even
-within that error. The time of a new renderer's first complete picture is compared with the time to read and upload the
-same bytes alone, measured in the same run. Before the first picture, the script drops the files from the system's
-cache, if the system allows that (`posix_fadvise`). `cache_dropped` says whether the pages came from the disk.
+evicted, and the number of hole pixels. A hole pixel is a background pixel where the resident picture shows a surface,
+farther from the surface's outline than that error. The time of a new renderer's first complete picture is compared with
+the time to read and upload the same bytes alone, measured in the same run. Before the first picture, the script drops
+the files from the system's cache, if the system allows that (`posix_fadvise`). `cache_dropped` says whether the pages
+came from the disk.
 
 `--quick` tests the script on a CPU, with few and small rocks. The goals are: no holes; p99 at most 1.5 times p50; p50
 at most 1.15 times the resident renderer's p50; the first picture within 1.25 times the time to read and upload its
@@ -178,8 +179,8 @@ def first_picture(options: argparse.Namespace, files: Sequence[Path], camera: sc
 
 
 def drop_caches(files: Sequence[Path]) -> bool:
-    """Ask the system to drop the files from its cache, and return whether it takes such requests. It may keep mapped
-    pages."""
+    """Ask the system to drop the files from its cache, and return whether it takes such requests. The system may
+    keep mapped pages."""
     if not hasattr(os, "posix_fadvise"):
         return False
     for path in files:

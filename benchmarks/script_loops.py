@@ -4,12 +4,12 @@ loop.
     python benchmarks/script_loops.py [--quick] [--out benchmarks/results/h200/script_loops.json] [--only NAME ...]
 
 Each loop of `benchmarks/loops/` runs plainly, under `rooftop analyze`, and plainly again. The table has the step time
-by the loop's own clock in both plain runs (from the third step on), the step time in the report, and their ratio. It
-also has the ratio of the reported time to the loop's own clock in the analyzed run, after the watched steps. It says
-whether losses, exit status and the loop's output are the same. If the two plain runs differ by more than half of the
-tolerance, the machine's speed varied, and only the clock of the analyzed run counts. If other processes do a loop's
-work, the loop itself has no steps, and the table says whether the report names these processes. `--quick` runs small
-sizes on the CPU.
+by the loop's own clock in both plain runs (from the third step on), the step time in the report, and their ratio. The
+table also has the ratio of the reported time to the loop's own clock in the analyzed run, after the watched steps. The
+table says whether losses, exit status and the loop's output are the same in all runs. If the two plain runs differ by
+more than half of the tolerance, the machine's speed varied, and only the clock of the analyzed run counts. If other
+processes do a loop's work, the loop itself has no steps, and the table says whether the report names these processes.
+`--quick` runs small sizes on the CPU.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def problems(loop: Loop, result: Result, device: str) -> list[str]:
 
 
 def ended(loop: Loop, device: str, analysis: list[str] | None = None) -> Ended:
-    """Run a loop to its end. With `options`, run it under `rooftop analyze`."""
+    """Run a loop to its end. `analysis`: options of `rooftop analyze`, under which the loop then runs."""
     script = str(LOOPS / f"{loop.name}.py")
     words = ["--device", device, *loop.arguments]
     command = [sys.executable]

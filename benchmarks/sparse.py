@@ -113,7 +113,7 @@ class ConvCase:
     """A convolution with as many input as output channels.
 
     Attributes:
-        goals: ms with the build of the rulebook, without it, and of backward.
+        goals: times in ms with the build of the rulebook, without the build, and of backward.
     """
 
     surface: str
@@ -339,7 +339,7 @@ def apart(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> float:
 def conv_works(
     indices: Tensor, shape: list[int], channels: int, pairs: int, goals: Sequence[float | None], scale: Scale
 ) -> Iterator[Work]:
-    """What to measure of a convolution: with and without the build of its rulebook, its backward, and the build
+    """The measurements of a convolution: with and without the build of its rulebook, its backward, and the build
     alone."""
     conv = sparse.SubMConv3d(channels, channels, 3, bias=False, indice_key="sites")
     conv = conv.to(scale.device, scale.dtype)
@@ -461,8 +461,8 @@ def flat(result: Any) -> list[Tensor]:
 def network_works(
     model: nn.Module, indices: Tensor, shape: list[int], batch: int, goals: Sequence[float | None], scale: Scale
 ) -> Iterator[Work]:
-    """What to measure of a network: inference and a training step. Each starts from the sites, and includes all
-    rulebooks."""
+    """The measurements of a network: inference and a training step. Both start from the sites, and include the build of
+    all rulebooks."""
     features = torch.randn(len(indices), 4, device=scale.device)
     narrow = features.to(scale.dtype)
     x = sparse.SparseConvTensor(narrow, indices, shape, batch)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Span = tuple[float, float]
-"""(begin, end) of an event."""
+"""The times (begin, end) of an event."""
 
 STEP = "rooftop: step"  # the measured step's name on the timeline
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -5,9 +5,9 @@
 Five models are analyzed repeatedly, each time in a separate process. In the first runs, nothing else runs on the
 machine. Processes are started in two ways: as usual, and so that they keep freed memory. (With the usual start, the
 state of the heap decides how many pages a step allocates again.) In the next runs, as many busy loops as cores run at
-the same time; these runs take long and are a third as many. A report must be within 5% of the median of the undisturbed
-reports that were started in the same way, or say that it was disturbed. At the end, the ceilings are measured again
-next to the loops. This must not change any percent of roof.
+the same time. These runs take long, so there are only a third as many. A report must be within 5% of the median of the
+undisturbed reports that were started in the same way, or say that it was disturbed. At the end, the ceilings are
+measured again next to the loops. This must not change any percent of roof.
 
 The speed of a shared machine changes from minute to minute. So each process also times its step plainly before and
 after the report, in series of ten steps by the host's clock. If these series vary, reports cannot agree. Then a

@@ -3,8 +3,8 @@ examples/terrain.py.
 
     python benchmarks/viewer_picture.py [--out docs/images/scene_view.png]
 
-The script needs chromium. The picture shows the times of the machine that draws it. They illustrate the page's layout,
-and say nothing about speed.
+The script needs chromium. The picture shows the times of the machine that draws it. These times illustrate the page's
+layout, and say nothing about speed.
 """
 
 from __future__ import annotations

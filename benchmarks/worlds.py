@@ -33,7 +33,7 @@ def rows_of(script: str, worlds: Iterable[int], passed: Sequence[str], keep: Cal
     (`told`).
 
     Args:
-        passed: arguments for the script. --worker, after them, names the file for the rows.
+        passed: arguments for the script. They are followed by --worker with the name of the file for the rows.
         keep: called with all rows so far when there are new rows, so that an interrupted run keeps its rows.
 
     Raises:

@@ -3,10 +3,10 @@
     python examples/crossover.py [--operations add matmul] [--sizes 1000 1000000]
 
 A launch costs microseconds whatever it computes, so a small operation is faster on the CPU. Larger operations are
-faster on the GPU if their operands are already there. If the operands come from the host's memory and the result goes
-back, each byte crosses a bus that is slower than either memory. An addition does one flop for twelve bytes, and may
-never be worth the trip. A larger matrix product does more work for each byte. The difference between the two break-even
-sizes is why models keep their data on the GPU.
+faster on the GPU if their operands are already in its memory. If the operands come from the host's memory and the
+result goes back, each byte crosses a bus that is slower than either memory. An addition does one flop for twelve bytes,
+and may never be worth the trip. A larger matrix product does more work for each byte. The difference between the two
+break-even sizes is why models keep their data on the GPU.
 
 The CPU's times at large sizes say as much about memory as about arithmetic: they depend on the number of threads
 (`torch.set_num_threads`) and on fresh pages for each result.

@@ -2,7 +2,7 @@
 
     python examples/engine.py [--model resnet50] [--batch 8] [--size 224] [--seconds 1]
 
-On a GPU the engine runs in bfloat16, channels last, from CUDA graphs; on a CPU it only has its norms folded.
+On a GPU the engine runs in bfloat16, channels last, from CUDA graphs; on a CPU the engine only folds norms.
 """
 
 from __future__ import annotations

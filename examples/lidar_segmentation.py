@@ -11,9 +11,10 @@ The metric is the intersection over union of each class, and their mean (mIoU), 
 simple rules serve as baselines: the most frequent class for every point, and the most frequent class at the point's
 height. The files in --out are
 
-    labels.png       a scene that it never saw: the truth, what the network says, and where it errs
-    labels.pth weights for --weights, to label without training labelled.ply with --points: your cloud (.ply or .npy, in
-    metres, z up) with a label and colour for each point labelled.png a picture of labelled.ply
+    labels.png       a scene that the network never saw: the true labels, the network's labels, and its errors
+    labels.pth       weights for --weights, to label without training
+    labelled.ply     with --points: your cloud (.ply or .npy, in metres, z up) with a label and colour for each point
+    labelled.png     a picture of labelled.ply
 
 Heights count from the ground: the height below which a hundredth of the points lie. Each training scan is rotated,
 mirrored and scaled at random each time. One scan in five gets no intensities, so that the network can also label clouds

@@ -27,8 +27,8 @@ from rooftop import scene
 KINDS = ("floor", "rock", "ring")
 VOXEL = 0.2  # units; a rock is about 2 across
 EXTENT = (-6.0, -6.0, -0.6, 6.0, 6.0, 3.0)
-THINGS = 10  # things in a scene
-SCENES = 4  # to learn from
+THINGS = 10  # number of rocks and rings in a scene
+SCENES = 4  # number of training scenes
 
 
 def built(folder: Path) -> list[Path]:

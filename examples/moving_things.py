@@ -2,7 +2,7 @@
 
     python examples/moving_things.py [walk.mp4] [--out moving.mp4] [--device cpu|cuda|auto]
 
-Without a video the script makes one, a ball that crosses noise. Frames are Mats that share the memory of the reader's
+Without a video the script creates one: a ball moves across noise. Frames are Mats that share the memory of the reader's
 tensors, so on a GPU nothing is copied to the host before the video is written.
 """
 

@@ -34,7 +34,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     for number, path in zip(range(options.count), itertools.cycle(photographs), strict=False):
         image = Image.open(path).convert("RGB")
-        shift = number // len(photographs)  # the n-th round takes the n-th corner
+        shift = number // len(photographs)  # the n-th round crops at the n-th corner
         left = (image.width - SIDE) * (shift % 2)
         top = (image.height - SIDE) * (shift // 2 % 2)
         image.crop((left, top, left + SIDE, top + SIDE)).save(options.folder / f"{number:02}-{path.stem}.png")

@@ -3,11 +3,12 @@
     python examples/predict.py [--machine h200] [--layers 12] [--width 768] [--tokens 1024]
 
 Nothing is run and nothing is allocated: the model is built on fake tensors, which have shapes but no data. Each
-operator takes its roof time, from ceilings measured on the other machine. The result is a lower bound for eager
-PyTorch; real kernels are slower. The prediction still shows, before you buy or rent the machine, whether launches (then
-a larger batch is free), memory or arithmetic bound the step. It also shows what bfloat16 changes.
+operator is assumed to take its roof time, at ceilings measured on the other machine. The result is a lower bound for
+eager PyTorch, because real kernels are slower. The prediction still shows, before you buy or rent the machine, whether
+launches (then a larger batch is free), memory or arithmetic bound the step. It also shows what bfloat16 changes.
 
-`--machine` takes a machine that Rooftop knows, or a file that was written there with `rooftop ceilings -o FILE`.
+`--machine` accepts the name of a machine that Rooftop knows, or a file that `rooftop ceilings -o FILE` wrote on the
+other machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ VOCABULARY = 32_000
 
 
 class LanguageModel(nn.Module):
-    """Token numbers (B, T) to scores of the next token (B, T, vocabulary)."""
+    """Maps token numbers (B, T) to scores of the next token (B, T, vocabulary)."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()

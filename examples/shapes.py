@@ -2,8 +2,8 @@
 
     python examples/shapes.py FOLDER [--count 16] [--side 128] [--seed 0]
 
-Circles, squares and triangles, one to four in a picture, on a noisy background: PNG files, and instances.json beside
-them, which `rooftop.models.CocoDataset` reads. The same seed gives the same pictures.
+A picture shows one to four circles, squares and triangles on a noisy background. The script writes PNG files, and
+instances.json in the same folder, which `rooftop.models.CocoDataset` reads. The same seed gives the same pictures.
 
 `rooftop train detr --data FOLDER` and `python examples/train_detr.py` train on them.
 """

@@ -35,7 +35,7 @@ ABOVE_M = 130.0  # height above the highest ground under its path
 
 
 def heights(x: Floats, y: Floats, seed: int = 0) -> Floats:
-    """Metres above the plain, for places (0..1) in the square."""
+    """Heights above the plain in metres, for positions (0..1) in the square."""
     random = np.random.default_rng(seed)
     total, weight, size = np.zeros_like(x), np.ones_like(x), 1.0
     turn = np.array([[0.8, -0.6], [0.6, 0.8]])  # rotates the grid of each octave, so that no two grids align
@@ -68,7 +68,7 @@ def _noise(place: Floats, random: np.random.Generator) -> Floats:
 
 
 def grid(side: int) -> tuple[Floats, NDArray[np.int64]]:
-    """Places (side^2, 2) in 0..1 and the faces (2 (side - 1)^2, 3) between them, counterclockwise from above."""
+    """Positions (side^2, 2) in 0..1 and the faces (2 (side - 1)^2, 3) between them, counterclockwise from above."""
     steps = np.linspace(0, 1, side)
     places = np.stack(np.meshgrid(steps, steps), -1).reshape(-1, 2)
     corner = (np.arange(side - 1)[:, None] * side + np.arange(side - 1)).reshape(-1, 1)
@@ -77,7 +77,7 @@ def grid(side: int) -> tuple[Floats, NDArray[np.int64]]:
 
 
 def heights_of(places: Floats, seed: int) -> Floats:
-    """The heights of many places (N, 2), computed in parts."""
+    """The heights at many positions (N, 2), computed in parts."""
     parts = np.array_split(places, len(places) >> 18 or 1)
     return np.concatenate([heights(part[:, 0], part[:, 1], seed) for part in parts])
 
@@ -122,7 +122,7 @@ def flight(frames: int, seed: int, width: int, height: int) -> list[scene.Camera
 
 
 def holes(depth: torch.Tensor) -> int:
-    """Pixels of a picture (H, W) that show nothing, while all eight around them do."""
+    """The number of pixels of a picture (H, W) without a surface, although all eight neighbours show one."""
     there = depth.isfinite().float()[None, None]
     around = 9 * torch.nn.functional.avg_pool2d(there, 3, stride=1)  # number of surface pixels among nine
     return int(((around.round() == 8) & (there[..., 1:-1, 1:-1] == 0)).sum())

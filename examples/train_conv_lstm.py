@@ -12,7 +12,7 @@ frame t. Copied frames are clamped to 0.01..0.99, because otherwise their cross 
 
 DIR gets two files. `frames.png` has three rows per sequence: the real frames, each next frame predicted from all real
 frames before it, and a roll-out, in which the network sees its own predictions after the first frames. `rooftop
-predict-video --weights` takes `next_frame.pth`.
+predict-video --weights` accepts `next_frame.pth`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Setup:
     Attributes:
         network: predicts every frame (binary cross entropy) or one frame (mean absolute error).
         videos: function of a seed that returns training videos (N, T, H, W, C) in 0..1.
-        held_out: (N, T, H, W, C), not trained on.
+        held_out: videos (N, T, H, W, C) that are not used in training.
         steps: steps of Adam.
         learning_rate: learning rate of Adam.
     """
@@ -158,7 +158,7 @@ def report(setup: Setup, out: Path) -> None:
 
 
 def draw(sequences: list[tuple[Tensor, Tensor, Tensor]], path: Path) -> None:
-    """For each sequence three rows of frames (T, H, W, C)."""
+    """Draw three rows of frames (T, H, W, C) for each sequence."""
     names, margin, gap = ("what came", "next frame", "rolled out"), 80, 2
     count, height, width = sequences[0][0].shape[:3]
     scale = max(1, 96 // height)

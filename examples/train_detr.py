@@ -8,8 +8,8 @@ the network is tested on pictures that it has never seen. `--pictures` sets the 
 device; 0 means new pictures at every step. The script prints COCO's mean average precision ("mAP"), and writes to --out
 
     pictures/        the test pictures: PNG files and instances.json in COCO's format (examples/shapes.py)
-    found.png eight of them: true boxes above, predicted boxes below loss.png the loss of each step, on a logarithmic
-    scale
+    found.png        eight of the test pictures: true boxes above, predicted boxes below
+    loss.png         the loss of each step, on a logarithmic scale
 
 The docstring of `rooftop.models.detr.small` explains why this network learns fast. This script adds a higher learning
 rate. A warm-up, a cosine schedule and clipped gradients make that rate safe. On a GPU the script uses bf16 autocast and
@@ -46,11 +46,11 @@ class Recipe:
 
     Attributes:
         pictures: number of pictures to overfit; 0: new ones at every step.
-        judged: number of test pictures in that case.
+        judged: number of test pictures if `pictures` is 0.
         side: side of a picture, in pixels.
         channels: channels of the backbone's stages, each of which halves the map.
         width, heads, layers: sizes of the transformer; encoder and decoder have `layers` layers each.
-        learning_rate: its highest value, reached after `warm_up` steps; from there a cosine leads to 0.
+        learning_rate: the highest learning rate, reached after `warm_up` steps; then a cosine reduces it to 0.
     """
 
     pictures: int = 8
@@ -146,7 +146,7 @@ def train(
 
 @torch.inference_mode()
 def find(model: Detr, dataset: CocoDataset, batch: int, device: torch.device) -> list[Detections]:
-    """What the network finds on each picture, in its pixels, on the CPU."""
+    """The boxes that the network finds in each picture, in the picture's pixels, on the CPU."""
     found = []
     for start in range(0, len(dataset), batch):
         indices = range(start, min(start + batch, len(dataset)))

@@ -69,7 +69,7 @@ def right(network: nn.Module, clips: ClipDataset, device: str) -> float:
 
 
 def ready(pixels: Tensor, device: str) -> Tensor:
-    """(N, T, 3, H, W) in 0..1 as (N, 3, T, H, W) around 0."""
+    """Convert pixels (N, T, 3, H, W) in 0..1 to (N, 3, T, H, W) in -2..2."""
     return (pixels.to(device).transpose(1, 2) - 0.5) * 4
 
 

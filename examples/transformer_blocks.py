@@ -42,7 +42,7 @@ class Gpt(nn.Module):
         self.lm_head = nn.Linear(width, tokens, bias=False)
 
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
-        """tokens and the tokens that follow them, (B, S) each; returns the loss ()."""
+        """Return the loss, (), of tokens (B, S) and the tokens that follow them (B, S)."""
         x = self.wte(tokens)  # (B, S, W)
         query, key, value = heads_of(self.c_attn(self.ln_1(x)), self.heads)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (B, H, S, D)
@@ -70,7 +70,7 @@ class RooftopGpt(nn.Module):
         self.lm_head = nn.Linear(width, tokens, bias=False)
 
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
-        """tokens and the tokens that follow them, (B, S) each; returns the loss ()."""
+        """Return the loss, (), of tokens (B, S) and the tokens that follow them (B, S)."""
         x = self.wte(tokens)  # (B, S, W)
         query, key, value = heads_of(self.c_attn(self.ln_1(x)), self.heads)
         seen = attention(query, key, value, is_causal=True)  # (B, H, S, D)
@@ -80,7 +80,7 @@ class RooftopGpt(nn.Module):
 
 
 def heads_of(packed: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """(B, S, 3 W) as query, key and value (B, H, S, D), views."""
+    """Split packed (B, S, 3 W) into query, key and value, each a view (B, H, S, D)."""
     return packed.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
@@ -98,7 +98,7 @@ class Llama(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, S, W), cos and sin (S, D / 2); returns x's shape."""
+        """Run the block on x (B, S, W), with cos and sin (S, D / 2). The result has x's shape."""
         query, key, value = heads_of(self.qkv(self.norm_1(x)), self.heads)
         query, key = turned(query, cos, sin), turned(key, cos, sin)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -120,7 +120,7 @@ class RooftopLlama(nn.Module):
         self.act = rooftop.nn.SwiGLU()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, S, W), cos and sin (S, D / 2); returns x's shape."""
+        """Run the block on x (B, S, W), with cos and sin (S, D / 2). The result has x's shape."""
         query, key, value = heads_of(self.qkv(self.norm_1(x)), self.heads)
         query, key = rope_pair(query, key, cos, sin)
         seen = attention(query, key, value, is_causal=True)
@@ -129,13 +129,13 @@ class RooftopLlama(nn.Module):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, S, D), rotated by the angles of its positions, in the dtype of the tables."""
+    """Rotate x (B, H, S, D) by the angles of its positions, in the dtype of the tables."""
     a, b = x.to(cos.dtype).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 def angles(positions: int, features: int) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each (positions, features / 2)."""
+    """The tables (cos, sin) of a rotary embedding, each (positions, features / 2)."""
     table = torch.outer(torch.arange(positions), 1e4 ** -torch.linspace(0, 1, features // 2 + 1)[:-1])
     return table.cos(), table.sin()
 
@@ -155,7 +155,7 @@ class Swin(nn.Module):
         self.bias_table = nn.Parameter(torch.randn((2 * window - 1) ** 2, heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, H, W, C), H and W multiples of the window; returns x's shape."""
+        """Run the block on x (B, H, W, C), with H and W multiples of the window. The result has x's shape."""
         bias, mask = position_bias(self.bias_table, self.window), shift_mask(x, self.window)
         query, key, value = heads_of(self.qkv(to_windows(self.norm1(x), self.window)), self.heads)
         scores = query @ key.mT * query.shape[-1] ** -0.5  # (B windows, heads, area, area)
@@ -179,7 +179,7 @@ class RooftopSwin(nn.Module):
         self.bias_table = nn.Parameter(torch.randn((2 * window - 1) ** 2, heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, H, W, C), H and W multiples of the window; returns x's shape."""
+        """Run the block on x (B, H, W, C), with H and W multiples of the window. The result has x's shape."""
         bias, window = position_bias(self.bias_table, self.window), (self.window,) * 2
         shift = (self.window // 2,) * 2
         x = self.proj(window_attention(self.qkv(self.norm1(x)), bias, self.heads, window, shift), residual=x)
@@ -187,7 +187,7 @@ class RooftopSwin(nn.Module):
 
 
 def to_windows(x: Tensor, window: int) -> Tensor:
-    """(B, H, W, C) shifted by half a window, as (B windows, area, C)."""
+    """Shift x (B, H, W, C) by half a window, and cut it into windows (B windows, area, C)."""
     shifted = x.roll((-(window // 2),) * 2, (1, 2))
     return shifted.unflatten(2, (-1, window)).unflatten(1, (-1, window)).transpose(2, 3).flatten(0, 2).flatten(1, 2)
 
@@ -200,7 +200,7 @@ def from_windows(windows: Tensor, like: Tensor, window: int) -> Tensor:
 
 
 def position_bias(table: Tensor, window: int) -> Tensor:
-    """(heads, area, area): the table's value for the offset of each pair of positions in a window."""
+    """The bias (heads, area, area): the table's value for the offset of each pair of positions in a window."""
     at = torch.arange(window, device=table.device)
     places = torch.stack(torch.meshgrid(at, at, indexing="ij")).flatten(1)  # (2, area)
     apart = places[:, :, None] - places[:, None] + window - 1
@@ -208,8 +208,8 @@ def position_bias(table: Tensor, window: int) -> Tensor:
 
 
 def shift_mask(x: Tensor, window: int) -> Tensor:
-    """(windows, 1, area, area): True for pairs of positions of a shifted window that are also neighbours in the
-    image."""
+    """The mask (windows, 1, area, area): True for pairs of positions of a shifted window that are also neighbours in
+    the image."""
     shift = window // 2
     rows, columns = (torch.arange(n, device=x.device) for n in x.shape[1:3])
     parts = [(at >= n - window).long() + (at >= n - shift) for at, n in zip((rows, columns), x.shape[1:3], strict=True)]

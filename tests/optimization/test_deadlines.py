@@ -100,6 +100,22 @@ def test_a_deadline_that_has_passed_at_once_ends() -> None:
         assert deadline._over.is_set()
 
 
+def test_the_end_of_a_block_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal arrives while the deadline is being ended, before it is marked as over."""
+    deadline = Deadline(LONG_S)
+
+    class Lock:
+        def __enter__(self) -> None:
+            os.kill(os.getpid(), deadline._signal)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    with deadline:
+        monkeypatch.setattr(deadline, "_lock", Lock())
+    assert deadline._over.is_set()
+
+
 HANDLED_BY_C = """
 import ctypes, os, signal
 from rooftop.optimization.deadlines import Deadline, StoppedError

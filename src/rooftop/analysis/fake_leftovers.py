@@ -210,9 +210,9 @@ def _fakes_of(mode: FakeTensorMode) -> list[FakeTensor]:
 def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
     """The name of the first global, class attribute or cache of the program that stores one of these tensors.
 
-    If no such owner exists, the class of an object that refers to one of the tensors.
+    If no such owner exists, the function returns the class of an object that refers to one of the tensors.
 
-    None if only PyTorch, variables of running functions or emptied caches refer to these tensors.
+    The result is None if only PyTorch, variables of running functions or emptied caches refer to these tensors.
     """
     frontier: list[Any] = [*fakes]
     seen = {id(each) for each in (*fakes, fakes, frontier, emptied, *emptied)}

@@ -168,8 +168,8 @@ class Findings:
         return min(most_ms, self._done_ms(now_ms, self.host_ms) - self._done_ms(after_ms, self.host_ms + more_host_ms))
 
     def _done_ms(self, labelled_ms: Sequence[float], host_ms: float) -> float:
-        """The time at which the GPU finishes operators with the given times, if the host launches them at the step's
-        pace.
+        """The time at which the GPU finishes the step's operators, if the operators take the given times and the host
+        launches them at the step's pace.
         """
         kernels = [max(1, len(op.kernels)) for op in self.operators]
         launched, done_ms, total = 0, 0.0, sum(kernels)

@@ -98,8 +98,9 @@ def _descend(root: _Node, scope: str) -> _Node:
 
 @dataclass(frozen=True)
 class _Finished:
-    """A node of the report. `fused`: the cost of its work as one kernel. `parameters`: number of elements by the
-    parameter's id."""
+    """A node of the report. `fused`: the cost of the node's work as one kernel. `parameters`: the number of elements of
+    each parameter, by the parameter's id.
+    """
 
     node: ModuleNode
     fused: Cost

@@ -24,7 +24,8 @@ from rooftop.analysis.held_objects import Container, Held
 from rooftop.words import first_line
 
 SMALL_BYTES = 4096  # maximum size of a tensor that is restored before each run
-LOOKS = 2  # runs whose changes are checked; the first run may also create objects for later runs
+# number of runs whose changes are checked: more than one, because the first run may create objects for later runs
+LOOKS = 2
 
 
 class GivenObjects:
@@ -145,7 +146,7 @@ class _State:
 
     Attributes:
         containers: containers with their initial contents.
-        changing: containers that runs after the first run also change.
+        changing: containers that change not only in the first run, but also in later runs.
         trains: whether the target is not a module and changes weights. If so, no state is restored.
     """
 

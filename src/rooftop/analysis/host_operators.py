@@ -14,7 +14,7 @@ from rooftop.analysis.formats import quantity_text
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import FREE
 
-LEAST_WORK = 1_000_000  # bytes plus flops of a step. An optimizer's or a loader's counters take less work.
+LEAST_WORK = 1_000_000  # minimum of bytes plus flops per step; an optimizer's or a loader's counters take less work
 MOST_NAMES = 3
 
 

@@ -178,8 +178,8 @@ def _waiting_ms(events: Iterable[Any], kernels: Sequence[Kernel]) -> float:
         if position == 0 or position == len(starts) or position in seen:
             continue
         seen.add(position)
-        # The device is idle since the previous kernel ended. Kernels that still run after the call returned are not a
-        # wait.
+        # The device has been idle since the previous kernel ended. Time in which kernels still run after the call
+        # returned is not idle time.
         idle_ns += max(0, starts[position] - max(ends[position - 1], 0))
     return idle_ns / 1e6
 
@@ -333,7 +333,7 @@ class CompiledInstrument:
 
 
 FASTER = 3
-"""Only the fastest labelled runs count: one of every `FASTER` runs."""
+"""Only the fastest of the labelled runs count: one in `FASTER` runs."""
 
 
 def medians(

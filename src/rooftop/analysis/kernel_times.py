@@ -21,7 +21,7 @@ from rooftop.hardware.traces import Trace
 
 WATCHED_S, MOST_WATCHED_STEPS = 0.3, 10
 MOST_WATCHED_KERNELS = 6_000  # the profiler needs some 0.2 ms for each kernel
-LEAD = 1  # number of first steps of a watched sequence that are not counted
+LEAD = 1  # this many steps at the start of a watched sequence are not counted
 
 
 @dataclass(frozen=True)

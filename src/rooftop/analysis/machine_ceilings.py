@@ -21,8 +21,9 @@ from rooftop.hardware.defaults import usual_defaults
 from rooftop.words import first_line
 
 LIKELY = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
-"""Precisions that a program probably needs. Other precisions take long to measure: float64 is slow, as is float16 on a
-CPU."""
+"""Precisions that a program probably needs. Other precisions take long to measure, because their products are slow:
+float64, and float16 on a CPU.
+"""
 
 
 def likely_ceilings(device: torch.device) -> Ceilings:

@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 
 _next_number = torch._C._autograd._get_sequence_nr
-"""Return the number that autograd will assign to this thread's next node."""
+"""A function that returns the number that autograd will assign to this thread's next node."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ from unittest.mock import patch
 import psutil
 
 LOOK_EVERY_S = 0.5
-# share of all processes' CPU time. A smaller share is not mentioned unless it is many seconds.
+# Share of all processes' CPU time. The report mentions a smaller share only if it is many seconds.
 LEAST_SHARE = 0.02
 LEAST_S = 0.5
 WORKER, LOADER, PROGRAM, FORK = "multiprocessing", "DataLoader", "program", "fork"

@@ -30,7 +30,7 @@ PREDICTED_PARTS = (  # in a prediction, kernels run at their roofs and have no g
     ("launch gap", "launch_gap_ms", "launched eagerly, the device would wait for the host: graphs, larger batches"),
 )
 ON_CPU = {"launch_gap_ms": "time between operators, in Python, PyTorch and the system: larger batches, fewer operators"}
-"""Meanings of the parts that differ on a CPU, because no host launches its work."""
+"""Parts of the wall time with another meaning on a CPU than on a GPU, because no host launches a CPU's work."""
 RANK_PARTS = (
     ("own", "what the rank needs by itself"),
     ("transfer", "exposed communication, without the time spent waiting: collectives while nothing else runs"),

@@ -253,8 +253,9 @@ def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Rec
 
 
 class _DeviceCounting(CountingMode):
-    """Count the device's work. Updates of an optimizer's step counters run on the host, so they are not counted. The
-    fake tensors of step counters hold values as constants."""
+    """Count the device's work. Updates of an optimizer's step counters run on the host, so these updates are not
+    counted. Step counters are recognized because their fake tensors have constant values.
+    """
 
     def observe(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._locate()[1] == "optimizer":
@@ -376,8 +377,8 @@ class _DataStays(TorchFunctionMode):
 class _Untouched(LightMode):
     """Keep a callable's real tensors unchanged.
 
-    Operators get a fake twin of each real tensor: without twins, `FakeTensorMode` computes in-place operators on real
-    tensors. Gradients and the state of optimizers are restored at the end.
+    Operators get a fake twin of each real tensor: without twins, `FakeTensorMode` would run in-place operators on the
+    real tensors. Gradients and the state of optimizers are restored at the end.
     """
 
     supports_higher_order_operators = True  # without this, PyTorch ends the program at the first higher order operator
@@ -385,7 +386,7 @@ class _Untouched(LightMode):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self._mode = mode
-        # id -> (real tensor, fake twin, the real tensor's gradient before)
+        # id of a real tensor -> (real tensor, fake twin, gradient of the real tensor before the step)
         self._twins: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._states: dict[torch.optim.Optimizer, dict[Any, Any]] = {}
         self._hooks = ExitStack()

@@ -61,18 +61,21 @@ BLOCK_S = 0.25  # seconds of one block of steps in sequence
 BLOCKS_S, LEAST_BLOCKS, MOST_BLOCKS = 3.0, 2, 10
 """All blocks together take about `BLOCKS_S` seconds. `LEAST_BLOCKS` and `MOST_BLOCKS` limit the number of blocks."""
 AGREEMENT, QUIET_BLOCKS = 0.03, 4
-"""After `QUIET_BLOCKS` blocks, further blocks are skipped if the interval of the wall time, divided by the wall time,
-is at most `AGREEMENT`."""
-ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20  # for single steps, which are measured twice
+"""After `QUIET_BLOCKS` blocks, further blocks are skipped if the width of the wall time's interval is at most
+`AGREEMENT` times the wall time.
+"""
+# limits (seconds, minimum, maximum) for single steps, which are measured twice
+ALONE_S, LEAST_ALONE, MOST_ALONE = 0.25, 2, 20
 QUEUE_LENGTH = 1000  # a GPU's queue holds about this many launches; then the host must wait
 LABELLED_S = 1.5  # seconds of all labelled runs of a program together
-# Least and most labelled runs. On a GPU one run is enough if it launched the same kernels as the steps without labels,
-# because the kernels' times are then known.
+# Minimum and maximum number of labelled runs. On a GPU one run is enough if it launched the same kernels as the steps
+# without labels, because the kernels' times are then known.
 LEAST_LABELLED, MOST_LABELLED = 3, 9
-LONG_LABELLED_S = 4.0  # after this time, two labelled runs are enough
+LONG_LABELLED_S = 4.0  # once labelled runs have taken this time, two of them are enough
 _measuring = threading.RLock()
-"""Makes analyses in several threads take turns. Two analyses would disturb each other, and a second simultaneous
-profiler crashes the process with a segmentation fault (PyTorch 2.13)."""
+"""This lock lets analyses in several threads run one after another. Two analyses would disturb each other, and a second
+simultaneous profiler crashes the process with a segmentation fault (PyTorch 2.13).
+"""
 UNEXPLAINED = 0.01  # kernels that together exceed the wall time by more than this share contradict the wall time
 
 

@@ -96,8 +96,9 @@ def recorded_report(
 
 
 def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
-    """The coarsest kind of step that occurred at least twice. If no kind of step occurred twice, any kind that was
-    watched."""
+    """The coarsest kind of step that occurred at least twice. If no kind of step occurred twice, the coarsest kind of
+    step that was watched.
+    """
     for laps in recorded:
         if laps.is_complete or (laps.steps > 1 and _watched(laps)):
             return laps
@@ -125,7 +126,7 @@ def _watched(laps: Laps) -> list[Watched]:
 
 
 def _of_enough(laps: Laps) -> tuple[StepTime, list[str]]:
-    """The wall time of unwatched steps, and a note if it comes from the steps before the profiler.
+    """The wall time of unwatched steps, and a note if this time comes from the steps before the profiler.
 
     There are few steps before the profiler. The time of these first steps counts only if later steps, with CUPTI still
     attached, are slower by more than the variation.

@@ -83,8 +83,9 @@ class _GivenUp(Exception):
 
 
 _open_recordings: list[Recording] = []
-"""The open recordings, the innermost last. Their instruments must be undone in reverse order, so only the innermost
-recording may act."""
+"""The open recordings, the innermost last. The recordings' instruments must be undone in reverse order, so only the
+innermost recording may act.
+"""
 
 
 class Recording:
@@ -336,12 +337,12 @@ class Recording:
             self._begin() if self._left else self._next_stage()
 
     def _is_undecided(self) -> bool:
-        """Whether a coarser marker may still replace the marker of this first step."""
+        """Whether a coarser marker may still replace the leading marker, which has ended fewer than two steps."""
         coarsest = self._finder is None or self._finder.level == Level.OPTIMIZER
         return not coarsest and self._laps.steps < 2
 
     def _began_step(self) -> float:
-        # finer steps, if there are more than gradient accumulation takes, were another phase of the program
+        # If there were more finer steps than gradient accumulation takes, they were another phase of the program.
         finer = sum(laps.steps for laps in self._earlier)
         is_first = self._laps.steps == 1 and finer <= MOST_INNER_STEPS
         began_at = self._finder.began_at if self._finder is not None and is_first else None
@@ -497,15 +498,18 @@ class Recording:
 
     @property
     def _needed(self) -> int:
-        """Number of steps for a complete recording. Without an optimizer, the first two steps are watched as one
-        step."""
+        """Number of steps that a complete recording needs. Without an optimizer, the first two steps are watched as one
+        step.
+        """
         planned = self._planned_where(self._runs_compiled)
         undecided = planned[0].name == "whole" and self._finder is not None and self._finder.level != Level.OPTIMIZER
         return steps_needed(planned) + undecided
 
     @property
     def _least(self) -> int:
-        """Smallest number of steps for which a report is possible, if the profiler begins late; 0 if it does not."""
+        """Minimum number of steps for which a report is possible, if the profiler begins late; 0 if the profiler begins
+        early.
+        """
         if not self._profiler_stays:
             return 0
         names = [stage.name for stage in self._planned() for _ in range(stage.steps)]

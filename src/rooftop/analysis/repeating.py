@@ -25,9 +25,9 @@ from rooftop.hardware.defaults import usual_defaults
 from rooftop.hardware.kernel_times import Variant, kernel_times
 
 REPEATS = 4
-MOST_BYTES = 0.4  # largest share of the free memory for one call
-MOST_SECONDS = 1.0  # on a CPU, seconds for all calls of one measurement together
-SLOW_MS = 100.0  # on a CPU, a call that takes longer is timed on its first run
+MOST_BYTES = 0.4  # maximum memory of one call, as a share of the free memory
+MOST_SECONDS = 1.0  # on a CPU, maximum seconds for all calls of one measurement together
+SLOW_MS = 100.0  # on a CPU, a call that takes longer than this is timed on its first run
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,6 @@ _PUBLIC: dict[str, Callable[[CallSpec, Make], tuple[Callable[[], Tensor], list[T
     "attention": _attention,
     "max_pool2d": _max_pool,
 }
-"""Operators that are repeated through PyTorch's public function, forward and backward. Dtype and layout decide which
-operator runs, and backward needs results of the same operator's forward.
+"""Operators that are repeated through PyTorch's public function, forward and backward. In that function, dtype and
+layout decide which operator runs, and backward needs results of the same operator's forward.
 """

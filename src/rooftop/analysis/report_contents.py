@@ -177,8 +177,8 @@ class Summary:
         samples: samples of one step, from its first input (see `Program.samples`).
         repeats: number of times that each operator was timed.
         wall_low_ms, wall_high_ms: interval of the wall time: the fastest steps, and the median.
-        latency_ms: time of one step alone, from an idle device to the end of the step's work. One request waits this
-            long.
+        latency_ms: time of one step alone, from an idle device to the end of the step's work. A single request waits
+            this long.
         latency_low_ms, latency_high_ms: interval of the latency.
         disturbed: whether other programs used resources that this program needed, or repeated timings disagreed (a note
             says which).

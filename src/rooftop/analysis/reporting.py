@@ -108,7 +108,7 @@ def report_of(
 def _balance(
     profile: Profile, modules: ModuleNode, ceilings: Ceilings, samples: int | None
 ) -> tuple[Summary, Gaps, list[str]]:
-    """wall = fused roof + fusion headroom + kernel gap + launch gap."""
+    """Split the wall time: wall = fused roof + fusion headroom + kernel gap + launch gap."""
     notes = []
     wall_ms, busy_ms = profile.wall.ms, profile.busy_ms
     on_gpu = profile.device.type == "cuda"
@@ -211,13 +211,13 @@ def _noise(profile: Profile, ceilings: Ceilings) -> list[str]:
 
 
 def _pages(count: float) -> str:
-    """The mean number of pages of a step in words."""
+    """A step's mean number of pages, in words."""
     return f"{count:,.0f} pages" if count >= 1.5 else "one page" if count >= 0.5 else f"{count:.1g} pages"
 
 
 def _two_states(profile: Profile) -> list[str]:
-    """A note, if operators were timed in steps with fewer page faults than the first steps. In these steps the heap was
-    in another state (see `page_faults`).
+    """A note, for operators that were timed in steps with fewer page faults than the first steps. In these steps the
+    heap was in another state (see `page_faults`).
     """
     faults, labelled, later = profile.faults, profile.labelled_faults, profile.otherwise
     if later is None and (labelled.count >= faults.count or faults.is_like(labelled)):

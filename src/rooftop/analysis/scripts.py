@@ -204,8 +204,9 @@ def _run(script: Path, one_of_ranks: bool) -> None:
     """Run the script. A process that the script forked ends here, because only the first process reports.
 
     Args:
-        one_of_ranks: whether the script is one of several ranks. If so, the script's variables are deleted at its end,
-            because users of a process group must be gone before the group (see `process_groups_kept`).
+        one_of_ranks: whether the script is one of several ranks. If so, the script's variables are deleted when the
+            script ends, because objects that use a process group must be deleted before the group (see
+            `process_groups_kept`).
     """
     process = os.getpid()
     status = 1

@@ -50,8 +50,9 @@ def modes_settled() -> Iterator[None]:
 
 
 def _modes_above(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
-    """Active modes that began after this mode, the earliest first. PyTorch's own modes are left out: PyTorch orders
-    them."""
+    """Active modes that began after this mode, the earliest first. PyTorch orders its own modes itself, so for such a
+    mode the list is empty.
+    """
     count = torch._C._len_torch_dispatch_stack()
     stack = [torch._C._get_dispatch_stack_at(index) for index in range(count)]
     places = [place for place, other in enumerate(stack) if other is mode]

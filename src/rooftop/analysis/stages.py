@@ -32,9 +32,10 @@ from rooftop.hardware.page_faults import NO_FAULTS, PageFaults, page_faults
 
 LABELLED = 3
 LONG_LABELLED_MS = 2000.0  # if the `early` step took longer than this, only one more step is labelled
-WARM_UP = 3  # steps that are not counted, while allocators and autotuners warm up
-COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS  # steps that are not counted, if the program compiles code in them
-# stage `timed`: minimum number of steps; the stage ends after this many steps or seconds
+WARM_UP = 3  # number of steps that are not counted, while allocators and autotuners warm up
+# number of steps that are not counted, if the program compiles code in these steps
+COMPILED_WARM_UP = 1 + COMPILED_WARM_UP_STEPS
+# Limits of stage `timed`: its minimum number of steps, and the number of steps or seconds after which it ends.
 LEAST_TIMED, TIMED_STEPS, TIMED_SECONDS = 3, 1000, 10.0
 NEEDED = WARM_UP + 1 + LABELLED + 1 + LEAST_TIMED
 """Number of steps of a complete recording (more if the program compiles, or is one of several ranks)."""
@@ -45,7 +46,8 @@ MOST_REPEATS = 5  # largest number of times that watched stages are repeated bec
 
 # largest number of module calls (from outside any module) in one watched stage; the profiler needs at least 50 kB each
 MOST_MODULE_CALLS = 3_000
-# a watched stage is given up if it takes longer than both limits: seconds, and multiples of the median step
+# A watched stage is given up if it takes longer than both limits: this many seconds, and this many times the median
+# step.
 LONG_STAGE_S, LONG_STAGE_LAPS = 10.0, 20
 
 UNDISTURBED = ("warm", "before", "settling", "timed")
@@ -68,7 +70,7 @@ def stages(*, found: bool, compiled: bool, ranks: bool, stays: bool = False) -> 
     """The stages of a recording, in order.
 
     Args:
-        found: whether the steps were found instead of reported by the program. If they are found, the recording knows
+        found: whether the steps were found instead of reported by the program. If steps are found, the recording knows
             from the first step on whether the program compiles code.
         compiled: whether the program compiles code.
         ranks: whether this is one of several ranks.

@@ -39,7 +39,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rooftop.analysis.optimizer_labels import optimizer_ends
 from rooftop.hardware.module_paths import inner_modules, own_parameters
 
-MOST_INNER_STEPS = 16  # most steps of the leading marker in one step of a coarser marker; with more, it ends an epoch
+# maximum steps of the leading marker in one step of a coarser marker; with more steps, the coarser marker ends an epoch
+MOST_INNER_STEPS = 16
 MOST_THREADS = 16  # largest number of threads kept by name: a program may start new threads at each step
 # if another optimizer has made this many steps since the leading optimizer's last step, the program no longer uses the
 # leading optimizer
@@ -106,13 +107,13 @@ class StepFinder:
         self._parameters = WeakIdKeyDictionary()  # module -> whether it has parameters
         self._optimizing = 0
         self._optimizer_steps = 0
-        # the optimizer whose step has ended, but whose label has not
+        # the optimizer whose step has ended, but whose label is still open
         self._stepped: torch.optim.Optimizer | None = None
         self._led = 0  # number of steps of the leading marker
         self._others = (
             WeakIdKeyDictionary()
-            # marker other than the leading marker -> its `_Other`; the finder itself is the key of markers without an
-            # object
+            # a marker other than the leading marker -> the `_Other` of that marker; markers without an object have the
+            # finder as key
         )
         self._is_over = False
         self._around = ExitStack()
@@ -319,8 +320,10 @@ class StepFinder:
 
 
 class _Other:
-    """A marker other than the leading marker: how many leading steps came before its last occurrence, how many came
-    between its last two occurrences, and how often it has occurred since without a leading step."""
+    """Counts of a marker other than the leading marker. `led`: number of leading steps before the marker's last
+    occurrence. `since`: number of leading steps between its last two occurrences. `alone`: how often the marker has
+    occurred since the last leading step. `alone_since`: number of leading steps before these occurrences.
+    """
 
     def __init__(self) -> None:
         self.led, self.since = 0, 0

@@ -195,7 +195,7 @@ def _rgb(frames: Tensor) -> Tensor:
 
 
 def _write(writer: VideoWriter, picture: Path, pixels: Tensor) -> None:
-    """Save the picture (C, H, W) and the writer's video. Both are completed under temporary names, then renamed."""
+    """Save the picture (C, H, W) and the writer's video. Both files have temporary names until they are complete."""
     array = (_rgb(pixels) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
     temporary = picture.with_name(f".{picture.name}.{os.getpid()}.tmp")
     try:

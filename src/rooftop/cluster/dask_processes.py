@@ -26,7 +26,9 @@ from rooftop.errors import ModelRunError
 LOOK_S = 0.02  # seconds between checks for new chunks
 
 Done = Outcome | tuple[int, int] | str
-"""The result of a chunk: its outcome, or (first, count) of the items that took too long, or why its process ended."""
+"""The result of a chunk: the chunk's outcome, or (first, count) of the items that took too long, or the reason why the
+process ended.
+"""
 
 
 def division_beside(job: Job, device: str, threads: int) -> Division | None:

@@ -51,14 +51,15 @@ from rooftop.hardware.page_faults import keep_memory
 
 COPIED_SLOTS, LENT_SLOTS = 2, 4  # slots per process; each running task uses one of them
 COPIED_BYTES, LENT_BYTES = 256 << 20, 96 << 20  # bytes of each of these slots; only written pages take memory
-SPARE = 1.25  # share of a slot that is pinned, relative to its first contents
+SPARE = 1.25  # number of a slot's bytes that are pinned, as a multiple of the size of the slot's first contents
 PAGE = 4096
 TASK_S = 0.04  # seconds of work in a task; the worker's thread waits for the GIL several times for each task
 TASK_BYTES = 48 << 20  # approximate bytes of a task's tensors
 TASK_ITEMS = 16
 CLIPS_OF_A_TASK = 8  # a task's clips are from one video, so that the process need not seek
 TASKS_OF_A_PROCESS = 2
-AHEAD = 2  # items decoded ahead, as a multiple of all tasks' items; a larger multiple would touch new pages
+# maximum items decoded ahead, as a multiple of the items in all tasks; a larger multiple would touch new pages
+AHEAD = 2
 MOST_BYTES = 2 << 30  # approximate limit on the bytes that a worker's processes decode ahead
 DEATHS = 3  # an item fails after it has killed this many processes
 PARENT_S = 0.5  # seconds between two checks that the worker still runs

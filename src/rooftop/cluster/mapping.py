@@ -39,7 +39,8 @@ MOST_BYTES = 16 << 20  # approximate limit on the bytes of a chunk's rows
 LEARNED_FROM = 256  # maximum items per chunk until each column has a type; these chunks run one at a time
 DISTURBED_PERCENT = 110  # a rate above this percentage of the ceiling shows that other work disturbed the run
 DEATHS = 3  # an item becomes an error row after it or its chunk has ended this many workers
-PLACES = {"text": "line", "row": "row", "clip": "frame"}  # the unit of an item's place, by kind
+# for each kind of items: the unit in which messages state an item's position
+PLACES = {"text": "line", "row": "row", "clip": "frame"}
 LOOK_S = 0.2  # seconds between two checks of the workers
 
 Progress = Callable[[str, float], None]

@@ -319,7 +319,9 @@ _COPIES = {"aten::copy_", "aten::_to_copy"}
 
 
 def _place(name: str, tensors: Sequence[Tensor], out: Any) -> str:
-    """The program's line, for an operator that synchronizes or copies between host and GPU: the program waits there."""
+    """The line of the program that calls an operator at which the program waits: one that synchronizes, or copies
+    between host and GPU. "" for any other operator.
+    """
     waits = name in _ANSWERED_ON_THE_HOST and any(t.is_cuda for t in tensors)
     if not waits and name in _COPIES:
         waits = len({t.is_cuda for t in (*tensors, *tensors_in(out))}) > 1

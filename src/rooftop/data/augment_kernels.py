@@ -16,7 +16,8 @@ from rooftop.kernels.operands.triton_kernels.scalars import round_half_even
 BRIGHTNESS, COLOR, CONTRAST, SHARPNESS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8), tl.constexpr(9)
 POSTERIZE, SOLARIZE = tl.constexpr(10), tl.constexpr(11)
 AUTO_CONTRAST, EQUALIZE = tl.constexpr(12), tl.constexpr(13)
-FACTOR, MATRIX = tl.constexpr(2), tl.constexpr(3)  # indices in an encoded operation; 0: code, 1: strength
+# indices of entries in an encoded operation; entry 0 is the code, entry 1 the strength
+FACTOR, MATRIX = tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit

@@ -59,7 +59,7 @@ class Job:
 
     Attributes:
         pieces: number of pieces in a batch.
-        skip: whether damaged samples are skipped. False: a damaged sample raises.
+        skip: whether damaged samples are skipped. If False, a damaged sample raises.
     """
 
     samples: Samples

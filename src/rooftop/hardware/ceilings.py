@@ -134,8 +134,8 @@ class Ceilings:
 
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
-        """The measured working sets. For each, the best rate of any pattern at this or a larger working set. The second
-        entry has the same rates for in-place work.
+        """(for out-of-place work, for in-place work), each: the sizes of the measured working sets, and for each size
+        the best rate of any pattern at this or a larger working set.
         """
         found = []
         for in_place in (False, True):

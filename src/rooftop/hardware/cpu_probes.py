@@ -83,8 +83,9 @@ def _cheapest_operator_s() -> list[float]:
 
 
 def _bandwidths(samples: Samples) -> None:
-    """Measure bandwidths. The time of an empty call is subtracted, because it would hide the cache's rate for small
-    working sets."""
+    """Measure bandwidths. The time of the cheapest call is subtracted, because the call's overhead would hide the
+    cache's rate for small working sets.
+    """
     launch_s = min(_cheapest_operator_s())
     whole = torch.rand(WORKING_SETS[-1] // 4)
     for size in WORKING_SETS:
@@ -94,7 +95,7 @@ def _bandwidths(samples: Samples) -> None:
 
 
 def _without_launch(seconds: float, launch_s: float) -> float:
-    """The time minus the cheapest call's time. If less than half of the time remains (noise), half of the time."""
+    """The time minus the cheapest call's time, but at least half of the time, because both times are noisy."""
     return max(seconds - launch_s, seconds / 2)
 
 

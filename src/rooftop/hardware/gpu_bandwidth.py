@@ -24,7 +24,8 @@ AROUND_L2 = (0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5,
 """Working sets as multiples of the size of L2. From half of L2 to four times L2 the rate falls by half."""
 LARGE_SETS = (512 * MIB, 1 * GIB, 4 * GIB)
 
-COLD_ABOVE = 8  # times L2: in a larger working set, the part in L2 makes no measurable difference
+# as a multiple of L2's size; in a working set larger than this, the part in L2 makes no measurable difference
+COLD_ABOVE = 8
 # sizes are multiples of this many elements, so that kernels use 16-byte accesses even for two-byte elements
 ALIGNED = 32
 REPEATS, REPEATS_COLD = 4, 3

@@ -31,10 +31,10 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 
-# n of the n x n x n matrix product that gives a first estimate of a precision's rate; on an H100 it takes longer than a
-# launch
+# n of the n x n x n matrix product that gives a first estimate of a precision's rate; on an H100 this product takes
+# longer than a launch
 PILOT = 2048
-LONGEST_CALL_S = 8e-3  # longer products are not tried, because their rate is no higher
+LONGEST_CALL_S = 8e-3  # products that take longer than this are not tried, because their rate is no higher
 BURST_S, PAUSE_S = 1e-3, 1e-3  # burst and pause of each candidate in the first round
 FINALISTS, FINAL_REPEATS, FINAL_PAUSE_S = 12, 8, 0.02
 SUSTAINED_S = 0.3

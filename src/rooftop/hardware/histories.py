@@ -185,8 +185,9 @@ class History:
         return not any(alone or not busy(m.conditions, kind) for m in reproduced)
 
     def _disturbed_in_words(self, measured: Mapping[str, float]) -> tuple[str, ...]:
-        """The disturbed figures, as names for readers. Of memory figures, only patterns that determine a working set's
-        rate count. If all working sets are disturbed, the single name "memory" replaces their names."""
+        """The disturbed figures, as names for readers. Memory figures count only if their pattern determines a working
+        set's rate. If all working sets are disturbed, the single name "memory" replaces the names of the working sets.
+        """
         others = sorted(name for name in measured if part_of(name) != "memory" and not name.startswith("pulse"))
         names = [name for name in others if self._disturbed(name)]
         by_size = _by_working_set(measured)

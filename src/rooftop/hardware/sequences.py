@@ -114,7 +114,7 @@ class StepClock:
     """Time a step repeatedly. Each call of a method runs and times more steps.
 
     Args:
-        step: function that runs one step. It may synchronize.
+        step: function that runs one step, and may synchronize.
         device: the device of the step.
         beside: a function to call after each block.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-FLOPS_PER_PAIR = 9  # three differences, three products, two sums, one minimum
+FLOPS_PER_PAIR = 9  # for each pair: three differences, three products, two sums, one minimum
 INSTRUCTIONS_PER_PAIR = 7  # with fused multiply-adds: three differences, a product, two multiply-adds, a minimum
 CENTRES = 64
 LARGEST = 255

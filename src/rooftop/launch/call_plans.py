@@ -19,7 +19,7 @@ from rooftop.launch.lessons import ANY, Called, Lesson, Part, Varied
 from rooftop.launch.row_counts import Code, codes_of, value_of
 
 ALLOCATED = -1  # the plan allocates the memory
-NOT_ALLOCATED = -2  # an operator of PyTorch allocates the memory, or nothing uses it
+NOT_ALLOCATED = -2  # the plan does not allocate: an operator of PyTorch does, or nothing uses the memory
 
 
 class Unplanned(Exception):

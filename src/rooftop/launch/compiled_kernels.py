@@ -17,10 +17,10 @@ from torch.nn import Parameter
 
 MOST_COMPILED = 16384
 _compiled: dict[tuple[Any, ...], Compiled] = {}
-"""Compiled kernels by kernel, device, facts of the arguments, and constants."""
+"""Compiled kernels. A key consists of the kernel, the device, the facts of the arguments, and the constants."""
 
 _NUMBERS = frozenset((float, bool))  # Triton does not specialize on values of these types
-_SMALL = 1 << 31  # integers below this are 32-bit in a kernel
+_SMALL = 1 << 31  # integers below this value are 32-bit integers in a kernel
 _runtime: Any = None  # Triton's settings, once Triton is imported
 
 

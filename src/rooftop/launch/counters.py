@@ -61,13 +61,14 @@ def _stream_zeros(device: torch.device, stream: int) -> Tensor:
             if device not in _of_graphs:
                 _of_graphs[device] = _Captured(torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device))
                 if device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()  # once: graphs on any stream use the zeros
+                    # needed only once: afterwards, graphs on any stream can use the zeros
+                    torch.cuda.current_stream().synchronize()
             _of_stream[device, stream] = zeros
     return zeros
 
 
 def _captured_zeros(device: torch.device, count: int) -> Tensor | None:
-    count = -(-count // 4) * 4  # in units of 16 bytes, because compiled code assumes that alignment
+    count = -(-count // 4) * 4  # rounded up to units of 16 bytes, because compiled code assumes that alignment
     with _lock:
         captured = _of_graphs.get(device)
         if captured is None or captured.taken + count > CAPTURED_COUNTERS:

@@ -1,8 +1,8 @@
 """C++ extensions, compiled in the background when they are first needed, and stored in the cache.
 
 Installing Rooftop compiles nothing. Each extension has an equivalent in Python, which runs until the extension is
-compiled, and on machines without a C++ compiler. `ROOFTOP_COMPILED_CALLS=0` disables all extensions; `wait` waits for
-their compilation.
+compiled, and on machines without a C++ compiler. `ROOFTOP_COMPILED_CALLS=0` disables all extensions;
+`ROOFTOP_COMPILED_CALLS=wait` waits until they are compiled.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Extension:
 
     Args:
         name: name of the module; the compiler defines it as the macro ROOFTOP_MODULE.
-        source: the file.
+        source: path of the C++ file.
     """
 
     def __init__(self, name: str, source: Path) -> None:
@@ -144,12 +144,12 @@ class Extension:
         return self._load()
 
     def ask(self, then: Callable[[Any], None], twin: str) -> None:
-        """Pass the module to `then`: at once if the cache has it, else from a thread after its compilation. With
+        """Pass the module to `then`: at once if the cache has the module, else from a thread after compiling it. With
         `ROOFTOP_COMPILED_CALLS=wait`, compile the module before this method returns. `then` is not called if extensions
         are disabled or cannot be compiled.
 
         Args:
-            twin: what Python does instead, for the warning if the compilation fails.
+            twin: clause for the warning if the compilation fails, such as "Python makes all calls".
         """
         how = asked()
         if how == "wait":
@@ -168,7 +168,7 @@ class Extension:
             self._thread = thread
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most this long for the compilation in the background. Return True if it has ended or never began."""
+        """Wait at most `seconds` for the compilation in the background. Return True if it has ended or never began."""
         if self._thread is not None:
             self._thread.join(min(max(0.0, seconds), threading.TIMEOUT_MAX))
         return self._thread is None or not self._thread.is_alive()
@@ -210,7 +210,7 @@ class Extension:
         except ImportError as error:
             with suppress(OSError):
                 self.path.unlink()
-                if keep_error:  # it was just compiled, so compiling it again would not help
+                if keep_error:  # the module was just compiled, so compiling it again would not help
                     self.failed.write_text(f"error: {error}")
             return None
 

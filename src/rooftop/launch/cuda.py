@@ -43,8 +43,8 @@ Size = int | tuple[int, ...]
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 BLOCK_LIMITS = (1024, 1024, 64)
 PORTABLE_CLUSTER_LIMIT = 8  # blocks
-CLUSTER_LIMIT = 16  # blocks, on sm_90, if the kernel opts in
-DEFAULT_SHARED_BYTES = 48 * 1024  # per block; a kernel must opt in to more
+CLUSTER_LIMIT = 16  # maximum blocks of a cluster on sm_90, if the kernel opts in
+DEFAULT_SHARED_BYTES = 48 * 1024  # maximum shared memory per block without opting in
 CONFIGURATIONS_KEPT = 1024  # cached configurations per kernel
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}

@@ -42,8 +42,8 @@ ON_CPU = triton_launch.INTERPRETED
 """Whether kernels are launched for tensors on the CPU."""
 _VALUES = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
 _LISTS = frozenset((bool, int))
-_SEEN = "seen once"  # not yet observed
-_OTHER = "other"  # does more than allocate, take views and launch
+_SEEN = "seen once"  # the operator's call was seen, but not observed yet
+_OTHER = "other"  # marks an operator that does more than allocate, make views and launch
 _forgets: list[Callable[[], None]] = []
 
 
@@ -275,7 +275,9 @@ def lesson_here() -> Any:
 
 
 def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the result, and its steps or `_OTHER`; `_SEEN` if another thread is observing a call."""
+    """Return (result, steps of the call). Instead of the steps, the second value is `_OTHER` for an operator without
+    known steps, and `_SEEN` if the call could not be observed.
+    """
     places = tuple(i for i, each in enumerate(arguments) if isinstance(each, Tensor))
     result, observer = _observe(run, arguments, [arguments[i] for i in places])
     return result, _SEEN if observer is None else observer.steps(places, result) or _OTHER
@@ -349,7 +351,7 @@ class Observer(LightMode):
                 self.alive.append(each)
         elif not func._schema.returns or any(isinstance(each, Tensor) for each in tree_leaves((args, kwargs, made))):
             self.called(func, args, kwargs or {}, made)
-        # else the operator has no tensors, such as `promote_types`, so its result depends only on facts
+        # otherwise the operator has no tensors, such as `promote_types`, so the result depends only on facts
         return made
 
     key: Callable[[Tensor], int] = staticmethod(id)

@@ -116,7 +116,7 @@ class Lesson(Observer):
     Attributes:
         given: the call's tensors; no two share memory, except empty ones.
         owned: indices of the tensors that operators may change.
-        varying: for each of the tensors, which of its sizes varies; empty: none.
+        varying: for each of the tensors, which of its sizes varies. An empty list means that no size varies.
         shapes: shapes of the sources whose sizes vary; the varying sizes are `Count`s.
         varied: formulas of the varying sizes of each launch, by the launch's index.
         conditions: conditions on varying sizes under which the observed decisions hold.
@@ -328,7 +328,7 @@ def lesson_of(
     Args:
         given: the call's tensors, and its numbers that vary.
         owned: indices of the tensors that operators may change.
-        varying: for each of `given`, which of its sizes varies; empty: none.
+        varying: for each of `given`, which of its sizes varies. An empty list means that no size varies.
     """
     with observing(Lesson(given, owned, varying)) as lesson:
         if lesson is None:

@@ -136,7 +136,7 @@ def teaching(
     Args:
         given: the call's tensors, and its numbers that vary.
         owned: indices of the tensors that the call may change.
-        varying: for each of `given`, which of its sizes varies; empty: none.
+        varying: for each of `given`, which of its sizes varies. An empty list means that no size varies.
     """
     with lesson_of(given, owned, varying) as lesson:
         if lesson is None:

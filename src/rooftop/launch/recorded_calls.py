@@ -14,7 +14,7 @@ from rooftop.launch.lessons import ANY, FIRST, NONE, Lesson, Record
 from rooftop.launch.row_counts import Count
 
 BACKWARD_LESSON_AT = 1
-"""Which of the backward calls with the same facts is observed: the first."""
+"""The first of the backward calls with the same facts is observed."""
 
 
 class Backward:
@@ -26,7 +26,8 @@ class Backward:
     Attributes:
         recording: a handle of the C++ part, which is a weak reference.
         owned: indices of the kept tensors to which nothing else refers, so that backward may change them.
-        varying: for each kept tensor and each slope (gradient of a result), which of its sizes varies; empty: none.
+        varying: for each kept tensor and each slope (gradient of a result), which of its sizes varies. An empty list
+            means that no size varies.
     """
 
     def __init__(self, name: str, record: Record, owned: frozenset[int]) -> None:

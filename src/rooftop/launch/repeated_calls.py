@@ -33,7 +33,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 LESSON_AT = 3
-"""Which of the calls with the same facts is observed: the third. By then the operator's own launches are compiled."""
+"""The third of the calls with the same facts is observed, because by then the operator's own launches are compiled."""
 _functions: list[_Function] = []
 _seen: dict[str, Counter[bytes]] = {}  # for each function: the number of Python calls, by facts
 _blocks = 0  # number of open `in_python` blocks

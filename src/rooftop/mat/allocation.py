@@ -33,7 +33,7 @@ class MatDataFlag(Flag):
 
 
 class _Share:
-    """An object to which only the Mats of a block refer. Its reference count is the number of these Mats."""
+    """An object to which only the Mats of a block refer. The object's reference count is the number of these Mats."""
 
     __slots__ = ()
 

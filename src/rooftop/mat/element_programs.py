@@ -47,7 +47,7 @@ class Numbers:
     Args:
         dtype: the dtype of the computation.
         for_kernel: whether a GPU kernel runs the program, not a CPU loop. Kernels take float64 numbers as integers of
-            the same bits. They convert 32-bit numbers to float64 and back without conversion instructions, because a
+            the same bits. Kernels convert 32-bit numbers to float64 and back without conversion instructions, because a
             GPU's conversion instructions have a quarter of the throughput of additions.
 
     Attributes:

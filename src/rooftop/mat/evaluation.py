@@ -83,7 +83,7 @@ def evaluate_into(expression: MatExpr, target: Tensor, depth: int) -> None:
 
 
 def _store_large(plan: ExpressionPlan, root: MatExpr, tensors: Sequence[Tensor], into: Tensor) -> None:
-    """Store integers that may exceed int64. For a floating depth, they are first rounded to float64."""
+    """Store integers that may exceed int64. For a floating depth, the integers are first rounded to float64."""
     if plan.depth not in FLOATING or plan.depth == CV_64F:
         store_whole_numbers(plan.root, plan.bounds, plan.leaves, tensors, into, plan.depth)
         return

@@ -27,7 +27,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 _FLOAT32_BITS = 24
 _SMALL = 1 << 29  # float64 rounds values of up to 2 * _SMALL by at most 2^-23
 _ROUNDED = Fraction(1, 1 << 23)
-_SMALL_QUOTIENT = 1 << 11  # up to this, the float32 quotient of integers rounds to the same integer as the exact one
+# up to this value, a float32 quotient of integers rounds to the same integer as the exact quotient
+_SMALL_QUOTIENT = 1 << 11
 
 
 @dataclass(frozen=True)

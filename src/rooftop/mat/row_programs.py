@@ -247,7 +247,7 @@ class _Writer:
             self.step(_FUNCTIONS[each._operation], *places, out=self._result(each, target))
 
     def _result(self, each: MatExpr, target: int | None) -> int:
-        """The register for a result. It reuses the memory of operands that are not needed later."""
+        """The register for a result. The register reuses the memory of operands that are not needed later."""
         for operand in each._operands:
             self.uses[id(operand)] -= 1
             if not self.uses[id(operand)]:

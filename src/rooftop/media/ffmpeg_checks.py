@@ -27,7 +27,8 @@ from rooftop.words import did_you_mean
 
 DRIVER_LIBRARIES = ("libcuda.so.1", "libnvcuvid.so.1", "libnvidia-encode.so.1")
 DEVICES = ("cuda", "vaapi", "vdpau", "qsv", "drm", "opencl", "vulkan")
-# in addition to cuda; cuda is tried even if its device does not open
+# Devices on which decoders are tried in addition to cuda. Decoders on cuda are tried even if the cuda device does not
+# open.
 DECODING_DEVICES = ("vaapi", "vdpau", "qsv", "vulkan")
 NVENC = (("h264_nvenc", 8), ("hevc_nvenc", 8), ("hevc_nvenc", 10), ("av1_nvenc", 8), ("av1_nvenc", 10))
 PARTS = ("library", "device", "decode", "encode", "filter")

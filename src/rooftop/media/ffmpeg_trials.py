@@ -25,9 +25,9 @@ import numpy as np
 from rooftop.errors import InputError, MissingExtraError
 from rooftop.media.pyav import load_av
 
-WIDTH, HEIGHT, FRAMES = 320, 240, 10  # above the smallest sizes of NVDEC (144 x 144) and NVENC (192 x 128)
-SAME_LEVELS = 2.0  # levels of 255, between decoders
-LIKE_LEVELS = 4.0  # levels of 255, on average: after encoding, or between two scaling filters
+WIDTH, HEIGHT, FRAMES = 320, 240, 10  # larger than the minimum sizes of NVDEC (144 x 144) and NVENC (192 x 128)
+SAME_LEVELS = 2.0  # maximum difference between decoders' results, in levels of 255
+LIKE_LEVELS = 4.0  # maximum mean difference after encoding, or between two scaling filters, in levels of 255
 RAW = ("-f", "rawvideo")
 # FFmpeg's message if frames in host memory reach a filter that accepts only a device's frames
 NO_DEVICE_FRAMES = "Impossible to convert between the formats"

@@ -111,9 +111,11 @@ class VideoReader:
         self._lock = threading.RLock()
         self._index: FrameIndex | None = None
         self._cursor: _Cursor | None = None
-        self._unclean: set[int] = set()  # indices of the starts from which decoding does not return complete frames
+        # indices of those starting points from which decoding does not return complete frames
+        self._unclean: set[int] = set()
         self._gpu: torch.device | None = None
-        self._begun: _Cursor | None = None  # a pass from the beginning, if it has not returned a frame yet
+        # a pass from the beginning that has not returned a frame yet; None if there is none
+        self._begun: _Cursor | None = None
         decoder = Decoder(self.source)
         try:
             _, frame = next(decoder.frames())

@@ -28,10 +28,12 @@ from rooftop.words import did_you_mean
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
-# ticks per second if frames have times: a frame at 24, 25, 30 or 60 Hz or at NTSC's rates is a whole number of ticks
+# ticks per second if frames have times; the duration of a frame at 24, 25, 30 or 60 Hz or at NTSC's rates is a whole
+# number of ticks
 TICKS = 120_000
 AVI_SLACK_S = Fraction(1, 1000)  # maximum distance of a given time from a multiple of 1 / fps
-DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")  # here, a packet's duration ends when the next packet is decoded
+# in these files, a packet's duration ends when the next packet is decoded
+DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")
 TICKS_MPEG4 = 60_000  # ticks per second for an encoder that stores ticks in 16 bits
 NARROWEST_X265 = 64  # for narrower frames, x265 (in PyAV 18) writes out of bounds in `Lookahead::cuTree`
 

@@ -39,9 +39,10 @@ class Errors:
 
     Attributes:
         count: number of finite elements.
-        worst, rounding: the change's error, and the rounding of the true value, of the worst element.
+        worst, rounding: the change's error at its worst element, and one rounding of the true value there.
         largest, plain: the largest error of the change, and of the original.
-        squares, plain_squares, rounding_squares: sums of squares of all errors and roundings.
+        squares, plain_squares, rounding_squares: sums of squares of the change's errors, of the original's errors, and
+            of the roundings.
     """
 
     count: int = 0
@@ -55,14 +56,14 @@ class Errors:
 
     @classmethod
     def of(cls, name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str) -> Errors:
-        """Compare results.
+        """Measure the errors of one result of a change and of the original.
 
         Args:
             got, eager: results of the change and of the original.
             truth: the float64 model's result.
 
         Raises:
-            RefusedError: NaN and infinities are in other places than the original's.
+            RefusedError: NaN or infinities are at other positions than in the original's result.
         """
         kind = torch.finfo(got.dtype)
         got, eager, truth = got.double(), eager.double(), truth.to(got.device).double()
@@ -92,7 +93,7 @@ class Errors:
         )
 
     def __add__(self, other: Errors) -> Errors:
-        """The errors on the inputs of both."""
+        """The errors on the inputs of `self` and of `other` together."""
         if not self.count:
             return other
         worst = max(self, other, key=lambda each: each.worst - each.rounding)
@@ -140,11 +141,12 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
     Args:
         got, eager: results of the change and of the original.
         truth: the float64 model's result.
-        usual: a lower bound of the original's error: its error on the given inputs, in TF32, or its sensitivity.
+        usual: a lower bound of the original's error: its error on the given inputs or in TF32, or its sensitivity to
+            rounded inputs.
 
     Raises:
-        InaccurateError: the error is larger.
-        RefusedError: NaN and infinities are in other places than the original's.
+        InaccurateError: the error is larger than allowed.
+        RefusedError: NaN or infinities are at other positions than in the original's result.
     """
     errors = Errors.of(name, got, eager, truth, what)
     share = errors.share(usual)
@@ -154,7 +156,7 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
 
 
 def _ratio(error: float, allowed: float) -> float:
-    """The error relative to what is allowed. That is 0 if squares of tiny float64 numbers underflow; then the worst
-    element decides.
+    """The error as a multiple of the allowed error. Returns 0 if the allowed error is 0, because squares of tiny
+    float64 numbers underflow; then the worst element decides.
     """
     return error / allowed if allowed else 0.0

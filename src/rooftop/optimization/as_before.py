@@ -18,7 +18,7 @@ from rooftop.optimization.outcomes import same_values
 
 @dataclass(frozen=True)
 class _Was:
-    """An earlier state of a tensor. `place` shares the tensor's memory; `values` is a copy."""
+    """An earlier state of a tensor. `place` shares the tensor's memory; `values` is a copy of its values."""
 
     tensor: Tensor
     place: Tensor
@@ -77,7 +77,7 @@ class Originals:
         self.tensors = {where: _Was.of(tensor) for where, tensor in contents.tensors.items()}
 
     def restore(self) -> str:
-        """Restore tensors. Return the name of one that had changed, or ""."""
+        """Restore all tensors. Return the name of a tensor that had changed, or ""."""
         changed = [where for where, was in self.tensors.items() if was.differs()]
         for where in changed:
             self.tensors[where].restore()

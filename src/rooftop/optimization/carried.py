@@ -1,4 +1,4 @@
-"""Detect state that calls keep outside of buffers, since a copy of the model would have its own.
+"""Detect state that calls keep outside of buffers, because a copy of the model would have its own copy of this state.
 
     self.steps += 1                         # a number
     self.attention = weights.detach()       # a tensor that is not a buffer
@@ -29,7 +29,7 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
 
     Raises:
         TypeError: the model cannot be copied.
-        ValueError: something changes; the message names it.
+        ValueError: a call changes a parameter, or state outside of buffers, which the message names.
         Exception: any error that the model raises on the given inputs.
     """
     try:
@@ -37,7 +37,7 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
     except Exception as error:
         raise TypeError(
             f"optimize: {type(original).__name__} cannot be copied ({type(error).__name__}: {error}): give its "
-            "modules a __deepcopy__, or remove from them what cannot be copied"
+            "modules a __deepcopy__, or remove the attributes that cannot be copied"
         ) from error
     outcome_of(step, model, model, drawn[0].given)  # the first call may compute values that later calls reuse
     for (name, own), parameter in zip(model.named_parameters(), original.parameters(), strict=True):
@@ -52,7 +52,7 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
         if changed := _changed(before, _state(model)):
             raise ValueError(
                 f"optimize: a call changes {changed} of {type(original).__name__}, but the faster module has its own "
-                "copy: keep it in a buffer and change that in place, or return it as a result"
+                "copy: keep this state in a buffer and change the buffer in place, or return it as a result"
             )
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 AGAIN_S = 5.0
-"""If code that is not Python is running, or a callback swallows the exception, it is raised again after this time."""
+"""The exception is raised again after this time, in case a callback swallowed it or code other than Python was
+running."""
 
 ON_ITS_WAY_S = 0.01
-"""Python raises an exception of another thread within microseconds."""
+"""Python raises an exception that another thread has scheduled within microseconds."""
 
 
 class StoppedError(BaseException):
@@ -25,8 +26,9 @@ class StoppedError(BaseException):
 class Deadline:
     """A `with` block that raises `StoppedError` in this thread after `seconds`.
 
-    Python raises it between two bytecode instructions, so a call into C++ first runs to its end. In the main thread, a
-    signal also ends waiting, which compilers do for their worker processes. Other threads end waiting first.
+    Python raises `StoppedError` between two bytecode instructions, so a call into C++ first runs to its end. In the
+    main thread, a signal also interrupts waits, such as a compiler's wait for its worker processes. In other threads, a
+    wait first runs to its end.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -45,7 +47,7 @@ class Deadline:
         try:
             threading.Thread(target=self._watch, daemon=True, name="rooftop deadline").start()
             return self
-        except BaseException:  # `__exit__` is not called then
+        except BaseException:  # `__exit__` is not called after an error here
             self.end()
             raise
 
@@ -92,14 +94,25 @@ class Deadline:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), raised)
 
     def _by_signal(self, number: int, frame: FrameType | None) -> None:
-        interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)  # Ctrl-C came in the same moment, and goes first
-        if not self._over.is_set() and not interrupted:
+        interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)  # Ctrl-C at the same moment goes first
+        if not self._over.is_set() and not interrupted and not _is_ending(frame):
             raise StoppedError
 
 
+def _is_ending(frame: FrameType | None) -> bool:
+    """Whether a deadline is being ended in a frame or one of its callers: an exception there would leave the deadline
+    running.
+    """
+    while frame is not None:
+        if frame.f_code in (Deadline.__exit__.__code__, Deadline.end.__code__):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _unused_signal() -> int:
-    """The number of a real-time signal that nothing handles, ignores or blocks; 0 if there is none, or if this is not
-    known, as outside of Linux.
+    """The number of a real-time signal that nothing handles, ignores or blocks. Returns 0 if there is no such signal,
+    or if the system is not Linux.
     """
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")

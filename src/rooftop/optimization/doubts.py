@@ -1,11 +1,12 @@
-"""Doubtful results: their error is somewhat larger than allowed, so they are compared on more inputs.
+"""Compare doubtful results on more inputs. A result is doubtful if its error is somewhat larger than allowed.
 
 A gradient with a few elements is a small sample of errors. Among the gradients of a hundred layers, some have twice the
-original's error by chance. Over more inputs, only results that are less accurate have that.
+original's error by chance. Summed over more inputs, only a less accurate result still has twice the original's error.
 
-The best further inputs are neighbours of the doubtful ones: their values differ by a few roundings. The true results
-then have almost the same size, but other rounding errors. Without floating-point inputs there are no neighbours, so
-other inputs of the same shapes are drawn, and errors are compared relative to the size of the results.
+The best further inputs are neighbours of the first input, whose values differ from it by a few roundings. The results
+for neighbours have almost the same size as the first results, but other rounding errors. Without floating-point inputs
+there are no neighbours, so other inputs of the same shapes are drawn, and errors are compared relative to the size of
+the results.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from torch import Tensor
 from rooftop.optimization.accuracy import Errors, InaccurateError
 
 MORE_DRAWS, MOST_DRAWS = 8, 24
-"""The number of these inputs. If an error is still too large, as many follow, up to the second number."""
+"""Doubtful results are compared on `MORE_DRAWS` more inputs. While an error is too large, the comparison continues with
+`MORE_DRAWS` inputs at a time, up to `MOST_DRAWS` in all."""
 LEAST_DRAWS = 3
-"""The number of inputs if time is short."""
+"""The number of further inputs if time is short."""
 HOPELESS, HOPELESS_OF_FEW, FEW = 8.0, 100.0, 16
-"""A larger error, as a multiple of the allowed error, is not doubtful. The second number is for results with at most
-`FEW` elements: the original's error of one element may be almost 0 by chance."""
+"""An error above this multiple of the allowed error is wrong, not doubtful. `HOPELESS_OF_FEW` applies to results with
+at most `FEW` elements, because the original's error of a single element may be almost 0 by chance."""
 LUCK_IN_HALF = 3.0
-"""Largest error in half precision, as a multiple of the allowed error, that may be luck for uniform inputs."""
+"""For uniform inputs in half precision, an error up to this multiple of the allowed error may be bad luck."""
 SAME_SIZE = 1.5
-"""Largest ratio of sizes of results that count as almost the same."""
+"""Two results have almost the same size if the ratio of their sizes is below this."""
 
 
 def is_hopeless(error: InaccurateError) -> bool:
@@ -37,7 +39,7 @@ def is_hopeless(error: InaccurateError) -> bool:
 
 
 def may_be_luck(error: InaccurateError, dtype: torch.dtype) -> bool:
-    """Whether a doubtful error for uniform inputs may be right. If all elements have the same rounding error, the
+    """Whether a doubtful error for uniform inputs may be due to luck. If all elements have the same rounding error, the
     original's error may be small by luck. Such a result is compared on the given inputs instead.
     """
     return torch.finfo(dtype).bits >= 32 or error.share <= LUCK_IN_HALF
@@ -47,11 +49,11 @@ class Doubts:
     """Errors of doubtful results, summed over inputs.
 
     Args:
-        errors: by the name of each result, its error on the first input.
-        in_tensor_floats: the original's error in TF32 on that input; 0 if none.
+        errors: the error of each result on the first input, by the result's name.
+        in_tensor_floats: the original's error in TF32 on the first input; 0 if no operator may use TF32.
         usual: the original's largest error on the given inputs.
         truth: the float64 model's results on the first input.
-        near: whether the other inputs are neighbours of the first one, so that all results have the same size.
+        near: whether the other inputs are neighbours of the first input, for which results have almost the same size.
 
     Attributes:
         usual: the original's largest error on any of the inputs.
@@ -81,7 +83,7 @@ class Doubts:
 
         Raises:
             InaccurateError: a result cannot be compared on this input.
-            RefusedError: NaN and infinities are in other places than the original's.
+            RefusedError: NaN or infinities are at other positions than in the original's result.
         """
         for name, error in self._errors.items():
             if truth is None or name not in got or got[name].shape != eager[name].shape:
@@ -105,7 +107,7 @@ class Doubts:
         """The largest error, as a fraction of the allowed error.
 
         Raises:
-            InaccurateError: it is above 1.
+            InaccurateError: the largest error is above 1.
         """
         share, name = self._worst()
         if not share <= 1:
@@ -117,11 +119,11 @@ class Doubts:
 
 
 def have_one_size(one: Tensor, other: Tensor) -> bool:
-    """Whether two true results have almost the same size."""
+    """Whether two results in float64 have almost the same size."""
     return 1 / SAME_SIZE < size(one) / size(other) < SAME_SIZE
 
 
 def size(truth: Tensor) -> float:
-    """The root mean square of the finite elements; 1 if there are none, or if they are 0."""
+    """The root mean square of the finite elements; 1 if no element is finite, or if all finite elements are 0."""
     finite = truth[truth.isfinite()].double()
     return float(finite.square().mean().sqrt()) or 1.0 if finite.numel() else 1.0

@@ -28,7 +28,7 @@ class Draw:
         special: the values may make a model overflow or divide by zero.
         uniform: all values of a tensor are equal.
         otherwise: arguments to try, in this order, if the model refuses `given`.
-        needed: the error to raise if the model refuses all of them; "": skip the draw.
+        needed: words for the error that is raised if the model refuses all these arguments; "": the draw is skipped.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Draw:
 
 
 def draws(given: Arguments, generator: torch.Generator) -> list[Draw]:
-    """The given inputs, then others of the same shapes and dtypes.
+    """The given inputs, then other inputs of the same shapes and dtypes.
 
     Floating-point values are drawn from the given ones, so that the draws have the same spread and range. Integers are
     permuted, so that an index stays valid.
@@ -64,8 +64,8 @@ def draws(given: Arguments, generator: torch.Generator) -> list[Draw]:
 
 
 def others(given: Arguments, generator: torch.Generator) -> Draw:
-    """The given arguments with other values. If the model refuses these, integers keep their values, first in one
-    tensor, then in all.
+    """The given arguments with other values. If the model refuses them, one integer tensor keeps its values, then
+    another one, and at last all integer tensors.
     """
 
     def but(fixed: list[Tensor]) -> Arguments:
@@ -104,10 +104,10 @@ def _floats(change: Change) -> Change:
 
 
 def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int] | None = None) -> Tensor:
-    """A tensor with values drawn from this one; integers and booleans are permuted.
+    """A tensor with values drawn from those of `tensor`; integers and booleans are permuted.
 
-    For a constant tensor, values are drawn between 0 and the constant, or between 0 and 1. Sparse tensors stay
-    unchanged.
+    For a constant tensor, values are drawn between 0 and the constant; if a floating-point constant is 0, between 0 and
+    1. Sparse tensors stay unchanged.
     """
     if tensor.layout != torch.strided:
         return tensor
@@ -122,12 +122,14 @@ def other_values(tensor: Tensor, generator: torch.Generator, shape: Sequence[int
         places = torch.randperm(count, generator=generator, device=flat.device)
     drawn = _varied(flat[places], generator).reshape(size)
     if shape is None:
-        drawn = torch.empty_like(tensor, requires_grad=False).copy_(drawn)  # with its strides
+        drawn = torch.empty_like(tensor, requires_grad=False).copy_(drawn)  # with the strides of `tensor`
     return drawn.requires_grad_(tensor.requires_grad)
 
 
 def _varied(flat: Tensor, generator: torch.Generator) -> Tensor:
-    """Values between 0 and a constant. An integer 0 stays 0, since 1 may not be a valid index."""
+    """If all values are equal, replace them by random values between 0 and this constant. An integer 0 stays 0, since 1
+    may not be a valid index.
+    """
     first = flat[0]
     if flat.is_complex() or not bool((flat == first).all()):
         return flat
@@ -141,7 +143,7 @@ def _varied(flat: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _on(device: torch.device, generator: torch.Generator) -> torch.Generator:
-    """A generator on a device, seeded by the given one. Drawing millions of values on a CPU would take seconds."""
+    """A generator on `device`, seeded by `generator`. Drawing millions of values on a CPU would take seconds."""
     if generator.device.type == device.type:
         return generator
     return torch.Generator(device).manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
@@ -168,7 +170,7 @@ def neighbour(given: Arguments, generator: torch.Generator) -> Arguments:
 
 
 def non_contiguous(tensor: Tensor) -> Tensor:
-    """The same values with gaps between them."""
+    """A tensor with the same values, and with gaps between them in memory."""
     if tensor.dim() == 0 or tensor.numel() < 2 or tensor.layout != torch.strided:
         return tensor
     wide = tensor.new_zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]))
@@ -178,7 +180,7 @@ def non_contiguous(tensor: Tensor) -> Tensor:
 
 
 def with_nan(tensor: Tensor) -> Tensor:
-    """The same values with NaN in place of a middle one."""
+    """A copy of the tensor in which the middle value is NaN."""
     middle = torch.zeros(tensor.numel(), dtype=torch.bool, device=tensor.device)
     middle[tensor.numel() // 2] = True
     return tensor.masked_fill(middle.view(tensor.shape), torch.nan)
@@ -230,7 +232,7 @@ def _name(tensor: Tensor) -> str:
 
 
 def in_words(given: Arguments) -> str:
-    """ "8x3x224x224 float32, 8 int64"."""
+    """Shapes and dtypes of the tensors as text, such as "8x3x224x224 float32, 8 int64"."""
     kinds = [
         (("x".join(map(str, t.shape)) or "scalar"), str(t.dtype).removeprefix("torch.")) for t in tensors_of(given)
     ]

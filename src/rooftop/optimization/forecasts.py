@@ -23,9 +23,11 @@ from rooftop.rewrites.candidates import Fusable
 from rooftop.rewrites.timed_alone import AHEAD_MS, CYCLES_A_MS, alone_ms, launch_ms
 
 SIZES = (1 << 18, 1 << 22, 1 << 26)
-"""Bytes of the copies by which the memory rate is measured: in caches, and beyond those of most CPUs."""
+"""Sizes in bytes of the copies that measure the memory bandwidth. The smaller copies fit in caches, and the largest
+copy does not fit in the caches of most CPUs."""
 MOST_AHEAD_MS = 5.0
-"""The longest wait of the GPU before an operator. A first call that compiles would ask for seconds."""
+"""The longest wait of the GPU before an operator. Without this limit, a first call that compiles would cause a wait of
+seconds."""
 EVENT_PAIRS = 20
 LAUNCHES = 200
 """A device queues about 1000 launches before the host has to wait."""
@@ -87,15 +89,17 @@ def _place() -> tuple[str, str]:
 class OperatorClock:
     """Measure the time of each of many operators by a context around it. Contexts cannot be nested.
 
-    On a GPU, CUDA events measure the time. Before each operator the GPU waits 0.2 ms, so that the host has launched it
-    by then. With `earlier` it waits twice the host's time in that run, at least 0.2 ms and at most 5 ms.
+    On a GPU, CUDA events measure the time. Before each operator the GPU waits 0.2 ms, so that the host has launched the
+    operator by then. With `earlier`, the GPU waits twice the host's time for this operator in the earlier run, at least
+    0.2 ms and at most 5 ms.
 
     Args:
         earlier: the clock of an earlier run of the same operators, which knows how long the host takes for each.
 
     Attributes:
         count: number of operators.
-        late: whether the host took longer to launch an operator than the GPU waited. That time is then too long.
+        late: whether the host took longer to launch an operator than the GPU waited. The operator's measured time is
+            then too long.
     """
 
     def __init__(self, device: torch.device, earlier: OperatorClock | None = None) -> None:

@@ -40,16 +40,16 @@ from rooftop.rewrites.structures import mapped
 from rooftop.words import in_a_line
 
 ROUNDED_64 = 1e-9
-"""The allowed difference of float64 sums in another order, relative to the largest value."""
+"""Allowed difference between float64 sums that are computed in different orders, relative to the largest value."""
 MORE_CALLS = 6
-"""Calls of the original that must agree before a change is refused because its own calls differ."""
+"""Number of calls of the original that must agree before a change whose own calls differ is refused."""
 SHIFT = 16.0
-"""Relative change of float32 inputs, in units of their rounding. If the true results for special inputs change more
-than the original's error, they are sensitive, and this difference is allowed: for constant inputs, a layer norm divides
-the rounding errors of a mean by almost 0, and the original's may be 0 by luck."""
+"""Relative change of special float32 inputs, in roundings. The difference that this change causes in a float64 result
+is allowed as an error, because some results are sensitive to rounding. For example, a layer norm of constant inputs
+divides the rounding error of a mean by almost 0, and the original's rounding error may be 0 by luck."""
 SAME_DRAWS = 0.03
-"""Largest difference that counts as the same random numbers, relative to the results: rounding of half precision stays
-below, dropout with another mask is far above."""
+"""Two models have drawn the same random numbers if their results differ by at most this share. Rounding to half
+precision causes a much smaller difference, and another dropout mask a much larger one."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Known:
     Attributes:
         draw: the inputs.
         eager: the original's outcome.
-        truth: the float64 model's outcome; None if it does not run.
+        truth: the float64 model's outcome; None if the model does not run.
     """
 
     draw: Draw
@@ -95,7 +95,7 @@ class Gate:
 
     Attributes:
         original: the model; its buffers are restored after each run.
-        step: how it is run.
+        step: how the model is run.
         known: the original's results for each draw.
         dropped: draws that the original refuses or that there was no time for, with the reason.
         random: the original's results depend on the random state.
@@ -103,13 +103,14 @@ class Gate:
         exact_only: the reason why only identical bits are correct, or "".
         precise: the original in float64; None if that does not run, or is not needed.
         first_truth: the float64 outcome on the given inputs.
-        shifts: by draw, the float64 outcome on inputs that differ by `SHIFT`, for draws that needed it.
-        in_tensor_floats: by draw, the original's outcome in TF32, for draws that needed it.
+        shifts: by draw, the float64 outcome on inputs changed by `SHIFT`; only for draws where this was needed.
+        in_tensor_floats: by draw, the original's outcome in TF32; only for draws where this was needed.
         lowered: the original in a lower precision, which the user has allowed. A change must be as accurate as this
             model.
-        more: draws inputs like given arguments, for doubtful results; None: doubtful results are wrong.
-        more_s: approximate seconds for a comparison on more inputs.
-        ends: when this comparison must end, by `time.perf_counter`.
+        more: draws inputs that resemble given arguments, to compare doubtful results on them. None: doubtful results
+            count as wrong.
+        more_s: approximate seconds for comparing doubtful results on more inputs.
+        ends: the time by `time.perf_counter` at which the comparison on more inputs must end.
     """
 
     original: nn.Module
@@ -142,8 +143,8 @@ class Gate:
 
         Args:
             drawn: the given inputs come first.
-            seconds: approximate time limit, after which draws with special values are skipped. A comparison on more
-                inputs has the same limit.
+            seconds: approximate time limit, after which draws with special values are skipped. Each comparison of
+                doubtful results on more inputs has the same limit.
             exact: only identical bits are correct.
             more: see the class.
         """
@@ -166,7 +167,7 @@ class Gate:
         return gate
 
     def _known(self, draw: Draw, truth: Outcome | None = None) -> Known:
-        """The original's results for a draw, or for its replacement.
+        """The original's results for a draw, or for the first of its replacements (`Draw.otherwise`) that runs.
 
         Args:
             truth: the outcome in float64, if it is known.
@@ -213,8 +214,8 @@ class Gate:
         self._check_sums(1)
 
     def _repeats_again(self) -> bool:
-        """Call the original more often. The order of its atomic additions differs in some calls only, so two calls may
-        have agreed by luck."""
+        """Check with `MORE_CALLS` calls whether the original repeats its results. The order of its atomic additions
+        differs in some calls only, so two calls may have agreed by luck."""
         given = self.known[0].draw.given
         first, *others = (outcome_of(self.step, self.original, self.original, given) for _ in range(MORE_CALLS))
         self.repeats = all(_same_bits(first, other) for other in others)
@@ -242,7 +243,7 @@ class Gate:
         )
 
     def lower(self, lowered: Candidate) -> Gate:
-        """A gate for candidates that run in the precision of another candidate."""
+        """A gate for candidates that run in the same lower precision as the candidate `lowered`."""
         known = [replace(each, eager=self._eager(lowered, each.draw.given)) for each in self.known]
         return replace(self, known=known, lowered=lowered)
 
@@ -276,14 +277,14 @@ class Gate:
         if self.repeats and not _same_bits(again, other):
             if self._repeats_again():
                 raise RefusedError("two calls with the same inputs give different results")
-            if self.exact_only:  # known only now, after the comparisons above
+            if self.exact_only:  # `_repeats_again` may have set it after the comparisons above
                 raise RefusedError(f"two calls with the same inputs give different results, and {self.exact_only}")
         self._compare(again, first, candidate, "the given inputs again")
         self._in_the_same_memory(candidate, model)
         return worst
 
     def judge_on(self, candidate: Candidate, draw: Draw) -> None:
-        """Check a proven change on one more draw, after the many runs of its timing.
+        """Check a proven change on one more draw, after the many runs that timed it.
 
         Raises:
             RefusedError: the change is no longer correct.
@@ -323,9 +324,9 @@ class Gate:
         missing, more = sorted(eager.values.keys() - got.values.keys()), sorted(got.values.keys() - eager.values.keys())
         if missing or more:
             raise RefusedError(
-                f"{what}: it has no {missing[0]}"
+                f"{what}: the change has no {missing[0]}"
                 if missing
-                else f"{what}: it also has {more[0]}, which the original does not have"
+                else f"{what}: the change also has {more[0]}, which the original does not have"
             )
         if got.shared != eager.shared:
             one, other = sorted(got.shared ^ eager.shared)[0]
@@ -343,8 +344,8 @@ class Gate:
         return self._compare_values({name: got.values[name] for name in eager.values}, known, candidate, what)
 
     def _compare_values(self, got: Mapping[str, Tensor], known: Known, candidate: Candidate, what: str) -> float:
-        """The largest error of results. Results with a somewhat larger error than allowed are doubtful, and compared on
-        more inputs.
+        """The largest error of the results, as a fraction of the allowed error. Results whose error is somewhat larger
+        than allowed are doubtful, and are compared on more inputs.
         """
         worst, doubtful = 0.0, {}
         for name, value in got.items():
@@ -364,7 +365,7 @@ class Gate:
         doubtful: Mapping[str, InaccurateError],
         what: str,
     ) -> float:
-        """The largest error of doubtful results over more inputs (see `doubts`).
+        """The largest error of doubtful results over more inputs (see `doubts.py`).
 
         Raises:
             InaccurateError: a result's error is larger than allowed over all these inputs.
@@ -392,15 +393,15 @@ class Gate:
             truth = None if other.truth is None else other.truth.values
             doubts.note(self._changed(candidate, other.draw).values, other.eager.values, truth, other.draw.what)
             count += 1
-        worst = doubts.judge(f"{what} and {count} {'others' if near is None else 'of almost the same values'}")
+        worst = doubts.judge(f"{what} and {count} {'others' if near is None else 'inputs of almost the same values'}")
         for name in () if lucky or base is known else doubtful:
             eager, truths = known.eager.values[name], known.truth.values
             worst = max(worst, as_accurate(name, got[name], eager, truths[name], what, doubts.usual[name]))
         return worst
 
     def _near(self, known: Known, doubtful: Mapping[str, InaccurateError]) -> Known | None:
-        """The original's results for a neighbour of a draw. None if a doubtful result does not change there, or if one
-        for special inputs changes its size.
+        """The original's results for inputs that differ from a draw's by a few roundings. None if a doubtful result
+        does not change with these inputs, or if its size changes and the draw is special.
         """
         other = self._neighbour(known.draw, 0)
         if other is None or other.truth is None or known.truth is None:
@@ -412,8 +413,8 @@ class Gate:
         return other if alike and same_sizes and len(pairs) == len(doubtful) else None
 
     def _following(self, draw: Draw, near: Known | None) -> Iterator[Known | None]:
-        """The original's results for inputs like a draw: for its neighbours, beginning with `near`, or for other values
-        if that is None.
+        """Yield the original's results for inputs that resemble a draw. These are the draw's neighbours, beginning with
+        `near`; if `near` is None, they are inputs with other values.
         """
         if near is None:
             while True:
@@ -423,7 +424,7 @@ class Gate:
             yield self._neighbour(draw, number)
 
     def _neighbour(self, draw: Draw, number: int) -> Known | None:
-        """The original's results for inputs that differ from a draw's by a few roundings; None if it refuses them."""
+        """The original's results for inputs that differ from a draw's by a few roundings; None if they do not run."""
         generator = torch.Generator().manual_seed(SEED + number)
         try:
             return self._known(Draw("almost the same values", neighbour(draw.given, generator)))
@@ -431,7 +432,7 @@ class Gate:
             return None
 
     def _one_more(self, draw: Draw) -> Known | None:
-        """The original's results for more inputs like a draw; None if there are no such inputs."""
+        """The original's results for other inputs with a draw's shapes and dtypes; None if there are no such inputs."""
         try:
             found = self._known(self.more(draw.given)) if self.more is not None else None
         except Exception:
@@ -451,7 +452,9 @@ class Gate:
             return as_accurate(name, got, eager, truth, what, max(allowed, self._usual_error(name)))
 
     def _error_in_tensor_floats(self, known: Known, name: str) -> float:
-        """The original's error if every convolution and product that may use TF32 does; 0 if none may."""
+        """The original's error with TF32 in all convolutions and matrix products for which PyTorch's settings allow
+        TF32; 0 if there are none.
+        """
         truth = known.truth.values.get(name) if known.truth is not None else None
         if truth is None or self.lowered is not None or known.eager.values[name].dtype != torch.float32:
             return 0.0
@@ -469,9 +472,9 @@ class Gate:
         return _difference(found.values[name], truth, finite=True)
 
     def _sensitivity(self, known: Known, name: str) -> float:
-        """How much a true result changes if the values of a special draw change by `SHIFT`.
+        """How much a float64 result changes if the inputs of a special draw change by `SHIFT`.
 
-        It is 0 for other draws and for half precision: there, sums are more precise than inputs.
+        Returns 0 for draws that are not special, and for half precision, where sums are more precise than inputs.
         """
         if not known.draw.special or known.truth is None or known.eager.values[name].dtype != torch.float32:
             return 0.0
@@ -528,7 +531,9 @@ def _shifted(tensor: Tensor) -> Tensor:
 
 
 class _Renamed(nn.Module):
-    """Access to a changed model's parameters and buffers under the original's names, where it has the same tensors."""
+    """A changed model whose parameters have the original's names. Parameters that the changed model lacks, and all
+    buffers, are the original's.
+    """
 
     def __init__(self, changed: nn.Module, original: nn.Module) -> None:
         super().__init__()
@@ -547,7 +552,9 @@ def _with_names_of(changed: nn.Module, original: nn.Module) -> nn.Module:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """A writable form of a tensor: a copy if several elements share an address, as in an expanded tensor."""
+    """A tensor that can be written: a copy if several elements share an address, as in an expanded tensor, otherwise
+    the tensor itself.
+    """
     return tensor.detach().clone().requires_grad_(tensor.requires_grad) if overlaps(tensor) else tensor
 
 
@@ -559,9 +566,9 @@ def _unchanged(known: Known, before: Outcome) -> None:
 
 
 def _same_draws(known: Known) -> bool:
-    """Whether the float64 model has drawn the same random numbers, judged by how close its results are."""
+    """Whether the float64 model has drawn the same random numbers as the original. Close results show this."""
     if known.truth is None or known.draw.special:
-        return True  # with large or constant values, closeness does not show this
+        return True  # for large or constant inputs, close results do not show equal random numbers
     for name, value in known.eager.values.items():
         truth = known.truth.values.get(name)
         if truth is None or truth.shape != value.shape:
@@ -595,7 +602,7 @@ def _same_bits(one: Outcome, other: Outcome) -> bool:
 
 
 def _difference(one: Tensor, other: Tensor, finite: bool = False) -> float:
-    """The largest difference. `finite`: ignore NaN and infinities."""
+    """The largest difference between two tensors' elements. `finite`: ignore NaN and infinities."""
     if one.numel() == 0:
         return 0.0
     apart = (one.double() - other.to(one.device).double()).abs()

@@ -26,10 +26,10 @@ from rooftop.words import first_line
 
 PLAN_VERSION = 1
 LEAST_BYTES = 1_000_000
-"""Less memory is not worth mentioning."""
+"""Changes of memory below this size are not printed."""
 VERSION = operator.attrgetter("_version")
 QUICK = frozenset((bool, int, str, type(None)))
-"""Constants that are equal if they have the same value and type; floats are not: 0.0 and -0.0."""
+"""Types whose constants are interchangeable if they are equal. Floats are not: 0.0 equals -0.0."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Change:
     """The outcome of one rule.
 
     Attributes:
-        rule: its name.
+        rule: the rule's name.
         verdict: "kept", "refused" (it cannot be applied, or is wrong), "no gain", "not tried", "failed".
         reason: the reason for the verdict.
-        where: the parts that the rule changed.
+        where: a description of the parts of the model that the rule changed.
         predicted_ms: expected gain of a step.
         measured_ms: measured gain of a step, compared with the best candidate so far.
         error: largest error as a multiple of the allowed error, at most 1; None if it was not checked.
@@ -87,8 +87,8 @@ class Optimized:
         unchecked: inputs that were skipped, with the reason.
         proven: shapes for which the faster module runs.
         surroundings: the model, inputs, device and versions of this result.
-        without_ms: time of a step with only the kept rules that neither compile nor capture graphs; None if all of the
-            kept rules do, or none.
+        without_ms: time of a step with only the kept rules that neither compile nor capture graphs; None if all kept
+            rules compile or capture graphs, or if none does.
         differs: how this machine, model and inputs differ from the plan's, if a plan was given.
     """
 
@@ -158,7 +158,7 @@ class Optimized:
 
 
 def _ms(ms: float) -> str:
-    """ "1,234 ms", "12.3 ms"."""
+    """A time as text, such as "1,234 ms" or "12.3 ms"."""
     return f"{ms:,.0f} ms" if abs(ms) >= 1000 else f"{ms:.3g} ms"
 
 
@@ -177,7 +177,7 @@ class OptimizedModule(nn.Module):
     def __init__(self, original: nn.Module, candidate: Candidate, proven: list[Arguments]) -> None:
         super().__init__()
         self.__dict__["_own"] = _State(original, candidate, {key_of(given) for given in proven})
-        for register in REGISTERS:  # shares the original's dicts, so that tracers find its parts under their names
+        for register in REGISTERS:  # shares the original's dicts, so that tracers find its submodules under their names
             self.__dict__[register] = vars(original)[register]
 
     @property
@@ -209,7 +209,7 @@ class OptimizedModule(nn.Module):
                 result = own.candidate.call(*args, **kwargs)
             except OtherPathError as error:
                 if own.changed() or before != own.versions_of((args, kwargs)):
-                    raise  # the original must not run on what this call has changed
+                    raise  # the original must not run on tensors that this call has changed
                 why = f"because {first_line(error)}"
             finally:
                 why = why or ("" if own.looks_first else own.changed())
@@ -326,8 +326,8 @@ class _State:
         self.values = list(map(operator.getitem, self.places, self.keys))
 
     def versions_of(self, given: Arguments) -> list[object]:
-        """The versions of a call's tensors, if a rule may have used a trace. Inference tensors have no version, so they
-        never equal their state before.
+        """The version counters of a call's tensors, to detect changes; [] unless the candidate is `frozen`. An
+        inference tensor has no version counter, so it always counts as changed.
         """
         if not self.candidate.frozen:
             return []
@@ -430,7 +430,7 @@ def _quick_key(given: Arguments) -> Hashable | None:
 
 
 def unusual_context() -> str:
-    """The context of a call that the proof did not have: autocast, transforms or tracing; "" for none."""
+    """The context of a call for which no proof is valid: autocast, transforms or tracing; "" for none."""
     if torch._C._is_any_autocast_enabled():
         return "autocast is on"
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -1,7 +1,7 @@
-"""Check that a changed optimizer makes the same steps.
+"""Check that a changed optimizer makes the same steps as the original.
 
 The changed and the original optimizer make some steps from the same state with the same gradients. Both are compared
-with the original in float64. Kernels may hold settings in float32 (float64 for float64 parameters), as PyTorch's fused
+with the original in float64. Kernels may store settings in float32 (float64 for float64 parameters), as PyTorch's fused
 steps on GPUs do. In float32, 1 - 0.999 is off by 1e-5, so a correct step can be off by much more than the original,
 which computes such numbers in Python. So the error that one rounding of a setting causes in a step is allowed, too.
 """
@@ -30,12 +30,12 @@ OF_FLOAT64 = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Rounded:
-    """A setting that is changed by one rounding in one step.
+    """A setting of an optimizer that is changed by one rounding in one step.
 
     Attributes:
         name: name of the setting in `param_groups`.
         place: index in a tuple such as betas, else None.
-        step: index of that step.
+        step: index of the step in which the setting is changed.
     """
 
     name: str
@@ -75,7 +75,7 @@ def parameters_after(
     for step in range(STEPS):
         for parameter, given in zip(own.values(), dtypes, strict=True):
             drawn = torch.randn(parameter.shape, generator=generators[parameter.device], device=parameter.device)
-            parameter.grad = torch.empty_like(parameter).copy_(drawn.to(given))  # in its strides, as `backward` does
+            parameter.grad = torch.empty_like(parameter).copy_(drawn.to(given))  # same strides, as `backward` does
         before = [dict(group) for group in same.param_groups]
         if rounded is not None and rounded.step == step:
             for group in same.param_groups:
@@ -123,7 +123,7 @@ def _by_rounding(optimizer: torch.optim.Optimizer, exact: list[Tensor]) -> list[
 
 
 def _roundings(optimizer: torch.optim.Optimizer) -> Iterator[Rounded]:
-    """A rounding of each setting that is a number, in each step."""
+    """Yield one `Rounded` for each floating-point setting and each step."""
     names: dict[tuple[str, int | None], None] = {}
     for group in optimizer.param_groups:
         for name, value in group.items():

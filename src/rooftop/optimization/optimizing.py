@@ -65,8 +65,8 @@ def optimize(
             the new first dimension.
         rules: names of rules or your own (`rooftop.rewrites.Rule`); None: all except those that lower the precision.
         exact: keep only rules whose results are identical bit for bit.
-        min_gain: smallest gain for which a rule is kept, as a share of a step. If the predicted gain is above
-            it, half of it is enough.
+        min_gain: smallest measured gain for which a rule is kept, as a share of a step. Half of `min_gain` is enough
+            if the predicted gain is above `min_gain`.
         budget_s: time limit in seconds. Rules that do not fit in the time are listed as not tried.
         draw: a function that creates other arguments (a tuple), if values drawn from the given arguments are not valid.
         plan: a file of `Optimized.save`, whose rules are applied, proven and timed without a search.
@@ -100,7 +100,7 @@ def optimize(
             raise ValueError(
                 f"optimize: draw() raised {in_a_line(error)}: it must create arguments each time it is called"
             ) from error
-        return Draw(what, (check_drawn(made), kwargs), needed="what draw() gives")
+        return Draw(what, (check_drawn(made), kwargs), needed="the arguments that draw() creates")
 
     with torch.inference_mode(False), torch.enable_grad(), as_before(module) as originals:
         set_mode(module, train)
@@ -120,7 +120,7 @@ def optimize(
         proven = [given, *(each.given for each in claimed)]
 
         def wrap(candidate: Candidate) -> OptimizedModule:
-            return OptimizedModule(module, candidate, proven)  # created in the mode of the proof
+            return OptimizedModule(module, candidate, proven)  # created in the mode in which it is proven
 
         ends = began + budget_s
         search = Search(twin, optimizer, step, gate, given, min_gain, ends, progress, fresh, wrap, originals)

@@ -27,12 +27,12 @@ class Outcome:
     Attributes:
         values: copies of the values after the call, by name: "result 0", "gradient of fc.weight", "buffer
             bn.running_mean", "argument 0 afterwards". Sparse tensors are dense here.
-        structure: structure of the results, and of the arguments afterwards: everything except tensors.
-        strides: strides of each result. None for empty results and for dimensions of size 1, whose strides do not
-            matter.
+        structure: everything except tensors in the results, and in the arguments after the call.
+        strides: strides of each result. Results that are empty or have a dimension of size 1 are left out, because some
+            of their strides do not matter.
         shared: pairs of values that share memory: ("result 0", "argument 0").
-        results: the results themselves, to check them again after another call. They are detached: a graph of autograd
-            that stays alive ties its parameters to the stream of its forward pass, and later captures on other streams
+        results: the results themselves, to check them again after another call. They are detached because a live
+            autograd graph ties its parameters to the stream of its forward pass, and later captures on other streams
             would fail.
     """
 
@@ -92,7 +92,7 @@ class Step:
         """A random gradient of an output, with the same values in each call and for all dtypes."""
         key = place, output.shape, output.dtype, output.device
         known = self._slopes.get(key)
-        if known is None or known._version != 0:  # a backward wrote to it
+        if known is None or known._version != 0:  # a backward function wrote to the tensor
             generator = torch.Generator(output.device).manual_seed(SEED + place)
             values = torch.randn(output.shape, generator=generator, device=output.device)
             known = self._slopes[key] = values.to(output.dtype, copy=True)
@@ -100,7 +100,7 @@ class Step:
 
 
 def _as_accumulated(gradient: Tensor, leaf: Tensor) -> Tensor:
-    """A gradient in the strides in which `backward` would store it: those of its tensor. Optimizers rely on them."""
+    """A gradient with the strides of its leaf, as `backward` would store it. Optimizers rely on these strides."""
     if gradient.layout != torch.strided or leaf.layout != torch.strided:
         return gradient
     if all(
@@ -120,10 +120,10 @@ def outcome_of(step: Step, call: Callable[..., Any], model: nn.Module, given: Ar
     """Run `call` on copies of the arguments, and restore the model's buffers and the random state afterwards.
 
     Args:
-        model: the model of `call`, whose parameters and buffers are read.
+        model: the model that `call` runs; its parameters and buffers are read.
 
     Raises:
-        TypeError: a result may hide tensors.
+        TypeError: a result may contain tensors that cannot be compared.
         Exception: any error that the call raises.
     """
     _delay(given)
@@ -266,7 +266,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def poison(outcome: Outcome) -> None:
-    """Fill memory of these sizes with NaN and free it, so that the next allocations probably contain NaN."""
+    """Fill new tensors of the same sizes as an outcome's with NaN and free them, so that the next allocations probably
+    contain NaN.
+    """
     left = [torch.empty_like(value) for value in outcome.values.values() for _ in range(2)]
     for tensor in left:
         tensor.fill_(torch.nan if tensor.is_floating_point() else 1)

@@ -21,7 +21,7 @@ from rooftop.rewrites.training_graphs import TrainingReplays
 from rooftop.words import in_a_line
 
 HOW_IT_RUNS = ("compile", "graphs")
-"""Kinds of rules that change how operators are run, not which ones."""
+"""Kinds of rules that change how operators are launched, not which operators run."""
 
 
 class Profiles:
@@ -41,7 +41,7 @@ class Profiles:
         self.peak = self._peak_bytes(plain)
         self._blocks = counted_blocks(plain.model)
         self._of_kept: dict[frozenset[str], Times] = {}  # by the names of the kept rules
-        self._compiled: dict[frozenset[str], Compiled] = {}  # by the rules other than the compiler's
+        self._compiled: dict[frozenset[str], Compiled] = {}  # by the names of the kept rules, without the compiler's
 
     def begin(self, plain: Candidate, wall_ms: float) -> Times:
         """Profile the original."""
@@ -50,7 +50,7 @@ class Profiles:
         return self.now
 
     def predicted(self, rule: Rule, others: Sequence[Rule]) -> float:
-        """The predicted gain of a rule in ms, together with the other rules, over the best candidate."""
+        """The predicted gain in ms of `rule` and `others` together, compared with the best candidate."""
         names = frozenset(each.name for each in others)
         known = max((each for each in self._of_kept if each <= names), key=len)
         times = self._of_kept[known]
@@ -74,15 +74,16 @@ class Profiles:
     def note_kept(
         self, rule: Rule, kept: Sequence[Rule], best: Candidate, gain_ms: float, run: Callable[..., Candidate]
     ) -> None:
-        """Profile the new best candidate. If that fails, the candidate is still faster and proven, so predictions
-        continue from the times before.
+        """Profile the new best candidate. If profiling fails, predictions continue from the earlier times, because the
+        candidate is still faster and proven.
 
-        Operators in compiled code and in graphs cannot be watched. So they are watched without these.
+        Operators in compiled code and in graphs cannot be timed one by one, so they are timed in a candidate without
+        the compiler and graphs.
 
         Args:
             rule: the rule that was kept last.
             kept: all rules of the best candidate.
-            gain_ms: its gain over the candidate before.
+            gain_ms: gain of the new best candidate over the previous one.
             run: creates a candidate with the given rules, and runs it.
         """
         wall_ms = max(1e-6, self.now.wall_ms - gain_ms)

@@ -100,7 +100,7 @@ def check_drawn(arguments: Any) -> tuple[Any, ...]:
 
 
 def check_shapes(shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The requested shapes, each once."""
+    """The requested shapes, without repetitions."""
     found: dict[tuple[int, ...], None] = {}
     for shape in shapes:
         sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else None

@@ -16,10 +16,10 @@ from rooftop.rewrites import Candidate
 MOST_ROUNDS = 12
 """Largest number of comparisons of two candidates, if the first ones do not decide."""
 ROUND_S = 0.15
-"""Time for each of the two in a round; slow models take longer, for a few steps."""
+"""Seconds for each of the two candidates in a round. A slow model takes longer, since it runs at least one step."""
 
 Late = Callable[[], bool]
-"""Whether the time is up: then the rounds so far decide."""
+"""Returns whether the time is up. If it is, the rounds so far decide."""
 
 
 class Rounds:
@@ -39,7 +39,7 @@ class Rounds:
         self.step, self.given, self.original, self.min_gain, self.step_s = step, given, original, min_gain, step_s
 
     def timed(self, candidates: dict[str, Candidate]) -> dict[str, Timing]:
-        """One round. Each candidate must have run before."""
+        """The times of one round. Each candidate must have run before."""
         return compare_steps(candidates, self.step, self.given, self.original, ROUND_S, self.step_s)
 
     def least_share(self, predicted_share: float) -> float:
@@ -65,10 +65,10 @@ class Rounds:
         """Time the candidates in more rounds if the first rounds do not show that "after" is faster than "before".
 
         Args:
-            late: whether the first rounds are enough in any case.
+            late: returns whether the first rounds decide, even if they do not show that.
 
         Returns:
-            (ms of a step of "before", each candidate's gain over it in each round, as a share of a step)
+            (ms of a step of "before", each candidate's gain over "before" in each round, as a share of a step)
         """
         times: list[dict[str, Timing]] = []
         while True:

@@ -1,7 +1,7 @@
 """The search tries rules, in the order of `trial_order.py`.
 
-Each rule is tried together with the kept rules, and timed against these alone. A rule that saves time is then proven,
-and kept if it is correct.
+Each rule is tried together with the kept rules, and timed against the kept rules alone. A rule that saves time is then
+proven, and kept if it is correct.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ from rooftop.words import in_a_line
 
 Progress = Callable[[str, float], None]
 STEPS, PROOF_STEPS, LAST_STEPS = 10, 30, 16
-"""Approximate numbers of steps, if they are slow: to see whether a rule saves time, to prove the first one that does
-(with those in float64), and at the end."""
+"""Approximate numbers of steps of a slow model: to time a rule, to prove the first rule that saves time (with the steps
+in float64), and to time the result at the end."""
 NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s are needed"
 BUDGET_OVER = "the budget was used up: give a larger one"
 STOPPED = "its first call was stopped after {seconds:.1f} s, because the budget was used up: give a larger one"
 LEFT = "its first call was stopped after {seconds:.1f} s, to leave time for {other}: give a larger budget"
 HOPELESS = 0.2
-"""If the compiler with some of the kept rules costs this share of a step, it is not tried with others: that takes
-long."""
+"""If compiling with one set of kept rules makes a step slower by this share, other sets are not tried, because each
+compilation takes long."""
 WORTH_A_TRY = 0.5
-"""A rule is tried if this share of the time that it needs is left: the estimate may be wrong, and a deadline stops
-it."""
+"""A rule is tried if at least this share of its estimated time is left. The estimate may be too long, and a deadline
+stops the trial."""
 WAIT_SHARE = 0.4
 """A search waits for the C++ launcher of our kernels for at most this share of the time left."""
 GRACE_S = 2.0
-"""At the end, the first call without a wrong rule may exceed the budget by these seconds."""
+"""If a kept rule turns out to be wrong at the end, the first call without this rule may exceed the budget by these
+seconds."""
 LEAST_SAVED = 0.1
-"""Share of a step's memory that a rule must save to be kept for it."""
+"""A rule that saves memory is kept if it saves at least this share of a step's memory."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class Result:
 
     Attributes:
         noise: the spread of the gain, as a share of a step.
-        without_ms: time of a step with only the kept rules that neither compile nor capture; None if all of the kept
-            rules do, or none.
+        without_ms: time of a step with only the kept rules that neither compile nor capture graphs; None if all kept
+            rules compile or capture graphs, or if none does.
     """
 
     candidate: Candidate
@@ -125,8 +126,8 @@ class Search:
         self._gates: dict[tuple[str, ...], Gate] = {}
         self._profiles = Profiles(step, self.given, original, self.plain)
         self._order = TrialOrder([], {}, Times(0.0, ()), 0.0, 0.0)
-        self._trial_s: dict[str, float] = {}  # of each rule, the time of its last trial
-        self._waited = False  # for the C++ launcher
+        self._trial_s: dict[str, float] = {}  # seconds of the last trial of each rule
+        self._waited = False  # whether the search has waited for the C++ launcher
         self._compile_s = 0.0  # the time in which the best candidate was compiled
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
@@ -186,32 +187,31 @@ class Search:
         kernels do not help while the host is slower than the GPU, but they do after graphs were kept.
 
         Args:
-            promising: whether to try only the rules that are now predicted to gain. It is True in the call before the
-                first trial of a compiler. That call comes first because each trial on top of compiled code compiles
-                the model again.
-            until: when the last trial must have ended, by `time.perf_counter`. A trial may take as long as the rule's
-                first one.
+            promising: whether to try only the rules that are now predicted to gain. True before the first trial of a
+                compiler, because each trial after a compiler was kept compiles the model again.
+            until: when the last trial must have ended, by `time.perf_counter`. A trial is assumed to take as long as
+                the rule's previous trial.
         """
         again = [each.rule for each in self.changes if each.verdict == "no gain" and each.measured_ms is not None]
         for rule in (rule for rule in tried if rule.name in again):
             ends = time.perf_counter() + self._trial_s[rule.name]
             if ends < until and self._could_pay(rule, promising):
                 change = self._tried(rule, forecasts[rule.name][1])
-                if change.verdict != "not tried":  # else the first trial says more
+                if change.verdict != "not tried":  # else the result of the first trial says more
                     self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
 
     def _could_pay(self, rule: Rule, promising: bool) -> bool:
         """Whether a rule that was tried without a gain could have one now, after another rule was kept.
 
-        A trial on top of compiled code compiles it again. So it must promise a gain, and a rule whose kernels the
-        compiler cannot look into does not: the compiler fuses the same operators.
+        After a compiler was kept, each trial compiles the model again. So only rules with a predicted gain are tried
+        then, and no rules whose kernels the compiler cannot look into: the compiler fuses the same operators.
         """
         names = [change.rule for change in self.changes]
         if not any(names.index(kept.name) > names.index(rule.name) for kept in self.kept):
             return False
         compiled = any(kept.kind == "compile" for kept in self.kept)
         if not compiled and any(kept.kind == rule.kind != "" for kept in self.kept):
-            return False  # it would replace that rule, which is faster
+            return False  # this rule would replace the kept rule, which is faster
         if not compiled and not promising:
             return True
         if compiled and rule.opaque:
@@ -270,8 +270,8 @@ class Search:
         return reason is None
 
     def _forecast(self, rule: Rule, times: Times) -> tuple[float, float] | None:
-        """(seconds until the first call is done, gain in ms), by the rule's own estimates; None, and a record, if an
-        estimate fails.
+        """(seconds until the first call is done, gain in ms), by the rule's own estimates. If an estimate fails, record
+        this and return None.
         """
         try:
             seconds, gain_ms = float(rule.seconds(times)), float(rule.predicted_ms(times))
@@ -323,8 +323,8 @@ class Search:
 
     def _replaced(self, rule: Rule) -> list[list[Rule]]:
         """The sets of kept rules that a rule may replace, in the order of trials. The compiler cannot look into
-        Rooftop's kernels, so it is first tried instead of these. As the last trial, the whole model is compiled without
-        other rules.
+        Rooftop's kernels, so it is first tried instead of the rules that use these kernels. In the last trial, the
+        whole model is compiled without other rules.
         """
         same = [kept for kept in self.kept if kept.kind and kept.kind == rule.kind]
         if rule.kind != "compile":
@@ -333,7 +333,7 @@ class Search:
         found = [same + opaque, same] if opaque else [same]
         others = [kept for kept in self.kept if kept.infers]  # rules about the optimizer and memory stay
         if rule.name == WHOLE and len(found[0]) < len(others):
-            found.append(others)  # what a user would try first
+            found.append(others)  # torch.compile alone, which a user would try first
         return found
 
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
@@ -356,7 +356,7 @@ class Search:
             where = candidate.changes[rule.name]
             if not where:
                 return replace(change, verdict="no gain", reason=NOTHING)
-            with deadline:  # not while rules are applied: torch.fx would leave what it replaces for a trace
+            with deadline:  # not around `_built`: torch.fx, stopped in a trace, would leave its patches of PyTorch
                 self._first_call(candidate)
             first_s = time.perf_counter() - began
             self._order.note(rule, self._profiles.now, first_s)
@@ -365,7 +365,7 @@ class Search:
             wall_ms = self._profiles.now.wall_ms
             least = self._rounds.least_share(change.predicted_ms / wall_ms)
             share, sure = self._rounds.gain(self.best, candidate, least, lambda: time.perf_counter() > self.ends)
-            gain = share * wall_ms  # of the step for which gains are predicted, so that both can be compared
+            gain = share * wall_ms  # relative to the profiled step, as predicted gains are
             change = replace(change, measured_ms=gain)
             if rule.kind == "compile":
                 self._profiles.note_compiled(candidate, others, wall_ms - gain, whole=rule.name != BLOCKS)
@@ -501,8 +501,8 @@ class Search:
         return Result(self.best, before_ms, ms["after"], noise, ms.get("without"))
 
     def _uncompiled(self) -> dict[str, Candidate]:
-        """{"without": a candidate without the kept rules that compile or capture}; empty if all of the kept rules do,
-        or none.
+        """{"without": a candidate without the kept rules that compile or capture graphs}; empty if all kept rules
+        compile or capture graphs, or if none does.
         """
         rules = [rule for rule in self.kept if rule.kind not in HOW_IT_RUNS]
         if not rules or len(rules) == len(self.kept):
@@ -510,15 +510,15 @@ class Search:
         return {"without": self._run(rules)}
 
     def _leave_one_out(self, reason: str, last: Draw) -> bool:
-        """Refuse one kept rule, without which the others are right on the draw on which all together were wrong. First
-        try the rules that added the largest errors. Return whether there is such a rule.
+        """After the kept rules together were wrong on the draw `last`, find one without which the others are right, and
+        refuse it. Rules that added the largest errors are tried first. Return whether such a rule was found.
         """
         errors = {each.rule: each.error or 0.0 for each in self.changes if each.verdict == "kept"}
         before = dict(zip(errors, [0.0, *itertools.accumulate(errors.values(), max)], strict=False))
         for worst in sorted(errors, key=lambda name: before[name] - errors[name]):
             rest = [rule for rule in self.kept if rule.name != worst]
             late = time.perf_counter() > self._limit
-            if not rest or (late and any(rule.kind == "compile" for rule in rest)):  # it would compile again
+            if not rest or (late and any(rule.kind == "compile" for rule in rest)):  # compiling again takes long
                 continue
             deadline = Deadline(max(self._limit - time.perf_counter(), GRACE_S))
             try:

@@ -1,7 +1,8 @@
 """Run a model as tensor cores run it in TF32: they drop the last 13 bits of float32 operands.
 
-PyTorch allows TF32 in convolutions by default, and in products on request. Which kernels use it depends on shapes and
-layouts, so a model may run without TF32 until a change lays it out differently. PyTorch's settings allow this error.
+PyTorch allows TF32 in convolutions by default, and in matrix products on request. Which kernels use TF32 depends on
+shapes and layouts, so a model may run without TF32 until a change uses another layout. PyTorch's settings allow the
+error of TF32.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from rooftop.hardware.observing import LightMode
 DROPPED = (1 << 13) - 1
 """The bits of a float32 that TF32 does not have."""
 PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "linear": (0, 1), "matmul": (0, 1)}
-"""Places of the operands of each operator."""
+"""Argument positions of the operands of each operator."""
 
 
 class InTensorFloats(LightMode):
-    """Convolutions and products take operands without the bits that TF32 lacks, where PyTorch's switches allow TF32.
+    """Drop the bits that TF32 lacks from operands of convolutions and products, where PyTorch's settings allow TF32.
 
     Attributes:
         used: whether any operand was changed.

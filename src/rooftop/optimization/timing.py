@@ -125,8 +125,8 @@ def _copies_ms(candidate: Candidate, step: Step, given: Arguments) -> float:
 
 
 def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
-    """The times of an optimizer's step alone, with the gradients of the last run, after a step that creates the
-    state.
+    """The times of an optimizer's step alone, with the gradients of the last run. A step before it creates the
+    optimizer's state.
     """
     optimizer.step()
     _wait(device)
@@ -148,8 +148,8 @@ def ahead(
     for that, a run after a pause is compared with a run after another run, and `wall_ms` is scaled by their ratio.
 
     Args:
-        alone_ms: device time of the operators timed one by one. It is the upper bound if the step waits for the GPU,
-            because then the host cannot be far ahead.
+        alone_ms: device time of the operators timed one by one. It bounds the device time if the step waits for the
+            GPU, because the host cannot be far ahead then.
     """
     if device.type != "cuda":
         return None, None
@@ -171,7 +171,7 @@ def ahead(
             torch.cuda._sleep(int(pause_ms * CYCLES_A_MS))
             ms, launched_ms = timed()
             device_ms, waited_ms = min(device_ms, ms), min(waited_ms, launched_ms)
-            run()  # the next run follows another, as in a series
+            run()  # so that the next run follows another run, as in a series
             ms, launched_ms = timed()
             called_ms, host_ms = min(called_ms, ms), min(host_ms, launched_ms)
     far_ahead_ms = wall_ms * min(1.0, device_ms / called_ms)

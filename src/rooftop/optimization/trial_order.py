@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from rooftop.rewrites import Rule, Times
 
 WHOLE, BLOCKS = "compile", "compile-blocks"
-"""The rules that compile the whole model, as users would, and repeated blocks."""
+"""Names of the rules that compile the whole model, as users would, and its repeated blocks."""
 LEAST_PACE, MOST_PACE = 0.25, 4.0
 """Bounds of measured compile times relative to the estimates."""
 WHOLE_FIRST = 2.0
 """The whole model is compiled before its blocks if that is estimated to take at most this many times as long."""
 LIMIT_OF_BLOCKS = 3.0
-"""If blocks are compiled first, they may take this multiple of their estimate, and whatever the whole model leaves."""
+"""If blocks are compiled first, they may take this multiple of their estimated time, or all the time that compiling the
+whole model does not need, whichever is longer."""
 LEFT_AT_ONCE = 0.25
 """If the whole model is compiled first of all, it leaves this share of the time for the rules that apply at once."""
 LATE = 0.6
@@ -34,9 +35,10 @@ class TrialOrder:
         rules: all rules to try.
         forecasts: (seconds until the first call is done, gain in ms) of each rule, by its name.
         times: times of the original's step.
-        loss_ms: a larger predicted loss makes a rule that applies at once the last one.
+        loss_ms: a rule that applies at once comes last if its predicted loss in ms is larger than this.
         left_s: seconds of the whole search.
-        ready: whether a rule can be tried now. A rule that applies at once but is not ready comes after those that are.
+        ready: whether a rule can be tried now. Rules that apply at once but are not ready come after rules that are
+            ready.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class TrialOrder:
     def _estimate(self, rule: Rule, times: Times) -> float:
         try:
             return float(rule.seconds(times))
-        except Exception:  # of a user's rule, although its forecast had no error
+        except Exception:  # a user's rule may raise here, although its forecast did not
             return self._forecasts[rule.name][0]
 
     def note(self, rule: Rule, times: Times, seconds: float) -> None:
@@ -79,11 +81,11 @@ class TrialOrder:
             self._pace = min(MOST_PACE, max(LEAST_PACE, seconds / estimate))
 
     def limit(self, rule: Rule, times: Times, left_s: float) -> tuple[float, str]:
-        """(the seconds that the first call of a rule may take, what the rest is for).
+        """(the seconds that the first call of a rule may take, the rule or rules for which other time is reserved).
 
-        A rule may take all that is left. But blocks leave time for the whole model, if there is enough for it. The
-        whole model, if it is the first of all, leaves a part for the rules that apply at once, so that these are tried
-        even if it takes longer than estimated.
+        A rule may take all the time that is left, with two exceptions. Compiling blocks leaves time to compile the
+        whole model, if there is enough. If the whole model is compiled first of all, part of the time is reserved for
+        the rules that apply at once, because compiling may take longer than estimated.
         """
         whole, seconds = self._waiting_for(WHOLE), self.seconds(rule, times)
         if rule.name == BLOCKS and whole is not None and (needed := self.seconds(whole, times)) < left_s:
@@ -94,7 +96,7 @@ class TrialOrder:
         return left_s, ""
 
     def _urgency(self, rule: Rule) -> tuple[bool, bool, bool, float]:
-        """(saves no memory, is predicted to lose, compiles, negative gain); the smallest comes first."""
+        """The sort key of a rule: (saves no memory, is predicted to lose, compiles, negative gain)."""
         seconds, gain_ms = self._forecasts[rule.name]
         at_once = seconds <= 0
         loses = at_once and gain_ms < -self._loss_ms
@@ -110,8 +112,8 @@ class TrialOrder:
         return next((rule for rule in self.waiting if rule.name == name), None)
 
     def _too_late(self, times: Times, left_s: float) -> Rule | None:
-        """The rule that compiles the whole model, if it promises the largest gain, and if there would be no time for it
-        after the others."""
+        """The rule that compiles the whole model, if it has the largest predicted gain, and if there would be no time
+        for it after the other rules."""
         whole = self._waiting_for(WHOLE)
         if whole is None or not LATE * left_s < self.seconds(whole, times) <= (1 - LEFT_AT_ONCE) * left_s:
             return None
@@ -119,7 +121,7 @@ class TrialOrder:
         return whole if self._forecasts[WHOLE][1] >= max(others, default=0.0) else None
 
     def _next(self, times: Times, left_s: float) -> Rule:
-        """The first rule. Of the whole model and its blocks, the one that fits into the time."""
+        """The first waiting rule. If it compiles the whole model or its blocks, the time left decides which of both."""
         first, whole, blocks = self._first_ready(), self._waiting_for(WHOLE), self._waiting_for(BLOCKS)
         if whole is None or blocks is None or first not in (whole, blocks):
             return first

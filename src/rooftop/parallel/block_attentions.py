@@ -116,7 +116,7 @@ class Blocks:
         return dkey.to(dtype), dvalue.to(dtype)
 
     def _units(self, query: Tensor) -> Iterator[_Unit]:
-        """Yield the units, which run one after another."""
+        """Yield the units (one block or a group of blocks), which run one after another."""
         yield from self._alone
         for group in self._small:
             if runs_packed(query) and len(group.blocks) > 1:
@@ -258,7 +258,7 @@ class _Alone:
 
 
 def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
-    """Whether two of the places, each (sequence, keys), share a key. A sequence of None means all sequences."""
+    """Whether two of the places share a key. A place is (sequence, keys). A sequence of None means all sequences."""
     rows = {row for row, _ in places}
     if None in rows and len(rows) > 1:
         return True
@@ -293,8 +293,9 @@ class _Group:
         return self.blocks[0].causal
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        """Merge the results into out and lse. Causal blocks come first for their queries, so they store their
-        results."""
+        """Merge the results into out and lse. Causal blocks are the first blocks of their queries, so these blocks
+        store their results instead.
+        """
         part, part_lse, *_ = aten._flash_attention_forward(
             *(self._query_rows(query), self._key_rows(key), self._key_rows(value)),
             *self._lengths,
@@ -352,13 +353,15 @@ class _Group:
 
     @cached_property
     def _spans(self) -> list[tuple[int, Span, Span]]:
-        """(row, queries, keys) for each block. A block for all rows has an entry for each row."""
+        """(row, queries, keys) for each block. A block for all rows of the batch has an entry for each row."""
         rows = ([block.row] if block.row is not None else range(self.batch) for block in self.blocks)
         return [(row, block.queries, block.keys) for block, each in zip(self.blocks, rows, strict=True) for row in each]
 
     @cached_property
     def _lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        """The start of each sequence in the packed queries and keys, and the maximum lengths."""
+        """(starts of the sequences in the packed queries, starts in the packed keys, maximum number of queries, maximum
+        number of keys).
+        """
         queries, keys = (
             [end - first for first, end in borders] for borders in (self._query_borders, self._key_borders)
         )

@@ -19,17 +19,19 @@ from rooftop.parallel.containers import full_name, holds_tensors
 BATCH_DIMS = {
     "keys": 0,  # (B, heads, T, D), like the values
     "values": 0,
-    "conv_states": 0,  # of linear attention: {index of the state: (B, channels, kernel)}
+    "conv_states": 0,  # of linear attention: a dict from the state's index to (B, channels, kernel)
     "recurrent_states": 0,
     "indexer_keys": 0,  # of sparse attention: (B, T, D)
     "indexer_position_ids": 1,  # (kinds of position, B, T)
 }
 
 CONSTANTS = frozenset({"_sliding_window_tensor"})
-"""Tensors that copy a number of the same layer, and so are equal in all replicas if that number is."""
+"""Tensors that only copy a number of the same layer. Such a tensor is equal in all replicas if this number is equal in
+all replicas.
+"""
 
 PARTS = frozenset({"layers", "self_attention_cache", "cross_attention_cache"})
-"""Attributes of a cache that hold layers or other caches."""
+"""Attributes of a cache that contain layers or other caches."""
 
 Join = Callable[[list[Any], int], Any]
 

@@ -26,7 +26,7 @@ CODE = (type, ModuleType, FunctionType)
 """Types of objects that are never searched for tensors."""
 
 BOUND = (MethodType, BuiltinMethodType, MethodWrapperType)
-"""Types of functions that are bound to an object."""
+"""Types of functions that are bound to an object, such as methods."""
 
 _ABSENT = object()
 
@@ -167,8 +167,9 @@ def _opened_list(part: list[Any] | deque[Any]) -> Opened:
 
 
 def _opened_dict(part: dict[Any, Any]) -> Opened:
-    """Open a dict. If a dict's items are also its attributes (as in ModelOutput, or by `self.__dict__ = self`), this is
-    also true for the new dict."""
+    """Open a dict. If a dict's items are also its attributes (as in ModelOutput, or by `self.__dict__ = self`), the new
+    dict's items are also the new dict's attributes.
+    """
     keys, own = list(part), dict(getattr(part, "__dict__", {}))
     twice = [name for name, value in own.items() if name in part and part[name] is value]
     attributes = {name: value for name, value in own.items() if name not in twice}

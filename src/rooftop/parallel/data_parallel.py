@@ -159,7 +159,7 @@ def _device_of(arguments: Any, kwargs: Mapping[str, Any]) -> torch.device:
 
 
 def _give_different_seeds(devices: Sequence[torch.device]) -> None:
-    """Change the seeds of GPUs' generators that have the same seed as an earlier device."""
+    """Change the seed of each GPU's random generator that has the same seed as the generator of an earlier GPU."""
     gpus = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
     if gpus:
         torch.cuda.init()  # creates the generators

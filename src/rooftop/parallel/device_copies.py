@@ -62,8 +62,8 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
 
 
 class _Copies(torch.autograd.Function):
-    """Copies the tensors of one device. The results are an empty tensor on that device, all copies on the first of the
-    other devices, then all on the second, and so on.
+    """Copies the tensors of one device. The results are an empty tensor on that device, then all copies on the first of
+    the other devices, then all copies on the second, and so on.
 
     The empty tensor tells autograd that the gradients of backward are on the tensors' own device. Otherwise PyTorch
     warns that gradients come from another stream than the stream on which PyTorch adds them to `.grad`.
@@ -171,7 +171,8 @@ def _current_streams(devices: Sequence[torch.device]) -> Streams:
 
 @contextmanager
 def _entered(streams: Streams, home: torch.device) -> Iterator[None]:
-    """Make these streams current within an autograd node, for which autograd handles only one device.
+    """Make these streams current within an autograd node. Autograd itself handles the streams of only one device per
+    node.
 
     Autograd accumulates gradients on a device's default stream unless it knows the right stream. Autograd assumes that
     a node's results are ready on the device's default stream or on the node's own stream. So this context makes the

@@ -208,7 +208,8 @@ def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
     """All collectives in which ranks wait. Collectives come first if a rank that lacks them is not itself waiting
     elsewhere.
 
-    A rank that lacks one collective may be waiting in another. Such a rank is blocked, and is not the cause.
+    A rank that lacks one collective may be waiting in another. A rank that waits in another collective is blocked, and
+    is not the cause.
 
     Args:
         unfinished_of: for each rank, its launched operations that have not ended.

@@ -95,7 +95,9 @@ def _joined_tensors(parts: list[Tensor], device: torch.device, dim: int) -> Tens
 
 
 def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
-    """The number of dimensions, and the sizes along all dimensions except `dim`."""
+    """(number of dimensions, size of each dimension except `dim`): equal for tensors that can be concatenated along
+    `dim`.
+    """
     kept = [size for number, size in enumerate(shape) if number not in (dim, dim + len(shape))]
     return len(shape), *kept
 

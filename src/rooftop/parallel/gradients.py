@@ -74,7 +74,7 @@ class ModelGradients:
     ) -> None:
         groups = groups or {}
         self.tensor, self.data = groups.get("tp"), groups.get("dp-cp")
-        self.of_model = groups.get("tp-pp", self.tensor)  # the ranks that together hold one model
+        self.of_model = groups.get("tp-pp", self.tensor)  # the group of ranks that together hold one model
         self.sequence_parallel = sequence_parallel
         self.tied, self.tied_group = tied, groups.get("embedding") if tied is not None else None
         shards = shards_of(model)
@@ -130,8 +130,9 @@ class ModelGradients:
                 hook.remove()
 
     def _is_there(self, name: str, _: Tensor) -> None:
-        """Start to sum this gradient, and the gradients that waited for it, since all ranks must sum in the same
-        order."""
+        """Start to sum this gradient and the ready gradients that come after this one in the common order, since all
+        ranks must sum in the same order.
+        """
         assert self._during is not None
         self._during.add(name, self._changed)
 
@@ -263,7 +264,7 @@ def _sum(tensors: Iterable[Tensor], group: Group) -> None:
 
 
 class _During:
-    """The sums that backward has started, and the sums that it has yet to start.
+    """The sums that backward has started, and the sums that backward has not started yet.
 
     Args:
         order: names in the order in which all ranks sum.
@@ -274,7 +275,9 @@ class _During:
         self._there: set[str] = set()
 
     def add(self, name: str, gradient_of: Callable[[str], Tensor]) -> None:
-        """Mark a gradient as ready. In the common order, start all sums before the first gradient that is not ready."""
+        """Mark a gradient as ready. Then start the sums of all gradients that precede, in the common order, the first
+        gradient that is not ready.
+        """
         if name in self._there:
             raise RuntimeError(
                 f"ModelGradients: a second backward within summing(), for {name}: use summing() only for the last "

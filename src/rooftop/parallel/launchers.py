@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
-FIRST_PORT, PORTS = 20_000, 12_000  # all below 32768, where Linux's ephemeral ports begin
+FIRST_PORT, PORTS = 20_000, 12_000  # all ports are below 32768, where Linux's ephemeral ports begin
 
 
 @dataclass(frozen=True)

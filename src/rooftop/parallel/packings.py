@@ -280,7 +280,7 @@ def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
 
 
 def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chunks], float]:
-    """The positions of each rank with `count` chunks per rank, and the maximum work of a rank relative to the mean."""
+    """(positions of each rank, with `count` chunks per rank; the ranks' maximum work divided by their mean work)."""
     size = documents.length // (count * ranks)
     pairs = [0] * (count * ranks)
     for spans in documents.spans:
@@ -299,7 +299,9 @@ def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chun
 
 
 def _swap(places: list[list[int]], sums: list[int], pairs: Sequence[int]) -> None:
-    """Swap a chunk between the ranks with the most and the least work, as long as this balances them better."""
+    """Swap a chunk between the ranks with the most and the least work, as long as a swap balances these two ranks
+    better.
+    """
     ranks = range(len(places))
     while True:
         most, least = max(ranks, key=lambda rank: sums[rank]), min(ranks, key=lambda rank: sums[rank])

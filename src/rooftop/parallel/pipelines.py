@@ -184,16 +184,17 @@ class _Step:
     """The state of a rank during a step.
 
     Attributes:
-        inputs, outputs: a stage's input, and the output from which its backward starts, by (stage, micro-batch). Both
-            are kept from the forward (F) to the backward (B) or input gradient (I).
-        receiving: transfers to this rank in progress, by the instruction that computes their data.
-        made: results to send next, or for another stage of this rank, by the instruction that computed them.
-        sending: sends that may not have arrived. On a GPU, once a receive from a rank is complete, all sends to that
-            rank that were posted before this receive have arrived. gloo reports arrival only in a wait, at the end of
-            the step.
+        inputs, outputs: the input of a stage, and the output from which the stage's backward starts, by (stage,
+            micro-batch). Both are kept from the forward (F) to the backward (B) or input gradient (I).
+        receiving: transfers to this rank in progress, by the instruction that computes the sent data.
+        made: results that will be sent, or that another stage of this rank needs, by the instruction that computed the
+            result.
+        sending: sends whose data may not have arrived yet. On a GPU, once a receive from a rank is complete, all sends
+            to that rank that were posted before this receive have arrived. gloo reports arrival only in a wait, at the
+            end of the step.
         later: deferred weight gradients, kept until the instruction W computes them.
         losses: the loss of each micro-batch.
-        place: the next instruction's place in `Pipeline.progress`.
+        place: the index of the next instruction in `Pipeline.progress`.
     """
 
     pipeline: Pipeline
@@ -208,7 +209,7 @@ class _Step:
     place: int = 0
 
     def at(self, place: int) -> None:
-        """Mark this place in the GPU's stream, so that the GPU's position can be queried."""
+        """Record in the GPU's stream that the GPU reaches this place, so that the GPU's progress can be queried."""
         if self.pipeline.progress is not None:
             self.pipeline.progress.mark(place)
 
@@ -293,7 +294,7 @@ class _Step:
         self.sending.append(_Posted(transfer, work, tensor))
 
     def _given(self, made_by: Instruction) -> Tensor:
-        """The result of another stage, which is on this rank or on another rank."""
+        """The result of another stage; that stage is on this rank or on another rank."""
         if made_by in self.made:
             return self.made.pop(made_by)
         posted = self.receiving.pop(made_by)

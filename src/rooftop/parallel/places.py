@@ -27,7 +27,7 @@ TORCH, ROOFTOP = LIBRARIES
 STANDARD = f"{threading.__file__.rpartition('/')[0]}/"
 INSTALLED = "/site-packages/"
 WAITING = "this rank was awaiting "
-"""The beginning of the text of a GPU's place, if the GPU waits there for another rank."""
+"""If a GPU waits for another rank, the text that describes the GPU's place begins with this prefix."""
 
 
 @dataclass(frozen=True)

@@ -59,13 +59,13 @@ from rooftop.words import first_line, in_a_line
 PATIENCE_S = 20.0
 TIMEOUT_S = 600.0
 LATER_S = 30.0
-"""Communication times out by itself this many seconds after `timeout_s`. By then, an error has already named the rank
-that keeps the others waiting.
+"""PyTorch's own timeout of communication is this many seconds longer than `timeout_s`. By then, an error has already
+named the rank that keeps the others waiting.
 """
 BROKEN = re.compile(r"Connection (was likely )?(closed|reset|refused)|Broken pipe|[Tt]imed out|NCCL|recvValue")
-"""Parts of error messages that the end of another rank may cause."""
+"""Matches parts of the error messages that the end of another rank may cause."""
 CUT = re.compile(r"Connection (was likely )?(closed|reset)|Broken pipe")
-"""Parts of error messages about a broken connection."""
+"""Matches parts of the error messages about a broken connection."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _bound_device(where: torch.device) -> torch.device | None:
 
 
 def _place(kind: str, launch: Launch) -> tuple[torch.device, str]:
-    """The device of this rank, and the reason why the rank cannot start, if there is one."""
+    """(device of this rank, reason why the rank cannot start; "" if the rank can start)."""
     if kind not in ("cuda", "cpu"):
         raise ValueError(f"device={kind!r}: expected 'cuda' or 'cpu'; the rank determines the GPU's index")
     if kind == "cpu":
@@ -267,7 +267,9 @@ def _opened(launch: Launch, patience_s: float) -> Any:
 
 
 class _Ranks:
-    """One rank's view of a `join` block: it raises an error on this rank when any rank fails, and ends the block."""
+    """One rank's view of a `join` block. This object raises an error on this rank when any rank fails, and ends the
+    block.
+    """
 
     def __init__(self, watch: Watch, holds_store: bool) -> None:
         self.watch, self.store, self.holds_store = watch, watch.store, holds_store
@@ -283,7 +285,8 @@ class _Ranks:
                 first, mine = self._first_failure(error)
                 say(self.store, "seen", self.rank, LINGER_S, range(self.size))
                 if first.startswith(f"rank {self.rank} of {self.size} has given no sign of life"):
-                    time.sleep(LINGER_S)  # let others report first: a launcher ends all ranks once one is gone
+                    # let other ranks report first, because a launcher ends all ranks once one rank is gone
+                    time.sleep(LINGER_S)
                 at = self.watch.at
                 of_another = isinstance(error, RankError) and at  # Python has finished the block, the GPU has not
                 if not isinstance(error, Exception) or (first == mine and not of_another):

@@ -125,7 +125,7 @@ def _listed(box: Boxes | None) -> list[Box]:
 # ---- modules ---------------------------------------------------------------------------------------------------
 
 Init = Callable[[Stream, Tensor, str, Boxes | None], object]
-"""A function that fills a tensor: (stream, tensor, name, box)."""
+"""A function of (stream, tensor, name, box) that fills a tensor."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from rooftop.parallel.dropouts import CounterDropouts, Place
 from rooftop.words import did_you_mean
 
 Recompute = bool | str
-"""What backward recomputes. False: nothing. True or "full": whole blocks. "selective": cheap, large tensors."""
+"""What backward recomputes: nothing (False), whole blocks (True or "full"), or cheap, large tensors ("selective")."""
 GRANULARITIES = ("full", "selective")
 Result = TypeVar("Result")
 

@@ -36,12 +36,12 @@ from rooftop.parallel.watching import poll
 from rooftop.words import first_line
 
 JUDGING = 1.2
-"""Rank 0 decides the roll call when its patience ends. Another rank decides after this multiple of rank 0's
-patience.
+"""Rank 0 decides the roll call when its patience ends. If rank 0 does not, another rank decides after this multiple of
+rank 0's patience.
 """
 LINGER_S = 3.0
 """A rank that runs the store or has failed stays for this many seconds, so that the others can learn the reason. The
-others need a tenth of this time.
+other ranks need a tenth of this time.
 """
 ANSWER_S = 1.0
 """Seconds within which a waiting rank answers."""

@@ -23,7 +23,8 @@ from rooftop.parallel.containers import full_name, holds_tensors, leaves, mapped
 from rooftop.parallel.replicas import places_of
 
 SETTINGS = (bool, int, float, complex, type(None), torch.dtype, torch.device)
-"""A tuple of these types holds settings instead of samples, so each device gets the whole tuple."""
+"""A tuple whose values all have these types contains settings instead of samples, so each device gets the whole tuple.
+"""
 
 
 def scatter(inputs: Any, devices: Sequence[torch.device | str], dim: int = 0) -> list[Any]:
@@ -97,10 +98,12 @@ def _refuse_what_cannot_be_cut(leaf: Any) -> None:
 
 @dataclass(frozen=True)
 class _Samples:
-    """The number of samples, their dimension, and the containers with one item per sample.
+    """The number of samples of a batch, the dimension of tensors along which samples are counted, and a test for
+    containers with one item per sample.
 
     Attributes:
-        lists_tell: whether all tensors are in lists. If so, a list has tensors to split, and not one item per sample.
+        lists_tell: whether all tensors are in lists. If so, a list contains tensors to split, instead of one item per
+            sample.
     """
 
     dim: int

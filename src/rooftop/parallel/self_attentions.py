@@ -214,8 +214,8 @@ class ParallelSelfAttention(nn.Module):
 
 
 def _head_norm(features: int, epsilon: float | None, group: Group) -> RMSNorm | None:
-    """A norm with one weight for all heads. Each rank has the whole weight and the gradient from its own heads.
-    `ModelGradients` sums these gradients over the ranks.
+    """A norm with one weight for all heads. Each rank has the whole weight, and only its own heads' part of the
+    gradient. `ModelGradients` sums these gradients over the ranks.
     """
     if epsilon is None:
         return None

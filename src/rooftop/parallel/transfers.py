@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from rooftop.parallel.schedules import Instruction, Schedule, simulate
 
-AHEAD = 1  # number of instructions whose receives are posted early; each needs one more buffer
+# number of following instructions whose receives are posted in advance; each such receive needs one more buffer
+AHEAD = 1
 
 
 @dataclass(frozen=True)

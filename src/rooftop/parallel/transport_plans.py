@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RATE = 4e14
-"""Rate of attention in flop/s: bfloat16, forward and backward, 32 k to 64 k positions, on one H100
-(results/h100/context_attention.json)."""
+"""Rate of attention in flop/s, as measured on one H100 in bfloat16, forward and backward, with 32 k to 64 k positions
+(results/h100/context_attention.json).
+"""
 LINK = 1.5e11
 """A rank's NVLink rate in bytes/s while it sends and receives at the same time. This rate is assumed and not yet
 measured."""

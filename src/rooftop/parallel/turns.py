@@ -115,7 +115,7 @@ def _already(x: Tensor) -> Pending:
 
 
 class _Way:
-    """Holds the exchange in progress. If autograd drops the graph, this object does not keep it alive."""
+    """Holds the exchange in progress. If autograd drops the graph, this object does not keep the graph alive."""
 
     __slots__ = ("back", "pending", "there")
 

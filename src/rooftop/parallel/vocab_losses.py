@@ -127,8 +127,9 @@ def own_gradient(
 
 
 def _inverse(target: Tensor, mean: bool, classes: Classes, dtype: torch.dtype) -> Tensor:
-    """The factor of a reduced loss, (). For a mean, the factor is 1 / number of targets that are not ignored, or 0 if
-    there are none. For a sum, the factor is 1."""
+    """The factor, (), by which the summed loss is multiplied. For a mean, the factor is 1 / (number of targets that are
+    not ignored), or 0 if all targets are ignored. For a sum, the factor is 1.
+    """
     if mean:
         return inverse_of_count((target != classes.ignore_index).sum(), dtype)
     return torch.ones((), dtype=dtype, device=target.device)

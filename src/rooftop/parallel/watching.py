@@ -64,17 +64,21 @@ STOPPED_S = 8.0
 SILENCE_S = 3.0
 """After a broken connection or SIGTERM, a rank counts as gone after this many seconds without a heartbeat."""
 NOTICING_S = 1.0
-"""Seconds within which all ranks notice a failure. A stopped rank that wakes later finds no other ranks to continue
-with."""
+"""Seconds within which all ranks notice a failure. A stopped rank that wakes after this time finds no other rank to
+continue with.
+"""
 TELLING_S = 1.0
-"""After a rank has detected a failure, it waits this many seconds for the other ranks to report their waits."""
+"""After a rank has detected a failure, the rank waits this many seconds for the other ranks to report what they wait
+for.
+"""
 ARRIVING_S = 0.6
-"""If a rank is asked while it waits for nothing, it answers after this many seconds, since it may soon wait for the
-failed rank."""
+"""A rank that is asked what it waits for, while it waits for nothing, answers after this many seconds, since it may
+soon wait for the failed rank.
+"""
 PLACE_S = 0.4
 """Seconds between a rank's reports of its current activity, if the activity has changed."""
 LOOK_S = 1.0
-"""Seconds between a rank's checks which ranks are waiting for which rank."""
+"""Seconds between two checks of which rank waits for which other rank."""
 STUCK_S = 2.0
 """The flight recorder is read only if no collective has finished for this long, since reading it takes 0.1 s."""
 LEAVING_S = 60.0
@@ -255,7 +259,7 @@ class Watch:
     def _launcher_gone(self) -> Failure | None:
         if self.launcher is None or os.getppid() == self.launcher:
             return None
-        # only this launcher's ranks, since a machine may have several launchers
+        # name only this launcher's ranks, since a machine may have several launchers
         ours = [rank for rank in self._here if self.processes[rank].parent == self.processes[self.rank].parent]
         words = f"{ranks_in_words(ours)} of {self.size}: the launcher (torchrun) that started"
         return Failure(f"{words} {'them' if len(ours) > 1 else 'it'} is gone", tuple(ours))
@@ -300,7 +304,9 @@ class Watch:
         return Failure(words, ())
 
     def _let_wait(self, store: Any) -> Failure | None:
-        """Check which ranks wait for which rank. Rank 0 makes this check, or rank 1 if rank 0 sends no heartbeats."""
+        """Check which rank waits for which other rank. Rank 0 makes this check, or rank 1 if rank 0 sends no
+        heartbeats.
+        """
         now = time.monotonic()
         if self.rank > 1 or now - self._looked_at < LOOK_S:
             return None
@@ -327,7 +333,9 @@ class Watch:
     # ---- reports of ranks ----
 
     def _tell(self, store: Any, failure: Failure) -> str:
-        """Tell all ranks about a failure, together with what they wait for. Return the first failure."""
+        """Write a failure to the store for all ranks, together with what the other ranks wait for. Return the first
+        failure.
+        """
         words = failure.words
         if failure.culprits:
             store.set("asked", "1")

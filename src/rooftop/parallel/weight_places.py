@@ -68,8 +68,9 @@ class WeightPlaces:
         return taken
 
     def _replaced(self) -> list[tuple[str, nn.Parameter, Tensor | None]]:
-        """(name, original parameter, current parameter) of replaced parameters. A gathered sharded parameter is no
-        replacement."""
+        """For each replaced parameter: (name, original parameter, current parameter). A gathered sharded parameter does
+        not count as a replacement.
+        """
         return [
             (name, known, places.get(key))
             for places, key, name, known in self._places

@@ -35,7 +35,7 @@ RULES: tuple[Rule, ...] = (
     Compile("reduce-overhead"),
     CudaGraphs(),
 )
-"""In the order of application: changes of modules, then of formats, then of how the whole model runs."""
+"""All rules in the order of application: first those that change modules, then formats, then how the model runs."""
 
 __all__ = [
     "RULES",

@@ -25,7 +25,7 @@ class AttentionBackend(Rule):
     support.
 
     PyTorch uses the first back end, in a fixed order, that can compute a call. But the fastest back end depends on the
-    GPU, the sequence lengths and the features of a head.
+    GPU, the sequence lengths and the head dimension.
     """
 
     trains = True

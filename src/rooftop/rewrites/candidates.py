@@ -1,8 +1,8 @@
 """`Candidate`, which rewrites change, and `Rule`, the base class of all rewrites.
 
-A rule changes a `Candidate`: a copy of the user's model that shares its tensors with the original until a rule replaces
-one. The original never changes. To undo a rule, the candidate is built again without the rule, so a rule that fails
-midway leaves nothing behind.
+A rule changes a `Candidate`: a copy of the user's model that shares each tensor with the original until a rule replaces
+the tensor. The original never changes. To undo a rule, the candidate is built again without the rule, so a rule that
+fails midway leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Call:
     """Calls of an operator with arguments of the same shapes.
 
     Attributes:
-        operator: an overload, `torch.ops.aten.convolution.default`.
-        arguments: the arguments, with tensors replaced by data-less ones of the same shapes, strides and dtypes.
+        operator: an overload, such as `torch.ops.aten.convolution.default`.
+        arguments: the arguments, with tensors replaced by meta tensors of the same shapes, strides and dtypes.
         device: the device of the calls.
         count: number of calls.
         ms: total time of the calls.
@@ -47,7 +47,7 @@ class Fusable:
 
     Attributes:
         operators: number of operators.
-        kernels: number of kernels that a compiler would write for them.
+        kernels: number of kernels that a compiler would write for these operators.
         now_ms, after_ms: device time of the operators now, and of the fused kernels.
         launches: current number of kernels of the whole step.
         channels_last: whether the compiler would also lay out convolutions channels last.
@@ -93,7 +93,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of GPU memory: the peak during a step, with everything else in this process, and the GPU's total."""
+    """Bytes of GPU memory: the peak during a step, with all other allocations of this process, and the GPU's total."""
 
     peak_bytes: int
     total_bytes: int
@@ -110,7 +110,7 @@ class Times:
         fused: times of the same optimizer with `fused=True`, if it supports that.
         device_ms: device time of a step on a GPU, if the host is far ahead; None on a CPU.
         host_ms: time in which the host launches a step; 0 if graphs are replayed, None on a CPU.
-        fusable: what a compiler could fuse; None if that is not known.
+        fusable: the operators that a compiler could fuse; None if they are not known.
         launch_ms: the host's time to launch a small operator on a GPU; 0 on a CPU.
         compiled: times of the same step with compiled code, if it was measured before.
         memory: GPU memory; None on a CPU.
@@ -132,25 +132,25 @@ class Times:
     copies_ms: float = 0.0
 
     def of(self, *names: str) -> float:
-        """Time in ms of the operators whose names contain one of these parts."""
+        """Time in ms of the operators whose names contain any of `names`."""
         return sum(call.ms for call in self.calls if any(name in call.operator.name() for name in names))
 
     def count(self, *names: str) -> int:
-        """Number of calls of the operators whose names contain one of these parts."""
+        """Number of calls of the operators whose names contain any of `names`."""
         return sum(call.count for call in self.calls if any(name in call.operator.name() for name in names))
 
     def lack(self, *names: str) -> str | None:
-        """`NOTHING` if no operator of the step has a name with one of these parts. None if one has, or if the operators
-        are not known.
+        """`NOTHING` if no operator of the step has a name that contains any of `names`. None if there is such an
+        operator, or if the operators are not known.
         """
         return NOTHING if self.calls and not self.count(*names) else None
 
     def gain_ms(self, device_ms: float, calls: int = 0) -> float:
         """The gain in ms if a step saves `device_ms` of device time and `calls` calls of operators.
 
-        A GPU works while the host launches, so the longer of device time and host time is the time of a step. Operators
-        timed alone may add up to more than the step: then their times are scaled down to the device time. If the GPU
-        replays graphs, each saved operator also saves its share of the time in which the GPU waits (`idle_ms`).
+        A GPU works while the host launches, so the longer of device time and host time is the time of a step. If the
+        times of operators timed alone add up to more than the step's device time, they are scaled down to it. If the
+        GPU replays graphs, each saved operator also saves its share of the time in which the GPU waits (`idle_ms`).
         """
         if self.device_ms is None or self.host_ms is None:
             return device_ms
@@ -160,8 +160,8 @@ class Times:
 
     @property
     def idle_ms(self) -> float:
-        """The time in ms for which a GPU that replays graphs waits before each operator; 0 without graphs, where the
-        host's launches are counted.
+        """The time in ms for which a GPU that replays graphs waits before each operator. Without graphs it is 0,
+        because the host's launch time is counted instead.
         """
         if self.host_ms != 0 or not self.calls:
             return 0.0
@@ -224,7 +224,7 @@ class Candidate:
 
         Args:
             arguments: tensors of a call. A model without parameters and buffers runs on the GPU if one of these tensors
-                is there.
+                is on it.
 
         Raises:
             TypeError: the model cannot be copied.
@@ -246,8 +246,8 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
-    """Set training or evaluation mode. A model that already has this mode does not change, nor do its parts in the
-    other mode (frozen norms).
+    """Set training or evaluation mode. If the model already has this mode, its submodules keep their modes, which may
+    differ from it (frozen norms).
     """
     if model.training != training:
         model.train(training)
@@ -264,7 +264,7 @@ class Rule(ABC):
         opt_in: whether it is tried only if the user names it, because it lowers the precision.
         kind: at most one rule of each kind is kept.
         opaque: whether it calls kernels that torch.compile cannot look into.
-        saves_memory: whether it is kept for the memory that it saves, although it takes time.
+        saves_memory: whether it is kept for the memory that it saves, although it makes a step slower.
     """
 
     name: str
@@ -281,8 +281,8 @@ class Rule(ABC):
         return None
 
     def absent(self, times: Times) -> str | None:
-        """Why a step has nothing that the rule could make faster; None if it has something, or if only `apply` can
-        tell.
+        """Why a step has no work that the rule could make faster; None if the step has such work, or if only `apply`
+        can find out.
         """
         return None
 
@@ -309,11 +309,11 @@ def only_on_gpu(candidate: Candidate) -> str | None:
 
 
 def some(count: int, what: str) -> str:
-    """What a rule has changed, such as "3 norms"; "" for none."""
+    """The number of objects that a rule has changed, such as "3 norms"; "" for none."""
     return counted(count, what) if count else ""
 
 
 def names_of(found: Mapping[str, str]) -> str:
-    """Counts of kinds in words, such as "2 LayerNorm, 1 Softmax"."""
+    """The number of modules of each kind, such as "2 LayerNorm, 1 Softmax"."""
     kinds = list(found.values())
     return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))

@@ -16,26 +16,27 @@ from rooftop.rewrites.format_rules import gain_channels_last
 from rooftop.rewrites.structures import CONSTANTS, mapped
 
 LEAST_BLOCKS = 3
-"""Of a class within one container; these are compiled once for all."""
+"""Blocks of a class count as repeated if one container has at least so many. Equal blocks are compiled only once."""
 BLOCKS_SHARE = 0.95
-"""Gain of compiling blocks relative to that of the whole model."""
+"""Gain of compiling a model's blocks, as a fraction of the gain of compiling the whole model."""
 CPU_CALL_MS = 0.004
-"""Time of a call of a small operator on a CPU, which a compiler saves."""
+"""Time in ms of calling a small operator on a CPU. Fusion saves this time for each call that it removes."""
 START_MS, LAUNCHES_A_KERNEL = 0.1, 4.0
-"""Time in which the host checks a compiled call on a GPU, and its time for a kernel of compiled code, relative to a
-launch of a small operator in eager PyTorch. Four models on an H200 (`benchmarks/results/h200/compiled.json`): 26 to 36
-us for a kernel, 7 us for a launch."""
+"""Host time in ms to check a compiled call on a GPU, and host time for each kernel of compiled code, as a multiple of
+the launch of a small operator in eager PyTorch. Four models on an H200 (`benchmarks/results/h200/compiled.json`): 26 to
+36 us for a kernel, 7 us for a launch."""
 PLAIN = (type(None), bool, int, float, str)
 PLACES = ("layer_idx", "layer_id")
-"""Attributes with the place of a block in its model, which its computation usually does not read."""
+"""Attributes with the index of a block in its model, which the block's forward usually does not read."""
 MOST_VERSIONS = 64
-"""Versions of a block for its shapes and settings; PyTorch gives up after 8."""
+"""Largest number of compiled versions of a block, for different shapes and settings. PyTorch's default is 8."""
 START_S, SECONDS_A_CALL = 5.0, {"cpu": 0.12, "cuda": 0.04}
 """Compile time: a constant, and a time for each call of an operator. Measured for the CPU on two cores of a server,
 with 60 to 600 calls; for GPUs on the hosts of an H100 and an H200, where models took 11 to 44 s."""
 SECONDS_A_CALL_OF_BLOCKS = {"cpu": 0.12, "cuda": 0.08}
-"""The same for a call in one of several kinds of blocks: the kernels of one kind are few, so fewer processes compile at
-a time. Two to twelve kinds on eight cores of an H200's host took 11 to more than 40 s."""
+"""Compile time for each call of an operator in repeated blocks. One kind of block has few kernels, so fewer processes
+compile at a time than for a whole model. Two to twelve kinds on eight cores of an H200's host took 11 to more than 40
+s."""
 
 
 class Compile(Rule):
@@ -110,10 +111,10 @@ def compile_in_place(modules: Sequence[nn.Module], **options: Any) -> None:
     """Let `torch.compile` compile the calls of modules. Modules of the same kind (see `counted_blocks`) share compiled
     code.
 
-    PyTorch stores compiled versions at a code object, and limits their number. With the code of a class's `forward`, a
-    search could reach the limit, and PyTorch would then silently run other modules of the class uncompiled. So each
-    call of this function creates a code object for each kind. After a graph break inside `forward`, PyTorch stores the
-    rest at the code of the class again.
+    PyTorch stores compiled versions at a code object, and limits their number. If this were the code object of a
+    class's `forward`, a search could reach the limit, and PyTorch would then silently run other modules of the class
+    uncompiled. So each call of this function creates a code object for each kind. After a graph break inside `forward`,
+    PyTorch stores the compiled remainder at the code object of the class again.
     """
     compiled: dict[str, Callable[..., Any]] = {}
     for module in modules:
@@ -257,7 +258,9 @@ def gain_compiled(times: Times, replayed: bool = False, whole: bool = True) -> f
 
 
 def _gain_as_measured(times: Times, compiled: Compiled, replayed: bool, whole: bool) -> float:
-    """The gain, if compiling gains as much as in the measured step. A whole model gains more than its blocks."""
+    """The predicted gain in ms, if compiling saves as much time as in the measured step. Compiling the whole model
+    saves more than compiling its blocks.
+    """
     share = BLOCKS_SHARE ** (compiled.whole - whole)
     if times.device_ms is None or compiled.device_ms is None or compiled.host_ms is None:
         return share * (times.wall_ms - compiled.wall_ms)

@@ -24,7 +24,7 @@ from rooftop.rewrites.pooling import replace_pools
 from rooftop.rewrites.timed_alone import alone_ms, filled, shape_of_result
 
 JOINED = ("relu", "gelu", "silu", "sigmoid", "hardtanh", "hardswish", "aten::add")
-"""Parts of the names of operators that a convolution can compute with its sum."""
+"""Parts of the names of operators that the kernel of a convolution can also compute."""
 NORMS, MAX_POOL = ("batch_norm",), "max_pool2d_with_indices"
 CONVOLUTIONS = ("aten::convolution", "aten::_convolution")
 HOPPER_SMS = 132
@@ -72,8 +72,8 @@ class FuseConvolutions(Rule):
         joined_ms, biases_ms = sum(call.ms for call in joined), sum(map(bias_ms, convolutions))
         norms_ms = sum(call.ms for call in norms)
         inside = share_inside(convolutions)
-        # Without such a kernel, one pass computes everything after the convolution. So it needs two operators to gain
-        # from, or a norm that takes longer than a pass.
+        # If the convolution's kernel does not compute the operators after it, one more pass computes them all. This
+        # pass gains only if it replaces two operators, or a norm that takes longer than a pass.
         outside_ms = joined_ms if norms_ms + biases_ms > 0 else 0.0
         if norms and inside < 1 and times.device_ms is not None:
             outside_ms += norms_ms * max(0.0, share_of(times, NORMS[0], _passed))
@@ -125,8 +125,8 @@ def convolutions_of(calls: Sequence[Call]) -> list[Call]:
 
 
 def share_inside(convolutions: Sequence[Call]) -> float:
-    """The share of the convolutions' results whose kernels also compute the operations after them, for relu on a Hopper
-    GPU of 132 SMs. For other activations and GPUs there may be fewer such kernels.
+    """The share of the convolutions' outputs that come from kernels that also compute the operations after the
+    convolution. This is for relu on a Hopper GPU of 132 SMs; other activations and GPUs may have fewer such kernels.
     """
     results = {id(call): call.count * shape_of_result(call).numel() for call in convolutions}
     inside = sum(results[id(call)] for call in convolutions if _is_inside(call))
@@ -152,7 +152,7 @@ def _takes_one(call: Call, shapes: Iterable[torch.Size], names: Sequence[str]) -
 
 
 def bias_ms(call: Call) -> float:
-    """The device time in ms that calls of a convolution take for their bias."""
+    """The device time in ms that calls of a convolution take to add their bias."""
     input, weight, bias, *rest = filled(call)
     if bias is None:
         return 0.0
@@ -166,7 +166,7 @@ def _pooled(
     input: Tensor, kernel: list[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
     dilation: Sequence[int] = (1,), ceil_mode: bool = False,
 ) -> object:  # fmt: skip
-    """A max pool without indices, of images."""
+    """A max pool of images that does not write indices."""
     if input.dim() != 4:
         return functional.max_pool2d(input, kernel, list(stride) or None, list(padding), list(dilation), ceil_mode)
     sizes = (each if len(each) != 1 else each[0] for each in (kernel, stride or kernel, padding, dilation))
@@ -175,12 +175,12 @@ def _pooled(
 
 
 def _passed(input: Tensor, *_: Any) -> object:
-    """A pass over the images."""
+    """One pass over the images, to time it alone."""
     return input.relu_()
 
 
 def _bias_added(input: Tensor, weight: Tensor | None, *_: Any) -> object:
-    """The work that remains of a norm after it was folded; a linear layer adds its bias in the product."""
+    """The pass that adds the bias of a folded norm to images. A linear layer needs none: its product adds the bias."""
     if input.dim() < 4:
         return None
     return input.add_(input.new_ones(input.shape[1]).view(1, -1, *(1,) * (input.dim() - 2)))

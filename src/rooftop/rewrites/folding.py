@@ -6,11 +6,11 @@ convolution followed by it is a convolution with other weights:
     s = weight / sqrt(running_var + eps),  t = bias - running_mean s
     norm(W x + b) = (s W) x + (s b + t)
 
-When is it allowed? `torch.fx` traces the model, or the largest parts that it can trace. A norm is folded if its only
-call takes the output of the only call of a convolution or linear layer, directly or through `nn.Identity`, and nothing
-else uses that output. A trace shows a single path
-through the code, so each call checks this again: a folded convolution wraps its result, and only its norm unwraps it.
-Code on another path raises `OtherPathError` instead of computing wrong numbers.
+When is folding allowed? `torch.fx` traces the model, or the largest submodules that it can trace. A norm is folded if
+its only call takes the output of the only call of a convolution or linear layer, directly or through `nn.Identity`, and
+nothing else uses that output. A trace shows a single path through the code, so each call checks the path again: a
+folded convolution wraps its result, and only its norm unwraps the result. Code on another path raises `OtherPathError`
+instead of computing wrong numbers.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Folding:
 
 
 class CannotFoldError(Exception):
-    """Raised with the reason why a norm stays; caught in this file."""
+    """Raised with the reason why a norm cannot be folded; caught in this file."""
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTION
     and running_var, which multiplies by and adds a constant per channel. A trial run confirms this. The new weights are
     computed in float64 and rounded once. Keys of the state dict change.
 
-    While it traces, torch.fx replaces methods of all modules of the process, so other threads must not run models.
+    While torch.fx traces, it replaces methods of all modules of the process, so other threads must not run models.
 
     Args:
         into: types of layers into which norms may be folded; a subset of `CONVOLUTIONS`.
@@ -143,7 +143,7 @@ def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTION
 
 
 def _plain(norm: nn.Module) -> nn.Module:
-    """The batch norm that is a part of a split norm; any other norm itself."""
+    """The plain batch norm inside a split norm; for any other norm, the norm itself."""
     return norm.get_submodule(PART) if is_split(norm) else norm
 
 
@@ -158,7 +158,7 @@ def _empty(norm: nn.Module) -> None:
 
 
 def global_hooks() -> bool:
-    """Whether hooks run at every module's calls. They may change results, and must not be called by a trace."""
+    """Whether hooks run at every module's calls. Such hooks may change results, and a trace must not call them."""
     hooks = torch.nn.modules.module
     return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
 
@@ -179,8 +179,8 @@ def check_traceable(model: nn.Module, name: str) -> None:
         _without_data(model)
     except Exception as error:
         raise TypeError(
-            f"{name}: {type(model).__name__} cannot be copied for its trace ({in_a_line(error)}): remove from it what "
-            "cannot be copied"
+            f"{name}: {type(model).__name__} cannot be copied for its trace ({in_a_line(error)}): remove the "
+            "attributes that cannot be copied"
         ) from error
 
 
@@ -203,8 +203,8 @@ class Structure:
     Attributes:
         modules: modules by each of their names.
         calls: number of calls of each module (by id), over all traces.
-        before: for each norm (by id), the node that calls it, and the name of the traced part, which is a prefix of
-            other names.
+        before: for each module (by id), the node that calls it, and the name of the traced module, which is a prefix of
+            the names in its graph.
         read: modules (by id) whose parameters or buffers are read by code outside the module.
         untraced: the error for each module that could not be traced.
     """
@@ -249,7 +249,7 @@ class Structure:
         node, prefix = self.before[id(plain)]
         source = self.behind(node.args[0], prefix) if len(node.args) == 1 and not node.kwargs else None
         if not isinstance(source, fx.Node) or source.op != "call_module":
-            what = getattr(source, "name", "what a trace does not show")
+            what = getattr(source, "name", "a value that no trace shows")
             raise CannotFoldError(f"it follows {what}, not a convolution")
         before = _joined(prefix, str(source.target))
         convolution = self.modules[before]
@@ -265,7 +265,7 @@ class Structure:
         return before
 
     def behind(self, node: Any, prefix: str) -> Any:
-        """The node before the calls of `nn.Identity`, each with a single user, that lead to this node."""
+        """Go back from a node over calls of `nn.Identity` with a single user, and return the first other node."""
         while self.passes_on(node, prefix) and len(node.users) == 1:
             node = node.args[0]
         return node
@@ -324,7 +324,7 @@ class _Reads(LightMode):
 
 
 class _Tracer(fx.Tracer):
-    """Trace into modules that have submodules and no hooks, and can be traced; others become single nodes."""
+    """Trace into modules that have submodules and no hooks, and can be traced. Other modules become single nodes."""
 
     proxy_buffer_attributes = True
 
@@ -339,7 +339,7 @@ class _Tracer(fx.Tracer):
 
 
 def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Graph]]:
-    """The graphs of the largest traceable parts, by name; no part contains another.
+    """The graphs of the largest modules that can be traced, by name. None of these modules contains another.
 
     A module with optional arguments is traced only within its caller, whose call shows which arguments are given. A
     module whose forward was replaced is also traced only within its caller: at the root of a trace, torch.fx would use
@@ -386,7 +386,7 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _why_no_part(module: nn.Module) -> str | None:
-    """Why a trace of a module alone would not show what its calls do."""
+    """Why a trace of a module alone would not show what its calls do; None if it would."""
     if "forward" in vars(module):
         return "its forward was replaced"
     for parameter in inspect.signature(module.forward).parameters.values():
@@ -449,10 +449,10 @@ def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_n
     bias = bias.to(old.dtype)
     if not (weight.isfinite().all() and bias.isfinite().all()):
         raise CannotFoldError("the folded weights would not be finite")
-    # Removed instead of changed, so that code outside the trace that reads the old tensors fails.
+    # The old tensors are removed instead of changed, so that code outside the trace that reads them fails.
     folded = copy.copy(convolution)
     folded._parameters, folded._modules = {}, {}
-    weight = torch.empty_like(old.detach()).copy_(weight)  # in the layout of the old one, such as channels last
+    weight = torch.empty_like(old.detach()).copy_(weight)  # in the layout of the old weight, such as channels last
     folded._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
     folded._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
     for tensors in (convolution._parameters, convolution._buffers):
@@ -556,7 +556,7 @@ class Sealing:
     """The forward of a folded convolution, which wraps the output.
 
     Args:
-        dimensions: number of dimensions of an output in which the second one is the channels.
+        dimensions: number of dimensions of an output whose second dimension is the channels.
         taken: numbers of dimensions that the norm accepts. An output with another number than `dimensions` raises
             OtherPathError if the norm accepts it, since the norm would use another dimension as channels; else
             ValueError.

@@ -52,7 +52,7 @@ class ChannelsLast(Rule):
         convolutions = [
             module
             for module in candidate.model.modules()
-            if isinstance(module, CONVOLUTIONS_2D) and module.weight is not None  # a folded one has no weight
+            if isinstance(module, CONVOLUTIONS_2D) and module.weight is not None  # a folded convolution has no weight
         ]
         for module in convolutions:
             weight = module.weight.detach().contiguous(memory_format=torch.channels_last)
@@ -98,8 +98,8 @@ def _channels_last(tensor: Tensor) -> Tensor:
 
 
 def _of_images(calls: Sequence[Call]) -> list[Call]:
-    """The calls whose first argument is an image: it has the shape of a convolution's argument or result. Views
-    are left out.
+    """The calls whose first argument is an image, which means that it has the shape of a convolution's argument or
+    result. Calls that only make views are left out.
     """
     shapes: set[torch.Size] = set()
     for call in calls:
@@ -120,9 +120,9 @@ def _of_images(calls: Sequence[Call]) -> list[Call]:
 def gain_channels_last(calls: Sequence[Call]) -> float:
     """The gain in ms of convolutions and other image operators from channels last.
 
-    Each operator is timed alone in its own layout and in this one, the slowest first, until most of the time is known:
-    libraries need long for the first call of each shape. Only the ratio is used: in the model operators take longer,
-    since caches hold other data.
+    Each operator is timed alone, in its own layout and channels last. The slowest are timed first, and timing ends when
+    most of the time is known, because libraries need long for the first call of each shape. Only the ratio of both
+    times is used: operators take longer in the model than alone, since caches contain other data there.
     """
     every_ms = sum(call.ms for call in calls)
     known_ms = now_ms = last_ms = 0.0
@@ -141,7 +141,7 @@ def _last_ms(call: Call) -> float:
     if call.operator.name() == FUSED:
         images, weight, *others = given
         if 1 < images.shape[1] == weight.shape[0] and weight.shape[1] == 1 and weight.dtype in HALVES:
-            given = images, channels_fastest(weight), *others  # as `lay_out_depthwise` stores it
+            given = images, channels_fastest(weight), *others  # as `lay_out_depthwise` stores the weight
     return alone_ms(lambda: call.operator(*given), call.device)
 
 

@@ -2,12 +2,13 @@
 
     relu(convolution(x) + shortcut)
 
-When is it allowed? The traces of `folding.py` show which convolutions' results are used only once, by an activation or
-by a sum that only an activation uses. Nothing in between may change a tensor. Such a convolution returns a promise. The
-sum is recorded in the promise, and the activation computes everything at once. Any other use of a promise gets the
-tensor that the convolution alone would have returned. So the trace decides only the speed: a call on another path still
-returns correct numbers. The exception is code that changes an inference tensor in place, since such tensors have no
-version counter. Shapes are known only in the call: a shortcut that would be broadcast or cast is added by PyTorch.
+When is fusing allowed? The traces of `folding.py` show which convolutions' results are used only once, by an activation
+or by a sum that only an activation uses. Nothing in between may change a tensor. Such a convolution returns a promise,
+which stands for its result. A sum is recorded in the promise, and the activation computes everything at once. Any other
+use of a promise gets the tensor that the convolution alone would have returned. So the trace decides only the speed: a
+call on another path still returns correct numbers. The exception is code that changes an inference tensor in place,
+since such tensors have no version counter. Shapes are known only in the call, so PyTorch adds a shortcut that needs
+broadcasting or a cast.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
     """Let `kernels.conv_act` compute the 2-D convolutions of a model with their bias, sum and activation, in place.
 
     The model is then only for inference. To fold norms as well, call `fold_norms` first. Modules keep their parameters,
-    and keys of the state dict do not change. While it traces, torch.fx replaces methods of all modules of the process,
+    and keys of the state dict do not change. While torch.fx traces, it replaces methods of all modules of the process,
     so other threads must not run models.
 
     Raises:
@@ -110,7 +111,7 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
     left = {name: why for name, module in candidates.items() if (why := _why_not(module))}
     followers = Followers(model)
     steps: dict[str, tuple[str, ...]] = {}
-    for name, module in reversed(candidates.items()):  # if two convolutions are summed, the later one adds
+    for name, module in reversed(candidates.items()):  # if two convolutions are summed, the later one's kernel adds
         steps[name] = () if name in left else followers.of(module)
     for name, module in candidates.items():
         folded = _folded(module)
@@ -177,8 +178,8 @@ class Followers:
         self.activations: set[nn.Module] = set()  # modules fused with a convolution
 
     def of(self, module: nn.Conv2d) -> tuple[str, ...]:
-        """The operations to fuse with a convolution: ("relu",) or ("sum", "relu"); () if nothing can be fused, for
-        example after several calls.
+        """The operations to fuse with a convolution: ("relu",) or ("sum", "relu"). () if nothing can be fused, for
+        example because the convolution is called several times.
         """
         structure = self.structure
         if structure.names[id(module)] > 1 or structure.calls[id(module)] != 1:
@@ -209,8 +210,8 @@ class Followers:
         return (*steps, name)
 
     def _opened(self, node: fx.Node, prefix: str) -> fx.Node | None:
-        """The call of the folded norm that takes a folded convolution's result. None if this trace has no such call: it
-        then follows another path through the model than the trace by which the norm was folded.
+        """The call of the folded norm that takes a folded convolution's result. None if this trace has no such call,
+        because it follows another path through the model than the trace by which the norm was folded.
         """
         while (user := _only(node)) is not None and user.op == "call_module":
             if isinstance(vars(self._module(user, prefix)).get("forward"), Opening):
@@ -221,7 +222,7 @@ class Followers:
         return None
 
     def _passed_on(self, node: fx.Node, prefix: str) -> list[fx.Node]:
-        """A node, and the calls of `nn.Identity` that alone take its value."""
+        """A node, followed by the calls of `nn.Identity` that pass its value on and are its only users."""
         chain = [node]
         while (user := _only(chain[-1])) is not None and self.structure.passes_on(user, prefix):
             chain.append(user)
@@ -362,7 +363,7 @@ class _Promise:
         kind = self.input.device.type
         if self.autocast is _autocast(kind):
             return _computed(self.convolution, self.input, self.residual, activation)
-        # autocast's settings when the convolution was called
+        # use autocast's settings at the time when the convolution was called
         with torch.autocast(kind, self.autocast, self.autocast is not None):
             return _computed(self.convolution, self.input, self.residual, activation)
 

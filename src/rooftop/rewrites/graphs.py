@@ -2,8 +2,8 @@
 
 A graph reads its inputs and writes its outputs at the addresses of the capture. So a call copies inputs in and replays,
 and the caller copies outputs out. All graphs share one memory pool, and together need little more than the largest
-graph. That is safe because replays never overlap: a lock serializes the calls of a model on the host, and each stream
-waits for the stream of the previous call.
+graph. Sharing is safe because replays never overlap: a lock serializes the calls of a model on the host, and each
+stream waits for the stream of the previous call.
 """
 
 from __future__ import annotations
@@ -175,9 +175,9 @@ def capture(
         pool: memory pool of another graph, to share; None: a new pool.
         state: must return the same value before and after the first run. If it does not, a graph would replay stale
             state that the model keeps from call to call.
-        compared: whether the results and the time of the graph are compared with the call's. Then a call that
-            synchronizes only outside of captures is captured (see `waits_in_a_capture`); its graph takes another path
-            through the model.
+        compared: whether the results and the time of the graph are compared with the call's. If they are, a call that
+            synchronizes only outside of captures is also captured (see `waits_in_a_capture`), although its graph takes
+            another path through the model.
 
     Raises:
         UncapturedError: the first run succeeded, but the state changed, the host synchronizes with the GPU, or the
@@ -216,7 +216,7 @@ def recorded(
 
     Some models run other operators in a capture: older versions of transformers then build an attention mask that masks
     nothing, and attention with a mask is slower. So if the call does not wait for the GPU, the model is told that there
-    is no capture. If it waits, or this capture fails, the model gets the true answer.
+    is no capture. If the call waits, or this capture fails, the model gets the true answer.
 
     Args:
         outputs: results of the call, for the error.
@@ -226,7 +226,7 @@ def recorded(
         UncapturedError: the host synchronizes with the GPU, or the capture failed.
         OutOfMemoryError: the capture needs more memory.
     """
-    with unaware(stream) as audience:  # also in the run before, in which compiled code adapts to the replaced function
+    with unaware(stream) as audience:  # also in `waits`, where compiled code adapts to the replaced function
         found = waits(call)
         try:
             if not found:
@@ -276,10 +276,10 @@ def unaware(stream: torch.cuda.Stream) -> Iterator[Audience]:
 def waits_in_a_capture(call: Callable[[], Any], found: list[str]) -> list[str]:
     """The lines at which the host would wait during a capture of a call that waits at `found` outside of captures.
 
-    Some models wait for the GPU only outside of captures. Those of transformers ask it whether they need a mask, but in
-    a capture they always use one. So the call runs twice more, while everyone in this thread is told that it is
-    captured. The first of these two runs does one-time work, such as compiling. The function returns the waits of the
-    second one.
+    Some models wait for the GPU only outside of captures. Models of transformers read from the GPU whether they need a
+    mask, but use a mask in each capture. So the call runs twice more, while all code in this thread is told that a
+    capture is running. The first of these two runs does one-time work, such as compiling. The function returns the
+    waits of the second run.
     """
     here = threading.get_ident()
     try:

@@ -48,7 +48,7 @@ class Liger(Rule):
         functions = importlib.import_module(FUNCTIONS)
 
         def layer_norm(x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> object:
-            if weight is None or bias is None:  # it stays as it is
+            if weight is None or bias is None:  # `apply` does not replace such a norm
                 return nn.functional.layer_norm(x, shape, weight, bias, eps)
             return functions.liger_layer_norm(x, weight, bias, eps)
 
@@ -95,7 +95,7 @@ def _by_liger(module: nn.Module, functions: Any) -> tuple[str, Function] | None:
     """(kind of the module, function of Liger that computes it); None for other modules."""
     weight: Any = getattr(module, "weight", None)
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.bias is not None:
-        layer: Any = module  # weights are read in each call: a rule for CUDA graphs replaces them for a while
+        layer: Any = module  # weights are read in each call: the rule for CUDA graphs replaces them in a capture
         return "LayerNorm", lambda x: functions.liger_layer_norm(x, layer.weight, layer.bias, layer.eps)
     norm = recognized(module)
     if type(module) is nn.RMSNorm and len(module.normalized_shape) == 1 and weight is not None and module.eps:

@@ -12,12 +12,13 @@ from rooftop.rewrites.candidates import Candidate, Rule, Times, only_on_gpu
 from rooftop.rewrites.compiler_rules import repeated_blocks
 
 LIMIT = 0.8
-"""Share of a GPU's memory beyond which memory is the limit: the allocator needs the rest for gaps."""
+"""Memory is the limit if a step needs more than this share of a GPU's memory, since the allocator needs the rest for
+fragmentation."""
 
 
 class Checkpointing(Rule):
-    """Keep only the inputs of repeated blocks, and compute the rest again in the backward (`torch.utils.checkpoint`).
-    This takes the time of about one more forward of these blocks.
+    """Keep only the inputs of repeated blocks, and compute their other activations again in the backward
+    (`torch.utils.checkpoint`). This takes the time of about one more forward of these blocks.
     """
 
     name = "checkpointing"

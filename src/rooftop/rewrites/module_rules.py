@@ -15,8 +15,8 @@ from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, names_of, 
 from rooftop.rewrites.timed_alone import alone_ms, filled, launch_ms, repeated
 
 OPERATORS_OF_A_NORM = ("aten::pow", "aten::mean", "aten::rsqrt")
-"""Operators of an RMS norm that is written by hand. Two products and two conversions of dtypes take about 1.5 times as
-long, and there are seven operators in all."""
+"""Three of the seven operators of an RMS norm that is written by hand. The other four, two products and two dtype
+conversions, take about 1.5 times as long as these three."""
 BY_HAND, CALLS = 2.5, 7
 LAYER_NORM, SOFTMAX = "aten::native_layer_norm", "aten::_softmax"
 OF_NORMS = ("layer_norm", "rms_norm", "vector_norm", "sqrt", "pow")
@@ -61,12 +61,12 @@ class Kernels(Rule):
 def gain_norms(times: Times, by: Norms, more_ms: float = 0.0) -> float:
     """The gain of a step if each norm takes one kernel.
 
-    Norms are timed alone both ways: on the device, and the host while it launches them. The backward is assumed to gain
-    the same share of the device's time. An RMS norm of several operators is assumed to take half as long as its first
-    operator, which reads and writes float32.
+    Each norm is timed alone, with and without the kernel: its device time, and the host's time to launch it. The
+    backward is assumed to gain the same share of device time as the forward. An RMS norm of several operators is
+    assumed to take half as long as its first operator, which reads and writes float32.
 
     Args:
-        by: the kernels.
+        by: the kernels that compute the norms.
         more_ms: additional device time that is saved.
     """
     saved_ms = more_ms + share_of(times, LAYER_NORM, by.layer_norm) * times.of(LAYER_NORM)
@@ -95,7 +95,7 @@ def share_of(times: Times, name: str, make: Callable[..., object]) -> float:
 
 
 def launches_ms(times: Times, name: str, make: Callable[..., object]) -> float:
-    """The time in ms that the host saves if a kernel is launched for an operator's forward calls."""
+    """The time in ms that the host saves if it launches a kernel instead of an operator's forward calls."""
     calls = [call for call in times.calls if name in call.operator.name() and "backward" not in call.operator.name()]
     return sum(
         call.count * (launch_ms(repeated(call), call.device) - launch_ms(_by(make, call), call.device))
@@ -124,7 +124,7 @@ def _softmax(x: Any, dim: int, to_float: bool) -> object:
 
 
 class Constants(Rule):
-    """Compute module results that depend only on parameters and sizes once (`rooftop.nn.constants`)."""
+    """Compute results of modules only once if they depend only on parameters and sizes (`rooftop.nn.constants`)."""
 
     name = "constants"
     exact = True

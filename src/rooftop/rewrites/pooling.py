@@ -1,4 +1,4 @@
-"""Replace max pools by ones without indices of the maxima, which only training needs (`kernels.max_pool2d`)."""
+"""Let max pools skip the indices of the maxima, which only training needs (`kernels.max_pool2d`)."""
 
 from __future__ import annotations
 

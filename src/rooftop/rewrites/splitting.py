@@ -3,9 +3,9 @@
 Libraries join a batch norm with its activation in one class, such as timm's `BatchNormAct2d`: a subclass of
 `nn.BatchNorm2d` whose forward normalizes, and then calls its modules `drop` and `act`. No rule may fold a subclass,
 since its forward may do anything. So torch.fx traces this forward alone. The trace may contain only one `batch_norm` of
-the module's own tensors, and then the module's own modules, each called with the result before it. The forward must not
-change the module. `split` then adds an `nn.BatchNorm2d` with the same tensors (the part). It replaces the forward: the
-new one calls the part, then the other modules. Rules then see ordinary modules.
+the module's own tensors, and then calls of the module's submodules, each with the previous result. The forward must not
+change the module. `split` then adds an `nn.BatchNorm2d` with the same tensors as a submodule, called the part. The new
+forward calls the part, then the other submodules. Rules then see ordinary modules.
 
 The trace shows one path only. So each call checks that the module's public attributes that are numbers, strings or None
 have not changed. Other attributes, and the modes of its modules, are not checked.
@@ -30,7 +30,7 @@ PART = "rooftop_norm"
 CHECKS = [kind._check_input_dim for kind in KINDS]
 TENSORS = ("weight", "bias", "running_mean", "running_var")
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-# Functions by which a forward checks the shape of its input. The plain norm checks it again.
+# Functions by which a forward checks the shape of its input. The plain norm checks the shape again.
 QUESTIONS = (getattr, operator.eq, operator.ne, operator.gt, operator.ge, operator.lt, operator.le, torch._assert)
 SIGNATURE = inspect.signature(functional.batch_norm)
 
@@ -38,12 +38,12 @@ SIGNATURE = inspect.signature(functional.batch_norm)
 class OtherPathError(RuntimeError, TypeError):
     """A call takes another path through the model than the trace. The message says where.
 
-    It is also a TypeError, because some code asks by `iter(x)` or `len(x)` whether a value is a sequence.
+    This error is also a TypeError, because some code asks by `iter(x)` or `len(x)` whether a value is a sequence.
     """
 
 
 class Chain:
-    """The forward of a split norm: its part, and then other modules of it, by name."""
+    """The forward of a split norm. It calls the norm's part, and then the norm's other submodules, by name."""
 
     def __init__(self, norm: nn.Module, names: Sequence[str]) -> None:
         self.norm, self.names = norm, tuple(names)
@@ -54,7 +54,7 @@ class Chain:
         self.attributes = _attributes(self.norm)
 
     def __call__(self, input: Any) -> Any:
-        # the compiler compiles a fixed path, and older ones cannot trace this question
+        # compiled code has a fixed path, and older versions of torch.compile cannot trace this comparison
         if not torch.compiler.is_compiling() and _attributes(self.norm) != self.attributes:
             raise OtherPathError(
                 f"an attribute of a {type(self.norm).__name__} has changed: this call may take another path than the "
@@ -67,7 +67,7 @@ class Chain:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes on which a forward may decide."""
+    """The attributes on which the path of a forward may depend."""
     return {name: value for name, value in vars(module).items() if name[0] != "_" and isinstance(value, PLAIN)}
 
 
@@ -79,7 +79,7 @@ def is_split(module: nn.Module) -> bool:
 def split(norm: nn.Module) -> str | None:
     """Split a subclass of a batch norm in place, if its forward is a chain; else return why it is not split.
 
-    The part shares the norm's tensors. `unsplit` takes this back.
+    The part shares the norm's tensors. `unsplit` undoes the split.
     """
     assert isinstance(norm, _BatchNorm)
     kind = next((kind for kind in KINDS if isinstance(norm, kind)), None)
@@ -103,7 +103,7 @@ def split(norm: nn.Module) -> str | None:
 
 
 def unsplit(norm: nn.Module) -> None:
-    """Take `split` back."""
+    """Undo `split`."""
     del norm._modules[PART]
     del norm.__dict__["forward"]
 
@@ -130,7 +130,7 @@ def _chain_of(norm: _BatchNorm) -> list[str] | None:
     try:
         copied = copy.deepcopy(norm)
         if type(norm)._check_input_dim in CHECKS:
-            vars(copied)["_check_input_dim"] = lambda input: None  # torch.fx cannot trace it; the plain norm does it
+            vars(copied)["_check_input_dim"] = lambda input: None  # torch.fx cannot trace this check
         before = dict(vars(copied))
         with torch.random.fork_rng([]):
             graph = _Tracer().trace(copied)

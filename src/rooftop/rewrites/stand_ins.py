@@ -1,8 +1,8 @@
-"""Methods of objects that stand for a tensor in a model's forward."""
+"""Names of the special methods of objects that stand for a tensor in a model's forward."""
 
 from __future__ import annotations
 
-# Methods that Python looks up in the type of a tensor, except sums, which are above.
+# Methods that Python looks up in the type of a tensor, except those for sums: each class defines these itself.
 SPECIAL_METHODS = (
     "__neg__", "__pos__", "__abs__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__",
     "__truediv__", "__rtruediv__", "__itruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__",

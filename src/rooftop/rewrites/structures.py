@@ -88,5 +88,5 @@ def _unknown(part: Any) -> str:
     kind = type(part)
     return (
         "inputs and outputs must be tensors, numbers, strings and None, in tuples, lists, dicts and dataclasses; got a "
-        f"{kind.__module__}.{kind.__qualname__}: pass its tensors (an Engine takes it with graphs=False)"
+        f"{kind.__module__}.{kind.__qualname__}: pass its tensors (an Engine accepts it with graphs=False)"
     )

@@ -69,18 +69,18 @@ def shape_of_result(call: Call) -> torch.Size:
 
 
 def filled(call: Call) -> tuple[Any, ...]:
-    """The arguments of a call, with tensors that have values."""
+    """The arguments of a call, with each meta tensor replaced by a tensor of ones on the device of the call."""
     return mapped(call.arguments, lambda tensor: _filled(tensor, call.device))  # type: ignore[no-any-return]
 
 
 def repeated(call: Call) -> Callable[[], object]:
-    """Run the operator of a call on tensors that have values."""
+    """A function that runs the operator of a call on tensors of ones."""
     given = filled(call)
     return lambda: call.operator(*given)
 
 
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor with values, of the same shape, strides and dtype; the given tensor may be expanded."""
+    """A tensor of ones with the shape, strides and dtype of the given tensor, which may be expanded."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = torch.ones(max(1, span), dtype=tensor.dtype, device=device)
     return memory.as_strided(tensor.shape, tensor.stride())

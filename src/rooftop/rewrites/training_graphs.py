@@ -1,8 +1,8 @@
 """Train with two CUDA graphs: one for a model's forward, and one for its backward.
 
 A call replays the forward inside an autograd function, whose backward replays the other graph. So the loss, hooks of
-parameters and the optimizer remain under the user's control. Both graphs share memory: the backward reads what the
-forward left there. Until the backward of a call has run, other calls run without graphs. Results and gradients are
+parameters and the optimizer remain under the user's control. Both graphs share memory: the backward reads values that
+the forward has stored. Until the backward of a call has run, other calls run without graphs. Results and gradients are
 copies, because autograd may keep a gradient and add the next one to it.
 """
 
@@ -57,7 +57,7 @@ class _Pair:
         inputs: tensors into which calls copy their inputs.
         slopes: tensors into which backward copies the gradients of outputs; None for outputs without a gradient.
         result: the structure of the result, with the outputs in it.
-        sources: for each gradient, the numbers of the outputs that depend on its input.
+        sources: for each gradient, the indices of the outputs that depend on its input.
     """
 
     inputs: list[Tensor]
@@ -68,7 +68,7 @@ class _Pair:
 
 
 class _Turn:
-    """A replayed forward whose memory its backward needs; `done` after that backward."""
+    """One replay of a forward. The memory of the graphs is in use until `done`, which the backward sets."""
 
     def __init__(self, number: int) -> None:
         self.number, self.done = number, False
@@ -196,8 +196,8 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: TrainingReplays, pair: _Pair, turn: _Turn, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.owner, ctx.pair, ctx.turn = owner, pair, turn
-        ctx.set_materialize_grads(False)  # an output without a gradient gives none to its inputs
-        for place, tensor in zip(pair.inputs, tensors, strict=False):  # parameters follow
+        ctx.set_materialize_grads(False)  # an output without a gradient must not cause gradients of 0
+        for place, tensor in zip(pair.inputs, tensors, strict=False):  # the parameters come after the inputs
             place.detach().copy_(tensor, non_blocking=True)
         pair.recorded.forward()
         outputs = tuple(output.clone() for output in pair.recorded.outputs)
@@ -216,7 +216,7 @@ class _Replay(torch.autograd.Function):
         pair: _Pair = ctx.pair
         if ctx.turn.done or ctx.turn.number != ctx.owner.turns:
             raise RuntimeError(
-                "rooftop.optimize: with CUDA graphs, each call in training takes one backward, before the next call: "
+                "rooftop.optimize: with CUDA graphs, each call in training allows one backward, before the next call: "
                 "to run more, leave the rule cuda-graphs out"
             )
         for place, slope in zip(pair.slopes, slopes, strict=True):
@@ -242,7 +242,7 @@ def _autocast(device: torch.device) -> Hashable:
 
 
 def _leaves(output: Tensor) -> set[int]:
-    """Which leaves of autograd's graph an output depends on, by identity."""
+    """The ids of the leaves of autograd's graph on which an output depends."""
     if output.grad_fn is None:
         return {id(output)}
     found: set[int] = set()
@@ -266,11 +266,13 @@ def _sum_of(keys: set[int], gradients: Mapping[int, Tensor | None]) -> Tensor | 
 
 @contextmanager
 def _aliased(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """In the block, a model's modules have other parameters with the same memory. The block gets these, in order.
+    """Within the block, a model's modules have aliases: other parameters with the same memory. Yields the aliases in
+    the order of `parameters`.
 
-    Autograd sums a parameter's gradient on the stream on which the parameter was first used, as long as any graph of
-    autograd with it is alive, such as that of the user's last loss. A capture on another stream then fails. An alias is
-    new, so it is first used in the capture. A module that reads a parameter from elsewhere still reads the original.
+    Autograd sums a parameter's gradient on the stream on which the parameter was first used, as long as any autograd
+    graph with the parameter is alive, such as the graph of the user's last loss. A capture on another stream then
+    fails. An alias is new, so it is first used in the capture. A module that reads a parameter from elsewhere still
+    reads the original.
     """
     alias_of = {id(p): _alias(p) for p in parameters}
     places = [
@@ -292,12 +294,12 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
     if type(parameter) is not nn.Parameter:
         return parameter
     alias = nn.Parameter(parameter.detach())
-    vars(alias).update(vars(parameter))  # what a model has attached to it
+    vars(alias).update(vars(parameter))  # attributes that a model has attached to the parameter
     return alias
 
 
 def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    if isinstance(module, nn.RNNBase):  # it has a list of its weights, too
+    if isinstance(module, nn.RNNBase):  # an RNN also has a list of its weights
         setattr(module, name, parameter)
     else:  # a module may refuse new attributes
         module._parameters[name] = parameter
@@ -305,8 +307,8 @@ def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 @contextmanager
 def _quiet_about_streams() -> Iterator[None]:
-    """Suppress PyTorch's warning that a parameter was used on another stream, where accumulating would wait. Nothing is
-    accumulated here.
+    """Suppress PyTorch's warning that a parameter was used on another stream, so that accumulating its gradient would
+    wait. No gradient is accumulated here.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)

@@ -1,7 +1,8 @@
 """Give `isinstance` the same answer while torch.fx traces a forward as when the forward runs.
 
-A proxy is no tensor, so a forward that asks would be traced on another path than it takes. A proxy must not claim to be
-a tensor by its `__class__`: PyTorch's C++ code would believe it, and read foreign memory.
+A proxy is not a tensor. So the trace of a forward that asks `isinstance(x, Tensor)` would take another path than a call
+of this forward. A proxy must not set its `__class__` to `Tensor`, because PyTorch's C++ code would then read invalid
+memory.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ _NONE = object()
 
 @contextmanager
 def answered(model: nn.Module, gives_a_tensor: Callable[[nn.Module], bool]) -> Iterator[None]:
-    """Within the block, `isinstance` in the files of the model's classes, and `torch.is_tensor`, take the proxies of
-    some modules' results for tensors. Other proxies may also stand for lists or sizes.
+    """Within the block, `isinstance` in the files of the model's classes, and `torch.is_tensor`, treat the proxies of
+    some modules' results as tensors. Other proxies do not count as tensors, because they may stand for lists or sizes.
 
-    The node of such a proxy is marked (`was_asked`): a rewrite must not put an object there that is no tensor.
+    The node of such a proxy is marked (`was_asked`): a rewrite must not replace its value by an object that is not a
+    tensor.
 
     Args:
         gives_a_tensor: whether a module certainly returns a tensor.
@@ -67,7 +69,7 @@ def was_asked(node: fx.Node) -> bool:
 
 
 def _module_of(proxy: fx.Proxy) -> nn.Module | None:
-    """The module whose result a proxy stands for; None for all else."""
+    """The module whose result a proxy stands for; None if the proxy does not stand for the result of a module."""
     if proxy.node.op != "call_module" or not isinstance(proxy.tracer, fx.Tracer):
         return None
     return proxy.tracer.root.get_submodule(str(proxy.node.target))

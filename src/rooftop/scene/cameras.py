@@ -27,8 +27,8 @@ class Camera:
         width, height: pixels.
         fx, fy: focal lengths in pixels; in an orthographic view, pixels per world unit.
         cx, cy: the pixel coordinates through which the axis passes.
-        near: the distance along the axis, in world units, below which surfaces are not shown. It does not affect the
-            precision of depths.
+        near: the distance along the axis, in world units, below which surfaces are not shown. This distance does not
+            affect the precision of depths.
         orthographic: True if all rays are parallel.
     """
 

@@ -133,7 +133,7 @@ class Geometry:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the path. Unpickling opens the file again, on this machine or another.
 
-        Raises, when it is unpickled:
+        Raises (during unpickling):
             FileNotFoundError, GeometryFileError: as in `open`.
             InputError: the file's pages have changed since the object was pickled.
         """
@@ -379,7 +379,7 @@ def _opened_again(path: Path, content: int) -> Geometry:
 
 
 def identity_of(descriptor: int) -> tuple[int, ...]:
-    """The identity of an open file. It changes if another file takes the name, or if the file is written to."""
+    """The identity of an open file. The identity changes if the file is replaced or written to."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

@@ -72,8 +72,9 @@ def packed(rows: Words, replaces: bool, normals: bool, uv: bool) -> Words:
 
 
 def unpacked(heads: Words, replaces: bool, normals: bool, uv: bool) -> Words:
-    """Unpack short heads to rows (C, CLUSTER_COLUMNS). Extents are stored rounded up, so they become the largest that
-    their bits allow."""
+    """Unpack short heads to rows (C, CLUSTER_COLUMNS). Stored extents are rounded up, so unpacked extents are the
+    largest that the stored bits allow.
+    """
     rows = np.zeros((len(heads), layouts.CLUSTER_COLUMNS), np.uint32)
     counts, box, streams = (
         heads[:, word].astype(np.int64) for word in (layouts.HEAD_COUNTS, layouts.HEAD_BOX, layouts.HEAD_STREAMS)

@@ -26,7 +26,7 @@ _LIMIT = f"a texture has at most {MOST_SIDE} texels on a side and {MOST_TEXELS:,
 
 
 class Texture:
-    """A texture image: the original file, or texels. It is decoded or encoded on request.
+    """A texture image: the original file, or texels. The image is decoded or encoded on request.
 
     Attributes:
         name: name in messages.

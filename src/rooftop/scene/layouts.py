@@ -42,7 +42,7 @@ MOST_CLUSTERS = (1 << 11) - 1  # maximum clusters of a page
 GROUP_WORDS = 8
 GROUP_SPHERE = 0  # 4 float32: centre and radius of the sphere that decides when the group's clusters are too fine
 GROUP_ERROR = 4  # float32: error of the clusters that replace the group's clusters, or NEVER
-GROUP_FIRST, GROUP_COUNT = 5, 6  # the group's first cluster in the page, and the number of its clusters
+GROUP_FIRST, GROUP_COUNT = 5, 6  # the group's first cluster in the page, and the number of the group's clusters
 GROUP_NUMBER = 7  # the group's number over all pages
 
 # The head of a cluster. Pages store a short form (see HEAD_WORDS), which readers unpack to a row of CLUSTER_COLUMNS.
@@ -60,16 +60,18 @@ CLUSTER_STREAMS = 13  # the start of the cluster's streams, in words from the pa
 CLUSTER_GROUP = 14  # before version 4: the cluster's group, within the page
 CLUSTER_MATERIAL = 15  # the cluster's material; MIXED: each triangle has its own
 CLUSTER_SOURCE = 16  # number of the group that the cluster replaces, over all pages; -1 at the finest level
-CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = 17, 19  # 2 int32 and 2 uint32, as for positions
+# 2 int32 (lowest values) and 2 uint32 (ranges above these), as for positions
+CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = 17, 19
 CLUSTER_REFERENCES = 21  # the number of the cluster's references
 CLUSTER_MASKS = 22  # how corners are stored: SEPARATE before version 4, FANS or FANS_AND_EXPLICIT from then on
-CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25  # 2 words each: the lowest values, and the range above them
+# for normals, 2 words each: the lowest values (BASE), and the ranges above these values (EXTENT)
+CLUSTER_NORMAL_BASE, CLUSTER_NORMAL_EXTENT = 23, 25
 CLUSTER_COLUMNS = 27
 MIXED = -1
 SEPARATE, FANS, FANS_AND_EXPLICIT = 0, 1, 2
 
-# A short head. It has HEAD_WORDS words; in pages with PAGE_REPLACES, REPLACED_WORDS more; then NORMAL_WORDS and
-# UV_WORDS, if the mesh has normals and uv.
+# A short head. The first HEAD_WORDS words of a short head are always present. In pages with PAGE_REPLACES,
+# REPLACED_WORDS words follow. Then NORMAL_WORDS words follow if the mesh has normals, and UV_WORDS words if it has uv.
 HEAD_WORDS, REPLACED_WORDS, NORMAL_WORDS, UV_WORDS = 6, 6, 1, 3
 HEAD_BASE = 0  # same as CLUSTER_BASE
 HEAD_COUNTS = 3  # triangles - 1 (7 bits), vertices - 1 (8), level (8), references (9)
@@ -77,10 +79,11 @@ HEAD_BOX = 4  # for each axis, BOX_BITS: bit length of the extent (5), and the M
 BOX_BITS, MANTISSA_BITS = 9, 4  # 4 bits of mantissa: a box is at most 1/16 wider than its cluster
 # further bits of HEAD_BOX: bits of a reference - 1 (3), whether there is a third mask (1)
 HEAD_REFERENCE_AT, HEAD_EXPLICIT_AT = 27, 30
-HEAD_STREAMS = 5  # the start of the streams (15 bits), whether the cluster is MIXED (1), its material (16)
+HEAD_STREAMS = 5  # the start of the streams (15 bits), whether the cluster is MIXED (1), the cluster's material (16)
 HEAD_SPHERE, HEAD_ERROR, HEAD_SOURCE = 6, 10, 11  # same as CLUSTER_SPHERE, ...; only in pages with PAGE_REPLACES
-# Normals take one word: the lowest value of both numbers (NORMAL_BITS each), and the bit widths of offsets from them (4
-# each). Texture coordinates take three words: the lowest u and v, and the bit widths of offsets from them (5 each).
+# Normals take one word: the lowest value of each of the two numbers (NORMAL_BITS each), and the bit widths of the
+# offsets from these values (4 each). Texture coordinates take three words: the lowest u and v, and the bit widths of
+# the offsets from these values (5 each).
 NORMAL_WIDTH_BITS, UV_WIDTH_BITS = 4, 5
 
 # ---- the streams of a cluster, each beginning at a word --------------------------------------------------------------

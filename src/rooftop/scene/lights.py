@@ -27,7 +27,7 @@ from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short,
 from rooftop.scene.cameras import Camera, cross
 
 MOST_CASCADES = 8
-UNIFORM = 0.2  # mix of steps between the borders of cascades: 0 is logarithmic, 1 is equal steps
+UNIFORM = 0.2  # how the borders of cascades are spaced: 0 is logarithmic, 1 is equal, other values mix both
 # start of the first cascade, as a share of the shadow distance, unless the camera's near plane is farther away
 NEAREST = 1 / 500
 MARGIN = 2  # texels at each edge of a map that no pixel of its cascade uses

@@ -25,8 +25,8 @@ class Material:
     """A material: the colour and texture of the faces with its number.
 
     Args:
-        color: red, green and blue from 0 to 1, as displayed (sRGB). It is multiplied with the texture and the colours
-            of vertices, in linear light.
+        color: red, green and blue from 0 to 1, as displayed (sRGB). The colour is multiplied with the texture and the
+            colours of vertices, in linear light.
         texture: an image over the mesh's `uv`, whose (0, 0) is the lower left corner: a path, a PIL image, or an array
             or tensor (H, W), (H, W, 3) or (H, W, 4) of uint8, or of floats from 0 to 1. Alpha is ignored. An image has
             at most 16384 texels on a side and 2^27 in all.

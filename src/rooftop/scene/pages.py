@@ -105,8 +105,9 @@ def _masks_fit(
     vertices: npt.NDArray[np.int64],
     references: npt.NDArray[np.int64],
 ) -> bool:
-    """Whether the masks of each cluster count as many vertices and references as its head states. If they do, no
-    reference points outside the stream."""
+    """Whether the masks of each cluster count as many vertices and references as its head states. If these numbers are
+    equal, no reference points outside the stream.
+    """
     kind = heads[:, layouts.CLUSTER_MASKS]
     places = heads[:, layouts.CLUSTER_STREAMS, None] + np.arange(layouts.NEW_WORDS)
     low, high = page[places].view(np.uint32).reshape(-1, 2, 4).transpose(1, 0, 2)

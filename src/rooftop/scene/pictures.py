@@ -149,7 +149,7 @@ def _any(values: Tensor) -> Tensor:
     return (values != 0).any(-1)
 
 
-# how to find covered pixels by output; for outputs that are not listed, covered pixels are >= 0
+# For each output, the function that finds the covered pixels. In outputs that are not listed, covered pixels are >= 0.
 _COVERED: dict[str, Callable[[Tensor], Tensor]] = {
     "depth": torch.isfinite,
     "normal": _any,

@@ -19,7 +19,7 @@ STEPS = [f"{step}_{dim}" for step in ("shift", "dilation") for dim in range(4)]
 
 @triton.jit(do_not_specialize=SIZES)
 def mark_sites(
-    sites, words, faults,  # (N, 1 + DIMS), (W,), (3,)
+    sites, words, faults,  # shapes: (N, 1 + DIMS), (W,), (3,)
     rows, batch_size, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def mark_sites(
 
 @triton.jit(do_not_specialize=["count"])
 def count_words(
-    words, counts,  # (W,), (W,)
+    words, counts,  # shapes: (W,), (W,)
     count,
     WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def count_words(
 
 @triton.jit(do_not_specialize=SIZES)
 def place_sites(
-    sites, words, counts, row_of,  # (N, 1 + DIMS), (W,), (W,), (N,)
+    sites, words, counts, row_of,  # shapes: (N, 1 + DIMS), (W,), (W,), (N,)
     rows, batch_size, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def place_sites(
 
 @triton.jit(do_not_specialize=[*SIZES, *STEPS])
 def pair_neighbours(
-    sites, words, counts, row_of, neighbours,  # (N, 1 + DIMS), (W,), (W,), (N,), (N, T)
+    sites, words, counts, row_of, neighbours,  # shapes: (N, 1 + DIMS), (W,), (W,), (N,), (N, T)
     rows, batch_size, size_0, size_1, size_2, size_3, dilation_0, dilation_1, dilation_2, dilation_3,
     KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
     DIMS: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
@@ -104,7 +104,7 @@ def pair_neighbours(
 
 @triton.jit(do_not_specialize=[*SIZES, *GRIDS, *STEPS])
 def reach_outputs(
-    sites, words, cells,  # (N, 1 + DIMS), (W,), (N, T)
+    sites, words, cells,  # shapes: (N, 1 + DIMS), (W,), (N, T)
     rows, batch_size, in_0, in_1, in_2, in_3, out_0, out_1, out_2, out_3,
     shift_0, shift_1, shift_2, shift_3, dilation_0, dilation_1, dilation_2, dilation_3,
     STRIDE_0: tl.constexpr, STRIDE_1: tl.constexpr, STRIDE_2: tl.constexpr, STRIDE_3: tl.constexpr,
@@ -136,7 +136,7 @@ def reach_outputs(
 
 @triton.jit(do_not_specialize=[*SIZES, "outputs"])
 def pair_outputs(
-    cells, words, counts, neighbours, out_cells, faults,  # (N, VOLUME), (W,), (W,), (O, VOLUME), (O,), (3,)
+    cells, words, counts, neighbours, out_cells, faults,  # shapes: (N, VOLUME), (W,), (W,), (O, VOLUME), (O,), (3,)
     rows, count, outputs,
     VOLUME: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def pair_outputs(
 
 @triton.jit(do_not_specialize=SIZES)
 def name_outputs(
-    out_cells, sites,  # (O,), -1 for none; (O, 1 + DIMS)
+    out_cells, sites,  # shapes: (O,), -1 for none; (O, 1 + DIMS)
     rows, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip

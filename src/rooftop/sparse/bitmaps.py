@@ -31,7 +31,8 @@ from rooftop.sparse.sites import check_sites
 MAX_CELLS = 2**31 - 64  # cell indices are int32, and a read may be one word past the end
 MAX_STEP = 2**29  # maximum shift of a coordinate, so that sums of coordinates fit in int32
 MAX_STRIDE = 2**31 - 1  # since coordinates are int32
-MAX_VOLUME = 32 * 65535  # CUDA's maximum size of a grid's second dimension, where each program processes 32 offsets
+# maximum number of offsets: CUDA limits a grid's second dimension, along which each program processes 32 offsets
+MAX_VOLUME = 32 * 65535
 CELLS_PER_SITE = 4096  # with more cells per site, clearing and counting words is predicted to take longer than hashing
 FEW_CELLS = 2**24  # 512 K words; clearing and counting them takes microseconds
 SITES, WORDS, PAIRS = 256, 1024, 1024  # per program: sites, words, and (site, offset) pairs

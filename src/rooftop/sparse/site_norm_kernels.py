@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def site_moments(
-    x, sites, means, squares, counts,  # (N, C), (N,) bool, (P, C), (P, C), (P,)
+    x, sites, means, squares, counts,  # shapes: (N, C), (N,) bool, (P, C), (P, C), (P,)
     rows, length,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -46,8 +46,8 @@ def site_moments(
 
 @triton.jit
 def merge_moments(
-    means, squares, counts, running_mean, running_var,  # (P, C), (P, C), (P,), (C,), (C,)
-    mean_out, var_out, center, rate, count_out,  # (C,), (C,), (C,), (C,), (1,)
+    means, squares, counts, running_mean, running_var,  # shapes: (P, C), (P, C), (P,), (C,), (C,)
+    mean_out, var_out, center, rate, count_out,  # shapes: (C,), (C,), (C,), (C,), (1,)
     parts, eps,
     CHANNELS: tl.constexpr, RUNNING: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def merge_moments(
 
 @triton.jit
 def normalize_sites(
-    x, sites, center, rate, weight, bias, y,  # (N, C), (N,), (C,), (C,), (C,), (C,), (N, C)
+    x, sites, center, rate, weight, bias, y,  # shapes: (N, C), (N,), (C,), (C,), (C,), (C,), (N, C)
     rows,
     CHANNELS: tl.constexpr, AFFINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +100,7 @@ def normalize_sites(
 
 @triton.jit
 def site_gradient_sums(
-    dy, x, sites, center, rate, sums, products,  # (N, C), (N, C), (N,), (C,), (C,), (P, C), (P, C)
+    dy, x, sites, center, rate, sums, products,  # shapes: (N, C), (N, C), (N,), (C,), (C,), (P, C), (P, C)
     rows, length,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -18,7 +18,9 @@ from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import Record
 
 TIME_CHANNELS_LAST = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
-"""Class of convolution -> time channels last divided by time channels first, as torch.compile assumes it."""
+"""For each class of convolutions, the time in channels last divided by the time in channels first, as torch.compile
+assumes.
+"""
 FEW = 300  # at this many graph nodes per convolution, or more, the compiler keeps the layout
 
 

@@ -78,8 +78,9 @@ def _roof_ratio(op: MeasuredOperator, recast: Recast, findings: Findings) -> flo
 
 
 IMAGE_OPERATORS = ("convolution", "batch_norm", "group_norm", "pool2d", "upsample_")
-"""Parts of the names of operators whose time depends on the image layout: some have special kernels for channels last,
-others take longer or copy their input."""
+"""Parts of the names of operators whose time depends on the image layout. In channels last, some of these operators
+have special kernels; others take longer or copy their input.
+"""
 
 
 def channels_last(findings: Findings) -> list[Advice]:

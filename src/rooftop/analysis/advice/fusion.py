@@ -36,20 +36,22 @@ ROW_REDUCTIONS = {
     *("_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "batch_norm_with_update"),
     *("batch_norm_backward",),
 }
-"""Operators that reduce parts of a tensor, then combine the results with all elements of the tensor."""
+"""Operators that first reduce parts of a tensor, and then combine the results with all elements of the tensor."""
 SUMS_OVER_ROWS = {
     *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_batch_norm_backward", "batch_norm_backward"),
     *("cudnn_batch_norm_backward", "native_group_norm_backward"),
 }
-"""Operators that also need sums over all rows. The sums take a second pass over the kernel's input."""
+"""Operators of `ROW_REDUCTIONS` that need sums over all rows. The sums take a second pass over the kernel's input."""
 BATCH_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "batch_norm_with_update"}
-"""Operators that also need sums over all rows in training."""
+"""Operators of `ROW_REDUCTIONS` that need sums over all rows only in training."""
 LONGEST_ROW_BYTES = 64 * 1024  # bytes of a row that one block keeps on the chip; longer rows are read twice
 REDUCTIONS_OF_CHOICE = {"sum", "mean", "amax", "amin", "var", "var_mean"}
-"""Reductions that join their neighbours if they are along rows. A reduction over columns gets a separate kernel."""
+"""Reductions that a compiler fuses with neighbouring operators if the reduction is along rows. A reduction over columns
+gets a separate kernel.
+"""
 USUAL_SHARE = 0.85  # share of the roof that elementwise kernels usually reach
 SUMMING = 0.85
-"""Share of an elementwise kernel's bandwidth that a compiled kernel reaches if it also sums over all rows."""
+"""Bandwidth of a compiled kernel that also sums over all rows, as a share of an elementwise kernel's bandwidth."""
 OTHERS_ON_ELEMENTS = {
     *("_to_copy", "copy_", "clone", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros"),
     *("native_dropout", "native_dropout_backward", "bernoulli_", "masked_fill_", "constant_pad_nd"),
@@ -71,7 +73,9 @@ class Fused:
 
 
 Value = tuple[int, int]
-"""(index of the operator that wrote the value, or -1 if it existed before the step; number of its memory)."""
+"""(index of the operator that wrote the value, number of the value's memory). The index is -1 if the value existed
+before the step.
+"""
 
 
 @dataclass
@@ -81,9 +85,9 @@ class _Node:
     reads: dict[Value, int] = field(default_factory=dict)  # value -> its bytes
     writes: dict[Value, int] = field(default_factory=dict)
     joins: bool = False
-    alone: bool = False  # whether the compiler writes a separate kernel for it
+    alone: bool = False  # whether the compiler writes a separate kernel for this operator
     elements: int = 0
-    level: int = 0  # number of separate kernels on the longest path to it
+    level: int = 0  # number of separate kernels on the longest path to this operator
 
 
 def fused(operators: Sequence[MeasuredOperator], ceilings: Ceilings) -> Fused:
@@ -185,7 +189,8 @@ def _along_rows(op: MeasuredOperator) -> bool:
 
 
 def _groups(nodes: Sequence[_Node]) -> dict[int, list[int]]:
-    """The kernels that a compiler writes: position of the first operator -> positions of all operators in the kernel.
+    """The kernels that a compiler writes, as a dict from the position of a kernel's first operator to the positions of
+    all its operators.
 
     The operators of a group are connected, work on the same number of elements, and have no other kernel between them.
     """

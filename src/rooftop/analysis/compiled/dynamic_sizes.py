@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 Sizes = tuple[int, ...]
-"""Values of a graph's symbols, in the order of its sources."""
+"""Values of a graph's symbols, in the order of the graph's sources of sizes."""
 
 SIZES_LABEL = "## rooftop sizes "
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -144,7 +144,7 @@ def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) ->
 
 
 class _Numbers:
-    """Replace symbols by numbers. Tensors that shared memory before still share memory afterwards."""
+    """Replace symbols by numbers. Tensors that share memory have copies that share memory."""
 
     def __init__(self, sizes: Mapping[Any, int] | None) -> None:
         self._sizes = sizes

@@ -100,7 +100,8 @@ class DynamicGraph:
             return _unreadable(error, backward)
 
 
-_numbers = itertools.count()  # one numbering for the whole process, since code of an earlier analysis keeps its key
+# numbers keys over the whole process, since code compiled by an earlier analysis keeps its key
+_numbers = itertools.count()
 _RECORDED: dict[str, CompiledGraph] = {}
 """The graphs of all analyses. Code that one analysis has compiled is not compiled again for the next analysis."""
 
@@ -154,13 +155,15 @@ class CompiledGraphs:
                     compiled = inner(gm, example_inputs, **options)
                 kernels = dict(debug._inductor_triton_kernel_to_post_grad_node_info)
                 key = str(getattr(compiled, "_fx_graph_cache_key", None))
-                if key.startswith(GRAPH_KEY):  # already kept: with options, `compile_fx` calls itself
+                # this graph is kept already, because `compile_fx` calls itself if it gets options
+                if key.startswith(GRAPH_KEY):
                     self.graphs.setdefault(key, _RECORDED[key])
                     return compiled
                 key = compiled._fx_graph_cache_key = f"{GRAPH_KEY}{next(_numbers)}"
                 graph = _graph(gm, kernels, bool(options.get("is_backward")))
                 self.graphs[key] = _RECORDED[key] = graph
-                call = getattr(compiled, "current_callable", None)  # includes the CUDA graphs, if there are any
+                # this callable includes the CUDA graphs, if there are any
+                call = getattr(compiled, "current_callable", None)
                 if call is not None and graph.dynamic is not None and graph.dynamic.sources is not None:
                     compiled.current_callable = naming_its_sizes(call, graph.dynamic.sources)
                 return compiled

@@ -132,7 +132,7 @@ class _Walk:
         self._graphs = graphs
         self._device = device
         self._lists = lists
-        self._owners: dict[int, JoinedOperator] = {}  # correlation id of an event -> its operator
+        self._owners: dict[int, JoinedOperator] = {}  # correlation id of an event -> the event's operator
         self._regions: list[_Region] = []
 
     def visit(self, event: _Event, phase: str, scope: str) -> None:
@@ -294,7 +294,8 @@ class _Walk:
 
 
 def _cost_of_launch(work: KernelWork, event: _Event) -> Cost | None:
-    """The cost of a kernel's work. Its traffic is at most the size of the tensors behind the kernel's pointers.
+    """The cost of a kernel's work. The kernel's traffic is at most the size of the tensors behind the kernel's
+    pointers.
 
     If a kernel only changes the layout of an operand for a library, the pointers show which operand it is.
     """
@@ -363,7 +364,7 @@ def _one_by_one(works: list[KernelWork], kernels: list[Kernel]) -> Iterator[tupl
 
 
 class _Matcher:
-    """Find the work of each event of one run of a graph; works and events have the same order.
+    """Find the work of each event of one run of a graph. The works are in the order of the events.
 
     A generated kernel is found by its name. The graph may lack a library call (a copy of an input). So the search for a
     library call ends at the next generated kernel, which has its own event.

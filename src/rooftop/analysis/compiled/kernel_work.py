@@ -173,7 +173,9 @@ def kernel_works(
 
 
 def _last_calls(graph: fx.Graph, called: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """For each node, the number of the last library kernel that must run before the node; -1 for none."""
+    """For each node, the number of the last library kernel that must run before the node; -1 if there is no such
+    kernel.
+    """
     after: dict[fx.Node, int] = {}
     for node in graph.nodes:
         before = (max(after[value], called.get(value, -1)) for value in node.all_input_nodes)
@@ -184,7 +186,7 @@ def _last_calls(graph: fx.Graph, called: Mapping[fx.Node, int]) -> dict[fx.Node,
 def _ready(
     number: int, name: str, group: list[fx.Node], called: Mapping[fx.Node, int], after: Mapping[fx.Node, int]
 ) -> list[fx.Node]:
-    """The nodes of a kernel's group that the kernel can compute.
+    """Those nodes of a kernel's group that the kernel can compute.
 
     A kernel that lays out an operand for a library names all sources of the library's call. But the kernel cannot
     compute a source that waits for a later call, and a pointwise kernel computes no reductions.
@@ -211,9 +213,10 @@ def _leading_to(ends: Iterable[fx.Node], group: list[fx.Node], allowed: set[fx.N
 
 
 def _take_fills_out(groups: list[list[fx.Node]]) -> dict[fx.Node, int]:
-    """Keep a scatter that several kernels share only in the last of these kernels, which adds to the memory.
+    """If several kernels share a scatter, keep the scatter only in the last of these kernels, which adds to the memory.
 
-    Return each such scatter with the number of the first kernel, which fills the memory and keeps its other work.
+    Return each such scatter with the number of the first of these kernels. That kernel fills the memory and keeps its
+    other work.
     """
     sharing: dict[fx.Node, list[int]] = {}
     for number, group in enumerate(groups):
@@ -238,7 +241,8 @@ def _without_what_leads_to(end: fx.Node, group: list[fx.Node]) -> list[fx.Node]:
 
 
 def _drop_what_is_read(generated: Sequence[bool], groups: list[list[fx.Node]]) -> None:
-    """Remove values that an earlier kernel has written from each group, because the group's kernel reads them.
+    """Remove from each group the values that an earlier kernel has written, because the group's kernel reads these
+    values from memory.
 
     Inductor also names such a value as an origin of the kernel if inductor decided only later to write the value once
     (the input of a pooling). A value that no node of its group uses is an output of the kernel, so the kernel writes
@@ -266,7 +270,7 @@ class _Kernel:
     kernels_of: dict[fx.Node, list[int]]
     begun: set[fx.Node]
     fills: Mapping[fx.Node, int]  # scatter -> the kernel that fills its memory
-    # source -> the parts of the source that are read
+    # source -> those parts of the source that the kernel reads
     reads: dict[fx.Node, list[Tensor | int]] = field(default_factory=dict)
 
     def stored(self) -> list[fx.Node]:
@@ -306,7 +310,7 @@ class _Kernel:
         )
 
     def _untouched_bytes(self, stored: Iterable[fx.Node]) -> int:
-        """Bytes that scatters into already filled memory leave unchanged."""
+        """Bytes that scatters leave unchanged in memory that another kernel has filled."""
         untouched = 0
         for node in stored:
             if node in self.fills:
@@ -322,7 +326,8 @@ class _Kernel:
         first, *later = self.kernels_of[node]
         if first != self.number and not (node in self.begun and self.kernels_of[node][-1] == self.number):
             return False
-        if later and first == self.number and _is_reduction(node):  # the partial results for the next stage
+        # these are the partial results for the reduction's second stage
+        if later and first == self.number and _is_reduction(node):
             return True
         return node in self.fills or any(self._uses_from_memory(user, node) for user in node.users)
 

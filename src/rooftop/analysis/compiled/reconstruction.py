@@ -44,10 +44,11 @@ DTYPES = {
 """dtypes by the profiler's names."""
 
 Listed = tuple[tuple[torch.dtype, int], ...]
-"""(dtype, number of the tensor) for each tensor of a list. The same number means the same tensor."""
+"""(dtype, number) for each tensor of a list. Equal numbers mean that it is the same tensor."""
 ListedTensors = Mapping[int, Sequence[Listed | None]]
-"""Correlation id of an event -> for each argument of the event, the entries of a list of tensors; None if it is not a
-list."""
+"""Maps the correlation id of an event to one value per argument: the entries of a list of tensors, or None if the
+argument is not such a list.
+"""
 
 
 def listed_tensors(results: Any) -> ListedTensors:
@@ -109,8 +110,9 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _ON_META: dict[str, Any] = {"device": torch.device("meta"), "pin_memory": False}
-"""Operators that create tensors (`randn`) create them on the meta device, too. On another device these operators would
-take memory and advance the program's random generator."""
+"""Arguments with which operators that create tensors (`randn`) create their tensors on the meta device, too. On another
+device these operators would take memory and advance the program's random generator.
+"""
 
 
 @lru_cache(maxsize=4096)

@@ -31,7 +31,8 @@ STEPS_BETWEEN_WAITS = {"cpu": 1, "cuda": 2}
 """Number of steps in a stretch. At the end of a stretch, the host waits for the device. (If each step on a GPU were a
 stretch, launches would count as exposed communication.)
 """
-ROW_TIMEOUT = timedelta(seconds=60)  # time for all other ranks together to end after the first rank
+# once the first rank has ended, time within which all other ranks together must end
+ROW_TIMEOUT = timedelta(seconds=60)
 
 
 class RankInstrument:

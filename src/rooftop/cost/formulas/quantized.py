@@ -46,7 +46,7 @@ cost_of(
 cost_of("aten::_fused_moving_avg_obs_fq_helper", "aten::_fused_moving_avg_obs_fq_helper_functional")(
     streaming(FAKE + 2)
 )
-# The gradient passes through elements within the bounds. It is also added to the gradients of scale and zero point.
+# The gradient passes through elements within the bounds, and is also added to the gradients of scale and zero point.
 cost_of(
     *aten("_fake_quantize_learnable_per_channel_affine_backward"),
     *aten("_fake_quantize_learnable_per_tensor_affine_backward"),

@@ -98,8 +98,8 @@ def _attend_one_by_one(
 
 
 def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
-    """The positions (H_k, T, D) in the pages `own` of a cache (N, H_k, P, D). If these pages are adjacent, as in a new
-    cache, the function slices the cache instead of copying pages by index.
+    """The keys or values (H_k, T, D) at all positions in the pages `own` of a cache (N, H_k, P, D). If these pages are
+    adjacent, as in a new cache, the function slices the cache instead of copying pages by index.
     """
     if len(own) == 1:
         return stored[own[0]]

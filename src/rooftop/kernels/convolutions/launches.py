@@ -325,7 +325,9 @@ def _copied(
 
 
 def _part_of(box: tuple[int, int, int], parts: int) -> tuple[int, int, int]:
-    """The size of each part of a box that is cut into equal parts, in the order of its pixels."""
+    """The size (images, lines, pixels) of each part, if a box is cut into `parts` equal parts: first along its images,
+    then along its lines and pixels.
+    """
     images, lines, pixels = box
     while parts > 1:
         if images > 1:

@@ -196,29 +196,31 @@ MEASURED_ON_HOPPER: tuple[Entry, ...] = (
     Entry((50176, 256, 256, 9, 1, False), "cudnn", None, 0.08549, 0.09615),
     Entry((50176, 1024, 256, 1, 1, True), "cudnn", None, 0.08275, 0.1266),
 )
-NEAR = 2.0  # largest sum of the logarithms (base 2) of three ratios: rows, out channels and channels
+NEAR = 2.0  # maximum `_distance` of a shape from a measured shape whose entry is used
 # Results of few pixels were not measured yet. Two programs of 128 x 128 run on each SM, as in linear_act: one computes
 # while the other stores.
 MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also takes shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
-# Channels of a group for which cuDNN's fused call takes about as long as its convolution alone. For other groups the
-# fused call takes up to 21 times as long as the convolution and a separate pass for the operations after it
+# Numbers of channels per group for which cuDNN's fused call takes about as long as its convolution alone. For other
+# numbers the fused call takes up to 21 times as long as the convolution and a separate pass for the operations after it
 # (benchmarks/results/h200/tune_grouped_convs.json).
 GROUPS_OF_CUDNN = (4, 8, 16, 32, 64, 128)
 LEAST_OF_GROUP = 16  # smallest operand of a tensor-core instruction
-# For other groups (the same file), the kernel takes 0.15 to 1.18 times as long as cuDNN and a pass at batch 1. At batch
-# 128 the kernel takes 0.62 to 0.84 times as long, but 1.3 to 1.7 times for the groups of `_library_is_faster`.
+# For other numbers of channels per group (also in tune_grouped_convs.json), the kernel takes 0.15 to 1.18 times as long
+# as cuDNN with a separate pass at batch 1. At batch 128 the kernel takes 0.62 to 0.84 times as long as cuDNN with a
+# separate pass, but 1.3 to 1.7 times as long for the groups of `_library_is_faster`.
 FEW_OF_GROUPS = ConvTile("gathered", 64, 64, 64, 4, 4)
 MANY_OF_GROUPS = ConvTile("gathered", 128, 64, 64, 8, 3)
-FEW_TILES = 8  # tiles per SM; a larger number counts as many tiles. No batch between 1 and 128 was measured.
-# Depthwise convolutions (tune_depthwise.json). The kernel takes 0.53 to 0.85 times as long as cuDNN and a pass at batch
-# 128, and 0.59 to 0.68 times at batch 1. A program computes runs of pixels below each other.
+FEW_TILES = 8  # up to this many tiles per SM count as few; no batch between 1 and 128 was measured
+# Depthwise convolutions (tune_depthwise.json). The kernel takes 0.53 to 0.85 times as long as cuDNN with a separate
+# pass at batch 128, and 0.59 to 0.68 times as long at batch 1. A program computes a run of pixels in each of several
+# adjacent lines.
 RUNS_OF_CHANNELS = 512  # in a program
 MOST_COLUMNS_OF_RUNS = 64
 LONG_RUN, SHORT_RUN = 7, 4  # the lines of image networks are multiples of 7 pixels
 LONGEST_WINDOW = 7  # the kernel is unrolled over a line of the window
-MOST_PARTS, LEAST_STEPS = 8, 4  # largest number of parts of K; least number of steps of a part
+MOST_PARTS, LEAST_STEPS = 8, 4  # maximum number of parts of K, and minimum number of steps of each part
 
 # ---- choice ----------------------------------------------------------------------------------------------------
 
@@ -281,7 +283,7 @@ def choose(problem: Problem) -> ConvPlan:
 
 
 def _of_groups(problem: Problem, library: Backend) -> ConvPlan:
-    """The plan for a convolution with groups; TMA cannot copy its operands."""
+    """The plan for a convolution with groups, whose operands TMA cannot copy."""
     geometry, (channels, out_channels) = problem.geometry, problem.geometry.of_group
     reason = f"{geometry.groups} groups of {channels} channels"
     if library == "cudnn" and channels == out_channels and channels in GROUPS_OF_CUDNN:
@@ -317,7 +319,7 @@ def depthwise_tile(geometry: Geometry, sms: int) -> ConvTile:
     channels = geometry.channels
     columns = min(MOST_COLUMNS_OF_RUNS, max(8, power_of_two(channels)))
     if columns == MOST_COLUMNS_OF_RUNS and -channels % columns > -channels % (columns // 2):
-        columns //= 2  # fewer programs compute channels that do not exist
+        columns //= 2  # narrower tiles have fewer columns past the last channel
     rows = RUNS_OF_CHANNELS // columns
     blocks = -(-geometry.batch * geometry.out[0] // rows) * -(-geometry.out[1] // LONG_RUN)
     few = blocks * -(-channels // columns) < FEW_TILES * sms
@@ -401,7 +403,8 @@ def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
     """(channels of a pixel, channels of a tap, taps) of an image of few channels after packing."""
     group = GROUP_BYTES // element_bytes
     if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:
-        # The taps of a line are not contiguous, so each tap is read separately, and a pixel is a whole group.
+        # The taps of a line are not contiguous, so each tap is read separately, and each pixel is padded to whole
+        # groups.
         return 2 * group, 2 * group, geometry.taps
     pixel = group // math.gcd(group, geometry.stride[1])
     while pixel < geometry.channels:

@@ -229,8 +229,8 @@ def columns_of_tile(wide: str) -> list[str]:
 
 
 def _rows(lines: list[str], down: list[int], wide: str) -> list[str]:
-    """The lines of a tile. If outputs are summed over rows, these lines are in a loop over all tiles of a program, and
-    the sums come after the loop.
+    """Add the row indices to the lines that compute a tile. If outputs are summed over rows, put all these lines in a
+    loop over the program's tiles; the sums follow after the loop.
     """
     if not down:
         return [f"    {line}" for line in [f"row = part{wide} * ROWS + tl.arange(0, ROWS)", *lines]]

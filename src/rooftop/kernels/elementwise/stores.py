@@ -82,7 +82,8 @@ def store_fused(
         tensors: tensors of the shape of `out`, with any strides, on the device of `out`.
         numbers: Python numbers. Floats are float32; a float64 number is passed as an integer with the same bits,
             `float64_of_bits(a0)`.
-        out: the memory of the result. It may be the memory of an input tensor, but must not overlap an input partially.
+        out: the memory of the result. `out` may be the memory of an input tensor, but must not overlap an input
+            partially.
         rows: numbers that repeat along the last dimension of `out`. The size of this dimension is a multiple of the
             count of the numbers. In the program's arguments, rows come after the tensors.
 

@@ -25,9 +25,9 @@ class TileConfig:
     warps: int
 
 
-# Measured on an H200 with up to four inputs, and used for any number, since differences are small. There are two
-# exceptions. Activations of one tensor in half precision need 16 elements a thread. Transposed tensors need large
-# tiles; even larger ones gain little, and spill with more tensors.
+# Measured on an H200 with up to four inputs. The parameters are used for any number of inputs, since the differences
+# are small, with two exceptions. Activations of one tensor in half precision need 16 elements a thread. Transposed
+# tensors need large tiles; tiles larger than `SQUARE` gain little, and spill registers with more tensors.
 FLAT = (
     FlatConfig(element_bytes=4, block=2048, warps=4),
     FlatConfig(element_bytes=1 << 30, block=1024, warps=4),

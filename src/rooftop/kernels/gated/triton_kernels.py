@@ -13,7 +13,7 @@ from rooftop.kernels.operands.triton_kernels.rows import tile_of_program
 
 @triton.jit
 def swiglu_forward(
-    gate, up, y,  # (M, N), (M, N), (M, N) contiguous
+    gate, up, y,  # shapes: (M, N), (M, N), (M, N) contiguous
     rows, columns, gate_stride, up_stride,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

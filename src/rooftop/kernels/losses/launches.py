@@ -104,7 +104,9 @@ def losses_of_rows(
 
 
 def _is_shifted(x: Tensor, dx: Tensor | None, terms: Terms) -> bool:
-    """Whether rows are contiguous, but only the first is sure to begin at a multiple of 16 bytes."""
+    """Whether the kernel must shift its loads: the tensors are contiguous, but only their first row is sure to begin at
+    a multiple of 16 bytes.
+    """
     elements = 16 // x.element_size()
     as_one = all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x, dx) if t is not None)
     return terms.weight is None and as_one and x.shape[1] % elements != 0

@@ -52,9 +52,9 @@ from rooftop.launch.symbolic import recorded_whole
 
 MOST_CHUNK_ROWS = 8192  # above this number of rows the matrix products do not get faster
 LEAST_CHUNK_ROWS = 4096  # fewer rows make the products slower, with more passes over the weight's gradient
-# Up to this many logits form one chunk, since their memory is negligible. On a CPU, PyTorch adds in another order in
-# products of few rows than in products of many rows. With chunks of 3 and 2 rows, half of all random inputs of 5 x 768
-# failed the numerics gate.
+# Up to this many logits form one chunk, since their memory is negligible. On a CPU, PyTorch's matrix product of few
+# rows adds in a different order than its product of many rows. With chunks of 3 and 2 rows, half of all random inputs
+# of 5 x 768 failed the numerics gate.
 ONE_CHUNK_LOGITS = 1 << 20
 
 

@@ -23,8 +23,8 @@ from rooftop.kernels.operands.triton_kernels.rows import fold_scores, is_inside,
 
 @triton.jit
 def cross_entropy_rows(
-    x, target, weight, weight_sum, inverse,  # (M, V), (M,) int64, (V,), () float32, () float32
-    losses, statistics, dx,  # (M,) float32 or float64; (2, M) float32, maxima and sums of exponentials; (M, V)
+    x, target, weight, weight_sum, inverse,  # shapes: (M, V), (M,) int64, (V,), () float32, () float32
+    losses, statistics, dx,  # shapes: (M,) float32 or float64; (2, M) float32, maxima and sums of exponentials; (M, V)
     rows, units, x_stride, dx_stride, ignored, kept, spread, z_loss,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, MEAN: tl.constexpr, GRADIENT: tl.constexpr,
     WIDE: tl.constexpr,
@@ -136,7 +136,8 @@ def cross_entropy_rows_long(
             if SHIFTED:
                 last = tl.where((tail >= shift) & (tail < length), last, float("-inf"))
             row_weight, picked = _of_target(source, weight, label, True, columns, HAS_WEIGHT)
-            # If the target's logit is infinite or NaN, so is the loss. The sums below are then relative to 0.
+            # If the target's logit is infinite or NaN, so is the loss. The sums below then subtract 0 instead of this
+            # logit.
             origin = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)
             largest = tl.full((COLUMNS // GROUP,), float("-inf"), tl.float32)
             total = tl.zeros((COLUMNS // GROUP,), tl.float32)
@@ -255,7 +256,7 @@ def cross_entropy_gradient(
 
 @triton.jit
 def inverse_of_target_weights(
-    target, weight, inverse,  # (M,) int64, (V,), () float32
+    target, weight, inverse,  # shapes: (M,) int64, (V,), () float32
     rows, columns, ignored,
     HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -286,7 +287,7 @@ def total_of_losses(losses, inverse, out, rows, HAS_INVERSE: tl.constexpr, BLOCK
 
 @triton.jit
 def scale_unless_one(
-    gradient, factor, result,  # (N,), (), (N,); result may be gradient
+    gradient, factor, result,  # shapes: (N,), (), (N,); result may be gradient
     elements,
     IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -65,7 +65,7 @@ def forward(
         y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
         before = torch.empty_like(y) if keep else nothing
     steps = -(-x.shape[1] // tile.depth)
-    split = -(-steps // -(-steps // tile.split))  # fewer parts if some would be empty
+    split = -(-steps // -(-steps // tile.split))  # fewer parts than tile.split if some would be empty
     run = _RUN[tile.kernel]
     bias = bias.contiguous() if bias is not None else None
     if split == 1:
@@ -194,7 +194,9 @@ _RUN = {"descriptors": _with_descriptors, "single": _with_single_tiles, "pointer
 
 
 def _reach(t: Tensor, beyond: int) -> int:
-    """The largest offset that a kernel computes in a matrix. The offset may be `beyond` columns past the end."""
+    """The largest offset that a kernel computes in a matrix, which may be up to `beyond` columns past the end of the
+    last row.
+    """
     return (t.shape[0] - 1) * t.stride(0) + (t.shape[1] + beyond) * t.stride(1)
 
 

@@ -84,14 +84,15 @@ class Entry:
 
 # ---- tables ----------------------------------------------------------------------------------------------------
 
-# With two programs of 128 x 128 on an SM, one multiplies while the other stores. Two such programs hide more time than
-# one program of 128 x 256.
+# With two programs of 128 x 128 on an SM, one multiplies while the other stores. Two such programs hide more of the
+# stores' time than one program of 128 x 256.
 TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
 # With at most one tile per SM, the kernel starts while the previous kernel still runs.
 AHEAD = Tile("single", 128, 128, 64, 8, 6, parts=2, early=True)
 # Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. relu, relu6, hardswish
-# and hardsigmoid use the entries of sigmoid. Below half a tile per SM, K would have to be split. Compared with cuBLAS,
-# one split was 2% faster at 64 rows and 12% slower at 16. Another split was 9% faster at 16 rows and 85% slower at 64.
+# and hardsigmoid use the entries of sigmoid. With less than half a tile per SM, K would have to be split into parts.
+# Two ways to split K were compared with cuBLAS: the first was 2% faster at 64 rows and 12% slower at 16 rows; the
+# second was 9% faster at 16 rows and 85% slower at 64 rows.
 _LIKE_SIGMOID = (
     Entry(0.5, None),
     Entry(1.0, AHEAD, (512, 4096, 4096), 0.02901, 0.03168),
@@ -128,8 +129,9 @@ class FewRows(Entry):
     depth: int = 0
 
 
-# The layers of Swin-T and DETR at batch 1 (benchmarks/results/h200/tune_few_rows.json): small tiles, so that each SM
-# has one. cuBLAS with its own epilogue was slower up to K = 256 (`EPILOGUE_DEPTH`), and equally fast at K = 1536.
+# Shapes of the layers of Swin-T and DETR at batch 1 (benchmarks/results/h200/tune_few_rows.json). The tiles are small,
+# so that each SM has one. cuBLAS with its own epilogue was slower than these tiles up to K = 256 (`EPILOGUE_DEPTH`),
+# and as fast at K = 1536.
 FEW_ROWS_ON_HOPPER = (
     FewRows(0.6, Tile("single", 64, 128, 64, 4, 4, early=True), (3136, 384, 96), 0.005285, 0.006956, depth=128),
     FewRows(0.6, Tile("single", 64, 64, 64, 4, 6, early=True), (784, 768, 192), 0.003825, 0.006140, depth=256),

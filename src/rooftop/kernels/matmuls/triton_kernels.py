@@ -92,7 +92,7 @@ def linear_act_descriptors(
 @triton.jit
 def linear_act_single(
     x, weight, weight_more, y, z,  # descriptors as in linear_act_descriptors; weight_more: with boxes of MORE rows
-    residual, bias,  # (M, N), (N,)
+    residual, bias,  # shapes: (M, N), (N,)
     rows, columns, depth, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KEEP: tl.constexpr, ROUNDED: tl.constexpr,
@@ -160,7 +160,7 @@ def linear_act_single(
 
 @triton.jit
 def linear_act_pointers(
-    x, weight, y, z, residual, bias,  # (M, K), (N, K), (M, N) or (SPLIT, M, N), (M, N), (M, N), (N,)
+    x, weight, y, z, residual, bias,  # shapes: (M, K), (N, K), (M, N) or (SPLIT, M, N), (M, N), (M, N), (N,)
     rows, columns, depth, x_row, x_column, weight_row, weight_column, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KEEP: tl.constexpr, ROUNDED: tl.constexpr,
@@ -212,7 +212,7 @@ def linear_act_pointers(
 
 @triton.jit
 def linear_act_finish(
-    sums, bias, residual, y, z,  # (SPLIT, padded rows, N), (N,), (M, N), (M, N), (M, N)
+    sums, bias, residual, y, z,  # shapes: (SPLIT, padded rows, N), (N,), (M, N), (M, N), (M, N)
     rows, units, padded_rows, sums_row, y_row, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KEEP: tl.constexpr, ROUNDED: tl.constexpr,
@@ -245,7 +245,7 @@ def linear_act_finish(
 
 @triton.jit
 def linear_act_backward(
-    dy, saved, dz, partial,  # (M, N) strided, (M, N), (M, N), (chunks, N)
+    dy, saved, dz, partial,  # shapes: (M, N) strided, (M, N), (M, N), (chunks, N)
     rows, units, dy_row, rows_of_chunk,
     ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, SUM: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,

@@ -39,9 +39,9 @@ class Staged(NamedTuple):
     Attributes:
         kernel: the kernel's name with its template arguments, as NVRTC needs it.
         fused_multiply_add: whether the compiler may fuse products and sums.
-        most: the largest number of clusters; 0: as many as run on the device at a time.
-        multiple: the number of clusters is a multiple of this number. If it is eight, all rows of a cluster have the
-            same shift.
+        most: the maximum number of clusters; 0 means as many as run on the device at a time.
+        multiple: the number of clusters is a multiple of this number. If `multiple` is eight, all rows of a cluster
+            have the same shift.
         blocks, threads: blocks of a cluster, and threads of a block.
         stages: stages of a block's pipeline of rows: the rows that are being loaded or computed at a time.
     """
@@ -107,7 +107,8 @@ def staged(
     too small.
     """
     backward = kernel == "norm_backward_staged"
-    # bytes per column: in each stage, and in the shared memory outside the stages
+    # bytes per column in each stage (element_bytes), and bytes per column in the shared memory outside the stages
+    # (parameter_bytes)
     element_bytes, parameter_bytes = dtype.itemsize * (1 + backward), parameter.itemsize * (2 - backward)
     limit = min(device.shared_bytes, MOST_SHARED_BYTES)
     share, chunks, stages = layout(config, columns, element_bytes, parameter_bytes, limit)

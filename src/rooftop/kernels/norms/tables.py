@@ -64,14 +64,14 @@ FORWARD = (
 )
 
 # Rows whose length is a multiple of two or four elements, and which begin at multiples of 4 or 8 bytes, are faster with
-# one warp per row and more warps on an SM.
+# these entries (one warp per row and more warps on an SM) than with FORWARD.
 FORWARD_NARROW = (
     ForwardConfig(columns=512, rows=4, block=128, warps=2),
     ForwardConfig(columns=1024, rows=1, block=256, warps=1),
 )
 
-# These entries are for longer half precision rows that begin at multiples of 8 bytes. Up to this many elements, loads
-# of 8 bytes are faster than staging in shared memory (`clusters`).
+# These entries are for longer half precision rows that begin at multiples of 8 bytes. In rows of up to `columns`
+# elements, loads of 8 bytes are faster than staging in shared memory (`clusters`).
 FORWARD_FOURS, FORWARD_FOURS_RMS = (
     (ForwardConfig(columns=16_384, rows=1, block=2048, warps=8),),
     (ForwardConfig(columns=24_568, rows=1, block=2048, warps=8),),
@@ -114,7 +114,7 @@ BACKWARD_SHIFTED = (
 
 # Short rows of an even length: one warp per row and twelve warps on an SM are faster than shifted loads.
 BACKWARD_PAIRS = (BackwardConfig(columns=512, rows=1, block=256, warps=1, programs_per_sm=12, stages=3, hold=True),)
-SHIFTED_FROM = 128  # columns; shorter rows need only few loads even without a shift
+SHIFTED_FROM = 128  # minimum columns; shorter rows need only few loads even without a shift
 
 # Longer rows in forward have one program per row. Few persistent programs would find their rows in L2 in the second
 # pass, but were slower: 132 programs have too few loads in flight.
@@ -138,8 +138,8 @@ class ClusterConfig:
         blocks_per_sm: number of blocks on an SM, which divide its shared memory.
         stages: number of a block's rows that are being loaded or computed at a time; fewer if shared memory is too
             small.
-        odd: True: for rows that do not all begin at multiples of 16 bytes. False: for rows that all begin at multiples
-            of 16 bytes. None: for both.
+        odd: True if the entry is for rows that do not all begin at multiples of 16 bytes, False if it is for rows that
+            do, None if it is for both.
     """
 
     least: int

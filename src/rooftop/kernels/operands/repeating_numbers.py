@@ -26,8 +26,8 @@ class Table(NamedTuple):
 
     Attributes:
         numbers: (period, COLUMNS): row p repeats the numbers, beginning with number p.
-        is_kept: True: the table stays in memory forever, for all streams and CUDA graphs. False: its memory belongs to
-            the current stream, and is freed with the last reference.
+        is_kept: whether the table stays in memory forever, for all streams and CUDA graphs. If False, its memory
+            belongs to the current stream, and is freed with the last reference.
     """
 
     numbers: Tensor

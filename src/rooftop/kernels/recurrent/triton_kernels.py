@@ -24,8 +24,8 @@ LINEAR = tl.constexpr(5)
 
 @triton.jit
 def conv_lstm_forward(
-    gates, added, bias, cell,  # (M, 4 K), (M, 4 K), (4 K / positions), (M, K)
-    hidden, next_cell, scores,  # (M, K), (M, K), (M, 4 K)
+    gates, added, bias, cell,  # shapes: (M, 4 K), (M, 4 K), (4 K / positions), (M, K)
+    hidden, next_cell, scores,  # shapes: (M, K), (M, K), (M, 4 K)
     rows, columns, positions,
     ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
     PRECISE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -57,8 +57,8 @@ def conv_lstm_forward(
 
 @triton.jit
 def conv_lstm_backward(
-    dhidden, more, dnext_cell, gates, added, cell,  # (M, K), (M, K), (M, K), (M, 4 K), (M, 4 K), (M, K)
-    dgates, dcell,  # (M, 4 K), (M, K)
+    dhidden, more, dnext_cell, gates, added, cell,  # shapes: (M, K), (M, K), (M, K), (M, 4 K), (M, 4 K), (M, K)
+    dgates, dcell,  # shapes: (M, 4 K), (M, K)
     rows, columns,
     ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, MORE: tl.constexpr, PRECISE: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

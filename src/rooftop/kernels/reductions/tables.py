@@ -59,10 +59,11 @@ class AllConfig:
     early: bool = False
 
 
-# The fastest of the parameters measured on an H200. ROWS: rows of 32, 128, 512, 2048, 4096, 8192 and 16384 bytes in
-# half precision. PLACES (argmax and argmin, with two numbers per element): rows of 256512 bytes. COLUMNS: sums over the
-# first and over a middle dimension. ALL: 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. Rows of 1 to 8 KiB, with
-# one warp per block, need no sum across warps and are prefetched.
+# The fastest of the parameters measured on an H200. ROWS was measured with rows of 32, 128, 512, 2048, 4096, 8192 and
+# 16384 bytes in half precision. PLACES (argmax and argmin, with two numbers per element) was measured with rows of
+# 256512 bytes. COLUMNS was measured with sums over the first and over a middle dimension. ALL was measured with tensors
+# of 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. Rows of 1 to 8 KiB, with one warp per block, need no sum across
+# warps and are prefetched.
 SHORT_ROWS = (
     RowConfig(run_bytes=64, rows=128, block_bytes=64, warps=4),
     RowConfig(run_bytes=128, rows=32, block_bytes=128, warps=2),
@@ -75,7 +76,7 @@ ROWS = (
     RowConfig(run_bytes=8192, rows=4, block_bytes=512, warps=4, stages=3),
     RowConfig(run_bytes=ANY_BYTES, rows=1, block_bytes=16384, warps=8),
 )
-FAR_ROWS = (  # for a contiguous and a far reduced dimension
+FAR_ROWS = (  # for two reduced dimensions: one contiguous, one far
     *(
         replace(config, stages=3)
         for config in (*SHORT_ROWS, RowConfig(run_bytes=4096, rows=2, block_bytes=4096, warps=4))
@@ -96,10 +97,11 @@ ALL = (
     AllConfig(total_bytes=1 << 27, block_bytes=16384, warps=8, split=SplitConfig(8, last_combines=True), early=True),
     AllConfig(total_bytes=ANY_BYTES, block_bytes=16384, warps=8, split=SplitConfig(4, last_combines=True), stages=3),
 )
-GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # bytes of a tile of x, and warps
-SHARE_ELEMENTS = 1 << 15  # largest tile of the kernel that counts ties and writes the gradient
-SHARE_WIDTH_BYTES = 128  # least bytes of a row of that tile, for a contiguous kept dimension
-SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # bytes of a tile, and least number of warps
-# Maximum elements of a thread. With small integers, a tile limited only in bytes would need too many registers.
+GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # for the gradient: bytes of a tile of x, and warps of a program
+SHARE_ELEMENTS = 1 << 15  # maximum elements of a tile of the kernel that counts ties and writes the gradient
+SHARE_WIDTH_BYTES = 128  # minimum bytes of a row of such a tile, if the kept dimension is contiguous
+SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # bytes of such a tile, and minimum number of its warps
+# Maximum elements per thread. If tiles of small integers were limited only in bytes, they would need too many
+# registers.
 LANE_ELEMENTS = 32
 COMBINED = 4096  # maximum number of partial results in a program of four or more warps

@@ -31,7 +31,7 @@ def rows_tile(rows: int, out_channels: int, channels: int, features: Tensor) -> 
     return find(table, rows, out_channels, channels, processors(features))
 
 
-@lru_cache(maxsize=4096)  # computing the tile takes as long as a small launch
+@lru_cache(maxsize=4096)  # cached, because computing the tile takes as long as a small launch
 def _rows_tile(table: tuple[RowsConfig, ...], rows: int, out_channels: int, channels: int, sms: int) -> WordConstants:
     config = next(config for config in table if out_channels <= config.channels)
     columns = min(config.columns, _power_of_two(out_channels))
@@ -66,7 +66,7 @@ def _weight_tile(
     outs, ins = min(config.outs, _power_of_two(out_channels)), min(config.ins, _power_of_two(channels))
     tiles = -(-out_channels // outs) * -(-channels // ins)
     programs, blocks = -(-config.programs_per_sm * sms // tiles), -(-length // config.depth)
-    if listed:  # the last piece of each tap is shorter: with `taps` fewer parts, all pieces run at once
+    if listed:  # each tap may add one shorter piece, so `taps` fewer parts let all pieces run at once
         parts = max(taps, min(programs - taps, taps * blocks))
         pieces = parts + taps
     else:
@@ -126,13 +126,13 @@ def rows_by_mask(masks: Tensor) -> Tensor:
 
 
 def _mask_keys(masks: Tensor) -> Tensor:
-    """Sort keys (M,): integers that increase along the Gray code."""
+    """The keys (M,) by which rows are sorted: integers that increase along the Gray code."""
     rows, words = size(masks, 0), masks.shape[1]
     if without_kernels(masks.device):
         bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
         rarest_first = bits[torch.arange(tables.SAMPLE) * rows // tables.SAMPLE].sum(0).sort(stable=True).indices[:64]
         parities = bits[:, rarest_first].cumsum(1) % 2
-        parities[:, 0] -= 1  # of 64 bits, the slowest is the sign bit
+        parities[:, 0] -= 1  # with 64 bits, this bit becomes the sign; -1 and 0 sort like 0 and 1
         return (parities << torch.arange(len(rarest_first)).flip(0)).sum(1)
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import count_bits, mask_keys
@@ -263,7 +263,8 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
     rows, taps = neighbours.shape
     listed = neighbours.t()  # (T, M)
     known = (listed >= 0) & (listed < sites)
-    place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)  # others go to an extra column, dropped below
+    # entries without a site go to an extra column, dropped below
+    place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)
     pairs = neighbours.new_full((2, taps, capacity + 1), -1)
     pairs[0].scatter_(1, place, listed)
     pairs[1].scatter_(1, place, torch.arange(rows, dtype=torch.int32).expand(taps, rows))

@@ -41,7 +41,7 @@ from rooftop.launch.row_counts import Count
 from rooftop.launch.symbolic import recorded_whole
 
 TABLE = (torch.int32,)  # dtypes of tables
-ORDER = (torch.int32, torch.int64)  # dtypes of an order without a table
+ORDER = (torch.int32, torch.int64)  # dtypes of an order that contains no sorted table
 MAX_ROWS = (1 << 31) - 1  # row indices are int32
 PLAIN = "torch.nn.functional.conv3d on the dense grid"
 
@@ -86,7 +86,7 @@ def weight_gradient_reference(dy: Tensor, features: Tensor, neighbours: Tensor) 
 
 
 def _pairs_by_tap(neighbours: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The (sites, rows) of each tap's pairs, in ascending order of rows."""
+    """For each tap, the indices (sites, rows) of its pairs, in ascending order of rows."""
     found = []
     for column in neighbours.unbind(1):
         rows = (column >= 0).nonzero().squeeze(1)
@@ -107,7 +107,9 @@ def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | N
 
 
 def _check_order(name: str, order: Tensor | None, table: Tensor) -> None:
-    """Check that the order has each row of `table` (M, T) once, and that a table inside the order equals `table`."""
+    """Check that the order lists each row of `table` (M, T) once. If the order contains a sorted table, check that
+    this table was made from `table`.
+    """
     if order is None:
         return
     listed = order[0] if has_table(order) else order
@@ -305,8 +307,9 @@ def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -
 
 
 def _product_flops(call: SparseConv | SparseConvBackward, operand: Tensor, products: int) -> dict[str, int]:
-    """Flops of `products` products of each pair. If the caller does not pass the number of pairs, one pair per result
-    is assumed, the fewest possible, so that no roof is too high. Counting the pairs would synchronize with the GPU.
+    """Flops of `products` products of each pair. If the caller does not pass the number of pairs, the function assumes
+    one pair per result, the minimum, so that the roof time is never overestimated. Counting the pairs would synchronize
+    with the GPU.
     """
     out_channels, *_, channels = call.weight.shape
     pairs = call.pair_count if call.pair_count >= 0 else rows_of(call.neighbours, call.order)

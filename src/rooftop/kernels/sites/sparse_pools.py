@@ -79,8 +79,8 @@ def avg_pool_gradient_reference(dy: Tensor, counts: Tensor, reverse: Tensor) -> 
 
 
 def _by_tap(tensors: list[Tensor], table: Tensor, otherwise: float) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """For each tap, the rows of the tensors that the table selects (`otherwise` for -1), and which entries are not
-    -1.
+    """Yield for each tap the rows of the tensors that the table selects (`otherwise` where the table has -1), and a
+    mask of the entries that are not -1.
     """
     count = tensors[0].shape[0]
     if count == 0:

@@ -147,7 +147,7 @@ def softmax(
 
     Args:
         input: any shape, bfloat16, float16, float32 or float64.
-        dim: the dimension along which the results sum to one. If it is not the last dimension, `input` is copied
+        dim: the dimension along which the results sum to one. If `dim` is not the last dimension, `input` is copied
             transposed, and `dim` is the contiguous dimension of the result.
         dtype: `input` is first cast to this dtype; the kernel itself casts half to single precision.
         mask: broadcastable to `input`, on the device of `input`. Numbers are added; in a boolean mask, False excludes

@@ -9,11 +9,11 @@ from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 from rooftop.kernels.operands.strided_rows import LINE_BYTES
 
 # The fastest of the parameters measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward),
-# 4096, 8192, 16384 and 32768 columns, and for long rows with 128256. Between these sizes, a thread's part of a row is
-# as in the layer norm's table, since the memory traffic is the same. Backward holds 128 KiB of a row in 16 warps, where
-# few of a thread's 128 registers spill. With 32 warps of 64 registers, more registers spill, and backward is slower.
-# Long rows have one wide program per SM: when 132 rows of 128256 half precision elements are read again, they take 34
-# MB of the 50 MB of L2.
+# 4096, 8192, 16384 and 32768 columns, and for long rows with 128256 columns. At other sizes, a thread has as much of a
+# row as in the layer norm's table, since the memory traffic is the same. Backward holds 128 KiB of a row in 16 warps,
+# where few of a thread's 128 registers spill. With 32 warps of 64 registers, more registers spill, and backward is
+# slower. Long rows have one wide program per SM, so that the second read of a row is from L2: 132 rows of 128256 half
+# precision elements take 34 MB of its 50 MB.
 FORWARD = (
     TileConfig(row_bytes=256, rows=16, block_bytes=256, warps=2, hold=True),
     TileConfig(row_bytes=512, rows=8, block_bytes=256, warps=2, hold=True),
@@ -49,7 +49,8 @@ class ClusterConfig:
         threads: threads of a block, a multiple of 32.
         held: 16-byte groups of each tensor that a thread keeps in registers, enough for its part of a row.
         stages: rows in shared memory at a time, 1 to 6.
-        odd: True: for rows that begin or end within a group of 16 bytes. False: for rows of whole groups.
+        odd: whether the entry is for rows that begin or end within a group of 16 bytes, instead of rows of whole
+            groups.
     """
 
     above_bytes: int

@@ -138,8 +138,8 @@ class NextFrameNetwork(nn.Module):
 
         Args:
             hidden: hidden states of the last layer.
-            ahead: whether the head sees the hidden state of the next step, as in Keras's example. False: each frame is
-                computed as if its step were the last step, as in prediction.
+            ahead: whether the head sees the hidden state of the next step, as in Keras's example. If False, each frame
+                is computed as if its step were the last step, as in prediction.
         """
         if self.every_frame:
             return self._from_channels_first(self.head(self._channels_first(hidden), ahead))

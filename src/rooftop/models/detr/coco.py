@@ -47,9 +47,9 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         folder: folder of the photographs.
         annotations: the JSON file, or its content: "images" (id, file_name, height, width), "annotations" (image_id,
             category_id, bbox as left, top, width, height in pixels), "categories" (id, name).
-        contiguous: whether labels are 0, 1, ... in the order of the category ids. False: labels are the ids.
+        contiguous: whether labels are 0, 1, ... in the order of the category ids. If False, labels are the ids.
         shorter, longer: size of the shorter side, and the limit of the longer side, in pixels.
-        normalize: whether images are normalized here. False: images are (H, W, 3) uint8, which
+        normalize: whether images are normalized here. If False, images are (H, W, 3) uint8, which
             `rooftop.data.Normalizer` normalizes on the device.
 
     Attributes:

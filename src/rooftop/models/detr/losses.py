@@ -106,7 +106,7 @@ class Matcher:
 
     Attributes:
         class_cost, box_cost, giou_cost: weights of the three terms of the cost.
-        batched: match in PyTorch on the device, without a wait for the GPU. False: match with scipy on the host
+        batched: match in PyTorch on the device, without a wait for the GPU. If False, match with scipy on the host
             (`models/detr/assignment.py`). Both methods find the same total cost.
 
     Raises:

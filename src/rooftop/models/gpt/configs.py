@@ -181,7 +181,9 @@ LIKE_LLAMA = {
     "qwen3": LikeLlama("Qwen3ForCausalLM", kv_heads=32, head_size=128, window=4096, biases="attention",
                        chooses_layers=True, head_norms=True),
 }  # fmt: skip
-"""Llama-like architectures by model_type. Source: their `configuration_*.py` and `modeling_*.py` in transformers 5."""
+"""Llama-like architectures by model_type. Source: the architectures' `configuration_*.py` and `modeling_*.py` in
+transformers 5.
+"""
 
 
 def _config_like_llama(given: Mapping[str, Any], kind: LikeLlama) -> GptConfig:

@@ -116,7 +116,7 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         reached = torch.where(reached - weights < sampling.top_p, reached, 0.0).cummax(-1).values
     end = reached[:, -1:]
     place = torch.searchsorted(reached, numbers[:, None] * end, right=True)  # (B, 1)
-    place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # numbers * end may round to end
+    place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # needed because numbers * end may round to end
     found = place if tokens is None else tokens.gather(1, place)
     return torch.where(end > 0, found, -1)[:, 0]  # false for NaN
 

@@ -38,8 +38,8 @@ SLOWER_ATTENTION = ((64, 2.5), (math.inf, 1.5))
 """(maximum number of features of a head, weight of attention's flops).
 
 In a training step, attention has 3.5 times the flops of its forward pass, and matrix products have 3 times the flops of
-their forward pass. The flops rate of attention is 0.46 and 0.77 times the rate of matrix products, for up to 64 and for
-more features of a head (`results/h100/context_attention.json`).
+their forward pass. The flops rate of attention is 0.46 times the rate of matrix products for heads of up to 64
+features, and 0.77 times for heads of more features (`results/h100/context_attention.json`).
 """
 FLOPS_OF_BYTE = 250
 """The number of matrix-product flops that take as long as one byte of memory traffic, on an H100 and an H200."""
@@ -133,7 +133,7 @@ def divided(
 
 
 def _neighbours(ends: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the divisions in which one part has one item less and another part one item more."""
+    """Yield the divisions that result if one part of this division passes one item to another part."""
     sizes = [end - start for start, end in pairwise([0, *ends])]
     for giver, taker in permutations(range(len(sizes)), 2):
         if sizes[giver] > 1:

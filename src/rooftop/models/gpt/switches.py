@@ -247,7 +247,7 @@ class GptConfig:
 
         Args:
             length: tokens of the sequence.
-            training: count forward and backward, three times the forward flops. False: count only forward.
+            training: count forward and backward, three times the forward flops. If False, count only forward.
 
         Raises:
             ValueError: the length is not positive.

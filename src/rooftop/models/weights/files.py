@@ -90,7 +90,8 @@ WEIGHTS: dict[str, dict[str, Weights]] = {
         "resnet152": [("394f9c45", _256), ("f82ba261", _232)],
         "resnext50_32x4d": [("7cdf4587", _256), ("1a0047aa", _232)],
         "resnext101_32x8d": [("8ba56ff5", _256), ("110c445d", _232)],
-        "resnext101_64x4d": [("173b62eb", _232)],  # its V1 weights were already trained with the second recipe
+        # this model's V1 weights were already trained with the recipe of other models' V2 weights
+        "resnext101_64x4d": [("173b62eb", _232)],
         "wide_resnet50_2": [("95faca4d", _256), ("9ba9bcbe", _232)],
         "wide_resnet101_2": [("32ee1156", _256), ("d733dc28", _232)],
         "swin_t": [("704ceda3", _bicubic(232))],

@@ -88,8 +88,8 @@ def build(
         uv: (V, 2) texture coordinates.
         materials: (F,) numbers from 0 to 65535.
         colors: (V, 3) red, green and blue as displayed (sRGB), from 0 to 1 or uint8; stored with 8 bits each.
-        material_table: a `Material` for each number of `materials` from 0 on. It is stored in the file, with its images
-            in their original encoding. Textures are looked up at `uv`.
+        material_table: a `Material` for each number of `materials` from 0 on. The table is stored in the file, with its
+            images in their original encoding. Textures are looked up at `uv`.
         precision: positions are rounded to a grid whose step is the largest power of two up to this value. By default
             the smaller of 1/64 of the mean edge and 1/16384 of the mesh's extent.
         progress: called with the current activity and the fraction done.

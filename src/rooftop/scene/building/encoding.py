@@ -20,12 +20,14 @@ from rooftop.scene.heads import bit_lengths
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
 
-_EXPLICIT = 4  # the kind of a triangle that stores all three corners; any other kind is the number of new corners
-# For each kind of triangle: which of its corners are stored, and the number that is subtracted from each.
+# the kind of a triangle that stores all three corners; the kind of any other triangle is its number of new corners
+_EXPLICIT = 4
+# For each kind of triangle: which of its corners are stored (_STORED), and the number subtracted from each corner
+# (_OFF).
 _STORED = np.array([[0, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], np.bool_)
 _OFF = np.array([[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 2, 2]], np.int64)
-# For each set of new corners (bits 0, 1, 2): the corner with which the triangle begins so that new corners come last,
-# and the number of new corners.
+# For each set of new corners (bits 0, 1, 2): the corner with which the triangle must begin so that new corners come
+# last (_BEGIN), and the number of new corners (_NEW).
 _BEGIN = np.array([0, 1, 2, 2, 0, 1, 0, 0])
 _NEW = np.array([0, 1, 1, 2, 1, 2, 2, 3])
 _GRID = 3  # number of columns of a vertex's position
@@ -140,10 +142,12 @@ def _number(corners, starts, first, owned, local, kinds, ordered, references, mo
 
     Args:
         corners: (T, 3).
-        starts, first: where the triangles and vertices of each cluster begin.
+        starts: where each cluster's triangles begin.
+        first: where each cluster's vertices begin.
         owned: (N,) the clusters' vertices.
-        local: output (T, 3), corners in the new numbers; kinds: output (T,); ordered: output (N,), vertices in the new
-            order.
+        local: output (T, 3), corners in the new numbers.
+        kinds: output (T,), the kind of each triangle.
+        ordered: output (N,), vertices in the new order.
         references: output (C,), number of stored corners.
         most: output (C,), the largest stored reference.
         explicit: output (C,), whether the cluster has triangles that store all their corners.
@@ -205,10 +209,12 @@ def _write(words, begin, starts, first, local, kinds, reference_bits, values, ba
     Args:
         words: output, initially zeros.
         begin: (5, C) the word at which each stream begins.
-        starts, first: where the triangles and vertices of each cluster begin.
+        starts: where each cluster's triangles begin.
+        first: where each cluster's vertices begin.
         local, kinds: from `_number`.
         reference_bits: (C,) number of bits of a reference.
-        values: (N, K) columns of the vertices; base, bits: (C, K).
+        values: (N, K) columns of the vertices.
+        base, bits: (C, K), the number subtracted from a value, and the number of bits of the difference.
         materials: (T,), for the clusters that are `mixed` (C,).
     """
     for cluster in range(len(starts) - 1):

@@ -197,8 +197,9 @@ def _tree(middles: Any, emitted: Any) -> Any:
     """Build a k-d tree over the triangles that are in no cluster yet. Node n has the children 2 n and 2 n + 1.
 
     Returns:
-        the triangles, leaf by leaf; the leaf of each triangle; for each node the number of its triangles, their start,
-        the axis of the plane between its children (-1: a leaf), and the plane's position.
+        the triangles, leaf by leaf; the leaf of each triangle; and four values of each node: the number of its
+        triangles, the start of its triangles, the axis of the plane between its children (-1: a leaf), and the plane's
+        position.
     """
     order = np.flatnonzero(~emitted)
     depth = 0

@@ -155,7 +155,7 @@ class _Next:
         shrunk: (G,) whether the group became fewer clusters.
         spheres: (G, 4) around the clusters of each group, and also around the replacement if vertices were added.
         clusters: the clusters that replace the groups that shrank; None if no group did.
-        added: new vertices. In `corners` they have indices from V on, as if no other batch added vertices.
+        added: new vertices. In `corners`, the new vertices have indices from V on, as if no other batch added vertices.
     """
 
     errors: npt.NDArray[np.float64]
@@ -208,9 +208,9 @@ class _Step:
 class _Levels:
     """The state of a build, which advances step by step.
 
-    The workers of a team see all data as it was when they were forked. Of the data that they use, only the corners of
-    the front, which are in shared memory, and `mesh` change later. Code that changes `mesh` ends the
-    team's processes with `forget`.
+    The workers of a team see all data as it was when they were forked. Of the data that workers use, only two items
+    change after the fork: the corners of the front, which are in shared memory, and `mesh`. Code that changes `mesh`
+    ends the team's processes with `forget`.
     """
 
     def __init__(self, mesh: Mesh, progress: Progress, lock_borders: bool) -> None:
@@ -221,7 +221,7 @@ class _Levels:
         self.places = int(mesh.vertices.place.max()) + 1
         self.step = math.ldexp(1.0, mesh.vertices.exponent)
         self.shared_places = SharedPlaces()
-        self.held: Words = np.empty(0, np.uint32)  # places whose vertices no level may move
+        self.held: Words = np.empty(0, np.uint32)  # positions whose vertices no level may move
         self.non_manifold_edges = 0
         self.heads: list[Words] = []
         self.streams: list[Words] = []
@@ -231,7 +231,7 @@ class _Levels:
         self.errors = _Column(np.empty(0, np.float32))
         self.levels = _Column(np.empty(0, np.int64))
         self.sizes = _Column(np.empty(0, np.int64))
-        self.members: list[tuple[Ints, Ints]] = []  # pairs of arrays: clusters, and the group of each
+        self.members: list[tuple[Ints, Ints]] = []  # pairs of arrays: clusters, and the group of each cluster
         self.group_spheres: list[Reals] = []
         self.group_errors: list[Reals] = []
         self.groups = 0
@@ -376,7 +376,7 @@ class _Levels:
         return _joined(fronts, self.corners)
 
     def progress(self, what: str, fraction: float) -> None:
-        """Report the progress. It never decreases, even if a front shrinks less than expected."""
+        """Report the progress. The reported fraction never decreases, even if a front shrinks less than expected."""
         self._told = max(self._told, fraction)
         self._progress(what, self._told)
 

@@ -28,12 +28,12 @@ STEPS_PER_EDGE = 64  # least number of grid steps in the mean edge
 STEPS = 1 << 14
 # maximum grid steps along an axis; renderers compute in float32, which represents integers up to this exactly
 MOST_STEPS = 1 << 24
-STEPS_PER_SMALL_EDGE = 16  # grid steps in the edges of small faces that a coarser grid would remove
+STEPS_PER_SMALL_EDGE = 16  # minimum number of grid steps in the edges of small faces, which a coarser grid would remove
 NEEDLE = 0.01  # a face may be removed if its height divided by its longest edge is less than this
 UV_STEPS_PER_EDGE = 8  # minimum steps of uv per mean edge; UV_STEP adds more where a texture is finer than the mesh
 UV_STEP = 2.0**-13  # largest step of uv: half a texel of a texture 4096 wide
 MOST_UV_STEPS = (1 << 30) - 1  # limit of uv in steps, so that the difference of two values fits into 31 bits
-# limits of a mesh's extent and of its grid's step, so that squares stay far from float32's limits
+# limits of a mesh's extent and of its grid's step, so that squares of lengths stay far from float32's limits
 LARGEST, SMALLEST = 2.0**60, 2.0**-60
 MOST_MATERIALS = 1 << layouts.MATERIAL_BITS
 
@@ -413,8 +413,9 @@ def _split_by_material(
 
 
 def _with_merged(vertices: Vertices) -> Vertices:
-    """Add a vertex for each place that has several vertices of one material. The added vertex has the mean normal and
-    colour of these vertices, and the uv of the first."""
+    """Add a vertex at each position that has several vertices of one material. The added vertex has the mean normal and
+    colour of these vertices, and the uv of the first.
+    """
     if int(vertices.place.max()) + 1 == len(vertices.place):
         return vertices
     keys = vertices.place[:, None].astype(np.int32)

@@ -11,7 +11,7 @@ from rooftop.scene.building.ragged import starts_of
 from rooftop.scene.building.workers import CHUNK, Stage, chunks, give_back, shared
 
 BITS = 20  # bits for each axis
-HALF = 15  # bits of the key that each of the two sorts of `ordering` uses
+HALF = 15  # `ordering` sorts twice; each sort uses this many bits of the key
 PARTS = 1 << HALF
 MOST_PIECES = 64  # maximum number of pieces of the faces; each piece counts its faces in each part
 

@@ -21,7 +21,7 @@ class PartMaterial:
     Attributes:
         material: colour and texture.
         placing: 2 x 3 matrix from the file's texture coordinates (u, v, 1), with v upwards, to the coordinates of the
-            texture look-up. It is applied to the mesh's coordinates, since each part has its own placing.
+            texture look-up. The matrix is applied to the mesh's coordinates, since each part has its own placing.
         see_through: the file's transparency settings, for a warning; "" without any.
     """
 

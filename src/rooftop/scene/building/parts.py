@@ -35,7 +35,9 @@ class Added:
 
     @classmethod
     def joined(cls, several: list[Added]) -> Added:
-        """Concatenate several objects. Their places are renumbered, so places of different objects stay different."""
+        """Concatenate several objects. The objects' places are renumbered, so places of different objects stay
+        different.
+        """
         first = starts_of([int(each.places.max(initial=-1)) + 1 for each in several])
         return cls(
             np.concatenate([each.sources for each in several]),

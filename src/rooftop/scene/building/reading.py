@@ -176,7 +176,9 @@ def _load_trimesh() -> ModuleType:
 
 def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[str, PartMaterial]]:
     """Load the scene of a file, and its materials by their names in the scene. OBJ files and glTF files are converted
-    to their simple form first. Their materials are read here; trimesh only reports the material name of each part."""
+    to their simple form first. The materials of OBJ and glTF files are read here; trimesh only reports the material
+    name of each part.
+    """
     suffix = path.suffix.lower()
     if suffix in (".glb", ".gltf"):
         plain, materials = plain_gltf(path, textures)

@@ -94,7 +94,8 @@ def _rank(vertex_keys, first, starts, corners, ranks, keys):  # type: ignore[no-
 
     Args:
         vertex_keys: (WAYS, N), sorted.
-        first, starts: where the vertices and triangles of each cluster begin.
+        first: where each cluster's vertices begin.
+        starts: where each cluster's triangles begin.
         corners: (T, 3).
         ranks: output (T, 3).
         keys: output (T,).

@@ -183,7 +183,7 @@ class Team:
 
         Args:
             work: called with the state and an item.
-            state: sent to the running processes; arrays keep their layout. It must not be modified.
+            state: sent to the running processes; arrays keep their layout. The state must not be modified.
             items, what, done, before: as in `Workers.run`.
 
         Raises:
@@ -472,7 +472,7 @@ def _received(results: int) -> tuple[int, int, Any]:
 
 def _read(file: int, size: int) -> memoryview:
     """Read that many bytes from a pipe."""
-    found = np.empty(size, np.uint8).data  # an array, because it need not be filled with zeros first
+    found = np.empty(size, np.uint8).data  # an array instead of bytes, because it need not be filled with zeros first
     left = found
     while left:
         got = os.readv(file, [left])

@@ -18,8 +18,9 @@ class Resident:
     words: wp.array(dtype=wp.int32)  # the pages of all meshes, concatenated, or the slots of a pool
     page_at: wp.array(dtype=wp.int64)  # (pages,) the start of each page; -1: the page is not in the pool
     nodes: wp.array3d(dtype=wp.int32)  # (nodes, 8, 16): the trees of all meshes; nodes are numbered per mesh
-    mesh: wp.array2d(dtype=wp.int32)  # (meshes, 4): first node, first page, attribute bits (HAS_NORMALS, ...), 0
-    mesh_steps: wp.array2d(dtype=wp.float32)  # (meshes, 2): grid step of positions, and of uv
+    # (meshes, 4), columns: first node, first page, attribute bits (HAS_NORMALS, ...), 0
+    mesh: wp.array2d(dtype=wp.int32)
+    mesh_steps: wp.array2d(dtype=wp.float32)  # (meshes, 2), columns: grid step of positions, grid step of uv
     mesh_box: wp.array2d(dtype=wp.float32)  # (meshes, 6): centre and half size of the box
     instance_mesh: wp.array(dtype=wp.int32)  # (instances,) the instance's mesh; -1: no instance
     # (instances,) the largest stretch factor; negative if the instance mirrors
@@ -70,29 +71,31 @@ class Frame:
     to_view: wp.array2d(dtype=wp.float32)  # (pairs, 12)
     before: wp.array2d(dtype=wp.float32)  # (pairs, 12), `to_view` in the previous frame
     # Lists of the culls. An entry is pair << 32 | item.
-    # (2 * PASS,), at the indices GROUPS and following: the number of items
-    # of each list, including items for which the list had no room
+    # (2 * PASS,): from index GROUPS on, the number of items of each list, including items for which the list had no
+    # room
     counters: wp.array(dtype=wp.int32)
-    nodes: wp.array2d(
-        dtype=wp.int64
-    )  # (2, room): nodes of a tree level, and of the next level; instance_cull, level_cull -> level_cull
-    groups: wp.array(dtype=wp.int64)  # children that are groups, node * 8 + slot; level_cull -> level_cull
-    # visible clusters of a pass, in any order: page << 11 | cluster; level_cull -> sort_clusters
+    # (2, room): nodes of a tree level, and nodes of the next level (instance_cull, level_cull -> level_cull)
+    nodes: wp.array2d(dtype=wp.int64)
+    groups: wp.array(dtype=wp.int64)  # children that are groups: node * 8 + slot (level_cull -> level_cull)
+    # visible clusters of a pass, in any order: page << 11 | cluster (level_cull -> sort_clusters)
     found: wp.array(dtype=wp.int64)
-    # (2, room): visible clusters of each pass, in order; sort_clusters -> rasterize
+    # (2, room): visible clusters of each pass, in order (sort_clusters -> rasterize)
     visible: wp.array2d(dtype=wp.int64)
-    hidden_instances: wp.array(dtype=wp.int64)  # instances hidden in the first pass; first pass -> second pass
+    hidden_instances: wp.array(dtype=wp.int64)  # instances hidden in the first pass (first pass -> second pass)
     hidden_children: wp.array(dtype=wp.int64)  # children hidden in the first pass, as in `groups`
     hidden_clusters: wp.array(dtype=wp.int64)  # clusters hidden in the first pass, as in `visible`
-    drawn: wp.array(dtype=wp.int64)  # (2 * room,): visible clusters of both passes, in order; rasterize -> later stages
-    records: wp.array2d(dtype=wp.int32)  # (2 * room, 16): records of `drawn` (records.py); rasterize -> later stages
-    ranks: wp.array2d(dtype=wp.int32)  # (2, room): the index of each visible cluster in `drawn`; rasterize
+    # (2 * room,): visible clusters of both passes, in order (rasterize -> later stages)
+    drawn: wp.array(dtype=wp.int64)
+    # (2 * room, 16): records (records.py) of the clusters in `drawn` (rasterize -> later stages)
+    records: wp.array2d(dtype=wp.int32)
+    ranks: wp.array2d(dtype=wp.int32)  # (2, room): the index of each visible cluster in `drawn`, used only by rasterize
     # Pictures.
     # the visibility buffer of all views, row by row: DEPTH | rank << 7 | triangle
     pixels: wp.array(dtype=wp.int64)
-    # the number of triangles that covered each pixel of the cameras; empty if not requested; rasterize
+    # the number of triangles that covered each pixel of the cameras, counted by rasterize; empty if not requested
     fragments: wp.array(dtype=wp.int32)
-    large: wp.array(dtype=wp.int64)  # large triangles, drawn in tiles: index in `visible` << 7 | triangle; rasterize
+    # large triangles, which rasterize draws in tiles: index in `visible` << 7 | triangle
+    large: wp.array(dtype=wp.int64)
     # (room, 8): large triangles after clipping: x and y of 3 corners, the view, the low bits of the pixels to write
     pieces: wp.array2d(dtype=wp.int64)
     piece_depths: wp.array2d(dtype=wp.float32)  # (room, 3)
@@ -118,7 +121,8 @@ LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
 # These counters ignore shadow maps; DRAWN_LEVELS has a bit for each level of detail.
 DRAWN_TRIANGLES, DRAWN_LEVELS, DRAWN_CLUSTERS = wp.constant(8), wp.constant(9), wp.constant(13)
 # persistent_cull also uses 10 (claimed places in its queue) and 11 (finished nodes). The queue counts as level 0.
-LEVEL = wp.constant(16)  # from here on: the number of nodes of each tree level, at most layouts.MAX_DEPTH levels
+# counters from here on: the number of nodes at each tree level, at most layouts.MAX_DEPTH levels
+LEVEL = wp.constant(16)
 
 # ---- lights, written by shadow_maps.py -------------------------------------------------------------------------------
 
@@ -128,10 +132,12 @@ class Lights:
     """The lights of a scene and their shadow maps. Each map is a separate view."""
 
     kind: wp.array(dtype=wp.int32)  # (lights,): DIRECTIONAL, SPOT or POINT
-    vector: wp.array2d(dtype=wp.float64)  # (lights, 3): direction to a directional light; position of any other light
+    # (lights, 3): the direction to a directional light, the position of any other light
+    vector: wp.array2d(dtype=wp.float64)
     axis: wp.array2d(dtype=wp.float32)  # (lights, 3): the direction in which a spot light shines
     color: wp.array2d(dtype=wp.float32)  # (lights, 3)
-    # (lights, 3): range; for a spot light also two cosines: at the cone's edge, and where full light begins
+    # (lights, 3): range; for a spot light also the cosines of two angles: at the cone's edge, and where full light
+    # begins
     reach: wp.array2d(dtype=wp.float32)
     maps: wp.array2d(dtype=wp.int32)  # (lights, 3): the first map, the number of maps per camera, texels along an edge
     from_world: wp.array2d(dtype=wp.float64)  # (maps, 12), as in Views

@@ -17,7 +17,8 @@ from rooftop.scene.rendering.canvases import MOST_THREADS, Canvas
 
 LAST = torch.iinfo(torch.int64).max  # this value is larger than every entry, so it sorts last
 EMPTY = -1  # marks an element of the queue that has no entry yet
-# Initial capacities of the lists. A frame that needs more is drawn again, with twice the capacity that it needs.
+# Initial capacities of the lists. A frame that needs a larger list is drawn again, with twice the capacity that the
+# frame needs.
 ROOM = {
     "nodes": 1 << 12,
     "groups": 1 << 12,

@@ -47,7 +47,9 @@ def mip_chain(texels: Bytes) -> list[Bytes]:
 
 
 def _rows_below(before: int, after: int, first: int, last: int) -> tuple[slice, Floats]:
-    """The rows of a level that rows first..last of the next level need, and their weights (last - first, 1 to 3)."""
+    """The rows of a level that are averaged to rows first..last of the next level, and the weights of the average, with
+    1 to 3 columns.
+    """
     if before == 1:
         return slice(0, 1), np.ones((1, 1), np.float32)
     if before % 2 == 0:

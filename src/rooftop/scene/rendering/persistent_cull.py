@@ -18,8 +18,8 @@ from rooftop.scene.rendering.uploads import Uploaded
 from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS = 128  # threads per block
-BLOCKS_OF_A_MULTIPROCESSOR = 3  # more blocks would wait longer for each other's nodes
-BLOCKS_OF_GROUPS = 9  # blocks per multiprocessor; these blocks do not wait for each other
+BLOCKS_OF_A_MULTIPROCESSOR = 3  # with more than these, blocks would wait longer for each other's nodes
+BLOCKS_OF_GROUPS = 9  # blocks per multiprocessor for groups; these blocks do not wait for each other
 
 
 @cache

@@ -174,7 +174,8 @@ def is_hidden(
     if nearest < near:
         return False
     farthest = center[2] + half[2]
-    over_left = nearest  # the depth by which the leftmost coordinate is divided, and so on
+    # the depth by which the coordinate of the box's left side is divided; likewise for the other sides
+    over_left = nearest
     over_right = nearest
     over_top = nearest
     over_bottom = nearest

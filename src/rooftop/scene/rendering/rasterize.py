@@ -49,10 +49,11 @@ SUBPIXELS = wp.constant(256.0)
 # largest extent of a small triangle, in 1/256 pixel: products of two such numbers fit into int32
 SMALL_EXTENT = wp.constant(64 << 8)
 SMALL_PIXELS = wp.constant(256)  # maximum pixels in the box of a small triangle
-GUARD = wp.constant(float(1 << 20))  # maximum pixels from the picture's corner: products of such numbers fit into int64
+# maximum pixels from the picture's corner, so that products of distances fit into int64
+GUARD = wp.constant(float(1 << 20))
 TILE_BITS = wp.constant(5)
 TILE = wp.constant(32)
-# side of a tile in pixels, and the distance from its first to its last pixel in 1/256 pixel
+# side of a tile, and distance from the first to the last pixel of a tile, both in 1/256 pixel
 TILE_SIDE, TILE_REACH = wp.constant(32 << 8), wp.constant(31 << 8)
 TILE_LANES = wp.constant(64)  # threads that search the tiles of one piece
 

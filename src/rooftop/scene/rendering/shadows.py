@@ -33,7 +33,7 @@ from rooftop.scene.rendering.projections import pixel_at, place_at
 wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 
 REACH = wp.constant(1.5)  # reach of the filter in texels: the diagonal of a texel, plus rounding
-INSIDE = wp.constant(1.0)  # texels: points nearer than this to a map's edge use the next cascade
+INSIDE = wp.constant(1.0)  # points nearer than this many texels to a map's edge use the next cascade
 
 
 @wp.kernel

@@ -104,7 +104,8 @@ class Stages:
         """Draw the visibility buffer, and collect the culls' requests. `history` says whether depths of the previous
         frame may hide parts."""
         if self.requests is not None:
-            self.requests.clear()  # all culls from here to `collect` add their requests, for any views
+            # all culls from here to `collect` add their requests, whether for cameras or for shadow maps
+            self.requests.clear()
         self._draw(history)
         if self.requests is not None:
             with self.clock.of("requests"):
@@ -188,8 +189,10 @@ class Stages:
             del graphs[next(iter(graphs))]  # the graph that was used least recently
 
     def _capture(self, launches: Callable[[], None]) -> Captured:
-        """Capture launches as a CUDA graph. Unlike `torch.cuda.graph`, this does not free cached memory of device and
-        host, and collects no garbage. Both together would take as long as a hundred frames."""
+        """Capture launches as a CUDA graph. Unlike `torch.cuda.graph`, this method does not free cached memory of
+        device and host, and collects no garbage. Freeing and collecting together would take as long as a hundred
+        frames.
+        """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.clock.device)
         with torch.cuda.stream(stream), collection_paused(collect=False):
             graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the GPU during the capture

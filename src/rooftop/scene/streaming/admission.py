@@ -153,8 +153,9 @@ def short_sizes(words: wp.array(dtype=wp.int32), head: wp.int64, attributes: wp.
 
 @wp.func
 def masks_fit(words: wp.array(dtype=wp.int32), masks: wp.int64, sizes: Sizes):
-    """Whether the masks count as many vertices and references as the head states. If they do, no reference points
-    outside the stream."""
+    """Whether the masks count as many vertices and references as the head states. If these numbers are equal, no
+    reference points outside the stream.
+    """
     ones = wp.int32(0)
     twos = wp.int32(0)
     both = wp.int32(0)

@@ -100,7 +100,7 @@ class Planner:
             books.write_rows(pages, self.slots.graph.limits, rows, layouts.PAGE_BYTES // 4)
 
     def _in_cpp(self) -> Any:
-        """The C++ object on the same memory as the slots' records; None if the C++ is not compiled."""
+        """The C++ object that shares the memory of the slots' records; None if the C++ code is not compiled."""
         module = page_reader.compiled()
         if module is None:
             return None

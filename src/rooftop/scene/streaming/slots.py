@@ -16,8 +16,10 @@ Ints = npt.NDArray[np.int64]
 NO_PAGES: Ints = np.zeros(0, np.int64)
 
 ABSENT, LOADING, ARRIVED, RESIDENT, LOST = range(5)
-"""States of a page: not held; being read into its slot; read, but not visible to kernels yet; visible to kernels; could
-not be read, but keeps its slot for another attempt, since held pages may need it."""
+"""States of a page. ABSENT: not held. LOADING: being read into its slot. ARRIVED: read, but not visible to kernels yet.
+RESIDENT: visible to kernels. LOST: could not be read, but keeps its slot for another attempt, since held pages may need
+the page.
+"""
 
 
 class Slots:

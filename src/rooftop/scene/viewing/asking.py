@@ -28,8 +28,8 @@ class Asked:
         move: how the view moves before it is drawn.
         framed: whether the whole scene must be in the picture.
         size: width and height in pixels.
-        window: the size for which home and framed views are computed. It differs from `size` if the page requests a
-            smaller picture while the camera moves.
+        window: the size for which home and framed views are computed. `window` differs from `size` if the page requests
+            a smaller picture while the camera moves.
         show: the mode, one of `modes.MODES`.
         light: the direction to the light; None keeps the renderer's own.
         pixel_error: as in `Renderer`; None for the initial value.

@@ -156,7 +156,9 @@ def facts_of(drawing: Drawing) -> dict[str, Any]:
 
 
 def page(nonce: str) -> str:
-    """Build the complete page. Its style and script are inline; the Content-Security-Policy allows them by `nonce`."""
+    """Build the complete page. The page's style and script are inline; the Content-Security-Policy allows them by
+    `nonce`.
+    """
     files = resources.files("rooftop.scene.viewing") / "page_files"
     text = (files / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):

@@ -80,7 +80,7 @@ def convert(
         name = complete(temporary, [file_name(rank) for rank in range(tensor_ranks)], described).name
         partial.replace(out)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # after a success this folder no longer exists
+        shutil.rmtree(partial, ignore_errors=True)  # after a success, the temporary folder no longer exists
     return out / name
 
 

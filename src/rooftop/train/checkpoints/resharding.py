@@ -25,8 +25,8 @@ from rooftop.kernels import Box
 from rooftop.parallel import Piece, Shard
 
 Record = tuple[list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]], int]
-"""A shard as plain values: for each piece (shape of the whole tensor, start, size, whether this is the first rank with
-the piece); then the number of padding rows.
+"""A shard as plain values: (pieces, number of padding rows). A piece is (shape of the whole tensor, start, size,
+whether this rank is the first of the ranks that hold the piece).
 """
 
 

@@ -42,7 +42,7 @@ KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 BATCH_BYTES = 64 << 20
 """Maximum number of bytes that are read at a time.
 
-A reader needs this number of bytes in memory, in addition to the tensor that it fills.
+A reader needs this number of bytes in memory, in addition to the memory of the tensor to fill.
 """
 AGAIN = "continue with another step of this folder, or with a copy"
 

@@ -57,8 +57,8 @@ class Saver:
     Args:
         folder: the folder of the steps; created if missing. Unfinished folders of killed trainings are removed.
         trainer: the training to save.
-        asynchronous: write in the background from a copy. False: `begin` makes no copy, and returns once all data are
-            on the disk.
+        asynchronous: write in the background from a copy. If False, `begin` makes no copy, and returns once all data
+            are on the disk.
         keep_last: number of steps to keep in the folder, including the new one; None: all.
 
     Attributes:
@@ -85,7 +85,7 @@ class Saver:
         self._agreement = Agreement(3)
         self._token = self._agreement.gathered(secrets.token_hex(4))[0]
         self._steps, self._saves = 0, 0
-        self._phase = NOTHING  # phase of the save; the same on all ranks, like `_parts`
+        self._phase = NOTHING  # phase of the save; `_phase` and `_parts` are equal on all ranks
         self._parts = 0
         self._task: _Task | None = None
         self._process: WritingProcess | None = None

@@ -77,8 +77,9 @@ class Feed:
         self._prepare = task.prepare
         self.loader = loader_of(task.train, lengths.batch // lengths.parts, task, recipe, world, training=True)
         self._batches: Iterator[Any] = iter(())
-        self._next = 0  # the step whose batches the loader yields next; 0: unknown
-        # Whether the loader's epochs end with a step. If False, the remaining batches of an epoch are skipped.
+        self._next = 0  # number of the step whose batches the loader yields next; 0 if unknown
+        # Whether the end of each of the loader's epochs is also the end of a step. If False, the batches after an
+        # epoch's last whole step are skipped.
         self._joined_epochs = len(self.loader) == lengths.per_epoch * lengths.parts
 
     def parts(self, step: int) -> Iterator[Part]:

@@ -331,7 +331,9 @@ class _Fitting:
         return self.before
 
     def _stopping(self) -> bool:
-        """Whether any rank was asked to stop; the same on all ranks. With several ranks, the answer is one step old."""
+        """Whether any rank was asked to stop; the result is the same on all ranks. With several ranks, the result is
+        one step old.
+        """
         if self.world.size == 1:
             return self.stop.requested
         return bool(self.agreement.exchange([-int(self.stop.requested)])[0])

@@ -61,7 +61,7 @@ class _Room:
         )
 
     def fits(self, tensors: list[Tensor]) -> bool:
-        """Whether these tensors have the same shapes as the current ones; if so, they replace the current ones."""
+        """Whether these tensors have the same shapes as the current tensors. If so, replace the current tensors."""
         same = [each.shape for each in tensors] == [each.shape for each in self.tensors]
         if same:
             self.tensors = tensors

@@ -52,7 +52,8 @@ CHECKPOINTS, RECIPE = "checkpoints", "recipe.toml"
 KIND = "task"
 """The value of "kind" in training.json, which distinguishes a task's training from a GPT's training."""
 MAY_CHANGE = ("loading", "faults")
-"""Sections of the recipe that may differ when a training is resumed, because they do not change its results."""
+"""Sections of the recipe that may differ when a training is resumed, because these sections do not change the results.
+"""
 BEST, LAST = "best.safetensors", "last.safetensors"
 LOOKED_AT = 3
 """Number of samples that identify the data: the first, the middle and the last sample."""

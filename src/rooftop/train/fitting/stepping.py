@@ -35,7 +35,7 @@ from rooftop.train.tasks.task import Task
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 READ_FREELY = ("cpu",)
-"""Kinds of devices whose tensors the host reads without synchronization."""
+"""Device types whose tensors the host reads without synchronization."""
 LOSS, NORM, SKIPPED, FAULT = range(4)
 """Columns of the tensor that a step returns."""
 
@@ -198,7 +198,7 @@ class Stepper:
         wrong = wrong_loss | ~norm.isfinite()
         fault = wrong_loss if self.scaler.is_enabled() else wrong
         if self.recipe.faults.not_finite == "stop":
-            self._stuck |= fault  # the weights stay as before the fault until the host reads the flag
+            self._stuck |= fault  # until the host reads the flag, the weights keep their values from before the fault
         return wrong | self._stuck, fault
 
     @torch.no_grad()

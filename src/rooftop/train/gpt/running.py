@@ -103,7 +103,8 @@ def run_steps(
     try:
         try:
             yield from _steps(trainer, until, interval, roof, validation, saver, save_interval, stop or Stop())
-        except ModelRunError:  # all ranks raise this; the state of the save in progress was finite
+        # all ranks raise this error; the save in progress has a state from before the error, with finite values
+        except ModelRunError:
             saver.wait()
             raise
         saver.wait()

@@ -231,7 +231,7 @@ class GptTrainer:
     def _losses_of(self, text: Tensor, real: Tensor, packings: Sequence[Packing]) -> Tensor:
         """Sum the losses of this rank's micro-batches, (parts, B, S + 1), at this rank's positions; returns a scalar.
 
-        Only sequences whose `real`, (parts, B), is True count.
+        Only sequences count whose entry in `real`, (parts, B), is True.
         """
         if self._pipeline is not None:
             losses = self._pipeline.forward(partial(self._loss_at_stage, text, real, packings), len(self._parts))
@@ -311,7 +311,9 @@ class GptTrainer:
         return start_sum(loss, self.groups["dp-cp"])(), norm, scale
 
     def _targets_of(self, text: Tensor) -> int | Tensor:
-        """Number of targets in the loss of the whole batch; a scalar device tensor if the number depends on tokens."""
+        """Number of targets in the loss of the whole batch: a scalar tensor on the device if the number depends on
+        tokens.
+        """
         if not self.training.mask_ends:
             return self.training.tokens_per_step
         counted: Tensor = start_sum(text[..., :-1].ne(self._end).sum(), self.groups["dp"])()

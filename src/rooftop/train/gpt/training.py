@@ -31,7 +31,9 @@ LAUNCHED_FLOPS = 1.5e12
 """Below this number of flops per layer and micro-batch, in 16 bits, kernel launches limit a step. Python needs 2 to 3
 ms to launch a layer's forward and backward; in this time an H100 or H200 computes 1 to 1.5e12 flops."""
 STATE_BYTES = 18
-"""Bytes per parameter in bfloat16 training: 2 for the weight, 4 each for its float32 copy and gradient, 8 for AdamW."""
+"""Bytes per parameter in bfloat16 training: 2 for the weight, 4 for its float32 copy, 4 for its gradient, 8 for AdamW's
+state.
+"""
 ACTIVATION_BYTES = 40
 """Bytes that autograd saves in 16-bit training, per token, per layer and per feature of the layer's width. On an H200,
 GPT-2 with 12 layers of 768 features needs 10.7 GiB for 32,768 tokens, including all weights."""
@@ -41,7 +43,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
 }
 """Decay functions by name. A decay function maps the finished fraction of the decay steps to a fraction of the learning
-rate's range, 1 for the highest and 0 for the least rate.
+rate's range: 1 is the highest rate, 0 the lowest.
 """
 
 

@@ -40,7 +40,7 @@ def adamw_steps(
     numbers,  # (any, 8) float64, from `adamw_numbers`
     scale,  # (), by which gradients are multiplied, or None
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, AVERAGE: tl.constexpr, SQUARE: tl.constexpr,
-    MODEL: tl.constexpr,  # dtypes of the tensors at the addresses
+    MODEL: tl.constexpr,  # these five constants are the dtypes of the tensors at the addresses
     ALIGNED: tl.constexpr,  # whether all addresses are divisible by 16
     eps: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

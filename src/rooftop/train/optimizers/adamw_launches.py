@@ -29,7 +29,8 @@ from rooftop.parallel.sharded_data import local_of
 from rooftop.parallel.uploads import uploaded
 from rooftop.train.optimizers.main_weights import adopt_into
 
-# The fastest choice in `benchmarks/adamw.py --variants` on an H200: eight elements per thread, 16 bytes of bfloat16.
+# The fastest choice in `benchmarks/adamw.py --variants` on an H200: a thread has eight elements, which are 16 bytes of
+# bfloat16.
 BLOCK, WARPS = 1024, 4
 WEIGHTS = 128  # weights per program of `adamw_numbers`
 

@@ -22,7 +22,7 @@ from rooftop.parallel import ModelGradients
 from rooftop.parallel.weight_places import WeightPlaces
 
 Held = list[tuple[Tensor | None, Tensor | None]]
-"""For each weight: the gradient in `.grad`, and the narrow gradient (in the model's dtype)."""
+"""For each weight: (the gradient in `.grad`, the narrow gradient, which has the model's dtype)."""
 
 
 class MainWeights:
@@ -93,7 +93,7 @@ class MainWeights:
         The trainer calls this before each step; no other call is needed.
 
         Args:
-            contents: whether to compare each weight of the model with its copy. False: only check whether parameters
+            contents: whether to compare each weight of the model with its copy. If False, only check whether parameters
                 were replaced and whether weights in `named` were written to, which reads no weights.
 
         Raises:
@@ -201,10 +201,11 @@ class _Gradients:
         self.keep_narrow = keep_narrow
         self.narrow: dict[Tensor, Tensor] = {}
         self.step_adopts = False
-        self._versions: dict[Tensor, tuple[int, int]] = {}  # versions of each main weight and of the model's weight
+        # for each main weight, its version and the version of the model's weight
+        self._versions: dict[Tensor, tuple[int, int]] = {}
 
     def saw(self, pairs: Iterable[tuple[Tensor, Tensor]], only_main: bool = False) -> None:
-        """Record the versions of both weights; later writes count as new."""
+        """Record the versions of each pair's two weights; later writes count as new."""
         for main, own in pairs:
             self._versions[main] = (main._version, self._versions[main][1] if only_main else own._version)
 

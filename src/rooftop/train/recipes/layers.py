@@ -28,8 +28,8 @@ from rooftop.train.recipes.parameter_kinds import is_norm
 
 CHAINS = (nn.Sequential, nn.ModuleList)
 REPEATED = ("blocks", "layer", "layers", "stages")
-"""Names of chains of layers inside a member of a chain, e.g. the blocks of a stage. A chain with another name is part
-of a block.
+"""Names of chains of layers inside a member of another chain, e.g. the blocks of a stage. An inner chain with any other
+name is part of a block.
 """
 
 

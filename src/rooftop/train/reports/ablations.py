@@ -30,8 +30,8 @@ from rooftop.words import did_you_mean
 RESULT = "result.json"
 """Name of the result file in the folder of each finished run."""
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""97.5% quantiles of Student's t with 1, 2, ... degrees of freedom; for more degrees of freedom the last quantile is
-used, which makes intervals slightly too wide.
+"""97.5% quantiles of Student's t with 1, 2, ... degrees of freedom. For more degrees of freedom than this list has, the
+last quantile is used, which makes intervals slightly too wide.
 """
 
 

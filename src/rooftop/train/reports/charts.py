@@ -10,7 +10,7 @@ from typing import Any
 from rooftop.train.fitting.records import EvaluationRecord, StepRecord
 from rooftop.train.reports.histories import History
 
-MOST_POINTS = 1000  # maximum number of points of a curve, about one per pixel; more points would make the page slow
+MOST_POINTS = 1000  # maximum number of points of a curve, about one per pixel; with more points, the page would be slow
 
 WIDE = 50
 """A loss is drawn on a logarithmic axis if its largest value is at least this many times its smallest value."""

@@ -25,7 +25,7 @@ TAGS = {
     "speed/percent_of_roof": "percent_of_roof",
     "valid/loss": "valid_loss",
 }
-"""The field of a StepReport for each tag."""
+"""For each TensorBoard tag, the field of a StepReport that has its value."""
 
 
 class GptTensorBoard:

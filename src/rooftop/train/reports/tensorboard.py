@@ -29,7 +29,7 @@ STEP_TAGS = {
     "speed/samples_per_s": "samples_per_s",
     "speed/waiting": "waiting",
 }
-"""The field of a StepRecord for each tag."""
+"""For each TensorBoard tag, the field of a StepRecord that has its value."""
 
 
 class TensorBoard:

@@ -41,11 +41,11 @@ DIGITS = "digits"
 PYAV = Extra("media", "av", "av", "videos")
 FRAMES, SIDE = 12, 32  # number of frames of a sequence, and pixels of its shorter side
 LARGE_FRAMES, LARGE_SIDE, LARGE_TOGETHER = 20, 64, 2  # as in Keras's example
-PASS, JUDGED = 1600, 32  # number of sequences of moving digits per epoch, and held out
+PASS, JUDGED = 1600, 32  # numbers of sequences of moving digits: per epoch, and held out
 HIGHEST_SEED = 1 << 40  # highest seed of a training sequence; held-out sequences have higher seeds
-SETTLED_BY = 8  # number of batches that recompute the norms' statistics at the end
+SETTLED_BY = 8  # number of batches from which the norms' statistics are recomputed at the end
 LEAST, MOST = 0.01, 0.99  # copied frames are clamped to this range, so that the cross entropy of copying stays bounded
-TRAINED_PART = 0.8  # the first part of each video is for training
+TRAINED_PART = 0.8  # this fraction of each video, from its start, is for training
 SHOWN, SHOWN_SIDE = 2, 96  # number of examples, and smallest side of a frame in pixels
 
 OF_DIGITS: Values = {

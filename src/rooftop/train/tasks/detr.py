@@ -49,9 +49,9 @@ PASS = 12_800  # number of new pictures per epoch
 JUDGED = 256  # number of new pictures that are held out
 FIRST_SEED = 1 << 32  # first seed of the held-out pictures; training pictures have lower seeds
 SIDE = 64  # side of a picture of shapes, in pixels
-SHORTER, LONGER = 800, 1333  # size of a photograph's shorter side, and maximum of its longer side, in pixels
-HELD_OUT = 10  # one of this many photographs is held out if the folder has no instances_val
-SHOWN, SHOWN_SIDE, SURE = 8, 256, 0.5  # number of examples, their size in pixels, smallest score of drawn boxes
+SHORTER, LONGER = 800, 1333  # size of a photograph's shorter side, and maximum size of its longer side, in pixels
+HELD_OUT = 10  # if the folder has no instances_val, one in this many photographs is held out
+SHOWN, SHOWN_SIDE, SURE = 8, 256, 0.5  # number of examples; their size in pixels; minimum score of the boxes drawn
 
 BUILDERS = {build.__name__: build for build in (detr_small, detr_resnet50, detr_resnet101)}
 
@@ -71,7 +71,9 @@ FOLDERS: Values = {
     "augment": {"flip": 0.5},
     "evaluation": {"every": 5},
 }
-"""The recipe of Carion et al. 2020, except for the schedule: their learning rate drops to a tenth after two thirds."""
+"""The recipe of Carion et al. 2020, except for the schedule: in the paper, the learning rate drops to a tenth after two
+thirds of the epochs.
+"""
 GPU: Values = {"run": {"precision": "bf16"}}
 FOLDERS_ON_GPU: Values = {"run": {"batch": 16}}
 

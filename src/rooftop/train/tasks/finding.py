@@ -32,7 +32,7 @@ from rooftop.words import did_you_mean
 Values = Mapping[str, Mapping[str, Any]]
 
 TASKS = ("resnet", "swin", "hybrid", "detr", "conv_lstm", "sparse_unet")
-"""The built-in tasks: the names of their modules."""
+"""The names of the built-in tasks, which are also the names of their modules."""
 OWN = "my_pkg.task:build"
 
 

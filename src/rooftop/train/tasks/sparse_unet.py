@@ -40,9 +40,9 @@ from rooftop.train.tasks.task import Task
 SCANS = "scans"
 WARP = Extra("sparse", "warp", "warp-lang", "sparse convolution")
 FEATURES = 6  # per voxel: mean position of its points in the voxel (3), height, intensity, whether intensity is known
-SLOTS = 8  # maximum number of points of a voxel that are used
+SLOTS = 8  # maximum number of points that are used per voxel
 WITHOUT_INTENSITY = 0.2  # fraction of training scans whose intensities are dropped
-FIRST_SEED = 1 << 20  # first seed of training scans; seeds of held-out scans count from 0
+FIRST_SEED = 1 << 20  # first seed of the training scans; the seeds of the held-out scans begin at 0
 VOXEL_M = {"street": 0.3, "room": 0.1}
 FINE_M = {"street": 0.1, "room": 0.04}
 SHOWN = 1  # examples

@@ -38,7 +38,9 @@ FOLDERS: Values = {
 """The recipe of the paper; the paper's learning rate is 0.001 for a batch of 1024 images."""
 FOLDERS_ON_GPU: Values = {"run": {"batch": 256}, "optimizer": {"lr": 2.5e-4}}
 GPU: Values = {"run": {"precision": "bf16"}, "augment": {"rand_augment_on": "gpu"}}
-"""Recipe values on a GPU, without channels_last, because a Swin Transformer's feature maps are always channels last."""
+"""Recipe values for a GPU. These values do not set channels_last, because a Swin Transformer's feature maps are always
+channels last.
+"""
 
 
 def defaults(data: str | None, cuda: bool) -> Values:

@@ -29,10 +29,11 @@ KINDS: dict[str, np.dtype[Any]] = {
     "int32": np.dtype("<i4"),
     "int64": np.dtype("<i8"),
 }
-PLACES, LOOKED_AT = 64, 8192  # samples per file, and bytes per sample, a multiple of the widest number
+PLACES, LOOKED_AT = 64, 8192  # samples per file, and bytes per sample (a multiple of the size of the widest number)
 UPPER_HALF, NEIGHBOUR = 1 / 64, 1 / 4  # limits of the ratio of means, as described above
 TEXT_BYTES = 64  # in this many bytes, 16-bit tokens nearly always contain a zero or invalid UTF-8
-# pairs needed to compare two distributions; number of byte values in text; maximum distance
+# BYTE_PAIRS: pairs of bytes needed to compare two distributions. BYTE_VALUES: number of byte values in text. SAME:
+# maximum distance of two distributions that count as the same.
 BYTE_PAIRS, BYTE_VALUES, SAME = 1 << 11, 224, 0.1
 
 

@@ -127,7 +127,8 @@ def _draws(parts, behind, drawn, period, which, numbers):  # type: ignore[no-unt
         for source in range(sources):
             behind[source] += parts[source]
             if behind[source] >= least:
-                left = (most - behind[source]) // parts[source]  # number of draws that other sources may get first
+                # number of draws that other sources may get before this source
+                left = (most - behind[source]) // parts[source]
                 if found < 0 or left < soonest:
                     found, soonest = source, left
         behind[found] -= period

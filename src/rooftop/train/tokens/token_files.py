@@ -28,7 +28,8 @@ MAPPED_BYTES = 16 << 20  # smaller files are not mapped, because a process can m
 META = "meta.pkl"
 LLMC_HEADER_BYTES = 256 * 4
 LLMC_TOKENS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
-"""The version of llm.c's header and the dtype of the tokens, by the first number of the header (magic number)."""
+"""For each magic number (the first number of llm.c's header): the version of the header, and the dtype of the tokens.
+"""
 LLMC_OTHERS = {
     20240326: "a model",
     20240327: "a model's state for tests",

@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def attend_pages(
-    query, keys, values,  # (B, H, D), (N, H_k, P, D), (N, H_k, P, D)
-    pages, lengths, out,  # (B, W), (B,), (B, H, D)
-    partial, partial_lse,  # (B, H, SPLITS, D), (B, H, SPLITS), float32; None for one split
+    query, keys, values,  # shapes: (B, H, D), (N, H_k, P, D), (N, H_k, P, D)
+    pages, lengths, out,  # shapes: (B, W), (B,), (B, H, D)
+    partial, partial_lse,  # shapes: (B, H, SPLITS, D), (B, H, SPLITS), float32; None for one split
     kv_heads, width, page_count, scale,  # H_k, W, N
     query_batch, query_head, key_page, key_head, key_position, value_page, value_head, value_position, pages_batch,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

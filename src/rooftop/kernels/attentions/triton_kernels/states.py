@@ -69,7 +69,7 @@ def merge_backward(
 
 @triton.jit
 def fold_lse_gradient(
-    dout, dlse, out, new_dout, new_out,  # (B, H, S, D), (B, H, S) contiguous, (B, H, S, D)
+    dout, dlse, out, new_dout, new_out,  # shapes: (B, H, S, D), (B, H, S) contiguous, (B, H, S, D)
     rows, heads, positions, limit,
     d_batch, d_head, d_position, o_batch, o_head, o_position,
     nd_batch, nd_head, nd_position, no_batch, no_head, no_position,

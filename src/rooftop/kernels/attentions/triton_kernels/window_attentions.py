@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def window_attention_forward(
-    packed, bias, padding, cosine_scale,  # (B, H, W, 3, heads, D), (heads, N, N), (3, heads, D), (heads,)
+    packed, bias, padding, cosine_scale,  # shapes: (B, H, W, 3, heads, D), (heads, N, N), (3, heads, D), (heads,)
     out,  # (B, H, W, heads, D)
     heads, height, width, down, across, shift_h, shift_w, scale,
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,

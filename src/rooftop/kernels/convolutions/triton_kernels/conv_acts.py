@@ -75,7 +75,7 @@ def conv_act_persistent(
 @triton.jit
 def conv_act_single(
     image, weight, y, residual,  # descriptors, as above
-    bias, sums, arrived,  # (O,), (SPLIT, tiles, COLUMNS, pixels of a tile), (tiles,): zeros before and after
+    bias, sums, arrived,  # shapes: (O,), (SPLIT, tiles, COLUMNS, pixels of a tile), (tiles,): zeros before and after
     images, lines, pixels, columns,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
     TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
@@ -120,8 +120,8 @@ def conv_act_single(
 
 @triton.jit
 def conv_act_gathered(
-    x, weight, y, residual,  # (N, H, W, C) strided with C fastest, (O, taps C), (pixels, O), (pixels, O)
-    bias, sums, arrived,  # (O,), (SPLIT, tiles, ROWS, COLUMNS), (tiles,): zeros before and after
+    x, weight, y, residual,  # shapes: (N, H, W, C) strided with C fastest, (O, taps C), (pixels, O), (pixels, O)
+    bias, sums, arrived,  # shapes: (O,), (SPLIT, tiles, ROWS, COLUMNS), (tiles,): zeros before and after
     rows, columns, height, width, lines, pixels, x_image, x_line, x_pixel,  # lines, pixels: OH, OW
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
     TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
@@ -199,7 +199,7 @@ def conv_act_gathered(
 
 @triton.jit
 def conv_act_finish(
-    sums, bias, residual, y, z,  # (M, N), (N,) or by row, (M, N), (M, N), (M, N)
+    sums, bias, residual, y, z,  # shapes: (M, N), (N,) or by row, (M, N), (M, N), (M, N)
     rows, units, channels,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     BY_ROW: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
@@ -230,7 +230,7 @@ def conv_act_finish(
 
 @triton.jit
 def conv_act_pack(
-    source, target,  # (N, C, H, W) strided, (N, TH, TW, PIXEL)
+    source, target,  # shapes: (N, C, H, W) strided, (N, TH, TW, PIXEL)
     rows, height, width, channels, target_height, left, source_image, source_channel, source_line, source_pixel,
     PIXEL: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # LINE: TW * PIXEL
 ):  # fmt: skip

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def max_pool(
-    image, result,  # (N, H, W, C), (N, OH, OW, C)
+    image, result,  # shapes: (N, H, W, C), (N, OH, OW, C)
     height, width, lines, pixels, channels,  # H, W, OH, OW, C
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PADDING_H: tl.constexpr, PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def gather_rows(
-    table, tokens, result,  # (V, D); (items,); (items, D)
+    table, tokens, result,  # shapes: (V, D); (items,); (items, D)
     items, width, table_rows, table_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -54,8 +54,8 @@ def add_equal(
 
 @triton.jit
 def add_runs(
-    values, order, tokens,  # (*, D) rows; (items,) row numbers, or None if item i is row i; (items,) sorted
-    table, sums, sum_tokens,  # (V, D); (2 * programs, D) float32; (2 * programs,)
+    values, order, tokens,  # shapes: (*, D) rows; (items,) row numbers, or None if item i is row i; (items,) sorted
+    table, sums, sum_tokens,  # shapes: (V, D); (2 * programs, D) float32; (2 * programs,)
     items, width, table_rows, skipped, value_stride,
     INDIRECT: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

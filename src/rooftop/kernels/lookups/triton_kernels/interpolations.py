@@ -16,7 +16,7 @@ from rooftop.kernels.operands.triton_kernels.rows import is_inside
 
 @triton.jit
 def trilinear_forward(
-    features, points, out,  # (B, 8, C), (B, 3), (B, C)
+    features, points, out,  # shapes: (B, 8, C), (B, 3), (B, C)
     count, units,
     UNIT: tl.constexpr, EVEN: tl.constexpr, POINTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def trilinear_forward(
 
 @triton.jit
 def trilinear_backward(
-    gradient, features, points, dfeatures, dpoints,  # (B, C), (B, 8, C), (B, 3), (B, 8, C), (B, 3)
+    gradient, features, points, dfeatures, dpoints,  # shapes: (B, C), (B, 8, C), (B, 3), (B, 8, C), (B, 3)
     count, units,
     FEATURES: tl.constexpr, COORDINATES: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr, POINTS: tl.constexpr, CHANNELS: tl.constexpr,

@@ -18,7 +18,7 @@ from rooftop.kernels.norms.triton_kernels.norms import enclosing, shift_of
 
 @triton.jit
 def norm_forward_long(
-    x, residual, input_bias, weight, bias,  # (M, N), (M, N), (N,), (N,), (N,); all but x may be None
+    x, residual, input_bias, weight, bias,  # shapes: (M, N), (M, N), (N,), (N,), (N,); all but x may be None
     y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total: None if nothing is added; mean: None for an RMS norm
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -103,7 +103,7 @@ def norm_forward_long(
 
 @triton.jit
 def norm_row_sums(
-    dy, x, weight, mean, rstd, sums,  # (M, N), (M, N), (N,), (M,), (M,), (3, M) float32
+    dy, x, weight, mean, rstd, sums,  # shapes: (M, N), (M, N), (N,), (M,), (M,), (3, M) float32
     rows, units, dy_stride, x_stride,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

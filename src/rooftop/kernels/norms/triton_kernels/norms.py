@@ -38,7 +38,7 @@ from rooftop.kernels.operands.triton_kernels.rows import is_inside
 
 @triton.jit
 def norm_forward(
-    x, residual, input_bias, weight, bias,  # (M, N), (M, N), (N,), (N,), (N,); all but x may be None
+    x, residual, input_bias, weight, bias,  # shapes: (M, N), (M, N), (N,), (N,), (N,); all but x may be None
     y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total: None if nothing is added; mean: None for an RMS norm
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
@@ -219,7 +219,7 @@ def norm_forward_shifted(
 
 @triton.jit
 def norm_backward(
-    dy, dtotal, x, weight, mean, rstd, dx,  # (M, N), (M, N), (M, N), (N,), (M,), (M,), (M, N)
+    dy, dtotal, x, weight, mean, rstd, dx,  # shapes: (M, N), (M, N), (M, N), (N,), (M,), (M,), (M, N)
     partial,  # (programs, 2, N) float32: each program's sums over its rows, for weight and for bias
     rows, units, dy_stride, dtotal_stride, x_stride,
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,

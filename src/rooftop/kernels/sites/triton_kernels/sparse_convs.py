@@ -28,7 +28,7 @@ from rooftop.kernels.operands.triton_kernels.products import plus_product
 
 @triton.jit
 def sparse_conv_rows(
-    features, weight, bias, neighbours,  # (N, C), (O, T, C), (O,), (M, T)
+    features, weight, bias, neighbours,  # shapes: (N, C), (O, T, C), (O,), (M, T)
     order, out,  # order (M,), or if SORTED (1 + words + T, M): order, bits, sites by tap; out (M, O)
     sites, rows,  # N, M
     HAS_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, SORTED: tl.constexpr, MIRRORED: tl.constexpr, WIDE: tl.constexpr,
@@ -203,7 +203,7 @@ def sum_pieces(
 
 @triton.jit
 def neighbour_bits(
-    neighbours, masks,  # (M, T), (M, words) int32
+    neighbours, masks,  # shapes: (M, T), (M, words) int32
     rows,
     TAPS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +219,7 @@ def neighbour_bits(
 
 @triton.jit
 def count_bits(
-    masks, counts,  # (M, words), (32 words,)
+    masks, counts,  # shapes: (M, words), (32 words,)
     rows,
     WORDS: tl.constexpr, SAMPLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -234,7 +234,7 @@ def count_bits(
 
 @triton.jit
 def mask_keys(
-    masks, counts, keys,  # (M, words), (32 words,), (M,) int32 of one word, else int64
+    masks, counts, keys,  # shapes: (M, words), (32 words,), (M,) int32 of one word, else int64
     rows,
     WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -274,7 +274,7 @@ def mask_keys(
 
 @triton.jit
 def sort_table(
-    neighbours, order, table,  # (M, T), (M,), (1 + words + T, M)
+    neighbours, order, table,  # shapes: (M, T), (M,), (1 + words + T, M)
     rows,
     TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -338,7 +338,7 @@ def list_blocks(
 
 @triton.jit
 def count_pairs(
-    neighbours, counts,  # (M, T), (T, programs)
+    neighbours, counts,  # shapes: (M, T), (T, programs)
     sites, rows,
     TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -354,7 +354,7 @@ def count_pairs(
 
 @triton.jit
 def start_pairs(
-    counts, starts, totals,  # (T, blocks), (T, blocks), (T,)
+    counts, starts, totals,  # shapes: (T, blocks), (T, blocks), (T,)
     blocks,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -372,7 +372,7 @@ def start_pairs(
 
 @triton.jit
 def list_pairs(
-    neighbours, starts, pairs,  # (M, T), (T, programs), (2, T, capacity)
+    neighbours, starts, pairs,  # shapes: (M, T), (T, programs), (2, T, capacity)
     sites, rows, capacity,
     TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def sparse_pool_rows(
-    features, neighbours, out, counts,  # (N, C), (M, T), (M, C), (M,)
+    features, neighbours, out, counts,  # shapes: (N, C), (M, T), (M, C), (M,)
     sites, rows,  # N, M
     AVERAGE: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
@@ -53,7 +53,7 @@ def sparse_pool_rows(
 
 @triton.jit
 def sparse_pool_gradient(
-    dy, y, features, counts, table, dfeatures,  # (M, C), (M, C), (N, C), (M,), (N, T), (N, C)
+    dy, y, features, counts, table, dfeatures,  # shapes: (M, C), (M, C), (N, C), (M,), (N, T), (N, C)
     sites, rows,  # N, M
     AVERAGE: tl.constexpr, MIRRORED: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
@@ -95,7 +95,7 @@ def sparse_pool_gradient(
 
 @triton.jit
 def sparse_global_pool_parts(
-    features, batch, parts, part_counts,  # (N, C), (N,), (programs, B, C) float32, (programs, B) int32
+    features, batch, parts, part_counts,  # shapes: (N, C), (N,), (programs, B, C) float32, (programs, B) int32
     sites, batch_size, share,  # N, B, rows of a program
     AVERAGE: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -122,7 +122,7 @@ def _reaches(solids: Solids, origin: Tensor, directions: Tensor) -> Tensor:
 
 
 def _first(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) -> Hits:
-    """Find the first hit of each ray among the solids of a mask (S,) on the CPU."""
+    """Find the first hit of each ray among the solids that the mask `those` (S,), which is on the CPU, selects."""
     found, rows = [torch.full_like(directions[:, :1], math.inf)], [torch.zeros(1, dtype=torch.int64)]
     start = 0
     for kind, count in enumerate(solids.kinds):
@@ -135,7 +135,7 @@ def _first(solids: Solids, those: Tensor, origin: Tensor, directions: Tensor) ->
     o, d = _unit_rays(solids, solid, origin, directions)
     at = o + torch.where(distance.isfinite(), distance, 0)[:, None] * d
     normal = _unit_normal(at, solid, solids) / solids.half[solid]
-    along = d * solids.half[solid]  # the ray in the solid's frame, in metres
+    along = d * solids.half[solid]  # the ray's direction in the solid's frame, in metres
     cosine = (normal * along).sum(1).abs() / normal.norm(dim=1).clamp(min=1e-20)
     return Hits(distance, solid, cosine.clamp(max=1))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 NAMES = ("circle", "square", "triangle")
 MOST = 4  # maximum number of shapes in a picture
 RADII = (0.08, 0.2)  # smallest and largest radius, as fractions of a picture's side
-TRIES = 64  # candidate positions of a shape; the position with the least overlap with other shapes is chosen
+TRIES = 64  # number of candidate positions of a shape; the candidate that overlaps other shapes least is chosen
 NOISE = 0.1  # standard deviation of a pixel, where black is 0 and white is 1
 
 
