@@ -474,7 +474,7 @@ class Recording:
 
     @property
     def _recorded(self) -> list[Laps]:
-        """The recorded steps of each leading marker. The last marker, which is the coarsest, comes first."""
+        """The recorded steps of each leading marker, from the current marker to the earliest."""
         return [self._laps, *reversed(self._earlier)]
 
     def _made_report(self) -> Report:

@@ -87,8 +87,8 @@ class Optimized:
         unchecked: inputs that were skipped, with the reason.
         proven: shapes for which the faster module runs.
         surroundings: the model, inputs, device and versions of this result.
-        without_ms: time of a step with only the kept rules that neither compile nor capture graphs; None if all kept
-            rules compile or capture graphs, or if none does.
+        without_ms: time of a step without the kept rules that compile or capture graphs; None if no such rule is kept,
+            or if no other rule is kept.
         differs: how this machine, model and inputs differ from the plan's, if a plan was given.
     """
 

@@ -64,8 +64,8 @@ class Result:
 
     Attributes:
         noise: the spread of the gain, as a share of a step.
-        without_ms: time of a step with only the kept rules that neither compile nor capture graphs; None if all kept
-            rules compile or capture graphs, or if none does.
+        without_ms: time of a step without the kept rules that compile or capture graphs; None if no such rule is kept,
+            or if no other rule is kept.
     """
 
     candidate: Candidate

@@ -258,6 +258,6 @@ def _local_shape(name: str, tensor: Tensor, box: Boxes | None) -> tuple[int, ...
     if len(boxes) == 1 and boxes[0].shape == shape:
         return boxes[0].size
     raise ValueError(
-        f"materialize: {name} has shape {shape}, which is neither the part nor the whole of its box "
+        f"materialize: {name} has shape {shape}, which fits neither the part nor the whole tensor of its box: "
         f"{', '.join(map(str, boxes))}"
     )

@@ -105,8 +105,8 @@ def _masks_fit(
     vertices: npt.NDArray[np.int64],
     references: npt.NDArray[np.int64],
 ) -> bool:
-    """Whether the masks of each cluster count as many vertices and references as its head states. If these numbers are
-    equal, no reference points outside the stream.
+    """Whether the masks of each cluster yield the numbers of vertices and references that the cluster's head gives. If
+    these numbers are equal, no reference points outside the stream.
     """
     kind = heads[:, layouts.CLUSTER_MASKS]
     places = heads[:, layouts.CLUSTER_STREAMS, None] + np.arange(layouts.NEW_WORDS)

@@ -25,7 +25,7 @@ FEW = 300  # at this many graph nodes per convolution, or more, the compiler kee
 
 
 def compiler_lays_out_channels_last(operators: Sequence[MeasuredOperator], on_gpu: bool) -> bool:
-    """Whether torch.compile changes the layout of a step with these operators."""
+    """Whether torch.compile would store the images of a step with these operators channels last."""
     forward = [op.record for op in operators if op.record.phase == "forward"]
     convolutions = [r for r in forward if r.name == "aten::convolution" and r.spec is not None]
     if convolutions and not on_gpu and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available():

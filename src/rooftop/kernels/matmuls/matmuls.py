@@ -313,8 +313,8 @@ def _linear_act_of(
     residual: Tensor | None,
     again: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y (..., N), the activation's input (M, N) or (..., N)). The operator returns an empty input if the input
-    is neither needed nor requested.
+    """Compute (y (..., N), the activation's input (M, N) or (..., N)). If the operator runs, the second result is an
+    empty tensor unless backward needs it or `again` is given.
 
     again: whether the caller requests the input, to compute y from it again.
     """

@@ -12,9 +12,9 @@ from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch parameters for rows of up to `row_bytes`, summed over all tensors in registers: rows per program, bytes of
-    a block of one row, and warps. `hold`: keep the exponentials in float32 registers (for logarithms, the arguments of
-    the exponentials) instead of computing them twice.
+    """Launch parameters for rows of up to `row_bytes`: rows per program, bytes of a block of one row, and warps. If
+    several tensors are in registers, the bytes are those of all tensors together. `hold`: keep the exponentials in
+    float32 registers (for logarithms, the arguments of the exponentials) instead of computing them twice.
     """
 
     row_bytes: int

@@ -48,10 +48,10 @@ ROW_IMAGE, ROW_WRAP, ROW_MAGNIFIED = wp.constant(0), wp.constant(1), wp.constant
 REPEAT, CLAMP, MIRROR = wp.constant(0), wp.constant(1), wp.constant(2)  # as materials.WRAPS
 NEAREST = wp.constant(1)  # as materials.MAGNIFIED
 
-# Taps of a pixel: two across the footprint, and as many along it as make the pieces square. The error was measured
-# against 31 x 31 samples per pixel, for noise, photographs and chequers seen from above, from the side and along the
-# surface. This error is 1/8 to 1/33 of the error without filtering. (With one tap across, the error is 1/3 to 1/48 of
-# that error, with three taps 1/10 to 1/40.)
+# A pixel's footprint is cut into pieces, with one tap in each: two pieces across the footprint, and along it as many as
+# make the pieces square. The error was measured against 31 x 31 samples per pixel, for noise, photographs and chequers
+# seen from above, from the side and along the surface. This error is 1/8 to 1/33 of the error without filtering. (With
+# one tap across, the error is 1/3 to 1/48 of that error, with three taps 1/10 to 1/40.)
 ACROSS = wp.constant(2)
 MOST_ALONG = wp.constant(16)
 # a footprint of up to this many texels takes one lookup, so that texels as large as pixels keep their values

@@ -357,7 +357,7 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def toml(self) -> str:
-        """The text of a TOML file that `read` reads."""
+        """This recipe as the text of a TOML file; `read` of that file returns an equal recipe."""
         return "\n\n".join(
             f"[{section}]\n" + "\n".join(f"{name} = {_toml(value)}" for name, value in values.items())
             for section, values in self.plain().items()

@@ -465,7 +465,7 @@ def shift_of(row, columns):
 @triton.jit
 def enclosing(row, columns):
     """Start of the group of eight that contains a row's first element. The last operation is * 8, so the compiler knows
-    the divisor 8.
+    that the result is a multiple of 8.
     """
     return (row * columns) // 8 * 8
 
