@@ -246,7 +246,7 @@ def test_what_conv_act_cannot_compute_is_left() -> None:
         assert left.keys() == ({"a", "b"} if options else {"b"})
         assert "'same'" in left["b"]
     model = Net(given_out, bias=False)
-    assert fuse_convolutions(model).left == {"a": "nothing follows that could be computed with it"}
+    assert fuse_convolutions(model).left == {"a": "no operation follows that could be fused with it"}
     replaced = Net(lambda m, x: m.relu(m.a(x)))
     replaced.a.forward = lambda x: x  # type: ignore[method-assign]
     assert fuse_convolutions(replaced).left == {"a": "its forward was replaced"}

@@ -37,10 +37,10 @@ def analyze(
 ) -> Report:
     """Measure how far one step of a model is from the limits of this machine, and why.
 
-    The model runs on its parameters' device, with the arguments unchanged. Afterwards its weights, buffers, gradients
-    and train flags, the arguments and the random state are as before. If `optimizer` is given, its steps change the
-    weights. If the step changes an argument (a cache of keys and values), each run begins with the original
-    argument.
+    The model runs on its parameters' device, with the arguments unchanged. After the analysis, the model's weights,
+    buffers, gradients and train flags, the arguments and the random state are as before. If `optimizer` is given, its
+    steps change the weights. If the step changes an argument (a cache of keys and values), each run begins with the
+    original argument.
 
     Args:
         target: an `nn.Module` or any other callable. A module runs in eval mode without gradients; with `train=True`
@@ -52,8 +52,8 @@ def analyze(
             fixed random gradients.
         compile: compile the target first: True, or a mode of `torch.compile` ("reduce-overhead").
         trace: also write the profiler's trace of one step to this file, for Perfetto or chrome://tracing.
-        ceilings: ceilings to compare with. None measures the ceilings that the step needs on this machine (cached,
-            under 30 s the first time) and raises any ceiling that an operator has surpassed.
+        ceilings: ceilings to compare with. If None, the ceilings that the step needs are measured on this machine
+            (cached, under 30 s the first time), and any ceiling that an operator has surpassed is raised.
         name: the target's name in the report.
         progress: called with (the current activity, fraction done).
 

@@ -12,7 +12,7 @@ The table is applied at several levels of PyTorch, so that no caller is missed:
     foreach         optimizers and `clip_grad_norm_` ask PyTorch which devices have kernels for lists of tensors
     autocast `torch.autocast("cuda")` casts, but by the CPU's list of operators, since the tensors are on the CPU
 
-All of this applies to one thread and one `with` block. Programs in other threads get their usual operators.
+These replacements apply to one thread and one `with` block. Programs in other threads get their usual operators.
 """
 
 from __future__ import annotations

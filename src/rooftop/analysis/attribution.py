@@ -6,7 +6,7 @@ Backward: the module is the one that created the running autograd node (see `nod
 Optimizer: hooks around `Optimizer.step`. Work in a closure that is passed to `step` (LBFGS, Lightning) counts as
 forward and backward, not as optimizer.
 
-The same hooks add up each module's inputs and outputs, because its fused roof includes them.
+The same hooks add up each module's inputs and outputs, because the fused roof of a module includes these tensors.
 
 A program may drop a model or an optimizer to free its memory. So nothing here keeps a model or an optimizer alive.
 """

@@ -82,7 +82,7 @@ class KernelCounters:
     """One launch of a kernel. A counter that this chip lacks is nan.
 
     Attributes:
-        name: the same as in PyTorch's profiler and `OperatorRow.kernels`.
+        name: the kernel's name, as in PyTorch's profiler and `OperatorRow.kernels`.
         ms: duration, with empty caches at its start.
         dram_read_bytes, dram_written_bytes: bytes moved between L2 and DRAM.
         l2_bytes: bytes moved through L2, both read and written.

@@ -34,7 +34,8 @@ class Findings:
             capture; None if the program then fails.
         host_work: bytes and flops that the CPU processed in a GPU's step.
         faults: page faults of a step; none on a GPU.
-        batched: whether more samples need no additional launches. (A detector's list of images does need more.)
+        batched: whether more samples need no additional launches. (For a detector's list of images, each further image
+            needs additional launches.)
         timed: measurements that several rules share, by name.
     """
 
@@ -155,7 +156,7 @@ class Findings:
         return (self.host_ms or 0.0) * operators / max(1, len(self.operators))
 
     def saved_by_ms(self, after_ms: Sequence[float], more_host_ms: float = 0.0) -> float:
-        """Like `saved_ms`, but from each operator's time after the change (labelled, in order of execution).
+        """Like `saved_ms`, but computed from each operator's time after the change (labelled, in order of execution).
 
         In one part of the step the GPU may wait for the host, while in another part the host is far ahead. So
         faster small operators save nothing where the GPU waits for the host. Large operators at the end run after all

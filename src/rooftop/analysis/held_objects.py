@@ -47,7 +47,7 @@ class Held:
         everything: follow functions (their closures and the globals that they name), classes, modules and hooks of
             tensors as well.
         of_modules: also restore the attributes of every module (submodules, hooks, mode). If False, these attributes
-            are only followed.
+            are followed, but not restored.
         training: follow optimizers, schedulers and gradient scalers as well.
         installed: follow globals that are functions or classes of installed packages as well.
 

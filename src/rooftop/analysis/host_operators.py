@@ -22,8 +22,8 @@ def host_work(operators: Sequence[MeasuredOperator]) -> tuple[list[MeasuredOpera
     """Separate the work of the CPU from that of the GPU.
 
     Returns:
-        All operators, where operators that ran on the CPU have a cost of zero; and the bytes plus flops of these
-        operators, by name.
+        All operators, with a cost of zero for operators that ran on the CPU; and the bytes plus flops of the operators
+        that ran on the CPU, by name.
     """
     work = Counter[str]()
     for op in filter(_on_host, operators):

@@ -2,8 +2,8 @@
 
 A program's needs are known after it has run: the precisions of its operators, and whether it copies between host and
 device. So `analyze` measures after the run. A recording measures the ceilings that most programs need before its
-program runs, while the device's memory is still free; after the run it measures only missing ceilings. In both cases,
-operators above their roof raise the ceilings.
+program runs, while the device's memory is still free; after the run it measures only missing ceilings. In an analysis
+as in a recording, operators above their roof raise the ceilings.
 """
 
 from __future__ import annotations

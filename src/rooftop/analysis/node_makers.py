@@ -4,11 +4,11 @@ Autograd numbers its nodes in the order in which a thread creates them. So each 
 with the next number, and a node belongs to the module that was running when its number was assigned.
 
 Nodes are also created during the backward pass: a reentrant checkpoint runs its modules again and differentiates their
-results, and `create_graph=True` records a graph of the backward pass itself. Such nodes belong to the module that runs
-again. If no module runs again, the nodes belong to the maker of the running node. Each thread has its own numbers, and
-on a GPU the backward pass has its own thread. If two threads assigned the same number, the number refers to the node
-that can still run, because a checkpoint's recomputed nodes run at once or never. If both nodes can still run, the maker
-is unknown.
+results, and `create_graph=True` records a graph of the backward pass itself. Nodes created during the backward pass
+belong to the module that runs again. If no module runs again, the nodes belong to the maker of the running node. Each
+thread has its own numbers, and on a GPU the backward pass has its own thread. If two threads assigned the same number,
+the number refers to the node that can still run, because a checkpoint's recomputed nodes run at once or never. If both
+nodes can still run, the maker is unknown.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class NodeMakers:
         made.change(scope, made.next, run_later=torch._C._current_autograd_node() is None)
 
     def operator(self, scope: str | None = None, recomputed: bool = False) -> None:
-        """Record that an operator runs and may have created its node.
+        """Record that an operator runs and may have created an autograd node.
 
         Args:
             scope: in the backward pass, the operator's scope.
-            recomputed: whether its module is being recomputed. Nodes of a recomputed module run only in a pass that
-                another node started, if they run at all.
+            recomputed: whether the operator's module is being recomputed. If nodes of a recomputed module run at all,
+                they run in an inner backward pass that another node starts.
         """
         made = self._of_this_thread()
         since, made.next = made.next, _next_number()

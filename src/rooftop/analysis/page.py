@@ -55,7 +55,7 @@ def require_plotly() -> str:
 
 
 def render_page(report: Mapping[str, Any]) -> str:
-    """The page of a report in its JSON form (see `Report.to_dict`).
+    """Render the HTML page of a report, given in its JSON form (see `Report.to_dict`).
 
     Raises:
         MissingExtraError: plotly is not installed.

@@ -1,6 +1,6 @@
 """Measure a step: wall time, latency, busy time of the device, time of each operator, memory over time.
 
-There are several kinds of runs, because each kind of run disturbs something (see `instruments`):
+There are several kinds of runs, because each kind of run distorts some of the figures (see `instruments`):
 
 1. steps in sequence give the wall time, single steps the latency (see `rooftop.hardware.sequences`);
 2. a run under the profiler alone gives memory over time and the host's waits;
@@ -9,8 +9,8 @@ There are several kinds of runs, because each kind of run disturbs something (se
    cannot be labelled (PyTorch does not run compiled code under a mode): its operators come from the profiler and the
    compiler (see `compiled`).
 
-Runs of the first kind are repeated between runs of the other kinds, so that all kinds see the machine in a similar
-state. If the machine's speed changes, the interval of the wall time becomes wider.
+Steps in sequence are repeated between the other runs, so that all runs see the machine in a similar state. If the
+machine's speed changes, the interval of the wall time becomes wider.
 """
 
 from __future__ import annotations

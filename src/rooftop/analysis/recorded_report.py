@@ -50,14 +50,15 @@ def recorded_report(
     """The report of a recording.
 
     Args:
-        recorded: the steps of each marker that was leading, the coarsest first.
+        recorded: the steps of each marker that was the leading one at some time, with the coarsest marker first.
         measures: whether the ceilings are this machine's. If so, missing ceilings are measured, and operators above
             their roof raise the ceilings.
         start_up: the time before the first step, if known.
         needed: number of steps of a complete recording.
         traced: whether a trace was requested.
         profiled: whether the program used PyTorch's profiler itself.
-        least: smallest number of steps for which a report is possible, if the profiler begins late; 0 if it does not.
+        least: smallest number of steps for which a report is possible, if the profiler begins late; 0 if the profiler
+            begins at once.
         notes: notes at the beginning of the report.
 
     Raises:

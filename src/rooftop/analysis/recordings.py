@@ -8,10 +8,10 @@
 
 The program marks its steps with `step()`, or Rooftop finds them (`step_finding`). Each step belongs to a stage
 (`stages`). The first steps warm up, one step runs under the profiler alone, a few are labelled, the next are
-timed undisturbed, and the rest run unwatched. A block without steps counts as one step. Such a block is labelled as a
-whole. Labels slow the host down, so their cost is measured and subtracted from the block's wall time. The first of
-several steps is labelled too, in case too few steps follow. Nothing is compiled in labelled steps, because PyTorch
-would not compile code later that it has run under labels.
+timed undisturbed, and the rest run unwatched. A block without steps counts as one step, which is labelled as a whole.
+Labels slow the host down, so their cost is measured and subtracted from the block's wall time. The first of several
+steps is labelled too, in case too few steps follow. If the program compiles code, steps are labelled only after the
+compilation, because PyTorch would never compile code that first ran under labels.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ class Recording:
         return self._open
 
     def close(self) -> None:
-        """End the running stage, as the end of the block does. For programs that end their process inside the block.
+        """End the running stage, as the end of the block does. Programs that end their process inside the block call
+        this method.
 
         A call from another thread does not wait, because the program may hang. The call discards the current stage and
         keeps the steps that have been timed.
@@ -223,7 +224,7 @@ class Recording:
         self._step_ended((0, 0))
 
     def work_begins(self, compiled: bool) -> None:
-        """See `step_finding.Watcher`. The time before this call is the start-up."""
+        """See `step_finding.Watcher`. The time before this call counts as start-up."""
         if compiled:
             self.compiles()
         if self._stage.name == "whole":
@@ -567,14 +568,14 @@ def recording(
     Args:
         module: the model whose modules are named without a prefix; None: the first module that is called.
         device: the device of the work; None is the GPU if there is one.
-        ceilings: ceilings to compare with. None measures this machine before the block begins. After the block the
-            recording measures further ceilings that the program needs (cached), and raises any ceiling that an operator
-            has surpassed.
+        ceilings: ceilings to compare with. If None, this machine is measured before the block begins. After the block
+            the recording measures further ceilings that the program needs (cached), and raises any ceiling that an
+            operator has surpassed.
         name: the program's name in the report.
         trace: also write the profiler's trace of one step to this file, for Perfetto, if the block runs enough steps.
         find_steps: find the steps (see `step_finding`), for a block that does not call `step()`.
-        one_of_ranks: whether the block runs in each of several processes. If so, some steps are watched for
-            communication.
+        one_of_ranks: whether the block runs in each of several processes. If so, the communication of some steps is
+            measured.
 
     Raises:
         TypeError: `module` is not a module, or `ceilings` is not Ceilings.

@@ -36,9 +36,9 @@ class Form:
 
     Attributes:
         dtype: replaces the call's floating-point dtypes; None: unchanged.
-        channels_last: whether to make images and convolution weights channels last. If False, their layout is
-            unchanged. An image of one pixel counts as channels first, because PyTorch treats maps that are averaged to
-            one pixel this way.
+        channels_last: whether to make images and convolution weights channels last. If False, images and weights keep
+            their layout. An image of one pixel counts as channels first, because PyTorch treats maps that are averaged
+            to one pixel this way.
         multiple: sides of matrices and lengths of vectors are rounded up to a multiple of this number.
     """
 

@@ -1,7 +1,7 @@
 """Set up a script's environment while it runs: arguments, module path, current folder, output, stack size.
 
 After the script's last line, Rooftop restores the folder and the output from before the script and makes the report.
-Then it restores the script's environment, because the script's threads and exit functions may still run.
+Then Rooftop restores the script's environment, because the script's threads and exit functions may still run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _State:
 
 
 class Surroundings:
-    """Within the `with` block, set the script's environment; after the block, the earlier environment; after `again`,
-    the environment that the script left.
+    """Set the script's environment within the `with` block, and restore the earlier environment after the block.
+    `again` then sets the environment that the script left.
 
     If the earlier output is closed after the block, the script's output is used. If the script's output is closed too,
     stderr is used.

@@ -66,7 +66,7 @@ def run_script(
     result.
 
     Rooftop finds the script's steps by its optimizer, its backward passes or the calls of its outermost module (see
-    `step_finding`). A script with none of these is recorded as one step.
+    `step_finding`). A script without optimizer, backward pass and module calls is recorded as one step.
 
     Args:
         path: the script.

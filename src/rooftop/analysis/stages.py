@@ -181,8 +181,8 @@ class Laps:
 
     @property
     def undisturbed_ms(self) -> list[float]:
-        """The times of unwatched steps from the third step on. If there are no such steps, of unwatched steps from the
-        second step on."""
+        """The times of unwatched steps from the third step on. If there are no such steps, the times of unwatched steps
+        from the second step on."""
         usual = self.usual_calls
         laps = [lap for lap in self.laps if lap.stage in UNDISTURBED and (usual is None or lap.calls == usual)]
         return [lap.ms for lap in laps if lap.number > 2] or [lap.ms for lap in laps if lap.number > 1]

@@ -10,8 +10,8 @@ step ends each time the leading marker ends. The markers, from coarse to fine:
     BARE_CALL   the call of a module without parameters
 
 A marker of a higher level takes the lead when it first occurs. So if a program evaluates before it trains, the training
-determines its steps. The first of several optimizers leads, unless another optimizer steps once for several steps of
-the first (a critic that trains five times as often as a generator).
+determines its steps. Of several optimizers, the first one is the leading marker, unless another optimizer steps once
+for several steps of the first (a critic that trains five times as often as a generator).
 
 The finder replaces `nn.Module.__call__` to see module calls. The finder uses no hooks, because global hooks would be
 compiled into the program's code. The replacement function takes about 0.2 us a call, and `torch.compile`
@@ -63,7 +63,7 @@ class Watcher(Protocol):
 
     @property
     def in_charge(self) -> bool:
-        """Whether the watcher accepts reports now. If the watcher does not, events are ignored."""
+        """Whether the watcher accepts reports now. Events are ignored while the watcher does not accept reports."""
 
     def work_begins(self, compiled: bool) -> None:
         """The first call of a module begins. `compiled`: whether `torch.compile` compiles the module."""

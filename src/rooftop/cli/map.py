@@ -88,7 +88,7 @@ def _target(
         for option, given in (("--weights", weights), ("--random-weights", seed), ("--dtype", dtype)):
             if given is not None:
                 raise click.UsageError(
-                    f"{option} is for Rooftop's own models, and {text} is your own target: leave it out"
+                    f"{option} is for Rooftop's own models, and {text} is your own target: leave {option} out"
                 )
         return callable_target(text, batch)
     from rooftop.cli.targets import DTYPES

@@ -116,8 +116,8 @@ def _read(
             cut = count - frames
             if cut < 1:
                 raise InputError(
-                    f"{path} is too short: it has {count} frames, and the network needs at least one before the last "
-                    f"{frames}. Give fewer --frames, or --after {end:.3f} to predict beyond its end"
+                    f"{path} is too short: it has {count} frames, and the network needs at least one frame before the "
+                    f"last {frames}. Give fewer --frames, or --after {end:.3f} to predict beyond its end"
                 )
         else:
             if not 0 <= after <= end + SLACK_S:

@@ -137,7 +137,9 @@ def _check_together(choice: Choice) -> None:
             del rest["--up"]
         extra = [name for name, value in rest.items() if value is not None]
         if extra:
-            raise click.UsageError(f"{extra[0]} does not go with {given[0]}, which already sets it: leave it out")
+            raise click.UsageError(
+                f"{extra[0]} does not go with {given[0]}, which sets the same value: leave {extra[0]} out"
+            )
 
 
 def _looking(choice: Choice, points: Floats, bounds: Floats, width: int, height: int, near: float) -> Camera:

@@ -99,7 +99,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if found["image_bytes"]:
         lines.append(f"textures: {found['image_bytes']:,} of the bytes")
     if found["why_several_roots"]:
-        lines.append(f"{found['roots']:,} clusters at the coarsest: {found['why_several_roots']}")
+        lines.append(f"{found['roots']:,} clusters at the coarsest level: {found['why_several_roots']}")
     return lines
 
 
@@ -144,7 +144,7 @@ def _summary(report: BuildReport) -> list[str]:
     if mended:
         lines.append("; ".join(mended))
     if report.why_several:
-        lines.append(f"{report.roots:,} clusters at the coarsest: {report.why_several}")
+        lines.append(f"{report.roots:,} clusters at the coarsest level: {report.why_several}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The words of the command line. Every verb can read them from `click.Context.obj`."""
+"""The words of the command line. Every verb can read these words from `click.Context.obj`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The plugin that runs the job in a Dask worker. The plugin loads the job once, at the first chunk, and does one chunk
+"""The plugin that runs the job in a Dask worker. The plugin loads the job once, at the first chunk, and runs one chunk
 at a time.
 
-On a GPU, a process beside the Dask worker does chunks of photographs, clips and clouds: see `dask_processes`.
+On a GPU, a process beside the Dask worker computes chunks of photographs, clips and clouds: see `dask_processes`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Carrier(WorkerPlugin):
         CARRIERS.pop(self.token, None)
 
     def do(self, chunk: Chunk) -> Done:
-        """Do a chunk and return its outcome. If items took too long, abandon their thread or process, and return
+        """Compute a chunk and return its outcome. If items took too long, abandon their thread or process, and return
         (first, count) of these items. If the process beside this worker ended, return the reason."""
         with self._lock:
             if self._beside is None and self._shop is None:

@@ -35,7 +35,7 @@ def division_beside(job: Job, device: str, threads: int) -> Division | None:
     """The cores and GPU that the process uses; None if the Dask worker does the work itself.
 
     Args:
-        threads: number of the Dask worker's threads, which is the number of cores that its user gave it.
+        threads: number of the Dask worker's threads: the number of cores that the user gave the worker.
     """
     if device != "cuda" or threads < 2 or job.decoding.kind not in DECODED:
         return None
@@ -69,7 +69,7 @@ class ProcessBeside:
         self._at_exit = Finalize(None, self._end, exitpriority=1)
 
     def do(self, chunk: Chunk) -> Done:
-        """Do a chunk in the process, and wait for the result.
+        """Compute a chunk in the process, and wait for the result.
 
         Raises:
             ModelRunError, MissingExtraError, InputError: the process reported this error, or was closed.

@@ -1,7 +1,7 @@
 """The workers of a Dask scheduler.
 
 Each worker gets the job and its model once, as a Dask plugin; new workers get both when they join. Chunks are tasks,
-two per worker. If a worker is lost, Dask repeats its tasks on another worker. If a task has ended several workers, Dask
+two per worker. If a worker is lost, Dask repeats its tasks on another worker. If several workers died with a task, Dask
 reports the task as failed, and `map_items` repeats its chunk item by item. If the scheduler goes away, this process
 tries to reconnect for a while. A new scheduler at the same address gets the job and the chunks again.
 """
@@ -95,7 +95,8 @@ class DaskWorkers:
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether workers have fewer than two chunks on average. While a careful chunk runs, no other chunk may run."""
+        """Whether workers have fewer than two chunks on average. While a careful chunk (an item that may kill workers)
+        runs, no other chunk may run."""
         if careful or any(chunk.careful for chunk, _ in self._flying.values()):
             return not self._flying and self._count() > 0
         return len(self._flying) < CHUNKS_OF_A_WORKER * self._count()

@@ -52,7 +52,8 @@ class Workers(Protocol):
     start: dict[str, float]
 
     def has_room(self, careful: bool = False) -> bool:
-        """Whether a worker has room for a chunk now. A careful chunk needs a worker without other chunks."""
+        """Whether a worker has room for a chunk now. A careful chunk (an item that may kill workers) needs a worker
+        without other chunks."""
 
     def give(self, chunk: Chunk) -> None:
         """Give a chunk to a worker. `has_room` must be true."""

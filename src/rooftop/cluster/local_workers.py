@@ -134,7 +134,7 @@ class LocalWorkers:
     def has_room(self, careful: bool = False) -> bool:
         """Whether a worker can take another chunk.
 
-        A worker can take one if it has fewer than two chunks, or too few items to keep its decoding processes busy.
+        A worker can take another chunk if it has fewer than two, or too few items to keep its decoding processes busy.
         """
         return self._freest(careful) is not None
 

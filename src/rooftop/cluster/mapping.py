@@ -58,9 +58,9 @@ class MapReport:
             finished item.
         start: seconds of each phase before the first results, by name. The phases of workers are those of the worker
             that was slowest to start.
-        items_per_s: rate between the ends of the first and the last chunk, without the first chunk's items.
-        decode_ceiling, call_ceiling: items a second that decoding, or the target, would reach if its threads were
-            always busy, from the seconds measured in this run. None: that work took no time.
+        items_per_s: items per second from the end of the first chunk to the end of the last chunk.
+        decode_ceiling, call_ceiling: items per second that decoding (or the target) would reach if its threads were
+            always busy, computed from the times of this run. None: that work took no time.
         percent_of_ceiling: `items_per_s` in percent of the lower ceiling.
         workers: number of workers that did any work. `decoding` names the decoders of each worker, such as "16
             processes".

@@ -220,14 +220,14 @@ class Parts:
         self.write_if_due()
 
     def write_if_due(self) -> None:
-        """Write the waiting rows if there are many of them or if they are old."""
+        """Write the added rows that are not yet written, if they are many or old."""
         now = time.monotonic()
         patience = max(FIRST_PART_S, PART_SHARE * (now - self._begun))
         if self._waiting and (self._waiting_bytes >= PART_BYTES or now - self._since >= patience):
             self.flush()
 
     def flush(self) -> None:
-        """Write the waiting rows to a new part."""
+        """Write the added rows that are not yet on the disk, as a new part."""
         if not self._waiting:
             return
         if not (self.folder / RECORD).exists():

@@ -128,7 +128,7 @@ class Ahead(Protocol):
     """Decodes items before they are needed."""
 
     def take(self, count: int) -> list[Decoded]:
-        """Wait for the next `count` items and return them in order. There must be that many items."""
+        """Wait for the next `count` items and return them in order. At least `count` items must be left."""
 
 
 class AheadByThreads:
@@ -151,7 +151,7 @@ class AheadByThreads:
         self._begun: deque[Future[Decoded]] = deque()
 
     def take(self, count: int) -> list[Decoded]:
-        """Wait for the next `count` items and return them. There must be that many items."""
+        """Wait for the next `count` items and return them. At least `count` items must be left."""
         found = []
         for _ in range(count):
             self._begin()

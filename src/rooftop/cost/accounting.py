@@ -4,8 +4,8 @@ A `Cost` does not depend on the kernel. A cost is the least work of *any* implem
 
 - each distinct element of each input is read once, and each element of each output is written once;
 - elements that a view repeats (`expand`, stride 0) count once; elements that a view skips do not count;
-- two arguments that are the same memory count once;
-- flops count a multiplication and an addition separately, transcendental functions as one.
+- two arguments in the same memory count once;
+- a multiplication, an addition and a transcendental function each count as one flop.
 
 A formula receives a `Call` (one execution, with the arguments by their names in the schema) and returns a `Cost`.
 """

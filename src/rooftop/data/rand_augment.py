@@ -80,7 +80,7 @@ def _solarized(image: Image.Image, strength: float) -> Image.Image:
 
 
 def factor_of(strength: float) -> float:
-    """The blending factor of a colour operation: 0 is the fully changed image, 1 the original; above 1 extrapolates."""
+    """The blending factor of a colour operation: 0: fully changed; 1: the original image; above 1: extrapolated."""
     return 1 + MOST_COLOUR * strength
 
 

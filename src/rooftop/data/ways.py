@@ -76,5 +76,5 @@ class Threads:
 
 
 def batches_in_flight(job: Job, workers: int, ahead: int) -> int:
-    """The number of batches in flight: `ahead`, or enough batches to give each worker a piece."""
+    """The number of batches in flight: `ahead`, or more if the workers need more batches to have a piece each."""
     return max(ahead, -(-workers // job.pieces))

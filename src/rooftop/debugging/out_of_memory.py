@@ -57,8 +57,8 @@ MODULE_MARK, OPTIMIZER_MARK = "module ", "optimizer"
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """A tensor whose storage starts at an allocation's address. `kind` and `name` are None unless a module or optimizer
-    owns it."""
+    """A tensor whose storage starts at an allocation's address. `kind` and `name` are None if no module or optimizer
+    owns the tensor."""
 
     kind: str | None
     name: str | None
@@ -342,7 +342,7 @@ def explanation_of(
         memory: the memory figures of the GPU.
         known: maps an address to the tensor that starts at this address.
         device: index of the GPU in the snapshot.
-        out: whether memory ran out. If so, the trace's last "oom" entry says in which line.
+        out: whether memory ran out; the trace's last "oom" entry then says in which line.
         most: largest number of listed tensors and groups.
     """
     traces = snapshot["device_traces"]

@@ -131,13 +131,13 @@ def _package(part: str, module: str, package: str, extra: str = "", gpu_only: bo
 def _c_compiler(part: str) -> Finding:
     """Check the C compiler with which Triton builds launchers. Like Triton, try $CC, then gcc, then clang."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or ""
-    return _compiler(part, "c", "CC", compiler, "Triton on a GPU needs one", needed=gpu_usable())
+    return _compiler(part, "c", "CC", compiler, "Triton on a GPU needs a C compiler", needed=gpu_usable())
 
 
 def _cpp_compiler(part: str) -> Finding:
     """Check the C++ compiler with which torch.compile builds CPU kernels. Like torch, try $CXX, then g++."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or ""
-    return _compiler(part, "c++", "CXX", compiler, "torch.compile on the CPU needs one", needed=False)
+    return _compiler(part, "c++", "CXX", compiler, "torch.compile on the CPU needs a C++ compiler", needed=False)
 
 
 def _compiler(part: str, language: str, variable: str, compiler: str, use: str, needed: bool) -> Finding:

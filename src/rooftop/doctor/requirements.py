@@ -54,7 +54,8 @@ def _holds(marker: str, extra: str) -> bool:
 
 
 def fits(version: str, specifier: str) -> bool:
-    """Whether a version satisfies "==3.6.0" or ">=2.11,<4", by release numbers. The version "" satisfies nothing.
+    """Whether a version satisfies "==3.6.0" or ">=2.11,<4"; only release numbers are compared. The version "" satisfies
+    nothing.
 
     Operators other than ==, >=, <= and < count as satisfied.
     """

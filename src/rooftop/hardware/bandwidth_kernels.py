@@ -68,7 +68,7 @@ def rooftop_marker():
 
 
 def programs(tensor: Tensor, blocks: Blocks = LARGE) -> int:
-    """The number of programs that cover a tensor."""
+    """The number of Triton programs that cover a tensor."""
     return int(triton.cdiv(tensor.numel(), blocks.elements))
 
 

@@ -56,8 +56,7 @@ class Measurement:
         at: UTC, ISO 8601.
         spread: for each figure, the relative distance of its best two samples.
         conditions: see `rooftop.hardware.conditions`.
-        disturbed: the disturbed figures. None means that `spread` and `conditions` determine which figures are
-            disturbed.
+        disturbed: the disturbed figures. If None, `spread` and `conditions` determine which figures are disturbed.
     """
 
     at: str

@@ -66,7 +66,7 @@ class Released:
 
 @dataclass
 class TrackedMemory:
-    """Memory of a block of code, in bytes. Complete when the block has ended.
+    """Memory of a block of code, in bytes. The figures are complete when the block has ended.
 
     Attributes:
         device: the device.
@@ -99,7 +99,7 @@ def memory_summary() -> list[DeviceMemory]:
 
 
 def gpu_memory(index: int, free_bytes: int | None) -> DeviceMemory:
-    """The memory of one GPU, whose free bytes are known or None."""
+    """The memory of one GPU; the caller passes the GPU's free bytes, or None if they are unknown."""
     total = torch.cuda.get_device_properties(index).total_memory
     fraction = torch.cuda.get_per_process_memory_fraction(index)
     return DeviceMemory(

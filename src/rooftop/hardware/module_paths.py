@@ -1,9 +1,9 @@
 """Name the calls of modules by paths ("blocks.3.norm").
 
 A module with several parents runs under each parent, so the name depends on the call, not on the object. The name
-begins with the name of the innermost running module that contains the called module. The path from there to the called
-module follows. If no running module contains the called module, its name is the first path under which the model
-contains it.
+begins with the name of the innermost running module that contains the called module. The rest of the name is the path
+from that running module to the called module. If no running module contains the called module, its name is the first
+path under which the model contains it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Nvml:
 
 @contextmanager
 def nvml_session() -> Iterator[Nvml]:
-    """A session with the driver. Without a driver, a session in which every answer is None."""
+    """A session with the driver. Without a driver, every answer of the session is None."""
     import pynvml
 
     try:

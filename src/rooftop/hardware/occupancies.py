@@ -247,9 +247,9 @@ def occupancy(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the compute capability is not in `MULTIPROCESSORS`, or no launch can have the value. If only the
-            registers of a block do not fit, the occupancy is 0 without an error, and `nearest_change` says what would
-            fit.
+        ValueError: the compute capability is not in `MULTIPROCESSORS`, or an argument has a value that no launch can
+            have. If only the registers of a block do not fit, the occupancy is 0 without an error, and `nearest_change`
+            says what would fit.
     """
     counts = (threads_per_block, registers_per_thread, shared_bytes_per_block)
     if not all(isinstance(count, int) for count in counts) or not isinstance(capability, tuple):

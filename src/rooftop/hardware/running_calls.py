@@ -47,7 +47,7 @@ class RunningCalls:
         return self._calls[-1].within if self._calls else None
 
     def settle(self, frame: FrameType | None) -> bool:
-        """Forget this thread's calls that neither this frame nor any of its callers runs. Return whether any call
+        """Forget this thread's calls, except those that this frame or one of its callers runs. Return whether any call
         was forgotten.
 
         Calls that began in another thread stay, because they wait for this thread: autograd runs backward passes in its
@@ -81,7 +81,7 @@ class RunningCalls:
         """Record the end of the call that this frame or its caller runs, and of all calls above that call. Return the
         call's name.
 
-        The name is None if the call began before the hooks existed.
+        The returned name is None if the call began before the hooks existed.
         """
         thread, frames = threading.get_ident(), (id(frame), id(frame.f_back))
         for place in reversed(range(len(self._calls))):

@@ -49,7 +49,7 @@ def select_devices(
         min_free_bytes: bytes that must be free on each GPU. The driver counts memory that torch caches in this process
             as used.
         min_capability: lowest compute capability, e.g. (9, 0).
-        near: a GPU with which the chosen GPUs will work. This GPU is not chosen itself. GPUs that NVLink connects to
+        near: a GPU with which the chosen GPUs will work. `near` itself is not chosen. GPUs that NVLink connects to
             `near` come first, then GPUs whose memory `near` can access directly, then all others. Each group is sorted
             by free memory.
 

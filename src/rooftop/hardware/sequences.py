@@ -111,7 +111,7 @@ class OtherState:
 
 
 class StepClock:
-    """Time a step repeatedly. Each call of a method runs and times more steps.
+    """Time a step repeatedly. Each call of `run_block` or `run_alone` runs and times more steps.
 
     Args:
         step: function that runs one step, and may synchronize.

@@ -11,7 +11,7 @@ import torch
 
 
 def places_of(named: Sequence[torch.device | str] | None) -> list[torch.device]:
-    """The given devices, with indices. By default all GPUs, or the CPU if there are none."""
+    """The given devices, with indices. If no devices are given: all GPUs, or the CPU if there are none."""
     if named is None:
         named = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
     if not named:

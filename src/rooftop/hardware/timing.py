@@ -109,7 +109,8 @@ def compare(
 
 
 def compare_slow(variants: Mapping[str, Callable[[], object]], samples: int = SLOW_SAMPLES) -> dict[str, Timing]:
-    """Time callables on the CPU that take tenths of a second, by single calls, interleaved as in `compare`.
+    """Time callables that take tenths of a second on the CPU: each sample is a single call, and the callables are
+    interleaved as in `compare`.
 
     There is no warm-up, so call each variant once before.
     """
@@ -203,8 +204,8 @@ def timing_of(samples: Sequence[float]) -> Timing:
 def is_sure(gains: Sequence[float]) -> bool:
     """Whether the gains of several rounds, as shares of a time, are more than noise.
 
-    There must be at least `SURE_ROUNDS` gains. At most one in six may be 0 or less, and the median must exceed half the
-    distance between the quartiles.
+    There must be at least `SURE_ROUNDS` gains. At most one gain in six may be 0 or less, and the median must exceed
+    half the distance between the quartiles.
     """
     if len(gains) < SURE_ROUNDS:
         return False

@@ -44,7 +44,7 @@ class EngineReport:
     Attributes:
         device, dtype, channels_last: where and how the model runs.
         folded: for each removed norm, the convolution it was folded into.
-        left: for each remaining batch norm, why it stays.
+        left: for each remaining batch norm, why it is not folded.
         fused: for each fused convolution, the operations that it is computed with.
         replaced: the kind of each norm, softmax, embedding and max pool that Rooftop's kernels compute.
         constants: methods of modules that are computed once, if the model calls them.

@@ -80,7 +80,7 @@ def climb(
 
     Args:
         ladder: made by `build`.
-        ceilings: ceilings of the GPU that holds the tensors. With None the rungs are checked but not timed.
+        ceilings: ceilings of the GPU that holds the tensors. If None, the rungs are checked but not timed.
         seconds: about how long to time each rung.
         progress: called with (the current activity, fraction done).
     """

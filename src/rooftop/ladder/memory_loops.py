@@ -9,7 +9,7 @@ from rooftop.launch.numba_loops import kept_loop
 
 @kept_loop
 def chase(following: Any, place: Any, hops: Any) -> Any:
-    """Follow a chain for `hops` hops and return the place reached. Each address is the result of the previous load."""
+    """Follow a chain for `hops` hops and return the index reached. Each address is the result of the previous load."""
     for _ in range(hops):
         place = following[place]
     return place

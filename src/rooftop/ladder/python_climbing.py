@@ -37,7 +37,7 @@ class SpeedOutcome:
         status: "measured". "absent": the rung cannot run here. "wrong": its result differs from the first rung's.
             "failed": the rung returned no result.
         roof: the roof that limits the rung: "one core", "all cores" or "GPU".
-        stop: says when this rung is fast enough.
+        stop: the condition under which this rung is fast enough, in words.
         note: a remark, or after an error the error's message.
         copied_bytes: bytes that one call copies between processes, or to and from the GPU; None if nothing is copied.
         ms: time of the fastest call, because other programs disturb a CPU, and a roof is also a fastest time.

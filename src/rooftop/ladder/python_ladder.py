@@ -49,7 +49,7 @@ class SpeedRung:
         run: function that returns the distances (n,) as a list, an array or a tensor. None if the rung cannot run;
             `note` says why.
         roof: the unit whose rate limits the rung: ONE, ALL or GPU.
-        stop: says when this rung is fast enough.
+        stop: the condition under which this rung is fast enough, in words.
         copied: function that returns the bytes that one call copies between processes, or between host and GPU. None
             if nothing is copied.
         clock: how the rung is timed: called on the host, replayed from a CUDA graph, or called between events on the

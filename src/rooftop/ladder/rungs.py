@@ -114,9 +114,9 @@ def build(name: str, size: int | None = None, device: torch.device | str | None 
 
     Args:
         name: one of `LADDERS`.
-        size: the size. None means the ladder's own size, or without a GPU its small size.
-        device: None means the GPU if there is one. On "cpu" the Triton rungs run in Triton's interpreter (in a process
-            with TRITON_INTERPRET=1), and the rungs in CUDA C++ can be compiled.
+        size: the size. If None, the ladder's default size, or without a GPU its small size.
+        device: if None, the GPU if there is one, else the CPU. On "cpu" the Triton rungs run in Triton's interpreter
+            (in a process with TRITON_INTERPRET=1), and the rungs in CUDA C++ can be compiled.
 
     Raises:
         ValueError: there is no such ladder, or it cannot have this size.

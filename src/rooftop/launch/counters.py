@@ -1,5 +1,5 @@
-"""Zeroed counters in device memory. The programs of a kernel count their arrivals in such counters, and the kernel
-resets the counters to zero.
+"""Zeroed counters in device memory. The programs of a kernel count their arrivals in counters, which the kernel then
+resets to zero.
 
 Launches on one stream run one after another and share their counters. A captured launch may be replayed on any stream,
 together with any other work. So each captured launch keeps its own counters as long as the process lives.

@@ -124,7 +124,7 @@ class Kernel:
     Attributes:
         binary: machine code and its properties: registers, shared memory, the compiler's log.
         name, arch: the compiled name and architecture.
-        max_threads_per_block: the limit by the kernel's registers; `__launch_bounds__` may set a lower one.
+        max_threads_per_block: the limit due to the kernel's registers; `__launch_bounds__` may set a lower limit.
     """
 
     def __init__(self, binary: nvrtc.Binary, source: str, options: nvrtc.Options) -> None:

@@ -22,7 +22,7 @@ _FORMATS = {
 
 
 def for_driver(step: Step, varied: Varied | None = None) -> dict[str, Any] | None:
-    """The launch, with formulas for sizes that vary; None if only Triton can make it."""
+    """Describe a launch for the driver, with formulas for varying sizes; None if only Triton can launch the kernel."""
     assert step.compiled is not None
     compiled: Any = step.compiled.whole
     about = compiled.metadata

@@ -4,8 +4,8 @@ For an operator written in Python, a call through the dispatcher takes the host 
 kernel. A call that nothing watches or transforms does not need the dispatcher. torch.compile, modes (FakeTensor,
 counting), transforms and the profiler still see every call.
 
-`benchmarks/calls.py` measures the time saved. If the row "dispatcher" of this benchmark costs less than a tenth of a
-call, this file can be removed.
+`benchmarks/calls.py` measures the time saved. If its row "dispatcher" is less than a tenth of the time of a call, this
+file can be removed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ with ThreadPoolExecutor(1) as _thread:
 
 
 def is_plain(arguments: Sequence[Any]) -> bool:
-    """Whether autograd alone has to see a call."""
+    """Whether no compiler, mode, transform or profiler has to see a call; autograd may have to."""
     return _include_set() == _UNWATCHED and _unseen(arguments)
 
 
 def only_infers(arguments: Sequence[Any]) -> bool:
-    """Whether nothing has to see a call, not even autograd: it runs in inference mode."""
+    """Whether a call runs in inference mode, and no compiler, mode, transform or profiler has to see it."""
     return torch.is_inference_mode_enabled() and _include_set() == _INFERRING and _unseen(arguments)
 
 
@@ -149,7 +149,7 @@ def recording(name: str, forward: Callable[..., Any], backward: Callable[..., An
 def recording_lists(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], gives_list: bool
 ) -> Callable[..., Any]:
-    """Do as `recording` for arguments or results that are lists of tensors; autograd sees only single tensors."""
+    """Like `recording`, for arguments or results that are lists of tensors; autograd sees only single tensors."""
 
     def forward_of_each(ctx: Any, counts: Sequence[int | None], *flat: Any) -> Any:
         """Run `forward` on arguments that autograd passes one by one. `counts`: for each argument, its length if it is

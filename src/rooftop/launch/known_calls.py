@@ -2,10 +2,10 @@
 decisions.
 
 All decisions of an operator (views, grids, constants, choice of kernels) depend on facts of its arguments: shapes,
-strides, dtypes, device, alignment, and values that are not tensors. The second call with the same facts is observed. If
-this call only allocates memory, takes views, and launches Triton kernels, later calls replay its list of allocations
-and launches. A launch's pointers are arguments or allocations plus constant offsets. Other calls (with copies,
-PyTorch's own operators or CUDA C++) run as always.
+strides, dtypes, device, alignment, and values that are not tensors. The second call whose arguments have the same facts
+is observed. If this call only allocates memory, takes views, and launches Triton kernels, later calls replay its list
+of allocations and launches. A launch's pointers are arguments or allocations plus constant offsets. Other calls (with
+copies, PyTorch's own operators or CUDA C++) run as always.
 
 An operator opts in by `declare(..., known=...)`. The decisions of its `run` may depend only on these facts and on
 settings that `known` returns, but not on the contents of memory.
@@ -68,7 +68,7 @@ def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any] | None = None) -> Callable[..., Any]:
-    """Wrap an operator's `run` so that it makes its decisions once for each set of facts.
+    """Wrap an operator's `run`, so that it makes its decisions only once for arguments with the same facts.
 
     Args:
         run: the function.
@@ -103,7 +103,7 @@ after_known: list[Callable[[], None]] = []
 
 
 def depends(why: str) -> None:
-    """Report that an operator's work depends on more than facts, so that Python makes all of its calls."""
+    """Report that an operator's work depends on more than its arguments' facts; Python then makes all of its calls."""
     if (here := lesson_here()) is not None:
         here.refuse(why)
 
@@ -155,7 +155,7 @@ class Pointer(NamedTuple):
         place: index among the arguments.
         source: index among the tensor arguments of the operator and, after them, its allocations.
         offset: bytes from the beginning of the source.
-        view: dtype, shape and strides of the tensor there, for interpreted kernels.
+        view: dtype, shape and strides of the tensor at this address, for interpreted kernels.
     """
 
     place: int
@@ -436,7 +436,7 @@ class Observer(LightMode):
             self._is_other("a launch that is not Triton's")
 
     def steps(self, places: tuple[int, ...], result: Any) -> Steps | None:
-        """The observed steps; None if the call did anything that steps cannot repeat."""
+        """The observed steps; None if the call did anything that `Steps` cannot repeat."""
         count = len(places)
         kind = Tensor if isinstance(result, Tensor) else type(result)
         if self.why or kind not in (Tensor, tuple, list):

@@ -309,7 +309,7 @@ class Lesson(Observer):
 
     def is_used(self, source: int) -> bool:
         """Whether a launch has a pointer to this source, or one of PyTorch's operators made or changed it. If neither
-        holds, no observed step has written values there.
+        holds, no observed step has written values to the source.
         """
         for step in self.launched:
             if isinstance(step, Called) and source in step.made:

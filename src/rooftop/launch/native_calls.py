@@ -1,4 +1,5 @@
-"""Compile and load repeated_calls.cpp, which repeats earlier calls without Python, and observe calls for it.
+"""Compile and load repeated_calls.cpp, which repeats earlier calls without Python, and observe calls so that it can
+repeat them.
 
 The C++ part is compiled in the background when a GPU first runs a known operator, and stored in Rooftop's cache.
 """
@@ -118,8 +119,8 @@ HOPELESS = 1 << 62
 
 
 def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
-    """Whether to observe this call. Of the calls with the same facts, only one is observed, because all have the same
-    plan or none. If sizes vary, a call is also observed if no plan holds for its sizes.
+    """Whether to observe this call. Only one of the calls with the same facts is observed, because all have the same
+    plan, or all have none. If sizes vary, a call is also observed if no plan holds for its sizes.
     """
     if len(seen) >= known_calls.MOST_KNOWN:
         seen.clear()

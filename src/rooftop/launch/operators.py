@@ -83,8 +83,8 @@ class Signature(Protocol[Result_co]):
             `slopes`, the gradients of the results. With several results, some slopes may be None. The returned tuple
             may omit trailing gradients that are None. `wanted`: which arguments need a gradient. For an operator
             with lists of tensors, slopes and gradients are lists, too.
-        once(): a static method that returns True if differentiating the gradients raises an error. In this case, a
-            result that only backward needs requires no graph.
+        once(): a static method that returns True if differentiating the gradients raises an error. In this case,
+            no graph is needed for results that only backward uses.
     """
 
     def run(self) -> Result_co: ...
@@ -106,7 +106,7 @@ def declare(
         signature: a `typing.NamedTuple` class with the methods of `Signature`. The annotations of the class, and the
             return annotation of `run`, determine the schema.
         mutates: arguments that `run` changes. An operator with `mutates` has no derivative, and Python makes its
-            decisions. The exception is a call made in C++ (repeated_calls.py), if only that call has the argument.
+            decisions. The exception is a call made in C++ (repeated_calls.py), if nothing else refers to the argument.
         slopes: the number of leading results that have gradients; None: all. A list of tensors is one result.
         derivative: `no_second_derivative(...)`, which raises, for a backward operator without a derivative.
         known: whether all decisions of `run` depend only on shapes, strides, dtypes, alignment, device, and arguments

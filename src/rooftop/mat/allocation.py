@@ -50,8 +50,8 @@ class MatData:
         mapping: the side that may access the block now: "host" for host memory, "device" for a GPU's memory. Within
             `Mat.mapped()`, a GPU's block is "host" too, and the data in GPU memory is out of date.
         used_bytes: offset in the storage at which the last row of any header ends. A header grows in place only if its
-            rows end here. So two headers of one block never push different rows to the same position. (OpenCV allows
-            this.)
+            last row ends at this offset. So two headers of one block never push different rows to the same position.
+            (OpenCV allows this.)
     """
 
     __slots__ = ("__weakref__", "_bases", "allocator", "device", "flags", "mapping", "share", "size_bytes",
@@ -125,10 +125,10 @@ class MatAllocator:
 
     Attributes:
         name: a readable name.
-        device: the device of its blocks.
+        device: the device of the allocator's blocks.
         get_bytes: called with a size in bytes; returns a contiguous 1-D uint8 tensor of at least that size on the
             device. The tensor's storage decides how the memory is freed.
-        flags: the flags of its blocks.
+        flags: the flags of the allocator's blocks.
     """
 
     name: str

@@ -27,9 +27,9 @@ class Block(ExportedHeader):
     ) -> Self:  # fmt: skip
         """Make this a Mat of the given sizes and type: `create(rows, cols, type)` or `create(sizes, type)`.
 
-        If sizes, type and device stay the same, nothing is allocated, so results can be written into regions. If any of
-        them changes, this Mat drops its reference to the old memory and gets new, uninitialized memory from its
-        allocator.
+        If sizes, type and device stay the same, nothing is allocated, so results can be written into regions. If sizes,
+        type or device change, this Mat drops its reference to the old memory and gets new, uninitialized memory from
+        its allocator.
         """
         sizes, type, _ = shape_arguments(shape, type, None)
         where = self._device if device is None and allocator is None else allocator_for(device, allocator).device

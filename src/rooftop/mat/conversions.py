@@ -101,7 +101,7 @@ def _convert_plain(x: Tensor, into: Tensor, depth: int, new_depth: int) -> None:
 
 @dataclass(frozen=True)
 class Scaling:
-    """`alpha * x + beta` in the precision of a pair of depths.
+    """`alpha * x + beta`, in the precision that a pair of depths requires.
 
     Attributes:
         dtype: float32 (alpha and beta are then rounded to float32) or float64.

@@ -170,7 +170,7 @@ class Numbers:
 
 
 class ElementProgram(Numbers):
-    """An expression as a program for each element.
+    """An expression as a program that computes one element.
 
     Args:
         root: an expression of Mats, numbers and elementwise operations.

@@ -28,8 +28,8 @@ def store(expression: MatExpr, dst: Block, rtype: Any = None) -> None:
     """Evaluate an expression into a header's memory.
 
     Args:
-        dst: the target. `create` sets its size and type, and allocates nothing if both already match. `dst` may
-            overlap the expression's Mats.
+        dst: the target. `create` sets the target's size and type, and allocates nothing if both already match. `dst`
+            may overlap the expression's Mats.
         rtype: the depth of the stored numbers: a depth, a type (its channels are ignored), or a dtype; None keeps the
             expression's depth.
 

@@ -1,9 +1,9 @@
 """Expressions of Mats, evaluated when they are stored: `m.assign(a + b * 2 - c.t())`.
 
-An operator computes nothing. It checks types and sizes and makes a `MatExpr`: a tree whose leaves are numbers and
-headers of Mats, with a type and a size. Storing a `MatExpr` (`Mat(e)`, `m.assign(e)`, `m[...] = e`, `e.to_mat()`, or
-passing it as a Mat) evaluates the whole tree at once (`evaluation.py`): as if in float64, with the result rounded and
-saturated once, at the end.
+An operator computes nothing. The operator only checks types and sizes, and makes a `MatExpr`: a tree whose leaves are
+numbers and headers of Mats, with a type and a size. Storing a `MatExpr` (`Mat(e)`, `m.assign(e)`, `m[...] = e`,
+`e.to_mat()`, or passing it as a Mat) evaluates the whole tree at once (`evaluation.py`): as if in float64, with the
+result rounded and saturated once, at the end.
 
 Source of names and meanings: `cv::MatExpr` of OpenCV, modules/core/src/matrix_expressions.cpp.
 """
@@ -157,7 +157,7 @@ class Arithmetic:
         """The inverse of a square floating-point matrix; with "svd" the pseudo-inverse of any matrix.
 
         The evaluation raises numpy's LinAlgError if the matrix has no inverse ("lu") or is not positive definite
-        ("cholesky"). In these cases OpenCV returns zeros.
+        ("cholesky"). OpenCV returns zeros instead of raising an error.
         """
         return _inverse(as_expression(self), method)
 
@@ -165,8 +165,8 @@ class Arithmetic:
 class MatExpr(Arithmetic, Shaped):
     """An expression to be computed, with its type and size. Operators of Mats create it; users do not.
 
-    Each use evaluates the expression again, from the present contents of its Mats. The numbers in it are copies,
-    made when the expression was built.
+    Each use evaluates the expression again, from the present contents of its Mats. The numbers in the expression are
+    copies, made when the expression was built.
     """
 
     __slots__ = ("_device", "_operands", "_operation", "_sizes", "_type", "_value")
@@ -321,7 +321,7 @@ def as_expression(value: Any) -> MatExpr:
     """Convert a Mat or an array to an expression; return an expression unchanged.
 
     Raises:
-        TypeError: the value is none of these.
+        TypeError: the value is not a Mat, an array or an expression.
     """
     if isinstance(value, MatExpr):
         return value

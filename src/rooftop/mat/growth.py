@@ -60,7 +60,7 @@ def pop_back(m: Mat, nelems: int) -> None:
 
 
 def reserve(m: Mat, nelems: int) -> None:
-    """Reserve memory for `nelems` rows in total, so that pushing up to that many does not move the Mat.
+    """Reserve memory for `nelems` rows in total, so that the Mat does not move until it has more rows than that.
 
     Raises:
         ValueError: the Mat is empty, so its rows have no length yet.

@@ -2,8 +2,8 @@
 
 A Mat can be a header on memory whose elements are contiguous along the last dimension with all their channels. The
 steps of the other dimensions must be positive, must not make elements overlap, and must grow toward the first
-dimension. Slices of rows and columns of an image meet these rules. A single channel of such
-an image does not, and neither does a transposed, reversed or broadcast array.
+dimension. Slices of rows and columns of an image meet these rules. A single channel of such an image breaks these
+rules, as does a transposed, reversed or broadcast array.
 """
 
 from __future__ import annotations

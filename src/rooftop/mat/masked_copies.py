@@ -1,8 +1,9 @@
 """Copy under a mask on a GPU, by one kernel that reads the mask and the selected elements, and writes only these
 elements.
 
-The kernel is memory-bound if the mask consists of areas, as most masks do. At the edges of areas, and everywhere in a
-random mask, the kernel stores numbers one by one. For bytes, this takes several times as long as storing wide words.
+The kernel is memory-bound if the mask consists of contiguous areas, as most masks do. At the edges of areas, and
+everywhere in a random mask, the kernel stores numbers one by one. For bytes, this takes several times as long as
+storing wide words.
 """
 
 from __future__ import annotations

@@ -234,9 +234,10 @@ class Mat(Block, Arithmetic):
         """Copy all elements, or those whose mask is not 0.
 
         Args:
-            dst: the target; None makes a new Mat. `create` sets its sizes and type, and keeps its device.
+            dst: the target; None makes a new Mat. `create` sets the target's sizes and type, and keeps the target's
+                device.
             mask: a Mat of 8 bits or Bool, with the same sizes, and with one channel or as many channels as this Mat.
-                Elements of new memory that the mask excludes are 0.
+                If the target's memory is new, the elements that the mask excludes are 0.
 
         Returns:
             dst.
@@ -275,7 +276,7 @@ class Mat(Block, Arithmetic):
 
         Args:
             rtype: a depth, a type (its channels are ignored), or a dtype; None keeps the depth.
-            dst: the target, which may be this Mat; None makes a new Mat. `create` sets its sizes and type.
+            dst: the target, which may be this Mat; None makes a new Mat. `create` sets the target's sizes and type.
 
         Returns:
             dst.
@@ -342,7 +343,7 @@ class Mat(Block, Arithmetic):
         growth.pop_back(self, nelems)
 
     def reserve(self, nelems: int) -> None:
-        """Reserve memory for at least that many rows. The rows themselves do not change."""
+        """Reserve memory for at least `nelems` rows. The rows themselves do not change."""
         growth.reserve(self, nelems)
 
     def resize(self, nelems: int, value: ScalarLike | None = None) -> None:
@@ -451,7 +452,7 @@ def evaluate(expression: MatExpr, dst: Mat | None = None, rtype: Any = None) -> 
     """Evaluate an expression and return the Mat with its value.
 
     Args:
-        dst: the target; None makes a new Mat. `create` sets its size and type, and allocates nothing if both
+        dst: the target; None makes a new Mat. `create` sets the target's size and type, and allocates nothing if both
             already match. `dst` may overlap the expression's Mats.
         rtype: the depth of the stored numbers: a depth, a type (its channels are ignored), or a dtype; None keeps the
             expression's depth.

@@ -124,7 +124,7 @@ def CV_ELEM_SIZE1(type: int) -> int:
 
 
 def CV_ELEM_SIZE(type: int) -> int:
-    """Bytes of one element, all channels."""
+    """The size in bytes of one element with all its channels."""
     return depth_of(type).size_bytes * CV_MAT_CN(type)
 
 

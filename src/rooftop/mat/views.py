@@ -289,7 +289,9 @@ class Header(Shaped):
         return self._cut("[]", place)
 
     def at(self, *index: int) -> Any:
-        """The element at an index for each dimension; a single index counts along a single row or column."""
+        """The element at the given indices, one for each dimension. In a Mat of one row or one column, a single index
+        suffices.
+        """
         if len(index) == 1 and self.dims == 2 and 1 in self._sizes:
             index = (0, index[0]) if self._sizes[0] == 1 else (index[0], 0)
         if len(index) != self.dims:

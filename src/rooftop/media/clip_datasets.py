@@ -230,7 +230,7 @@ class ClipLoader:
         return count // self.batch if self.drop_last else -(-count // self.batch)
 
     def order(self, epoch: int) -> list[int]:
-        """Numbers of the clips of a pass."""
+        """The numbers of the clips, in the order of pass number `epoch`."""
         if not self.shuffle:
             return list(range(len(self.dataset)))
         generator = torch.Generator().manual_seed((self.seed << 20 ^ epoch) & (1 << 63) - 1)

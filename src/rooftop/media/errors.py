@@ -38,7 +38,7 @@ class DamagedSoundError(DamagedVideoError):
 
 
 class NoVideoDecoderError(RooftopError, NotImplementedError):
-    """The requested device cannot decode video here. The message says which devices can."""
+    """The requested device cannot decode video here. The message says which devices can decode video."""
 
 
 class VideoWriteError(RooftopError, RuntimeError):

@@ -246,7 +246,8 @@ class Trials:
         return (None, failure) if failure else (clip, "")
 
     def decode(self, clip: Path, words: Sequence[str], pixels: str, graph: str = "") -> tuple[np.ndarray | None, str]:
-        """Decode a clip with these arguments. Returns frames (T, N) in levels of 255, or the reason of a failure.
+        """Decode a clip with these arguments. Returns frames (T, N) as levels from 0 to 255, or the reason of a
+        failure.
 
         `pixels` is the format in which the decoder or the filter graph outputs frames. FFmpeg must not convert the
         frames.
@@ -412,7 +413,7 @@ def picture(bits: int) -> np.ndarray:
 
 
 def levels_of_picture(bits: int) -> np.ndarray:
-    """The test picture in levels of 255, (T, N) float32."""
+    """The test picture as levels from 0 to 255, (T, N) float32."""
     return picture(bits).astype(np.float32) / (1 << (bits - 8))
 
 
@@ -422,7 +423,9 @@ def software_pixels(codec: Codec) -> str:
 
 
 def levels(data: bytes, pixels: str, size: tuple[int, int] = (WIDTH, HEIGHT)) -> np.ndarray:
-    """Convert raw frames to (T, N) float32 in levels of 255, plane after plane; an incomplete frame is dropped."""
+    """Convert raw frames to (T, N) float32, as levels from 0 to 255, plane after plane; an incomplete frame is
+    dropped.
+    """
     wide = pixels in ("p010le", "yuv420p10le")
     samples = size[0] * size[1] * 3 // 2
     values = np.frombuffer(data, np.dtype("<u2") if wide else np.uint8, count=len(data) // (2 if wide else 1))

@@ -49,8 +49,8 @@ REPACKED = {  # pixel format: the format with the same samples in separate plane
 def colours_of(frame: av.VideoFrame) -> Colours:
     """The colour encoding of a frame; properties that the frame does not state are assumed, and listed as such.
 
-    Luma alone ("gray") always has full range, as in FFmpeg and OpenCV. The range that the file states is ignored,
-    because encoders write it without regard to this format.
+    Luma alone ("gray") always has full range, as in FFmpeg and OpenCV. For luma alone, the range that the file states
+    is ignored, because encoders write the range without regard to this format.
 
     Raises:
         InputError: the matrix is not supported (YCgCo, ICtCp, constant luminance).

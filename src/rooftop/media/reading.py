@@ -313,7 +313,7 @@ class VideoReader:
         return self.take(positions)
 
     def close(self) -> None:
-        """Close the file. The reader opens it again if more frames are requested."""
+        """Close the file. The reader opens the file again if more frames are requested."""
         with self._lock:
             for cursor in (self._cursor, self._begun):
                 if cursor is not None:

@@ -106,7 +106,7 @@ class CopiedSound:
             yield Timed(packet.pts * base, packet)
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Yield the remaining packets that begin before `seconds`, or all remaining packets if None."""
+        """Yield the remaining packets that begin before `seconds`, or all remaining packets if it is None."""
         while True:
             self._next = self._next or next(self._packets, None)
             if self._next is None or (seconds is not None and self._next.seconds >= seconds):
@@ -169,7 +169,7 @@ class EncodedSound:
             self._waiting.extend(self._stream.encode(frame))
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Yield the remaining packets that begin before `seconds`, or all remaining packets if None."""
+        """Yield the remaining packets that begin before `seconds`, or all remaining packets if it is None."""
         while self._waiting:
             packet = self._waiting[0]
             late = seconds is not None and packet.pts is not None and packet.pts * packet.time_base >= seconds

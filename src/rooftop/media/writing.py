@@ -61,12 +61,14 @@ class VideoWriter:
             first format.
         bit_rate_bps: bits per second that the encoder aims at; None: the encoder's default quality.
         options: options of the encoder, such as {"crf": "18", "preset": "fast"}.
-        matrix: bt709, bt601 or bt2020; the file states it. By default the matrix that players assume for this size.
+        matrix: bt709, bt601 or bt2020; the file states the matrix. By default the matrix that players assume for this
+            size.
         full_range: True if black is 0 and white 255; False if black is 16 and white 235.
         pad: whether a size that does not fit the pixel format (odd, with yuv420p) is padded by repeating the last row
             and column. If False, such a size raises `InputError`.
         sound_from: a file from which all sound streams are copied, packet for packet.
-        sound_start_s: the time on the clock of `sound_from` that becomes 0. Packets that begin earlier are dropped.
+        sound_start_s: the time on the clock of `sound_from` that becomes 0. Packets that begin before this time are
+            dropped.
         cut_sound: whether sound after the last frame is dropped, to the precision of a packet. If False, all sound is
             kept.
 
@@ -193,8 +195,10 @@ class VideoWriter:
         Raises:
             InputError: a shape, dtype or size is not as expected, a value is not finite, times do not increase, or the
                 pixel format does not allow the size.
-            VideoWriteError: the encoder refuses its settings. The writer is then closed, and leaves no file.
-            DamagedVideoError: the copied sound cannot be read further. The writer is then closed, and leaves no file.
+            VideoWriteError: the encoder refuses its settings. After this error, the writer is closed and leaves no
+                file.
+            DamagedVideoError: the copied sound cannot be read further. After this error, the writer is closed and
+                leaves no file.
         """
         if self._closed:
             raise VideoWriteError(f"{self.path} is closed already: open another VideoWriter")
@@ -244,7 +248,8 @@ class VideoWriter:
             raise
 
     def write_sound(self, samples: Tensor, rate_hz: int, codec: str | None = None) -> None:
-        """Add sound, which starts at the start of the video. Call this before the first frame, any number of times.
+        """Add sound, which starts at the start of the video. Call this method before the first frame, any number of
+        times.
 
         Args:
             samples: (C, N) floating in -1..1, on any device, with 1 to 8 channels.

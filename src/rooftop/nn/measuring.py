@@ -19,8 +19,8 @@ ROUND_S, MOST_ROUNDS = 0.1, 9
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of a step of the model without and with one kind of modules replaced, in addition to the kinds accepted
-    before.
+    """Times of a step of the model before and after one kind of modules is replaced. Kinds accepted earlier are
+    replaced in both.
 
     Attributes:
         before_ms, after_ms: medians.

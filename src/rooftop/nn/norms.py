@@ -54,8 +54,8 @@ def rms_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Ten
 
 def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Return (norm(input + residual), input + residual), for any norm. One kernel computes the sum and the norm if the
-    norm is a `LayerNorm` or `RMSNorm` of this file, has no hooks, and torch.fx does not trace the norm, since torch.fx
-    records each module's own result.
+    norm is a `LayerNorm` or `RMSNorm` of this file, has no hooks and is not traced: torch.fx records each module's own
+    result.
 
     Args:
         input, residual: tensors of the same shape. The sum has the dtype to which PyTorch promotes both dtypes.

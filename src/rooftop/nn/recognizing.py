@@ -130,7 +130,7 @@ class Recognized:
     weight: Tensor
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Compute the norm of one tensor (..., columns), whose argument has the name as in the original forward. The
+        """Compute the norm of one tensor (..., columns), whose argument is named as in the original forward. The
         result has the same shape and dtype as the tensor.
         """
         eps, offset = self._rms_norm

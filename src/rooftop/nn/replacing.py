@@ -68,7 +68,7 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
     a GPU have no second derivative.
 
     Args:
-        model: any module. Modules in the model whose class is exactly one of `torch.nn` are replaced, and RMS norms of
+        model: any module. Modules in the model whose class is itself in `torch.nn` are replaced, and RMS norms of
             any library, recognized by what they compute (`recognizing.py`). Other subclasses and functions are not
             replaced. A Linear is not fused with the operation after it, since modules do not show the order of calls:
             use `rooftop.nn.LinearAct` there.

@@ -1,7 +1,8 @@
 """Compare doubtful results on more inputs. A result is doubtful if its error is somewhat larger than allowed.
 
 A gradient with a few elements is a small sample of errors. Among the gradients of a hundred layers, some have twice the
-original's error by chance. Summed over more inputs, only a less accurate result still has twice the original's error.
+original's error by chance. If the errors are summed over more inputs, only a result that really is less accurate still
+has twice the original's error.
 
 The best further inputs are neighbours of the first input, whose values differ from it by a few roundings. The results
 for neighbours have almost the same size as the first results, but other rounding errors. Without floating-point inputs
@@ -40,7 +41,8 @@ def is_hopeless(error: InaccurateError) -> bool:
 
 def may_be_luck(error: InaccurateError, dtype: torch.dtype) -> bool:
     """Whether a doubtful error for uniform inputs may be due to luck. If all elements have the same rounding error, the
-    original's error may be small by luck. Such a result is compared on the given inputs instead.
+    original's error may be small by luck. A result that may be doubtful by bad luck is compared on the given inputs
+    instead.
     """
     return torch.finfo(dtype).bits >= 32 or error.share <= LUCK_IN_HALF
 

@@ -64,8 +64,8 @@ def draws(given: Arguments, generator: torch.Generator) -> list[Draw]:
 
 
 def others(given: Arguments, generator: torch.Generator) -> Draw:
-    """The given arguments with other values. If the model refuses them, one integer tensor keeps its values, then
-    another one, and at last all integer tensors.
+    """The given arguments with other values. For a model that refuses these values, the alternatives keep the values of
+    one integer tensor each, and the last alternative keeps those of all integer tensors.
     """
 
     def but(fixed: list[Tensor]) -> Arguments:

@@ -87,7 +87,7 @@ def _place() -> tuple[str, str]:
 
 
 class OperatorClock:
-    """Measure the time of each of many operators by a context around it. Contexts cannot be nested.
+    """Measure the time of each of many operators by a context around each operator. Contexts cannot be nested.
 
     On a GPU, CUDA events measure the time. Before each operator the GPU waits 0.2 ms, so that the host has launched the
     operator by then. With `earlier`, the GPU waits twice the host's time for this operator in the earlier run, at least

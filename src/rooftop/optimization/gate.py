@@ -1,8 +1,8 @@
 """Decide whether a change of a model is correct: on the given inputs, on similar inputs, and in its side effects.
 
 A change is correct if its results are as accurate as the original's, measured against the model in float64
-(`rooftop.testing.assert_as_accurate`). Nothing else may differ: shapes, dtypes, strides, gradients, buffers, changed
-arguments, shared memory. If the float64 model does not run, only identical bits are correct.
+(`rooftop.testing.assert_as_accurate`). A change must not alter anything else: shapes, dtypes, strides, gradients,
+buffers, changed arguments, shared memory. If the float64 model does not run, only identical bits are correct.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Known:
     Attributes:
         draw: the inputs.
         eager: the original's outcome.
-        truth: the float64 model's outcome; None if the model does not run.
+        truth: the float64 model's outcome; None if the float64 model does not run.
     """
 
     draw: Draw

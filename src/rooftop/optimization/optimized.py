@@ -78,7 +78,7 @@ class Optimized:
     """A model made faster.
 
     Attributes:
-        module: the faster module. It runs proven calls, and the original for all others.
+        module: the faster module, which runs the faster model for proven calls, and the original for all other calls.
         optimizer: for a training step, the faster optimizer, or the given one.
         changes: the outcome of each rule, in the order of trials.
         before_ms, after_ms: times of a step of the original and of the faster module, timed in turns at the end.
@@ -165,12 +165,12 @@ def _ms(ms: float) -> str:
 class OptimizedModule(nn.Module):
     """A module that runs the faster model for proven calls, and the original for all others.
 
-    It has the original's state dict, parameters and attributes. Unproven calls are counted in `unproven`, and the first
-    call for each reason warns. If no rule was kept, all calls run the original.
+    The module has the original's state dict, parameters and attributes. Unproven calls are counted in `unproven`, and
+    the first call for each reason warns. If no rule was kept, all calls run the original.
 
     Args:
         original: the user's model.
-        candidate: the model that runs instead.
+        candidate: the faster model, which runs instead of the original.
         proven: arguments for which the candidate was proven.
     """
 

@@ -1,9 +1,10 @@
 """Check that a changed optimizer makes the same steps as the original.
 
-The changed and the original optimizer make some steps from the same state with the same gradients. Both are compared
-with the original in float64. Kernels may store settings in float32 (float64 for float64 parameters), as PyTorch's fused
-steps on GPUs do. In float32, 1 - 0.999 is off by 1e-5, so a correct step can be off by much more than the original,
-which computes such numbers in Python. So the error that one rounding of a setting causes in a step is allowed, too.
+The changed and the original optimizer make some steps from the same state with the same gradients. The results of both
+are compared with those of the original optimizer in float64. Kernels may store settings in float32 (float64 for float64
+parameters), as PyTorch's fused steps on GPUs do. In float32, 1 - 0.999 is off by 1e-5, so a correct step can be off by
+much more than the original, which computes such numbers in Python. So the error that one rounding of a setting causes
+in a step is allowed, too.
 """
 
 from __future__ import annotations

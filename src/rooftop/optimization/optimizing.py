@@ -59,7 +59,7 @@ def optimize(
             gradients.
         loss: computes the loss from the output. None: an output of one element is the loss; other outputs get fixed
             random gradients.
-        optimizer: the optimizer of the step. It is optimized with the model. Create learning rate schedulers
+        optimizer: the optimizer of the step. The optimizer is optimized with the model. Create learning rate schedulers
             afterwards, for `Optimized.optimizer`.
         shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension also get
             the new first dimension.
@@ -197,7 +197,8 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
     mine = _rules(own) if own is not None else []
     if built_in := [rule.name for rule in mine if rule in RULES]:
         raise ValueError(
-            f"optimize: with plan=, pass only rules that you wrote, got {', '.join(built_in)}: the plan names Rooftop's"
+            f"optimize: with plan=, pass only rules that you wrote, got {', '.join(built_in)}: the plan names "
+            "Rooftop's rules"
         )
     try:
         plan = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -28,10 +28,10 @@ class Outcome:
         values: copies of the values after the call, by name: "result 0", "gradient of fc.weight", "buffer
             bn.running_mean", "argument 0 afterwards". Sparse tensors are dense here.
         structure: everything except tensors in the results, and in the arguments after the call.
-        strides: strides of each result. Results that are empty or have a dimension of size 1 are left out, because some
-            of their strides do not matter.
+        strides: strides of each result. The strides of results that are empty or have a dimension of size 1 are left
+            out, because some of their strides do not matter.
         shared: pairs of values that share memory: ("result 0", "argument 0").
-        results: the results themselves, to check them again after another call. They are detached because a live
+        results: the results themselves, to check them again after another call. The results are detached because a live
             autograd graph ties its parameters to the stream of its forward pass, and later captures on other streams
             would fail.
     """

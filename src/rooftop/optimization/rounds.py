@@ -43,8 +43,8 @@ class Rounds:
         return compare_steps(candidates, self.step, self.given, self.original, ROUND_S, self.step_s)
 
     def least_share(self, predicted_share: float) -> float:
-        """The smallest gain that keeps a rule. It is half of `min_gain` if the predicted gain exceeds `min_gain`, so
-        that a gain close to `min_gain` has the same verdict in each search.
+        """The smallest gain that keeps a rule. The result is half of `min_gain` if the predicted gain exceeds
+        `min_gain`, so that a gain close to `min_gain` has the same verdict in each search.
         """
         return self.min_gain / 2 if predicted_share > self.min_gain else self.min_gain
 
@@ -65,7 +65,7 @@ class Rounds:
         """Time the candidates in more rounds if the first rounds do not show that "after" is faster than "before".
 
         Args:
-            late: returns whether the first rounds decide, even if they do not show that.
+            late: returns whether the first rounds decide even if their gains are uncertain, because the time is up.
 
         Returns:
             (ms of a step of "before", each candidate's gain over "before" in each round, as a share of a step)

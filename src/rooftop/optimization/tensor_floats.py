@@ -1,8 +1,8 @@
 """Run a model as tensor cores run it in TF32: they drop the last 13 bits of float32 operands.
 
 PyTorch allows TF32 in convolutions by default, and in matrix products on request. Which kernels use TF32 depends on
-shapes and layouts, so a model may run without TF32 until a change uses another layout. PyTorch's settings allow the
-error of TF32.
+shapes and layouts, so a model may run without TF32 until a change uses another layout. So if PyTorch's settings allow
+TF32, the error of TF32 is allowed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "li
 
 
 class InTensorFloats(LightMode):
-    """Drop the bits that TF32 lacks from operands of convolutions and products, where PyTorch's settings allow TF32.
+    """Drop the bits that TF32 lacks from operands of convolutions and matrix products, where PyTorch's settings allow
+    TF32.
 
     Attributes:
         used: whether any operand was changed.

@@ -145,11 +145,12 @@ def ahead(
 
     Before a run the GPU pauses for longer than the host needs to launch the step. A CUDA graph of the step would take
     about the device time. After a pause the GPU is cooler, so it runs faster than in a long series of steps. To correct
-    for that, a run after a pause is compared with a run after another run, and `wall_ms` is scaled by their ratio.
+    for the cooler GPU, a run after a pause is compared with a run after another run, and `wall_ms` is scaled by their
+    ratio.
 
     Args:
-        alone_ms: device time of the operators timed one by one. It bounds the device time if the step waits for the
-            GPU, because the host cannot be far ahead then.
+        alone_ms: device time of the operators timed one by one. This sum bounds the device time of a step that waits
+            for the GPU, because in such a step the host cannot be far ahead.
     """
     if device.type != "cuda":
         return None, None

@@ -1,8 +1,8 @@
-"""The order in which a search tries rules, and the time that it gives each one.
+"""The order in which a search tries rules, and the time limit of each rule.
 
-Rules that apply at once come first, by their predicted gain. Then come rules that compile, by their gain per second.
-Rules with a predicted loss come last. The whole model is compiled while there is still time for it, so that a model is
-not left slower than with torch.compile.
+Rules that apply at once come first, by their predicted gain. Rules that compile come next, by their gain per second.
+Rules that are predicted to make a step slower come last. The whole model is compiled while there is still time for it,
+so that a model is not left slower than with torch.compile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TrialOrder:
         rules: all rules to try.
         forecasts: (seconds until the first call is done, gain in ms) of each rule, by its name.
         times: times of the original's step.
-        loss_ms: a rule that applies at once comes last if its predicted loss in ms is larger than this.
+        loss_ms: a rule that applies at once comes last if it is predicted to make a step slower by more ms than this.
         left_s: seconds of the whole search.
         ready: whether a rule can be tried now. Rules that apply at once but are not ready come after rules that are
             ready.
@@ -81,7 +81,8 @@ class TrialOrder:
             self._pace = min(MOST_PACE, max(LEAST_PACE, seconds / estimate))
 
     def limit(self, rule: Rule, times: Times, left_s: float) -> tuple[float, str]:
-        """(the seconds that the first call of a rule may take, the rule or rules for which other time is reserved).
+        """(the seconds that the first call of a rule may take, the rule or rules for which the remaining time is
+        reserved).
 
         A rule may take all the time that is left, with two exceptions. Compiling blocks leaves time to compile the
         whole model, if there is enough. If the whole model is compiled first of all, part of the time is reserved for

@@ -167,7 +167,7 @@ class _Unit(Protocol):
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which partial results with the dtype of x are merged and summed."""
+    """The dtype for merging and summing partial results that have the dtype of x."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

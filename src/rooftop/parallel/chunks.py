@@ -76,7 +76,7 @@ class Chunks:
         """Part `index` of `count` equal parts of these positions, such as the part of a sequence parallel rank.
 
         Raises:
-            ValueError: the positions cannot be split into such parts.
+            ValueError: the positions cannot be split into `count` equal parts.
         """
         _check_place(index, count)
         if len(self) % count:

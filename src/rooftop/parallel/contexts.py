@@ -8,8 +8,8 @@
 | transport | exchanged data | attention |
 |---|---|---|
 | `all_gather` | all keys and values that a rank needs, at once; their gradients are sent back | in one step |
-| `p2p` | the same rows, from one rank after another, during computation | one step per rank; results are merged |
-| `a2a` | queries, keys and values, positions for heads; the result is sent back | some heads of whole sequences |
+| `p2p` | needed keys and values, from one rank after another, during computation | one step per rank, merged |
+| `a2a` | some heads of all positions (queries, keys, values); the result is sent back | some heads of whole sequences |
 | `a2a+p2p` | `a2a` within groups of neighbours, `p2p` between the groups | combines both |
 
 A rank sends only rows that the receiver's queries attend to. For backward, a rank saves only its own keys and values,
@@ -54,8 +54,8 @@ class Context:
     Attributes:
         group: the ranks; None: this rank has whole sequences.
         transport: one of `TRANSPORTS`.
-        near, far: for "a2a+p2p", two groups, which `Context.of` creates: the neighbours, which exchange heads, and the
-            ranks with the same index in all groups of neighbours, which exchange keys and values.
+        near, far: two groups for "a2a+p2p", created by `Context.of`. `near`: the neighbours, which exchange heads.
+            `far`: the ranks with the same index in all groups of neighbours, which exchange keys and values.
 
     Raises:
         ValueError: the transport is unknown, or the two groups for "a2a+p2p" are missing.

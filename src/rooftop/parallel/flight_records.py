@@ -85,7 +85,7 @@ class Operation:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """This process's dumps, one from each recorder that this build of PyTorch has."""
+    """Dump the operations of this process from each flight recorder that this build of PyTorch has."""
     return [pickle.loads(dump(True, False, False)) for dump in _recorders()]
 
 

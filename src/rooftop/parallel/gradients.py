@@ -188,7 +188,7 @@ class ModelGradients:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, (), the same on all ranks. The norm is float32, or float64 if a
-        parameter is.
+        parameter is float64.
 
         Tensors that several ranks hold count once.
         """

@@ -20,7 +20,7 @@ from rooftop.parallel.exchanges import Group, place_in
 
 
 def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
-    """Exchange to this rank's heads of all positions in the group.
+    """Exchange all heads of this rank's positions for this rank's heads of all positions in the group.
 
     Args:
         x: (B, H, S, D) of this rank's positions. If there are fewer heads than ranks, several ranks get the same head.
@@ -32,7 +32,7 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
         (B, H / ranks, ranks S, D), positions in ascending order.
 
     Raises:
-        ValueError: neither number (heads, ranks) divides the other.
+        ValueError: of the numbers of heads and of ranks, neither divides the other.
     """
     ranks, heads = place_in(group)[1], x.shape[1]
     if group is None or ranks == 1:
@@ -48,8 +48,9 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
 
 
 def positions_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
-    """Exchange back to all heads of this rank's positions: the inverse of `heads_here`. x is (B, H / ranks, ranks S,
-    D). Returns (B, H, S, D).
+    """Exchange this rank's heads of all positions for all heads of this rank's positions: the inverse of `heads_here`.
+
+    x is (B, H / ranks, ranks S, D); the result is (B, H, S, D).
     """
     if group is None or group.size() == 1:
         return x

@@ -73,7 +73,7 @@ class Layout:
         sequence_parallel: bool = False,
         order: str = "tp-cp-dp-pp",
     ) -> Layout:
-        """The layout of a whole world. `dp` follows from `world_size`, `tp`, `pp` and `cp`.
+        """Create the layout of `world_size` ranks. `dp` follows from `world_size`, `tp`, `pp` and `cp`.
 
         Raises:
             ValueError: `tp * pp * cp` does not divide `world_size`. The message has the nearest layouts that fit.
@@ -199,8 +199,8 @@ class Layout:
 
         Raises:
             ValueError: the layout does not fit; the message lists everything that does not fit, and the nearest layouts
-                of the world that fit. Or a size is not a positive integer, or `kv_heads` does not divide `heads`, so
-                that no layout fits.
+                of the world that fit. The error is also raised if no layout can fit, because a size is not a
+                positive integer or `kv_heads` does not divide `heads`.
         """
         given = {
             "heads": heads,

@@ -49,8 +49,8 @@ class NormSums:
     reason: str = ""
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
-        """The reason why the kernel cannot sum such rows and NCCL must; empty if the kernel can. The reason is the same
-        on all ranks."""
+        """The reason why the kernel cannot sum rows of this size and dtype; empty if it can. The reason is the same on
+        all ranks."""
         return self.reason if self.mailboxes is None else self.mailboxes.refused(rows, columns, dtype)
 
     def summed_and_normed(

@@ -8,7 +8,7 @@ flight, a rank keeps the tensors that autograd has saved and the stage's input. 
 is sent. `rooftop.parallel.transfers` orders sends and receives so that no rank waits forever.
 
 If a schedule splits backward, the model's linear layers defer their weights' gradients (`rooftop.parallel.deferred`).
-The gradients are then summed in the same order of micro-batches, with the same results.
+The gradients are summed in the same order of micro-batches as without deferral, with the same results.
 
 If a rank waits for another rank that will never answer, the wait fails like any communication within
 `rooftop.parallel.join`. The error names the awaited instruction and its rank. On a GPU, the error names the instruction

@@ -49,6 +49,6 @@ _all: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
 def all_places() -> list[str]:
-    """The current places of this process's GPUs, in sentences."""
+    """Say, in a sentence for each of this process's GPUs, which place of its program the GPU has reached."""
     found = (progress.words for progress in list(_all))
     return [f"this rank was {words}" for words in found if words is not None]

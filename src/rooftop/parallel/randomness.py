@@ -2,8 +2,8 @@
 masks.
 
 For its part of a tensor, which a `Box` describes, a rank draws exactly the values that the whole tensor has there. So a
-model is bit for bit the same on CPU and GPU, on any number of ranks, and for any way of splitting the model. Dropout by
-this file is also the same, even when forward is recomputed. `rooftop.kernels.random_normal`, `random_uniform` and
+model is bit for bit the same on CPU and GPU, on any number of ranks, and for any way of splitting the model. The
+dropout masks are also the same, even when forward is recomputed. `rooftop.kernels.random_normal`, `random_uniform` and
 `counter_dropout` generate the numbers.
 """
 

@@ -155,10 +155,11 @@ def part_like(parameter: Tensor, whole: Tensor) -> Tensor:
 
 
 def shard_here(parameter: Tensor, shard: Shard | None) -> Shard:
-    """This data rank's part of a sharded parameter, of which the tensor parallel rank holds `shard`.
+    """This data rank's part of a sharded parameter.
 
     Args:
-        shard: the tensor parallel part; None: the whole parameter.
+        parameter: the parameter.
+        shard: the tensor parallel rank's part, which data ranks shard further; None: the whole parameter.
     """
     held = shard or Shard((Piece(Box.whole(parameter.shape)),))
     return held.rows(*_rows_here(parameter)) if isinstance(parameter, DTensor) else held

@@ -51,8 +51,8 @@ def heard_by_a_thread() -> Iterator[Termination]:
     """Within the block, SIGTERM only sets the `Termination`. If the program has installed a handler, Python calls this
     handler as well.
 
-    Outside the main thread, or if the program already has a wakeup file descriptor for signals (as asyncio does), this
-    changes nothing.
+    Outside the main thread, or if the program already has a wakeup file descriptor for signals (as asyncio does), the
+    block has no effect.
     """
     termination = Termination()
     if threading.current_thread() is not threading.main_thread():

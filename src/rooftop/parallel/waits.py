@@ -1,4 +1,4 @@
-"""From all ranks' places, find which ranks are waiting, for which collective and rank, and for how long."""
+"""Find which ranks are waiting, for which collective and rank, and for how long, from all ranks' reports (`Place`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MOST_SHOWN = 3
 
 
 def context(places: Mapping[int, Place], culprits: Collection[int]) -> str:
-    """The end of an error message ("; ..."): the communication that other ranks waited for, and the last places of the
-    failed ranks."""
+    """The end of an error message ("; ..."): the communication that other ranks waited for, and the last reports of
+    the failed ranks."""
     awaited: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         if rank not in culprits and (words := _awaited(place, culprits)):

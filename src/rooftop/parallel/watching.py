@@ -415,7 +415,7 @@ def beats(store: Any, ranks: int | Iterable[int]) -> dict[int, int]:
 
 
 def places_of(store: Any, ranks: Iterable[int]) -> dict[int, Place]:
-    """The place that each rank reported last. Ranks without a report are omitted."""
+    """The activity (`Place`) that each rank reported last. Ranks without a report are omitted."""
     there = [rank for rank in ranks if store.check([f"place/{rank}"])]
     return {rank: Place.from_json(store.get(f"place/{rank}")) for rank in there}
 

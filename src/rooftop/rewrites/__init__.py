@@ -1,4 +1,4 @@
-"""Rewrites: changes that make a model faster. Each can be applied to a copy of the model.
+"""Rewrites: changes that make a model faster. Each rewrite can be applied to a copy of the model.
 
 `rooftop.inference.Engine` applies the rewrites for inference directly. `rooftop.optimize` tries each rewrite on the
 user's model, and keeps those that are correct and faster.

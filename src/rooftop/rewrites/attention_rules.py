@@ -21,8 +21,8 @@ BACKENDS = {
 
 
 class AttentionBackend(Rule):
-    """Try one back end of attention first. Other back ends and the plain formula compute the calls that it does not
-    support.
+    """Try one back end of attention first. Other back ends and the plain formula compute the calls that this back end
+    does not support.
 
     PyTorch uses the first back end, in a fixed order, that can compute a call. But the fastest back end depends on the
     GPU, the sequence lengths and the head dimension.

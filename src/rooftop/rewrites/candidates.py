@@ -149,8 +149,9 @@ class Times:
         """The gain in ms if a step saves `device_ms` of device time and `calls` calls of operators.
 
         A GPU works while the host launches, so the longer of device time and host time is the time of a step. If the
-        times of operators timed alone add up to more than the step's device time, they are scaled down to it. If the
-        GPU replays graphs, each saved operator also saves its share of the time in which the GPU waits (`idle_ms`).
+        times of operators timed alone add up to more than the step's device time, they are scaled down to the step's
+        device time. If the GPU replays graphs, each saved operator also saves its share of the time in which the GPU
+        waits (`idle_ms`).
         """
         if self.device_ms is None or self.host_ms is None:
             return device_ms
@@ -160,8 +161,8 @@ class Times:
 
     @property
     def idle_ms(self) -> float:
-        """The time in ms for which a GPU that replays graphs waits before each operator. Without graphs it is 0,
-        because the host's launch time is counted instead.
+        """The time in ms for which a GPU that replays graphs waits before each operator. Without graphs the result is
+        0, because the host's launch time is counted instead.
         """
         if self.host_ms != 0 or not self.calls:
             return 0.0
@@ -181,7 +182,7 @@ class Candidate:
     """A copy of a model; rules change the copy.
 
     Attributes:
-        model: the copy. It shares the original's tensors until a rule replaces one.
+        model: the copy. The copy shares the original's tensors until a rule replaces one.
         call: runs the model; rules may wrap it. It takes the model's arguments.
         optimizer: optimizer of a training step; rules may replace it.
         training: whether the step is forward and backward, in training mode.
@@ -223,8 +224,8 @@ class Candidate:
         """A copy without changes, in training or evaluation mode.
 
         Args:
-            arguments: tensors of a call. A model without parameters and buffers runs on the GPU if one of these tensors
-                is on it.
+            arguments: tensors of a call. A model without parameters and buffers runs on the GPU if one of `arguments`
+                is on the GPU.
 
         Raises:
             TypeError: the model cannot be copied.
@@ -247,7 +248,7 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 def set_mode(model: nn.Module, training: bool) -> None:
     """Set training or evaluation mode. If the model already has this mode, its submodules keep their modes, which may
-    differ from it (frozen norms).
+    differ from the model's mode (frozen norms).
     """
     if model.training != training:
         model.train(training)

@@ -111,10 +111,10 @@ def compile_in_place(modules: Sequence[nn.Module], **options: Any) -> None:
     """Let `torch.compile` compile the calls of modules. Modules of the same kind (see `counted_blocks`) share compiled
     code.
 
-    PyTorch stores compiled versions at a code object, and limits their number. If this were the code object of a
-    class's `forward`, a search could reach the limit, and PyTorch would then silently run other modules of the class
-    uncompiled. So each call of this function creates a code object for each kind. After a graph break inside `forward`,
-    PyTorch stores the compiled remainder at the code object of the class again.
+    PyTorch stores compiled versions at a code object, and limits their number. If the versions were stored at the code
+    object of a class's `forward`, a search could reach the limit, and PyTorch would then silently run other modules of
+    the class uncompiled. So each call of this function creates a code object for each kind. After a graph break inside
+    `forward`, PyTorch stores the compiled remainder at the code object of the class again.
     """
     compiled: dict[str, Callable[..., Any]] = {}
     for module in modules:
@@ -144,7 +144,7 @@ class InOneForm:
     made contiguous, and inference mode becomes `torch.no_grad`.
 
     Args:
-        run: the compiled function. Its first call may compile several versions of a block.
+        run: the compiled function. The first call may compile several versions of a block.
     """
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -230,9 +230,9 @@ def _is_setting(value: Any) -> bool:
 def gain_compiled(times: Times, replayed: bool = False, whole: bool = True) -> float:
     """The predicted gain in ms of compiling a step.
 
-    The compiler fuses operators into fewer kernels, and lays out convolutions channels last. It does not change
-    products, convolutions and attention. On a GPU the host launches each remaining kernel. If compiled code of this
-    step was measured before, the prediction uses that measurement.
+    The compiler fuses operators into fewer kernels, and lays out convolutions channels last. The compiler does not
+    change matrix products, convolutions and attention. On a GPU the host launches each remaining kernel. If compiled
+    code of this step was measured before, the prediction uses that measurement.
 
     Args:
         replayed: whether kernels are replayed from CUDA graphs, so that the host launches nothing.

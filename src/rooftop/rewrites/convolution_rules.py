@@ -52,7 +52,7 @@ class FuseConvolutions(Rule):
     """Fuse 2-D convolutions with norm, bias, sum and activation in one of Rooftop's kernels.
 
     Batch norms are folded first. Folding alone can be slower, because the bias then takes a pass of its own; here the
-    kernel of the convolution adds it.
+    kernel of the convolution adds the bias.
     """
 
     name = "fuse-convolutions"
@@ -126,7 +126,8 @@ def convolutions_of(calls: Sequence[Call]) -> list[Call]:
 
 def share_inside(convolutions: Sequence[Call]) -> float:
     """The share of the convolutions' outputs that come from kernels that also compute the operations after the
-    convolution. This is for relu on a Hopper GPU of 132 SMs; other activations and GPUs may have fewer such kernels.
+    convolution. The share is that for relu on a Hopper GPU of 132 SMs; other activations and GPUs may have fewer such
+    kernels.
     """
     results = {id(call): call.count * shape_of_result(call).numel() for call in convolutions}
     inside = sum(results[id(call)] for call in convolutions if _is_inside(call))

@@ -1,7 +1,7 @@
 """Fold batch norms into the convolution or linear layer before them.
 
 With constant statistics a batch norm is y = s x + t for each channel (Ioffe and Szegedy 2015, section 3.1). A
-convolution followed by it is a convolution with other weights:
+convolution followed by a batch norm is equal to a convolution with other weights:
 
     s = weight / sqrt(running_var + eps),  t = bias - running_mean s
     norm(W x + b) = (s W) x + (s b + t)
@@ -94,10 +94,10 @@ class CannotFoldError(Exception):
 def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTIONS.keys()) -> Folding:
     """Fold the batch norms of a model in evaluation mode, in place. Afterwards the model is only for inference.
 
-    It folds BatchNorm1d, 2d, 3d, SyncBatchNorm, subclasses that normalize and then call their own modules (such as
-    timm's BatchNormAct2d), and frozen norms. A frozen norm is a module with only the buffers weight, bias, running_mean
-    and running_var, which multiplies by and adds a constant per channel. A trial run confirms this. The new weights are
-    computed in float64 and rounded once. Keys of the state dict change.
+    This function folds BatchNorm1d, 2d, 3d, SyncBatchNorm, subclasses that normalize and then call their own modules
+    (such as timm's BatchNormAct2d), and frozen norms. A frozen norm is a module with only the buffers weight, bias,
+    running_mean and running_var, which multiplies by and adds a constant per channel. A trial run confirms this. The
+    new weights are computed in float64 and rounded once. Keys of the state dict change.
 
     While torch.fx traces, it replaces methods of all modules of the process, so other threads must not run models.
 
@@ -235,7 +235,7 @@ class Structure:
                 self.read.add(id(self.modules[owner]))
 
     def convolution_before(self, name: str, norm: nn.Module, kinds: Collection[type[nn.Module]]) -> str:
-        """Return the name of the layer whose output only this norm uses. It must be of one of the given kinds.
+        """Return the name of the layer whose output only this norm uses. The layer must be of one of the given kinds.
 
         Raises:
             CannotFoldError: there is no such convolution.
@@ -557,9 +557,9 @@ class Sealing:
 
     Args:
         dimensions: number of dimensions of an output whose second dimension is the channels.
-        taken: numbers of dimensions that the norm accepts. An output with another number than `dimensions` raises
-            OtherPathError if the norm accepts it, since the norm would use another dimension as channels; else
-            ValueError.
+        taken: numbers of dimensions that the norm accepts. An output whose number of dimensions is not `dimensions`
+            raises OtherPathError if the norm accepts that number, since the norm would use another dimension as
+            channels; else ValueError.
     """
 
     def __init__(self, folded: nn.Module, dimensions: int, taken: tuple[int, ...], norm: str) -> None:

@@ -120,9 +120,9 @@ def _of_images(calls: Sequence[Call]) -> list[Call]:
 def gain_channels_last(calls: Sequence[Call]) -> float:
     """The gain in ms of convolutions and other image operators from channels last.
 
-    Each operator is timed alone, in its own layout and channels last. The slowest are timed first, and timing ends when
-    most of the time is known, because libraries need long for the first call of each shape. Only the ratio of both
-    times is used: operators take longer in the model than alone, since caches contain other data there.
+    Each operator is timed alone, in its own layout and channels last. The slowest operators are timed first, and timing
+    ends when most of the time is known, because libraries need long for the first call of each shape. Only the ratio of
+    both times is used: operators take longer in the model than alone, since caches contain other data there.
     """
     every_ms = sum(call.ms for call in calls)
     known_ms = now_ms = last_ms = 0.0
@@ -150,7 +150,7 @@ def _of(tensor: Tensor) -> torch.memory_format:
 
 
 class Autocast(Rule):
-    """Compute products and convolutions in bfloat16, by autocast."""
+    """Compute matrix products and convolutions in bfloat16, by autocast."""
 
     name = "bf16-autocast"
     trains = True
@@ -171,7 +171,7 @@ class Autocast(Rule):
 
 
 class TensorFloat32(Rule):
-    """Compute float32 products and convolutions in TF32 on tensor cores."""
+    """Compute float32 matrix products and convolutions in TF32 on tensor cores."""
 
     name = "tf32"
     trains = True

@@ -6,9 +6,9 @@ When is fusing allowed? The traces of `folding.py` show which convolutions' resu
 or by a sum that only an activation uses. Nothing in between may change a tensor. Such a convolution returns a promise,
 which stands for its result. A sum is recorded in the promise, and the activation computes everything at once. Any other
 use of a promise gets the tensor that the convolution alone would have returned. So the trace decides only the speed: a
-call on another path still returns correct numbers. The exception is code that changes an inference tensor in place,
-since such tensors have no version counter. Shapes are known only in the call, so PyTorch adds a shortcut that needs
-broadcasting or a cast.
+call on another path still returns correct numbers. Only code that changes an inference tensor in place may get wrong
+numbers, since such tensors have no version counter. Shapes are known only in the call, so PyTorch adds a shortcut that
+needs broadcasting or a cast.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
             result.fused[name] = ", ".join(bias + steps[name])
             folded.__dict__["forward"] = _Computing(folded, steps[name])
         else:
-            result.left[name] = "nothing follows that could be computed with it"
+            result.left[name] = "no operation follows that could be fused with it"
     for activation in followers.activations:
         activation.__dict__["forward"] = _Activating(activation)
     return result
@@ -130,7 +130,7 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
 
 def lay_out_depthwise(model: nn.Module) -> None:
     """Store the weights of fused depthwise convolutions in half precision as (KH, KW, C), which their kernel reads
-    fastest. That kernel needs a GPU and images that are channels last: the caller checks this.
+    fastest. The depthwise kernel needs a GPU and images that are channels last: the caller checks this.
     """
     for module in model.modules():
         if isinstance(vars(module).get("forward"), _Computing):

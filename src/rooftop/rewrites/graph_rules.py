@@ -22,8 +22,8 @@ inference."""
 
 
 class CudaGraphs(Rule):
-    """Replay each call from a CUDA graph. Each signature of the inputs has its own graph. In training it has two
-    graphs, for forward and backward; the optimizer's step is not captured.
+    """Replay each call from a CUDA graph. Each signature of the inputs has its own graph. In training each signature
+    has two graphs, for forward and backward; the optimizer's step is not captured.
     """
 
     name = "cuda-graphs"
@@ -61,7 +61,7 @@ class Replays:
         device: the device on which all of `run` runs.
         state: returns a value that must be the same before and after a call (see `rooftop.rewrites.graphs.capture`).
 
-    A call raises the errors of `run`. The first call raises `UncapturedError` if it cannot be captured. Later calls
+    A call raises the errors of `run`. The first call raises `UncapturedError` if `run` cannot be captured. Later calls
     that cannot be captured run `run`.
     """
 

@@ -107,7 +107,7 @@ class Graphs:
         """Capture `call`, which reads `inputs` and returns its outputs.
 
         Raises:
-            UncapturedError: the call runs but cannot be captured. Its signature is then stored as refused.
+            UncapturedError: the call runs but cannot be captured. The call's signature is then stored as refused.
             Exception: any error that the call itself raises; nothing is stored.
         """
         try:
@@ -173,11 +173,11 @@ def capture(
         inputs: the tensors that the call reads, with their values.
         stream: the same stream for all graphs of a model, because libraries keep a workspace per stream.
         pool: memory pool of another graph, to share; None: a new pool.
-        state: must return the same value before and after the first run. If it does not, a graph would replay stale
-            state that the model keeps from call to call.
-        compared: whether the results and the time of the graph are compared with the call's. If they are, a call that
-            synchronizes only outside of captures is also captured (see `waits_in_a_capture`), although its graph takes
-            another path through the model.
+        state: must return the same value before and after the first run. If the values differ, a graph would replay
+            stale state that the model keeps from call to call.
+        compared: whether the results and the time of the graph are compared with the call's. If they are compared, a
+            call that synchronizes only outside of captures is also captured (see `waits_in_a_capture`), although its
+            graph takes another path through the model.
 
     Raises:
         UncapturedError: the first run succeeded, but the state changed, the host synchronizes with the GPU, or the
@@ -216,7 +216,8 @@ def recorded(
 
     Some models run other operators in a capture: older versions of transformers then build an attention mask that masks
     nothing, and attention with a mask is slower. So if the call does not wait for the GPU, the model is told that there
-    is no capture. If the call waits, or this capture fails, the model gets the true answer.
+    is no capture. If the call waits for the GPU, or this capture fails, the model is told truthfully that a capture is
+    running.
 
     Args:
         outputs: results of the call, for the error.

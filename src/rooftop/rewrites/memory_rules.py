@@ -18,7 +18,7 @@ fragmentation."""
 
 class Checkpointing(Rule):
     """Keep only the inputs of repeated blocks, and compute their other activations again in the backward
-    (`torch.utils.checkpoint`). This takes the time of about one more forward of these blocks.
+    (`torch.utils.checkpoint`). Checkpointing takes the time of about one more forward of these blocks.
     """
 
     name = "checkpointing"

@@ -43,7 +43,7 @@ class OtherPathError(RuntimeError, TypeError):
 
 
 class Chain:
-    """The forward of a split norm. It calls the norm's part, and then the norm's other submodules, by name."""
+    """The forward of a split norm. The forward calls the norm's part, and then the norm's other submodules, by name."""
 
     def __init__(self, norm: nn.Module, names: Sequence[str]) -> None:
         self.norm, self.names = norm, tuple(names)

@@ -42,7 +42,7 @@ def _once(run: Callable[[], object], device: torch.device) -> float:
 
 
 def launch_ms(run: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
-    """The host's time in ms to launch a call on a GPU. It is 0 on a CPU, where the call itself computes.
+    """The host's time in ms to launch a call on a GPU. The time is 0 on a CPU, where the call itself computes.
 
     Args:
         calls: number of calls in a row. The best of a few such rows counts, after a warm-up call.

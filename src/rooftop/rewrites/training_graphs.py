@@ -83,7 +83,7 @@ class TrainingReplays:
         device: a GPU.
         record: captures both graphs; tests pass another function.
 
-    A call raises the errors of `run`. The first call raises `UncapturedError` if it cannot be captured. Later calls
+    A call raises the errors of `run`. The first call raises `UncapturedError` if `run` cannot be captured. Later calls
     that cannot be captured, for example because all parameters are frozen, run the model.
     """
 

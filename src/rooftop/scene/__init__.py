@@ -1,4 +1,5 @@
-"""Meshes too large for a rasterizer: built once into levels of detail, then rendered at the cost of the pixels.
+"""Render meshes that are too large for a rasterizer: a mesh is built once into levels of detail, and then the cost of a
+frame depends on its pixels, not on the number of triangles.
 
     from rooftop import scene
 

@@ -57,7 +57,8 @@ class FrameStats:
     """The work of a frame.
 
     Attributes:
-        clusters, triangles: numbers drawn in all views. Neither these numbers nor `levels` count shadow maps.
+        clusters, triangles: numbers drawn in all views. `clusters`, `triangles` and `levels` do not include shadow
+            maps.
         levels: the levels of detail that were drawn; 0 is the finest.
         occluded: number of instances, nodes, groups and clusters that the first pass found hidden, so that the second
             pass tested them again.
@@ -99,7 +100,7 @@ class GBuffer:
         velocity: float32 (..., 2), pixels to the right and down since the renderer's previous frame. 0 is background;
             nan means that the point was behind the camera in that frame.
         material: int32.
-        coverage: bool, whether a surface covers the pixel's centre. Use it as a stencil, or as a mask for other
+        coverage: bool, whether a surface covers the pixel's centre. Use `coverage` as a stencil, or as a mask for other
             outputs.
         material_depth: float32, exactly (material + 1) / 65536: a depth value that is unique to the material; 0 is
             background.

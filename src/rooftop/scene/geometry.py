@@ -1,6 +1,7 @@
 """Open geometry files. Opening reads and checks everything except the pages; a page is read and checked on request.
 
-`Geometry.decode` is the reference for a renderer's kernels. It reads the same words in plain NumPy and float64.
+`Geometry.decode` is the reference for a renderer's kernels. `decode` reads the same words as the kernels, in plain
+NumPy and float64.
 """
 
 from __future__ import annotations

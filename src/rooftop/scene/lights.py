@@ -4,8 +4,8 @@
     scene.add_light(SpotLight((0, 0, 3), (0, 0, -1), angle_degrees=40))
 
 A directional light has a shadow map for each cascade of each camera. A cascade is a range of distances in the camera's
-view. Near cascades are small, so their maps are finer. A map covers the sphere around its cascade. The sphere's size
-does not change as the camera moves and rotates, and the map moves by whole texels, so a static scene has the same
+view. Near cascades are small, so their maps are finer. A shadow map covers the sphere around its cascade. The sphere's
+size does not change as the camera moves and rotates, and the map moves by whole texels, so a static scene has the same
 shadows in every frame. A spot light has one map, a point light six.
 
 Source: Zhang et al. 2006, "Parallel-Split Shadow Maps for Large-scale Virtual Environments"; Valient 2008, "Stable

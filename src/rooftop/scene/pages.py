@@ -16,7 +16,7 @@ Words = npt.NDArray[np.int32]
 
 
 def groups_in(page: Words) -> int:
-    """The number of groups in a page. Before version 4, the word contains only this number."""
+    """The number of groups in a page. Before version 4 of the format, the word contains only the number of groups."""
     return int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
 
 

@@ -22,7 +22,9 @@ class WorldBounds:
         self._halves = np.empty((0, 2, 3))  # for each mesh: centre and half size of its box
 
     def of(self, instances: Instances, meshes: Sequence[Geometry]) -> Floats:
-        """Return the lowest and highest corner (2, 3) of the box around all instances. There must be at least one."""
+        """Return the lowest and highest corner (2, 3) of the box around all instances. There must be at least one
+        instance.
+        """
         rows = instances.changed(self._version, self._known)
         if len(rows):
             self._sides = grown(self._sides, instances.count)

@@ -9,8 +9,8 @@ a cell is:
 
 A submanifold convolution marks its sites, counts them, stores the row of each rank, and reads the cells around each
 site. Other convolutions mark the cells that their sites reach. The rank of a marked cell is the output's row. In
-addition to the tables, the kernels move 2 bits per cell a few times. A thin surface of 1 M sites in 81 M cells has 81
-cells per site. Up to some thousand cells per site, bitmaps are predicted to be faster than hash tables
+addition to the tables, the kernels read or write 2 bits per cell a few times. A thin surface of 1 M sites in 81 M cells
+has 81 cells per site. Up to some thousand cells per site, bitmaps are predicted to be faster than hash tables
 (`hash_tables.py`).
 """
 

@@ -66,7 +66,7 @@ def load_spconv_state_dict(
     """Run `module.load_state_dict(state_dict, strict)` with weights of sparse convolutions in any of spconv's layouts.
 
     Args:
-        layout: layout of all weights, one of `LAYOUTS`. None: determined from the weights' shapes.
+        layout: layout of all weights, one of `LAYOUTS`. None: the layout is determined from the weights' shapes.
 
     Raises:
         TypeError, ValueError: as `convert_state_dict`.

@@ -153,8 +153,8 @@ class SparseConvolution(SparseModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """Apply the convolution to x, which has in_channels and a grid of `ndim` dimensions. Returns a tensor of the
-        same batch with out_channels.
+        """Apply the convolution to x, which has in_channels and a grid of `ndim` dimensions. Returns a sparse tensor
+        with the same batch size and with `out_channels` channels.
 
         Raises:
             TypeError, ValueError: x is not a sparse tensor of `ndim` dimensions, or the rulebook under `indice_key` has

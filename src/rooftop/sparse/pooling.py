@@ -127,7 +127,7 @@ class SparsePool(SparseModule):
 class SparseMaxPool(SparsePool):
     """The maximum of the sites in each window. As in spconv, all sites that equal the maximum get its whole gradient.
 
-    spconv 2.3 returns max(0, maximum). After a ReLU, this is the same as the maximum.
+    spconv 2.3 returns max(0, maximum). This equals the maximum if the features come from a ReLU.
     """
 
     average = False

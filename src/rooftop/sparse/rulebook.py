@@ -294,8 +294,8 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
         ValueError: a site is out of range or repeated, or there are more outputs than the bound. On the CPU, this
             call raises the error. On a GPU, this call raises the error only if the host waits for the GPU anyway, or
             with ROOFTOP_CHECK=1 in the environment. Otherwise, `Rulebook.check()` raises the error. Before the error is
-            raised, a site out of range has no pairs, pairs of a repeated site may belong to either row, and too small a
-            bound leads to no outputs.
+            raised, a site out of range has no pairs, pairs of a repeated site may belong to either row, and all output
+            rows are -1 if the bound is too small.
     """
     check_indices(indices, shape.dims)
     if indices.device.type not in ("cpu", "cuda"):

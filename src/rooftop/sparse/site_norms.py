@@ -60,7 +60,7 @@ def site_norm_gradient_reference(
     by_running: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute dx (N, C), dweight (C,) and dbias (C,). `by_running` means that running statistics exist. With fewer than
-    two sites, the running statistics normalized the rows, as constants."""
+    two sites, forward normalizes the rows by the running statistics, which count as constants here."""
     known = sites[:, None]
     slope, values = (t.to(rate.dtype).where(known, 0) for t in (dy, x))
     rest = (values - center).where(known, 0).sum(0) / count.clamp(min=1)  # corrects the rounding error of center

@@ -145,7 +145,9 @@ class NeighbourTable:
     lists: tuple[Tensor, Tensor] | None = None
 
     def rows(self) -> Tensor:
-        """The table in its original row order, (M, T) int32. Recomputed if only the ordered table is stored."""
+        """The table in its original row order, (M, T) int32. The table is recomputed if only the ordered table is
+        stored.
+        """
         if self.by_row is not None:
             return self.by_row
         assert self.ordered is not None

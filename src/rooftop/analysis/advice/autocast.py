@@ -151,8 +151,8 @@ def cast_host_ms(device: str, training: bool) -> float:
     """Host time of one autocast cast: an allocation, a copy and, in training, a graph node. A cast takes the host much
     longer than the launch of a kernel.
 
-    The measurement launches a chain of small products with and without autocast, forward and (for training) backward.
-    Other work of the host can only lengthen a measurement, so the shortest of several measurements is taken.
+    The measurement launches a chain of small matrix products with and without autocast, forward and (for training)
+    backward. Other work of the host can only lengthen a measurement, so the shortest of several measurements is taken.
     """
     weights = [torch.zeros(16, 16, device=device, dtype=torch.float32, requires_grad=training) for _ in range(LAYERS)]
     x = torch.zeros(16, 16, device=device, dtype=torch.float32)

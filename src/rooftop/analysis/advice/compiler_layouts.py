@@ -1,11 +1,11 @@
 """Predict whether torch.compile stores a program's images channels last. The compiler decides by this rule (PyTorch,
 torch/_inductor/graph.py, decide_layout_opt):
 
-- CPU with oneDNN: yes, if it has a convolution. The other rules are for GPUs.
+- CPU with oneDNN: yes, if the program has a convolution. The following rules are for GPUs.
 - Training: yes, unless a convolution is grouped with several channels in each group, or a convolution with a kernel
   wider than 1 has at most half as many output channels as input channels, or all convolutions have at most 64 channels.
-- Inference: each class of convolutions has a relative time for channels last, from PyTorch's benchmarks. Yes, if the
-  program's flops, weighted with these times, do not exceed the unweighted flops.
+- Inference: each class of convolutions has a relative time for channels last, from PyTorch's benchmarks. The answer is
+  yes if the program's flops, weighted with these times, do not exceed the unweighted flops.
 """
 
 from __future__ import annotations

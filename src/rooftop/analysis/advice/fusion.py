@@ -1,9 +1,10 @@
 """Predict which operators a compiler would fuse into one kernel, and the remaining memory traffic.
 
 Elementwise operators, copies and reductions along rows are joined with their neighbours in the data flow. A value that
-one operator of a kernel writes and another operator of the same kernel reads stays in registers. Products, convolutions
-and attention stay separate kernels, which read their inputs from memory and write their results there. So fusing an
-activation between two products saves nothing, but fusing it with a norm or a sum saves a write and a read.
+one operator of a kernel writes and another operator of the same kernel reads stays in registers. Matrix products,
+convolutions and attention stay separate kernels, which read their inputs from memory and write their results there. So
+fusing an activation between two matrix products saves nothing, but fusing it with a norm or a sum saves a write and a
+read.
 
 For a GPU a compiler also writes the kernels of norms, sums and copies that have no neighbour to join. Many of PyTorch's
 own kernels stay far below the memory's rate, because they are written for every shape. The compiler's kernels are
@@ -64,7 +65,8 @@ COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "constant_pad_nd"}
 
 @dataclass
 class Fused:
-    """How many operators a compiler would fuse, into how many kernels, and their time before and after, in ms."""
+    """The number of operators that a compiler would fuse, the number of fused kernels, and the total time before and
+    after fusion in ms."""
 
     operators: int = 0
     kernels: int = 0

@@ -11,12 +11,12 @@ from rooftop.hardware.page_faults import KEEP_MEMORY, MANY
 
 
 def launch_gap(findings: Findings) -> list[Advice]:
-    """Advise a CUDA graph, or a larger batch if the step cannot be captured. Both changes remove the same gap, so only
-    one of them is advised.
+    """Advise a CUDA graph, or a larger batch if the step cannot be captured. A CUDA graph and a larger batch remove the
+    same gap, so only one of them is advised.
 
     In a replayed graph, each kernel starts right after the previous one. A graph cannot contain a step in which the
-    host waits for values. A larger batch then helps, because it takes no more host time, unless the host itself
-    computes on the samples.
+    host waits for values. For such a step a larger batch helps, because a larger batch takes no more host time, unless
+    the host itself computes on the samples.
     """
     if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0 or not findings.summary.busy_ms:
         return []

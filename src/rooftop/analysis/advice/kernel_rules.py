@@ -23,8 +23,8 @@ the present host time.)"""
 def pointwise_fusion(findings: Findings) -> list[Advice]:
     """Advise torch.compile for operators that it would fuse into kernels that move less memory (see `fusion`).
 
-    torch.compile also changes the layout of images and pads matrix products. The advice is the CUDA graph mode if the
-    step can be captured and the host is the bottleneck, or would be with faster kernels.
+    torch.compile also changes the layout of images and pads matrix products. This rule advises the CUDA graph mode of
+    torch.compile if the step can be captured and the host is the bottleneck, or would be with faster kernels.
     """
     found = fused(findings.operators, findings.ceilings)
     if not found.operators or findings.traced_more_ms is None:
@@ -101,8 +101,8 @@ def uneven_kernels(findings: Findings) -> list[Advice]:
             Advice(
                 f"Speed up {name.split('::')[-1]} ({phase})",
                 f"{sum(row.calls for row in slow)} calls take {time_ms:.2f} ms at "
-                f"{percent_text(100 * sum(row.roof_ms for row in slow) / time_ms)} of roof; a quarter of its shapes "
-                f"reach {percent_text(attainable)} in this run",
+                f"{percent_text(100 * sum(row.roof_ms for row in slow) / time_ms)} of roof; a quarter of the "
+                f"operator's shapes reach {percent_text(attainable)} in this run",
                 findings.saved_ms(gain_ms),
             )
         )

@@ -8,7 +8,8 @@ that names the values:
         ## rooftop sizes 4,128 ##
             the kernels of the graph
 
-Rooftop rebuilds the graph with numbers in place of symbols. The work of its kernels is then the work of that call.
+Rooftop rebuilds the graph with numbers in place of symbols. The work of the rebuilt graph's kernels is then the work of
+that call.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def kept(graph: fx.Graph) -> fx.Graph:
 
 
 def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) -> fx.Graph:
-    """The graph with numbers for its symbols (symbol -> number). None means the numbers for which the graph was
-    compiled.
+    """The graph with numbers for its symbols (symbol -> number). If `sizes` is None, use the numbers for which the
+    graph was compiled.
 
     Raises:
         ValueError: the graph's sizes depend on data, or on symbols that `sizes` lacks.

@@ -65,7 +65,7 @@ class CompiledGraph:
     dynamic: DynamicGraph | None = None
 
     def at(self, sizes: Sizes | None) -> CompiledGraph:
-        """The graph with the sizes of one run. None means that the profile does not name the sizes."""
+        """The graph with the sizes of one run. `sizes` is None if the profile does not name the sizes."""
         if self.dynamic is None:
             return self
         if sizes is None or self.dynamic.sources is None:

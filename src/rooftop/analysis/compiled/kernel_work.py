@@ -44,7 +44,7 @@ class KernelWork:
         shapes: shapes of its inputs from other kernels.
         dtype: dtype of the first floating-point value that it reads or writes.
         scope: path of the module that its nodes share.
-        lays_out: whether the kernel only changes the layout of an operand of a library's call. The graph does not tell
+        lays_out: whether the kernel only changes the layout of an operand of a library's call. The graph does not say
             which operand, so the cost is that of the smallest operand.
         title: name in reports, for a library's call whose own name is ambiguous.
     """
@@ -101,8 +101,8 @@ GENERATED = re.compile(r"^(?:graph_\d+_)?((?:triton|cpp)_\S+)$")
 
 
 def plain_name(name: str) -> str:
-    """ "mm" for "aten::mm", "extern_kernels.mm" and "torch.ops.aten.mm.default". For a generated kernel, its own
-    name."""
+    """ "mm" for "aten::mm", "extern_kernels.mm" and "torch.ops.aten.mm.default". For a generated kernel, return the
+    kernel's own name."""
     generated = GENERATED.match(name)
     if generated:
         return generated[1]

@@ -77,7 +77,7 @@ class NotReconstructedError(Exception):
 
 
 def reconstructed(event: Any, lists: ListedTensors = MappingProxyType({})) -> Call:
-    """Repeat a call on meta tensors that a profiler's event recorded with its shapes.
+    """Repeat a call on meta tensors, from the profiler's event that recorded the call and its shapes.
 
     Args:
         event: an event from the profiler's flat list.

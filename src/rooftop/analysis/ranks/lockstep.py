@@ -60,7 +60,8 @@ def first_rank() -> bool:
 
 
 def first_to_say(message: str) -> bool:
-    """Whether this process is the first of its `torchrun` to call this for a message; always True for a single process.
+    """Whether this process is the first of the processes of a `torchrun` to call this function with this message;
+    always True for a single process.
 
     This function needs no process group. `torchrun` ends all ranks as soon as one rank has ended. So the first rank to
     fail must print the reason, whichever rank it is. Different `torchrun`s, and restarts, are independent.
@@ -312,7 +313,7 @@ class SharedProgram(Program):
         return cast(T, on_all_ranks(lambda: self._follow(keys))[0])
 
     def step(self, observe: Callable[[Any], None] = lambda output: None) -> None:
-        """Run one step. Within `lead`, all ranks run it (see `Program.step`)."""
+        """Run one step. Within `lead`, all ranks run the step (see `Program.step`)."""
         if self._announced is not None:
             _store().set(next(self._announced), _STEP)
         super().step(observe)

@@ -2,9 +2,9 @@
 
 On a GPU the figures come from kernels: NCCL's kernels have "nccl" in their names. On a CPU the figures come from the
 profiler's spans "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ... (PyTorch 2.13). A span lasts from the call of a
-collective to its end, including waits. Operators of the calling thread may run at the same time; these operators are
-the other work. Python's own time during a collective counts as exposed communication, and so does the time of compiled
-CPU kernels, which leave no events.
+collective to its end, including waits. Operators that the calling thread runs during a collective count as other work.
+Python's own time during a collective counts as exposed communication, and so does the time of compiled CPU kernels,
+which leave no events.
 """
 
 from __future__ import annotations

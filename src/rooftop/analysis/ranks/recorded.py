@@ -2,7 +2,7 @@
 
 A script's steps cannot be repeated in lockstep, unlike those of `rooftop.analyze`. But the script's collectives keep
 its ranks in step. So the same steps, by number, are watched on all ranks, without additional communication. At the end
-each rank leaves its row, or the reason for its absence, in the store of `torchrun`. The first rank waits for the
+each rank leaves its row, or the reason why it has no row, in the store of `torchrun`. The first rank waits for the
 others' rows, and names the missing ranks.
 """
 

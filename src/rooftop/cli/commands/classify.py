@@ -67,5 +67,5 @@ def command() -> None:
 
     PATH is a photograph, a folder of photographs, or a video. One frame of a video per second is classified (--every).
     The classes are ImageNet's 1000 classes, or the classes named in a file of `rooftop train`. For your own weights
-    from elsewhere, class numbers are shown.
+    from another source, class numbers are shown.
     """

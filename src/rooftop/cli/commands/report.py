@@ -16,5 +16,5 @@ from rooftop.cli.commands.deferred import done_by
 def command() -> None:
     """Turn a JSON report of `rooftop analyze --json` into HTML.
 
-    The GPU machine then needs neither plotly nor a browser: analyze there, and make and read the HTML elsewhere.
+    Analyze on the GPU machine, which needs neither plotly nor a browser, and make and read the HTML on another machine.
     """

@@ -22,8 +22,8 @@ from rooftop.cost.registry import cost_of
     *aten("mkldnn_convolution slow_conv3d_forward"),
 )
 def convolution(call: Call) -> Cost:
-    """A multiplication and an addition for each weight of each output. A fused bias, sum or ReLU adds one flop. Reads
-    count only the pixels that windows touch.
+    """Count a multiplication and an addition for each weight of each output. A fused bias, sum or ReLU adds one flop.
+    Reads count only the pixels that windows touch.
     """
     source, weight = _source(call), call["weight"]
     out: Tensor = call.results[0]

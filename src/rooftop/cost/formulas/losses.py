@@ -128,10 +128,11 @@ CHUNKED_LINEAR_LOSSES = (
 
 @cost_of(*CHUNKED_LINEAR_LOSSES)
 def chunked_linear_cross_entropy(call: Call) -> Cost:
-    """`F.linear_cross_entropy` with options: the function computes the logits for a few samples at a time, so it need
-    not write them to memory.
+    """`F.linear_cross_entropy` with options: the function computes the logits for a few samples at a time, so the
+    logits need not be written to memory.
 
-    One matrix product for the logits, and one for each gradient (of input and weight) that is computed with the loss.
+    The cost is one matrix product for the logits, and one for each gradient (of input and weight) that is computed with
+    the loss.
     """
     samples, weight, bias = call["input"], call["linear_weight"], call["linear_bias"]
     logits = prod(samples.shape[:-1]) * prod(weight.shape[:-1])

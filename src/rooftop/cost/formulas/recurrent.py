@@ -1,8 +1,8 @@
 """Cost of recurrent networks: single LSTM and GRU cells, and whole layers in one operator.
 
 An LSTM cell computes, per hidden unit, the sums of its four gates, three sigmoids and two tanh, and c' = f c + i g, h =
-o tanh(c'). A layer reads its weights once for all time steps. Sums and activations count as two flops for each gate and
-product.
+o tanh(c'). A layer reads its weights once for all time steps. In a layer, sums and activations count as two flops for
+each row of each weight matrix, at each time step.
 """
 
 from __future__ import annotations

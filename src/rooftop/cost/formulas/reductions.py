@@ -100,8 +100,8 @@ def euclidean_distances(call: Call) -> Cost:
 
 @cost_of("aten::_pdist_forward")
 def pair_distances(call: Call) -> Cost:
-    """Cost of the distance of each pair of different rows, once: subtract, power, add for each coordinate, and a
-    root."""
+    """Cost of the distances of all pairs of different rows, each pair counted once: subtract, power, add for each
+    coordinate, and a root."""
     points: Tensor = call["self"]
     flops = call.out.numel() * (3 * points.shape[-1] + 1)
     return Cost(tensor_bytes(points), tensor_bytes(call.out), arithmetic(flops, [points]))

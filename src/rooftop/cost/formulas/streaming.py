@@ -8,7 +8,7 @@ For sparse tensors, only stored elements count, and `sparse_operands` counts the
 
 So a family of operators is a table from operator to flops per element. By convention, addition, multiplication,
 comparison and each transcendental function (also sigmoid and erf) take 1 flop. Moving, selecting (`where`) and
-converting take 0.
+converting take 0 flops.
 """
 
 from __future__ import annotations

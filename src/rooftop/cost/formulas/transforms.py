@@ -25,7 +25,8 @@ def complex_transform(call: Call) -> Cost:
 
 @cost_of("aten::_fft_r2c", "aten::_fft_c2r")
 def real_transform(call: Call) -> Cost:
-    """Cost of a transform from real to complex, or back: half the work, counted on the real side's elements."""
+    """Cost of a transform from real to complex, or back: half the work of a complex transform of the real side's
+    size."""
     signal = call.out if call["self"].is_complex() else call["self"]
     return _cost(call, signal, 0.5)
 

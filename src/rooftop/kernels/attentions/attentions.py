@@ -1,4 +1,4 @@
-"""Scaled dot-product attention by the fastest of PyTorch's back ends, with the log-sum-exp of its rows.
+"""Scaled dot-product attention by the fastest of PyTorch's back ends, with the log-sum-exp of each row of scores.
 
 The results are softmax(Q K^T scale + mask) V and L = log(sum(exp(...))) of each row. The back ends are flash (Dao 2023,
 "FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021). Attention is bound by
@@ -44,8 +44,8 @@ from rooftop.launch.triton_launch import launch, require_triton
 def attention_reference(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out (B, H, S_q, D_v), L (B, H, S_q)) in plain PyTorch, in float32 or float64. Without keys the results
-    are 0 and -inf."""
+    """Compute (out (B, H, S_q, D_v), L (B, H, S_q)) in plain PyTorch, in float32 or float64. If there are no keys, out
+    is 0 and L is -inf."""
     scores, _, values = scores_of(query, key, value, mask, is_causal, scale)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -math.inf)
     return (_probabilities(scores, lse) @ values).to(query.dtype), lse
@@ -294,8 +294,8 @@ class Attention(NamedTuple):
         return True
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: the products for scores and values. Each pair of a query and a key adds 5 for the softmax, and 1 if
-        there is a mask.
+        """Flops of the matrix products for scores and values. Each pair of a query and a key adds 5 flops for the
+        softmax, and 1 if there is a mask.
         """
         flops = _flops(self, self.query.shape[3] + self.value.shape[3], 5)
         return Cost(distinct_bytes(self[:4]), distinct_bytes(made), flops)
@@ -337,8 +337,8 @@ class AttentionBackward(NamedTuple):
         return *_gradients_of(query, key, value, mask, self.is_causal), dmask
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: the products for scores and for gradients of queries, keys, values and weights. Each pair of a query
-        and a key adds 6 for the softmax.
+        """Flops of the matrix products for scores and for the gradients of queries, keys, values and weights. Each pair
+        of a query and a key adds 6 flops for the softmax.
         """
         flops = _flops(self, 3 * self.query.shape[3] + 2 * self.value.shape[3], 6)
         written = made if self.mask is not None and self.mask_gradient else made[:3]
@@ -469,8 +469,8 @@ def attention(
         query: (B, H, S_q, D), bfloat16, float16, float32 or float64, any strides.
         key, value: (B, H, S_k, D) and (B, H, S_k, D_v). With `enable_gqa`, keys and values may have fewer heads; their
             number must divide H.
-        attn_mask: broadcastable to (B, H, S_q, S_k). Numbers are added to the scores; in a boolean mask, False excludes
-            a key. A mask cannot be combined with `is_causal`.
+        attn_mask: broadcastable to (B, H, S_q, S_k). A numeric mask is added to the scores; in a boolean mask, False
+            excludes a key. A mask cannot be combined with `is_causal`.
         is_causal: query i attends to the keys 0 to i.
         scale: factor of the scores; 1 / sqrt(D) if not given.
         enable_gqa: each head of the keys serves a group of heads of the queries.
@@ -484,7 +484,7 @@ def attention(
         queries or keys atomically. `torch.use_deterministic_algorithms(True)` makes gradients reproducible.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
+        TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match, the scale is not finite, or attn_mask is given with is_causal.
         NotImplementedError: forward-mode differentiation, a second derivative, or in backward the gradient of the
             log-sum-exp in float16 on a GPU.

@@ -256,9 +256,9 @@ def paged_attention(
         (B, H, D), dtype of the queries; scores, softmax and merging are float32 (float64 for float64).
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: shapes or devices do not match. On the CPU also: a page is outside the cache, or a length exceeds
-            the page table; on a GPU, such a sequence's result is NaN.
+        TypeError: a tensor is not dense, or has a wrong dtype.
+        ValueError: shapes or devices do not match. On the CPU, ValueError is also raised if a page is outside the
+            cache, or a length exceeds the page table. On a GPU, the result of such a sequence is NaN.
         NotImplementedError: a tensor that needs a gradient, or forward-mode differentiation.
     """
     tensors = {"query": query, "keys": keys, "values": values, "pages": pages, "lengths": lengths}

@@ -1,4 +1,4 @@
-"""Choose PyTorch's fastest back end that can compute an attention, by a table measured on an H200."""
+"""Choose the fastest of PyTorch's attention back ends that support a call, from a table measured on an H200."""
 
 from __future__ import annotations
 

@@ -236,13 +236,14 @@ def rope(
         inplace: write the result to x; not possible if autograd tracks x.
 
     Returns:
-        A tensor like x, or x itself if `inplace`. The arithmetic is float32 (float64 for float64). Positions outside
-        the tables raise if the offset is an int or a tensor on the CPU; on a GPU the result there is NaN.
+        A tensor like x, or x itself if `inplace`. The arithmetic is float32 (float64 for float64). If the offset is an
+        int or a tensor on the CPU, positions outside the tables raise an error. If the offset is a tensor on a GPU, the
+        results at such positions are NaN.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
-        ValueError: a shape, device or position is wrong. With `inplace`, also if x has overlapping memory, or autograd
-            tracks x.
+        TypeError: a tensor is not dense, or has a wrong dtype.
+        ValueError: a shape, device or position is wrong. With `inplace`, ValueError is also raised if x has overlapping
+            memory, or if autograd tracks x.
         NotImplementedError: tables that require a gradient, or forward-mode differentiation.
     """
     return _apply("rope", (x,), cos, sin, interleaved, offset, inplace)[0]

@@ -1,4 +1,4 @@
-"""Merge attention over parts of the keys: outputs are weighted by their log-sum-exps.
+"""Merge attention over parts of the keys: outputs are weighted by the exponentials of their log-sum-exps.
 
 out = (e^lse_a out_a + e^lse_b out_b) / e^lse with lse = log(e^lse_a + e^lse_b) is attention over the keys of both
 parts. The merge is associative and commutative, and (0, -inf), the result of attention to no keys, changes nothing.
@@ -87,7 +87,8 @@ def row_places(*tensors: Tensor) -> tuple[int, int, list[int]]:
     """The kernel arguments that locate a row by its number: heads, positions, and each tensor's strides of batch, head
     and position.
 
-    If the rows of every tensor are equally spaced, each row counts as a batch, because Triton omits divisions by 1.
+    If the rows of every tensor are equally spaced, each row counts as a batch element with one head and one position,
+    because Triton omits divisions by 1.
     """
     sizes = tensors[0].shape[:3]
     distances = [merged(sizes, t.stride()[:3]) for t in tensors]
@@ -97,7 +98,7 @@ def row_places(*tensors: Tensor) -> tuple[int, int, list[int]]:
 
 
 def unit_features(x: Tensor) -> Tensor:
-    """The tensor with contiguous features in each row; the rows may have any strides."""
+    """x itself if the features of each row are contiguous, else a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -254,7 +255,7 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
         the log-sum-exps.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
+        TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

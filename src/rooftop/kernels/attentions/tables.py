@@ -19,8 +19,9 @@ MERGE_BACKWARD = ElementsConfig(elements=1024, warps=4)
 
 @dataclass(frozen=True)
 class WindowConfig:
-    """Launch parameters for windows of up to `positions` and heads of up to `features`: query positions per program,
-    warps, and pipeline stages. Only backward has stages: its programs compute one window after another.
+    """Launch parameters for windows of up to `positions` positions and heads of up to `features` features: query
+    positions per program, warps, and pipeline stages. Only backward has stages: its programs compute one window after
+    another.
     """
 
     positions: int
@@ -91,8 +92,9 @@ def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
     """Launch parameters for `group` query heads per key head and heads of `width` features. The kernels compile for
     sm_90 without spills, and are not measured yet.
 
-    With one query head per key head, the kernel sums in registers; with several, the kernel uses matrix products of 16
-    rows or more. Products in float32 are sums in registers, too, and use the smallest tiles.
+    With one query head per key head, the kernel adds up products in registers. With several query heads, the kernel
+    uses matrix products of 16 rows or more. Float32 matrix products do not use the tensor cores, so their tiles are the
+    smallest.
     """
     block = max(16, power_of_two(width))
     keys = max(16, min(MOST_KEYS, TILE_BYTES // (block * element_bytes)))

@@ -4,10 +4,11 @@
     softmax(c Q K^T / (|Q| |K|) + bias + mask) V  with cosine attention
 
 Liu et al. 2021, "Swin Transformer", sections 3.1 and 3.2; cosine attention: Liu et al. 2022, "Swin Transformer V2". The
-map is shifted cyclically before it is cut, so a window at the map's end has parts that are not neighbours. Pairs of
-positions from two parts get a mask of -100, as in the original. The shifted, padded and cut map is never written to
-memory: a program reads the positions of its window directly from the original map. The operator is bound by memory at
-the sizes of Swin (49 positions of 32 features): forward reads the map and writes a third as many bytes.
+map is shifted cyclically before it is cut, so a window at the map's end may contain parts that are not neighbours on
+the map. Pairs of positions from two different parts get a mask of -100, as in the original. The shifted, padded and cut
+map is never written to memory: a program reads the positions of its window directly from the original map. The operator
+is bound by memory at the sizes of Swin (49 positions of 32 features): forward reads the map and writes a third as many
+bytes.
 
 Only the inputs are kept for backward, which computes the weights again. Backward uses no atomics, so gradients are
 deterministic.
@@ -216,7 +217,7 @@ def _block(size: int) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The arguments that are not tensors."""
+    """The arguments of window attention that are not tensors."""
 
     heads: int
     window: Sequence[int]
@@ -342,8 +343,8 @@ class WindowAttention(NamedTuple):
         return [None if given is None else each for given, each in zip(kept[:4], found, strict=True)]
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: the products for scores and values. Each pair adds 5 for the softmax, 1 for the bias, and 1 for the
-        mask of a shifted map.
+        """Flops of the matrix products for scores and values. Each pair of positions adds 5 flops for the softmax, 1
+        for the bias, and 1 for the mask of a shifted map.
 
         Cosine attention adds 3 for each element of queries and of keys, and 1 for the scale of each pair.
         """
@@ -377,8 +378,8 @@ class WindowAttentionBackward(NamedTuple):
         return _sizes(self.query_key_value, *self[5:])
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: the products for scores and for gradients of weights, queries, keys and values. Each pair adds 6 for
-        the softmax and 2 for the bias.
+        """Flops of the matrix products for scores and for the gradients of weights, queries, keys and values. Each pair
+        of positions adds 6 flops for the softmax and 2 for the bias.
 
         Cosine attention adds 8 for each element of queries and of keys, and 4 for each pair.
         """
@@ -459,10 +460,11 @@ def window_attention(
 
     Returns:
         (B, H, W, C), contiguous, of query_key_value's dtype. The arithmetic is float32 (float64 for float64); the
-        matrix products read half precision without conversion. Autocast casts query_key_value to its own dtype.
+        matrix products read half precision without conversion. Under autocast, query_key_value is cast to autocast's
+        dtype.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
+        TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match, the shift exceeds the window, both scales are given, a scale is not
             finite, or dropout is not a probability.
         NotImplementedError: forward-mode differentiation, or a second derivative, without dropout.

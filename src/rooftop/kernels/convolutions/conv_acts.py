@@ -83,7 +83,9 @@ class Kept(NamedTuple):
 
 
 class ConvAct(NamedTuple):
-    """A fused convolution: returns (y, input of the activation). The second tensor is empty unless `keep_`."""
+    """A fused convolution: returns (y, input of the activation). The input of the activation is empty unless
+    `keep_`.
+    """
 
     x: Tensor
     weight: Tensor

@@ -86,8 +86,8 @@ def forward(
     plan: ConvPlan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry,
     activation: str, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute (y (N, O, OH, OW), input of the activation) as `plan` says. The second tensor is empty unless `keep`. The
-    back end decides the memory layout of y.
+    """Compute (y (N, O, OH, OW), input of the activation) as `plan` says. The input of the activation is empty unless
+    `keep`. The back end decides the memory layout of y.
     """
     nothing = x.new_empty(0)
     bias = bias.contiguous() if bias is not None else None
@@ -277,9 +277,9 @@ def _pack(source: Tensor, height: int, width: int, pixel: int, left: int) -> Ten
 
 @cache
 def box_of(pixels: int, batch: int, lines: int, line: int) -> tuple[int, int, int]:
-    """The box (images, lines, pixels of a line), powers of 2 with a given product, that covers a result with the fewest
-    boxes. Among boxes that need the same number, the function returns the one with the fewest images and the longest
-    lines, so that copies are contiguous.
+    """The size of a box (images, lines, pixels of a line) such that the fewest boxes cover a result. The three sizes
+    are powers of 2, and their product is `pixels`. Among sizes that need the same number of boxes, the function returns
+    the size with the fewest images and the longest lines, so that copies are contiguous.
     """
     powers = [1 << exponent for exponent in range(pixels.bit_length())]
     boxes = [(pixels // (h * w), h, w) for h in powers for w in powers if h * w <= pixels]

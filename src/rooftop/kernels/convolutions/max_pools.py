@@ -30,8 +30,8 @@ Pair = int | Sequence[int]
 
 
 class MaxPool(NamedTuple):
-    """Max pooling of x (N, C, H, W) to (N, C, OH, OW). The result is channels last if x is and if the shape of x
-    distinguishes the formats.
+    """Max pooling of x (N, C, H, W) to (N, C, OH, OW). The result is channels last if x is channels last and the shape
+    of x distinguishes this format from contiguous.
     """
 
     x: Tensor

@@ -35,13 +35,13 @@ class ConvTile:
             For "depthwise", `rows` counts lines of the result, and `depth` is the number of neighbouring pixels
             computed in each line, which need not be a power of 2.
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
-        group: rows of tiles in a band; L2 caches the operands of a band.
-        parts: number of parts in which the epilogue stores a tile's pixels (not gathered).
-        split: number of parts of K that separate programs sum (not persistent); no part is empty.
-        programs_per_sm: number of persistent programs on an SM. If there are two, one program computes while the other
-            stores.
+        group: number of rows of tiles in a band of tiles; L2 caches the operands of a band.
+        parts: number of parts in which the epilogue stores a tile's pixels (not for "gathered").
+        split: number of parts of K, each summed by a separate program (not for "persistent"); no part is empty.
+        programs_per_sm: number of persistent programs on an SM. With two programs on an SM, one program computes while
+            the other stores.
         early: whether the kernel may start while the previous kernel still runs, and then waits for the previous kernel
-            (not persistent).
+            (not for "persistent").
     """
 
     kernel: Kernel
@@ -63,8 +63,8 @@ class ConvTile:
 
 class Geometry(NamedTuple):
     """The shapes of a convolution: x (batch, channels, height, width) and weight (out_channels, channels / groups,
-    *kernel). The other attributes are pairs (vertical, horizontal). The class is a tuple, because each call creates and
-    hashes a geometry, and tuples do both fast.
+    *kernel). `kernel`, `stride`, `padding` and `dilation` are pairs (vertical, horizontal). The class is a tuple,
+    because each call creates and hashes a geometry, and tuples do both fast.
 
     Attributes:
         ceil: whether the size of the result is rounded up, as `ceil_mode` of a pool does (pools only).
@@ -100,12 +100,12 @@ class Geometry(NamedTuple):
 
     @property
     def depthwise(self) -> bool:
-        """Whether each channel is a group, with one channel of the result."""
+        """Whether each channel is a group of its own, with one output channel."""
         return 1 < self.groups == self.channels == self.out_channels
 
     @property
     def of_group(self) -> tuple[int, int]:
-        """The channels of a group, and of its result."""
+        """The numbers of input channels and of output channels of a group."""
         return self.channels // self.groups, self.out_channels // self.groups
 
     @property
@@ -234,7 +234,7 @@ class Problem(NamedTuple):
         device, kernels: the device type, and whether Triton's kernels run on the device.
         channels_last: whether x is channels last.
         copied: whether tensor descriptors can describe x and the result (`launches.copied`).
-        cudnn: whether one call of cuDNN does everything: relu alone or after a sum, on a GPU.
+        cudnn: whether one call of cuDNN can compute the whole operator: on a GPU, if the activation is relu.
     """
 
     geometry: Geometry

@@ -131,8 +131,8 @@ class Kept(NamedTuple):
     summed: dict[int, torch.Size]
 
     def gradients(self, tensors: Sequence[Tensor | None], given: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Compute the gradients by argument number, from the gradients of outputs of one shape. Each gradient is summed
-        to its argument's shape.
+        """Compute the gradients by argument number, from the gradients of outputs that all have the same shape. Each
+        gradient is summed to its argument's shape.
         """
         full = next(iter(given.values())).shape
         outputs = tuple([(i, g.dtype) for i, g in given.items()])
@@ -464,13 +464,13 @@ def fused(function: Function) -> Fused:
         y = gated(x, gate, bias, scale=0.5)
 
     Args:
-        function: takes up to 8 tensors that broadcast, and numbers. A new number does not recompile. The function is
-            called once, with expressions in place of tensors. The function may use operators, comparisons, casts
-            (`.to(dtype)`, `.float()`) and elementwise functions of torch and torch.nn.functional: abs, add, addcdiv,
-            addcmul, ceil, clamp, cos, div, elu, erf, exp, expm1, floor, gelu, hardtanh, isnan, leaky_relu, lerp, log,
-            log1p, log2, logical_*, maximum, minimum, mul, neg, pow, reciprocal, relu, round, rsqrt, sigmoid, sign,
-            silu, sin, softplus, sqrt, square, sub, tanh, trunc, where. The function returns one expression or a tuple
-            of expressions.
+        function: takes up to 8 tensors that broadcast, and numbers. A new value of a number does not cause a
+            recompilation. The function is called once, with expressions in place of tensors. The function may use
+            operators, comparisons, casts (`.to(dtype)`, `.float()`) and elementwise functions of torch and
+            torch.nn.functional: abs, add, addcdiv, addcmul, ceil, clamp, cos, div, elu, erf, exp, expm1, floor, gelu,
+            hardtanh, isnan, leaky_relu, lerp, log, log1p, log2, logical_*, maximum, minimum, mul, neg, pow, reciprocal,
+            relu, round, rsqrt, sigmoid, sign, silu, sin, softplus, sqrt, square, sub, tanh, trunc, where. The function
+            returns one expression or a tuple of expressions.
 
     Returns:
         A callable with the same arguments. dtypes are promoted as in PyTorch; half precision is computed in float32 and

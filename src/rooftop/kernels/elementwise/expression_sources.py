@@ -48,7 +48,7 @@ class Layout:
     """The class of memory layouts that a kernel supports.
 
     Attributes:
-        accesses: one for each argument, after dimensions were merged; None for a number or an unused argument.
+        accesses: one `Access` for each argument, after dimensions were merged; None for a number or an unused argument.
         wide: whether offsets exceed 2^31.
         sums: for each output the axis over which a program sums, "rows" or "columns"; "" for an output that is not
             summed. A kernel that sums over rows loops over the tiles of a column.
@@ -88,7 +88,9 @@ def source_of(
 
 
 def module_of(lines: Sequence[str]) -> str:
-    """The source of a module: these lines, and the functions of `operands/triton_kernels/scalars.py` that they call."""
+    """The source of a module: the given lines, and the functions of `operands/triton_kernels/scalars.py` that these
+    lines call.
+    """
     called = set(re.findall(r"\b\w+(?=\()", "\n".join(lines)))
     helpers = ", ".join(name for name in _HELPERS if name in called)
     imported = [f"from rooftop.kernels.operands.triton_kernels.scalars import {helpers}"] if helpers else []

@@ -28,7 +28,7 @@ from rooftop.kernels.elementwise.expressions import (
 
 @lru_cache(maxsize=1024)
 def parse(text: str) -> tuple[Expression, ...]:
-    """The trees of a text's results.
+    """Parse a text, and return the trees of its results.
 
     Raises:
         ValueError: the text is not in the grammar of the module's docstring.

@@ -68,7 +68,9 @@ number in these operations, while sums only wrap around.
 
 
 def limits_of(outputs: Sequence[Expression], types: Types) -> list[tuple[Expression, torch.dtype]]:
-    """The plain numbers (constants and arguments) that an integer dtype must be able to represent, with that dtype."""
+    """Pairs of a plain number (constant or argument) and the integer dtype that must be able to represent this
+    number.
+    """
     return [
         (each, common)
         for node in topological(outputs)

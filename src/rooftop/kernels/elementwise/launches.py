@@ -232,8 +232,8 @@ def flat_config(tensors: Sequence[Tensor]) -> FlatConfig:
 
 
 def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
-    """The dimensions in the order of y's memory. Neighbouring dimensions are merged if all tensors can step through
-    them with one stride.
+    """The dimensions in the order of y's memory. Neighbouring dimensions are merged if each tensor can step through the
+    merged dimension with a single stride.
     """
     if all((t.shape == y.shape and t.is_contiguous()) or t.dim() == 0 for t in tensors) and y.is_contiguous():
         return [(y.numel(), tuple(int(t.dim() > 0) for t in tensors))]

@@ -139,7 +139,7 @@ def _kind(value: Argument | None) -> Kind | None:
 
 
 def planned(tensors: Sequence[Tensor], numbers: Sequence[Number], program: Program | str) -> tuple[Plan, list[Any]]:
-    """The plan of a program (or of its text), and its arguments by number, on one device.
+    """The plan of a program (or of its text), and the arguments by number. All tensors must be on one device.
 
     Raises:
         TypeError: a tensor is not dense, or its dtype is not supported.
@@ -243,8 +243,8 @@ class ProgramGradients:
     """How the gradients of some arguments are computed from the gradients of outputs of one shape.
 
     Attributes:
-        passed: for each argument, the output whose gradient is also the argument's; None if the gradient must be
-            computed.
+        passed: for each argument, the output whose gradient is also the gradient of the argument; None if the gradient
+            must be computed.
         there: for each argument, whether it has a gradient.
         used: indices of the arguments that `program` needs. The gradient of output i has the index n + i, where n is
             the original program's number of arguments.
@@ -261,8 +261,8 @@ class ProgramGradients:
 def gradients_of(
     text: str, outputs: tuple[tuple[int, torch.dtype], ...], wanted: tuple[tuple[int, torch.dtype], ...]
 ) -> ProgramGradients:
-    """The gradients with respect to the arguments `wanted`, from the gradients of `outputs`. Both are tuples of (index,
-    dtype)."""
+    """The gradients with respect to the arguments `wanted`, from the gradients of `outputs`. `outputs` and `wanted` are
+    tuples of (index, dtype)."""
     program = program_of(text)
     first = len(program.kinds)
     given = [argument(first + i) for i, _ in outputs]

@@ -9,7 +9,7 @@ treated as one flat dimension, for any shape. A program reads a strided region o
 tile of several short rows. A thread handles 16 bytes of the narrowest tensor. Triton vectorizes only if a pointer is a
 multiple of 16 bytes, but a region may begin anywhere. So pointers are rounded down to a multiple of 16 bytes. The
 kernel's arguments count the remaining offsets and all strides in `UNIT`, the largest number of elements that divides
-them. Loads and stores are one unit wide.
+all of these values. Loads and stores are one unit wide.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def store_fused(
             `float64_of_bits(a0)`.
         out: the memory of the result. `out` may be the memory of an input tensor, but must not overlap an input
             partially.
-        rows: numbers that repeat along the last dimension of `out`. The size of this dimension is a multiple of the
-            count of the numbers. In the program's arguments, rows come after the tensors.
+        rows: numbers that repeat along the last dimension of `out`. The size of the last dimension must be a multiple
+            of the count of the numbers. In the program's arguments, rows come after the tensors.
 
     Returns:
         The launch, which can be repeated on other memory. None if there was no launch, or several launches, or a launch

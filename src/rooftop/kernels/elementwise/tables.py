@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FlatConfig:
-    """Elements and warps of a program, for kernels that read and write up to `element_bytes` per element."""
+    """Elements and warps of a program, for kernels that read and write up to `element_bytes` bytes per element."""
 
     element_bytes: int
     block: int
@@ -18,7 +18,9 @@ class FlatConfig:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Elements of a tile, its maximum number of columns, and warps. If rows are shorter, the tile has more rows."""
+    """Elements of a tile, its maximum number of columns, and warps. If rows have fewer columns than this maximum, the
+    tile has more rows.
+    """
 
     elements: int
     columns: int
@@ -46,8 +48,8 @@ PROGRAMS_PER_SM = 8
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Elements and warps of a program, and the maximum number of columns of its tiles, by the element size of its
-    narrowest tensor."""
+    """Launch parameters if the narrowest tensor has elements of up to `bytes` bytes: elements and warps of a program,
+    and the maximum number of columns of its tiles."""
 
     bytes: int
     elements: int

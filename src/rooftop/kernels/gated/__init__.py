@@ -1,1 +1,1 @@
-"""SwiGLU, the smallest family and the first one to read."""
+"""SwiGLU: the smallest family of kernels, and a good one to read first."""

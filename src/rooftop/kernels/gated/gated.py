@@ -120,7 +120,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         (..., N), contiguous, of the inputs' dtype. The arithmetic is float32 (float64 for float64).
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
+        TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match.
     """
     _check(gate, up)

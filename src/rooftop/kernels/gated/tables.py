@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GatedConfig:
-    """Bytes of each tensor per program, and warps."""
+    """Launch parameters: bytes of each tensor that a program processes, and warps."""
 
     tile_bytes: int
     warps: int

@@ -1,6 +1,6 @@
 """The Triton kernels of gated activations; `gated.py` has the operators.
 
-`columns` and row strides count groups of UNIT elements, so that the compiler knows that UNIT divides them.
+`columns` and row strides count groups of UNIT elements, so that the compiler knows that UNIT divides these numbers.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def only(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None
 
 @recorded_whole
 def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
-    """Features at points within cells, from the features at the cells' corners.
+    """Interpolate features at points within cells, from the features at the cells' corners.
 
     Args:
         features: (B, 8, C), bfloat16, float16, float32 or float64; corner 4 i + 2 j + k is at (i, j, k) of its cell.

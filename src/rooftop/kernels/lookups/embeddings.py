@@ -3,11 +3,12 @@
 Forward copies rows and is memory-bound; a program copies some columns of several rows. Backward adds up the gradients
 of equal tokens. For few tokens, the program of a token's first position looks for the token's later positions and adds
 their rows. For more tokens, backward sorts the tokens (stably, so that equal tokens keep their order). Each program
-adds the runs of equal tokens in one chunk, in float32. A run within a chunk is then finished. Runs that cross a chunk's
-boundary leave at most two partial sums per chunk. The partial sums form a sorted list again, 16 times shorter. The same
-kernel adds up that list, and so on until one chunk is left. So many programs share the work on a frequent token. No
-addition is atomic, and the order of additions depends only on the tokens. Backward is bound by memory: it reads the
-gradients once, fills the table of gradients with zeros once, and writes the table's non-zero rows again.
+adds the runs of equal tokens in one chunk, in float32. The sum of a run that lies within one chunk is then complete.
+Runs that cross a chunk's boundary leave at most two partial sums per chunk. The partial sums form a sorted list again,
+which is 16 times shorter than the previous list. The same kernel adds up the shorter list, and so on until one chunk is
+left. In this way, several programs share the work on a frequent token. No addition is atomic, and the order of
+additions depends only on the tokens. Backward is bound by memory: it reads the gradients once, fills the table of
+gradients with zeros once, and writes the table's non-zero rows again.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ def embedding(
     """weight[input], with the arguments of `torch.nn.functional.embedding`.
 
     Args:
-        input: any shape, int32 or int64, tokens from 0 to V - 1. Other tokens raise on the CPU. On a GPU, other tokens
-            stop the program with a device error, as in PyTorch.
+        input: any shape, int32 or int64, tokens from 0 to V - 1. Out-of-range tokens raise on the CPU. On a GPU,
+            out-of-range tokens stop the program with a device error, as in PyTorch.
         weight: (V, D), bfloat16, float16, float32 or float64.
         padding_idx: a token whose row gets no gradient; a negative number counts from the end of the table.
         max_norm, norm_type, scale_grad_by_freq, sparse: only PyTorch's defaults are accepted.
@@ -149,7 +150,7 @@ def embedding(
         additions depends only on the tokens, so the gradient has the same bits in each run.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
+        TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match, or padding_idx is outside the table.
         NotImplementedError: max_norm, scale_grad_by_freq or sparse is given.
     """

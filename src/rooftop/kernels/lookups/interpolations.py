@@ -70,7 +70,7 @@ _trilinear_backward = declare(
 @repeated
 @recorded_whole
 def trilinear_interpolate(features: Tensor, points: Tensor) -> Tensor:
-    """Features at points within cells, from the features at the cells' corners.
+    """Interpolate features at points within cells, from the features at the cells' corners.
 
     Args:
         features: (B, 8, C), bfloat16, float16, float32 or float64; corner 4 i + 2 j + k is at (i, j, k) of its cell.

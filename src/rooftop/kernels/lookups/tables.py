@@ -46,7 +46,7 @@ FEW = FewConfig(most=2048, items=32, columns=256, warps=4, measured=False)
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """Rows and columns of a program, and its warps."""
+    """Launch parameters: rows and columns of a program, and its warps."""
 
     rows: int
     columns: int
@@ -69,11 +69,11 @@ OF_LINES, OF_ANY = (
 
 @dataclass(frozen=True)
 class CornersConfig:
-    """The block of a program, for points whose corners have up to `row_bytes` each.
+    """Launch parameters for points whose corners have up to `row_bytes` bytes each.
 
     Attributes:
-        block_bytes: bytes that a block has of one corner, over all its points.
-        channel_bytes: largest number of bytes that a block has of one corner of one point.
+        block_bytes: number of bytes of one corner that a block processes, summed over the points of the block.
+        channel_bytes: maximum number of bytes that a block processes of one corner of one point.
         warps: warps of a program.
     """
 

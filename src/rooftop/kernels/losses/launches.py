@@ -135,7 +135,9 @@ def gradient(
 
 
 def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
-    """result = gradient * factor. If result is gradient and the factor is 1, the kernel only reads the factor."""
+    """result = gradient * factor. If `result` is `gradient` itself and the factor is 1, the kernel only reads the
+    factor.
+    """
     require_triton()
     from rooftop.kernels.losses.triton_kernels import scale_unless_one
 

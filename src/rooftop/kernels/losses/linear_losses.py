@@ -6,7 +6,8 @@ the gradients. The three matrix products take most of the time. `losses.py` defi
 deterministic: chunks are added up in order, and their size depends only on the shapes.
 
 In float16 the gradient of the logits is not divided by the number of rows before the products, because the gradient
-would underflow before a loss scale can help. Backward divides it while the gradient of the weight is still float32.
+would underflow before a loss scale can help. Backward divides by the number of rows while the gradient of the weight is
+still float32.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ ONE_CHUNK_LOGITS = 1 << 20
 
 
 def chunk_rows(rows: int, features: int, classes: int) -> int:
-    """The number of rows whose logits are computed at a time. Between `LEAST_CHUNK_ROWS` and `MOST_CHUNK_ROWS` rows,
-    these logits take as much memory as the weight (V, H).
+    """The number of rows whose logits are computed at a time. The number is chosen such that these logits take as much
+    memory as the weight (V, H), but from `LEAST_CHUNK_ROWS` to `MOST_CHUNK_ROWS`.
 
     More than `ONE_CHUNK_LOGITS` logits are split into at least two chunks of about the same size.
     """
@@ -257,15 +258,15 @@ def linear_cross_entropy(
     the weight is added up in float32.
 
     Args:
-        hidden: (..., H), bfloat16, float16, float32 or float64. Autocast casts hidden, weight and bias to its own
-            dtype.
+        hidden: (..., H), bfloat16, float16, float32 or float64. Under autocast, hidden, weight and bias are cast to
+            autocast's dtype.
         weight: (V, H), as in `torch.nn.Linear`, with the dtype of hidden.
         target: class indices (...), int64.
         bias: (V,), with the dtype of hidden.
         class_weight, ignore_index, label_smoothing, z_loss: as in `cross_entropy`.
         reduction: "mean" or "sum".
-        chunk_size: rows whose logits are computed at a time. None: up to 2^20 logits are one chunk; above, 4096 to 8192
-            rows, chosen so that the logits take as much memory as the weight.
+        chunk_size: rows whose logits are computed at a time. None: up to 2^20 logits are one chunk; for more logits, a
+            chunk has 4096 to 8192 rows, chosen so that the logits take as much memory as the weight.
 
     Returns:
         () in the dtype of hidden, float32 under autocast.

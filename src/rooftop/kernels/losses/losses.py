@@ -407,15 +407,15 @@ def cross_entropy(
 
     Returns:
         () or the shape of `target`, in the dtype of `input`; float32 under autocast. The arithmetic is float32 (float64
-        for float64). The mean and its gradient are 0 if all targets are ignored. PyTorch returns NaN in that case,
-        which would spoil a sum over micro-batches.
+        for float64). The mean and its gradient are 0 if all targets are ignored. PyTorch returns NaN if all targets are
+        ignored, which would spoil a sum over micro-batches.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match (class probabilities included).
+        TypeError: a tensor is not dense, or has a wrong dtype (class probabilities included).
         ValueError: a shape, device or number is wrong; or a target is not a class (checked on the CPU and, with
-            ROOFTOP_CHECK=1 in the environment, on a GPU). On a GPU without ROOFTOP_CHECK=1, the rows of such targets
-            and a reduced loss are NaN. The gradients of other rows stay finite, since a mean is divided by the weights
-            of valid targets.
+            ROOFTOP_CHECK=1 in the environment, on a GPU). On a GPU without ROOFTOP_CHECK=1, the losses of rows whose
+            target is not a class are NaN, and so is a reduced loss. The gradients of rows with valid targets stay
+            finite, since a mean is divided by the weights of valid targets.
         NotImplementedError: a second derivative of the fused form on a GPU, if `input` is not (N, V), was changed in
             place or was freed, because the fused form does not keep the logits.
     """

@@ -291,7 +291,7 @@ def scale_unless_one(
     elements,
     IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """result = gradient * factor. In place, a program that reads a factor of 1 does nothing more."""
+    """result = gradient * factor. With IN_PLACE, a program that reads a factor of 1 writes nothing."""
     scale = tl.load(factor).to(tl.float32)
     if IN_PLACE:
         if scale != 1.0:

@@ -41,8 +41,8 @@ def forward(
     plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
     keep: bool, rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute (y (M, N), input of the activation) with cuBLAS or a kernel, as `plan` selects. The second tensor is
-    empty unless `keep`. Operands may have any strides.
+    """Compute (y (M, N), input of the activation) with cuBLAS or a kernel, as `plan` selects. The input of the
+    activation is empty unless `keep`. Operands may have any strides.
 
     rounded: apply the activation to the rounded value that is kept, instead of to the value before rounding.
     """

@@ -1,10 +1,10 @@
 """Matrix products fused with the operations after them: y = activation(x @ weight.T + bias) + residual.
 
 Products of a few hundred rows or more are bound by the tensor cores, products of fewer rows by reading the weight.
-cuBLAS's product alone reaches the roof, but a separate pass for the activation adds a read and a write per element. The
-kernels here apply bias, activation and residual to the float32 sums before writing them. Bands of tiles share operands
-in L2, and persistent programs use tensor descriptors, as in Triton's tutorial on persistent products (Tillet, Kung and
-Cox 2019, "Triton"). No sum uses atomics, so results are deterministic.
+cuBLAS's product alone reaches the hardware's limit, but a separate pass for the activation adds a read and a write per
+element. The kernels here apply bias, activation and residual to the float32 sums before writing them. Bands of tiles
+share operands in L2, and persistent programs use tensor descriptors, as in Triton's tutorial on persistent products
+(Tillet, Kung and Cox 2019, "Triton"). No sum uses atomics, so results are deterministic.
 
 For the shape of a call, `tables.py` chooses a kernel and its parameters, or cuBLAS and one pass for the operations
 after it. `linear_act_plan` returns the choice and its reason; `launches.py` launches the kernel.
@@ -76,7 +76,7 @@ class Kept(NamedTuple):
 
 class LinearAct(NamedTuple):
     """A linear layer with its activation, for x (M, K) and weight (N, K): returns (y, input of the activation). The
-    second tensor is empty unless `keep_`.
+    input of the activation is empty unless `keep_`.
 
     rounded: the input of the activation is rounded first, as if it had been kept.
     """
@@ -259,7 +259,7 @@ def linear_act(
         products use TF32 only if PyTorch's settings allow it. Under autocast the operands are cast as in `linear`.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
+        TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match, or the activation is unknown.
         NotImplementedError: forward-mode differentiation.
     """

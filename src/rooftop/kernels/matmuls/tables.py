@@ -33,17 +33,18 @@ class Tile:
             program), or "pointers".
         rows, columns, depth: rows and columns of a tile of the result, and length of a step through K.
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
-        group: rows of tiles in a band; L2 caches the operands of a band.
-        parts: number of parts in which the epilogue stores a tile's columns (descriptors).
-        split: number of parts of K that separate programs sum.
-        programs_per_sm: number of persistent programs on an SM (descriptors). If there are two, one program computes
-            while the other stores.
-        lag: delay of the second half of the programs (descriptors), in clock cycles per element of K. Without a delay,
-            the two programs of an SM would store at the same time. The delay is about half of a tile's time.
-        early: programmatic dependent launch (single): the kernel may start while the previous kernel still runs, and
-            waits for the previous kernel's results.
-        more: additional columns of a tile (single), 0 or `columns // parts`; for example 128 + 64 columns make a tile
-            of 192.
+        group: number of rows of tiles in a band of tiles; L2 caches the operands of a band.
+        parts: number of parts in which the epilogue stores a tile's columns (only for "descriptors").
+        split: number of parts of K, each summed by a separate program.
+        programs_per_sm: number of persistent programs on an SM (only for "descriptors"). With two programs on an SM,
+            one program computes while the other stores.
+        lag: delay of the second half of the programs (only for "descriptors"), in clock cycles per element of K.
+            Without a delay, the two programs of an SM would store at the same time. The delay is about half of a tile's
+            time.
+        early: programmatic dependent launch (only for "single"): the kernel may start while the previous kernel still
+            runs, and waits for the previous kernel's results.
+        more: additional columns of a tile (only for "single"), 0 or `columns // parts`; for example 128 + 64 columns
+            make a tile of 192.
     """
 
     kernel: Kernel
@@ -165,8 +166,8 @@ class LinearPlan:
 @dataclass(frozen=True)
 class Problem:
     """The properties of a call on which the choice of a plan depends. `aligned`: whether tensor descriptors can
-    describe the operands. `finish`: whether more than a bias follows the product. `library_finish`: whether cuBLAS has
-    an epilogue for the operations after the product.
+    describe the operands. `finish`: whether any operation other than a bias follows the product. `library_finish`:
+    whether cuBLAS has an epilogue for the operations after the product.
     """
 
     rows: int

@@ -253,8 +253,8 @@ def linear_act_backward(
     """dz = dy * activation', and with SUM the column sums of dz over a chunk of rows.
 
     `saved` is the activation's input or, with OF_OUTPUT, its result. Without an activation the kernel computes only the
-    sums. A chunk may have very many rows, so its sums are compensated. HALF needs no compensation, because the final
-    rounding is far coarser than the error of the sums.
+    sums. A chunk may have very many rows, so its sums are compensated. With HALF, the sums need no compensation,
+    because the final rounding is far coarser than the error of the sums.
     """
     columns = units * UNIT
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

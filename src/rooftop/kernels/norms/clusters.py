@@ -1,7 +1,7 @@
-"""Launch the norms' CUDA C++ kernels for the sizes at which, by a table, they are faster than Triton's.
+"""Launch the norms' CUDA C++ kernels for the sizes that a table lists, at which these kernels are faster than Triton's.
 
-The kernels are for rows whose sums do not fit in a block's registers, and rows at odd addresses. A block, or a cluster
-of up to eight blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends
+The kernels are for rows whose sums do not fit in a block's registers, and for unaligned rows. A block, or a cluster of
+up to eight blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends
 instructions on loads (clusters.cu). `plans.py` asks this module which rows the kernels support; Triton computes all
 other rows.
 """

@@ -224,7 +224,7 @@ class NormBackward(NamedTuple):
 
     def cost(self, made: tuple[Tensor, Tensor, Tensor]) -> Cost:
         """Flops per element: 2 for normalizing (1 for RMS), 7 for dx (5 for RMS), 1 for the weight and 1 for dtotal.
-        The sums for weight and bias add 2 and 1.
+        The sums for the gradients of weight and bias add 2 and 1.
         """
         dy, dtotal, x, weight, _, mean, rstd, mask = self
         per_element = 9 if mean is not None else 6

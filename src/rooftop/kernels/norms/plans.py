@@ -57,9 +57,9 @@ class NormPlan:
     """How a norm or its gradients are computed.
 
     Attributes:
-        backend: "tiles" (a program holds whole rows), "shifted" (the same for rows at odd addresses, by loads of 16
-            bytes), "long" (a program reads a row twice, block by block), "clusters" (CUDA C++: rows are staged in the
-            shared memory of a cluster of blocks), "reference" (plain PyTorch).
+        backend: "tiles" (a program holds whole rows), "shifted" (the same for unaligned rows, by loads of 16 bytes),
+            "long" (a program reads a row twice, block by block), "clusters" (CUDA C++: rows are staged in the shared
+            memory of a cluster of blocks), "reference" (plain PyTorch).
         launches: the launches, in order. The last rows, up to seven, may use another kernel than the rows before them.
         reason: why this plan was chosen.
         refused: if the table lists a cluster kernel that cannot compute these rows, the reason.
@@ -452,9 +452,7 @@ def tile(config: ForwardConfig | BackwardConfig, columns: int) -> Constants:
 
 
 def shifted_tile(config: BackwardConfig, columns: int, dtypes: Sequence[torch.dtype], device: Device) -> Constants:
-    """Launch parameters of kernels for rows at odd addresses. These kernels read up to seven elements of a neighbouring
-    row.
-    """
+    """Launch parameters of kernels for unaligned rows. These kernels read at most seven elements of a neighbour row."""
     constants = tile(config, columns + 7)
     del constants["EVEN"]
     fetched = stages(config, dtypes, columns + 7, device)

@@ -43,7 +43,7 @@ class Mailboxes:
     Attributes:
         addresses: (ranks + 1,), int64, on this rank's device: addresses of each rank's mailbox and of `stop`.
         state: (2,), int32, zeros at first: the number of calls so far, and the number of blocks of the current call
-            that have read the first number.
+            that have read the number of calls.
         stop: (1,), int32, in pinned memory of the host. If this value is not 0, kernels no longer wait, and their
             results are undefined.
         rank: index of this rank.
@@ -72,7 +72,7 @@ class Mailboxes:
         return 2 * ranks * words * WORD_BYTES
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
-        """The reason why the kernel cannot add rows of this size; empty if it can. The result is equal on all ranks."""
+        """The reason why the kernel cannot add rows of this size; empty if it can. All ranks get the same result."""
         if dtype not in CPP_TYPES:
             return f"the kernel adds float32 and half precision, not {dtype}"
         if not 0 < columns <= 32 * RANK_SUM_WARPS[-1] * width_of(columns, dtype) * _most_chunks(columns, dtype):

@@ -27,13 +27,14 @@ def check_tensors(
 
     Args:
         name: name of the public function, for messages.
-        dtypes: the allowed dtypes. None: any, because the caller checks dtypes itself.
+        dtypes: the allowed dtypes. None: any dtype, because the caller checks dtypes itself.
         optional: arguments that may be None.
-        beside: (name, tensor): all tensors must be on this tensor's device. None: on the first tensor's device.
+        beside: (name, tensor): all tensors must be on this tensor's device. None: all tensors must be on the first
+            tensor's device.
         tensors: the arguments by name.
 
     Raises:
-        TypeError: an argument is not a tensor, not dense, or has another dtype.
+        TypeError: an argument is not a tensor, is not dense, or has a dtype that is not allowed.
         ValueError: the tensors are on several devices.
     """
     for argument, tensor in tensors.items():

@@ -1,6 +1,7 @@
 """Copy matrices so that each row is a multiple of 16 bytes, which fast tensor-core products need.
 
-Without such rows, cuBLAS multiplies several times more slowly. A copy takes only one pass over memory.
+If rows are not multiples of 16 bytes, cuBLAS multiplies several times more slowly. A copy takes only one pass over
+memory.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch parameters for rows of up to `row_bytes`: rows per program, bytes of a block of one row, and warps. If
-    several tensors are in registers, the bytes are those of all tensors together. `hold`: keep the exponentials in
-    float32 registers (for logarithms, the arguments of the exponentials) instead of computing them twice.
+    """Launch parameters for rows of up to `row_bytes` bytes: rows per program, bytes of a block of one row, and warps.
+    If several tensors are in registers, both numbers of bytes count all of these tensors together. `hold`: keep the
+    exponentials in float32 registers (for logarithms, the arguments of the exponentials) instead of computing them
+    twice.
     """
 
     row_bytes: int
@@ -26,7 +27,7 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LongConfig:
-    """Launch parameters for rows of up to `row_bytes`, in blocks that are prefetched in `stages`. The number of
+    """Launch parameters for rows of up to `row_bytes` bytes, in blocks that are prefetched in `stages`. The number of
     programs per SM limits the data that L2 must hold. `again`: L2's eviction policy for data that is read a second
     time.
     """

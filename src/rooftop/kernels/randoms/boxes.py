@@ -1,8 +1,8 @@
 """Boxes: the part of a whole tensor that a rank holds.
 
-A box describes a part of a tensor that is cut along rows, columns, heads or sequences. Along each dimension, its
-elements are consecutive or equally spaced. For example, a rank may hold one chunk from the front and one from the back
-of a sequence, which balances causal attention.
+A box describes a part of a tensor that is cut along rows, columns, heads or sequences. Along each dimension, the
+elements of a box are consecutive or equally spaced. For example, a rank may hold one chunk from the front and one from
+the back of a sequence, which balances causal attention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Box:
     """The part of a whole tensor that a rank holds: indices start + i * stride for 0 <= i < size in each dimension.
 
     `shape` may be any view of the whole tensor: for example (3, heads, features, hidden) for a packed projection whose
-    weight is (3 * heads * features, hidden). The part's elements are in the same order.
+    weight is (3 * heads * features, hidden). The elements of the part are in the same order as in the whole tensor.
 
     Attributes:
         shape: shape of the whole tensor.

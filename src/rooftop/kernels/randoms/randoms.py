@@ -331,7 +331,8 @@ def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, bo
         step: training step, from 0 to 2^63 - 1; each step has its own mask. The step may also be an int64 tensor of
             shape () on x's device. The kernel reads this tensor, so each replay of a CUDA graph can have its own mask.
             Such a tensor must not change before backward, and its value is not checked.
-        box: which part of a whole tensor x is; x has the box's elements in the same order. None: x is the whole tensor.
+        box: which part of a whole tensor x is; x contains the box's elements in the same order. None: x is the whole
+            tensor.
 
     Returns:
         Like x, contiguous.

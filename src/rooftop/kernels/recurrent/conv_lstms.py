@@ -295,7 +295,7 @@ def conv_lstm_gates(
         and a float32 cell, the cell keeps its accuracy over time.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
+        TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match, or the name of an activation is unknown.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """

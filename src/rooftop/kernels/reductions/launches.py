@@ -33,8 +33,8 @@ def plan_of(
 def forward(
     plan: ReductionPlan, out: Tensor, x: Tensor, kind: str, dims: Sequence[int], reference: Tensor | None = None
 ) -> None:
-    """Fill `out`, which is contiguous, with the reduction of x over `dims`. `reference`: extremes whose ties are
-    counted.
+    """Fill `out`, which is contiguous, with the reduction of x over `dims`. `reference`: the extremes, for a reduction
+    that counts the elements equal to an extreme.
     """
     require_triton()
     from rooftop.kernels.reductions import triton_kernels as kernels

@@ -104,7 +104,7 @@ class Reduce(NamedTuple):
 
     def cost(self, made: Tensor) -> Cost:
         """Flops: each element takes an addition or comparison, and for norms also a product or absolute value. Each
-        result takes the mean's division or the 2-norm's root.
+        result of a mean adds a division, and each result of a 2-norm adds a root.
         """
         flops = (2 if self.kind in ORDERS else 1) * self.x.numel() + (self.kind in ("mean", "norm2")) * made.numel()
         return Cost(distinct_bytes([self.x]), distinct_bytes([made]), {precision_of(self.x.dtype): flops})
@@ -240,7 +240,7 @@ def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
 
     Args:
         input: as in `sum`.
-        dim: one dimension or all. With None, a tensor that is not contiguous costs a copy.
+        dim: one dimension or all. With None, a tensor that is not contiguous is copied first.
         keepdim: keep reduced dimensions, with size 1.
 
     Returns:

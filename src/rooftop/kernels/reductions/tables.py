@@ -9,8 +9,8 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Launch parameters for a contiguous reduced dimension, in runs of up to `run_bytes`: results of a tile, and bytes
-    per result. `stages`: tiles that are prefetched through shared memory; 1: no prefetch.
+    """Launch parameters for a contiguous reduced dimension, in runs of up to `run_bytes` bytes: results of a tile, and
+    bytes of a tile per result. `stages`: tiles that are prefetched through shared memory; 1: no prefetch.
     """
 
     run_bytes: int
@@ -45,7 +45,7 @@ class ColumnConfig:
 
 @dataclass(frozen=True)
 class AllConfig:
-    """Launch parameters for a single result from up to `total_bytes` of contiguous memory.
+    """Launch parameters for a single result from up to `total_bytes` bytes of contiguous memory.
 
     `early`: programmatic dependent launch (compute capability 9.0): the kernel may start while the previous kernel
     still runs, and waits for the previous kernel's results.

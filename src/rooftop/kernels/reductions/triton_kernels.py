@@ -11,8 +11,8 @@ If the results are too few to fill a GPU, several programs split the elements of
 order of the splits. So results are deterministic. Arrival is counted with acquire and release: the program that counts
 last sees the partial results of all others, and sets the counter back to zero for the next launch.
 
-Sizes and strides of contiguous memory count groups of UNIT elements, so that the compiler knows a divisor and loads
-several elements at a time. All offsets are 64-bit.
+Sizes and strides of contiguous memory count groups of UNIT elements, so that the compiler knows that UNIT divides these
+sizes and strides, and loads several elements at a time. All offsets are 64-bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Launch the kernels of sparse convolution, and prepare the row orders and pair lists that they need.
 
 In half precision, a convolution reads `2 C` bytes of features for each pair, and `2 C O` bytes of the weight for each
-tap of a tile of rows, all from L2. Tall tiles read the weight less often. Fewer reads are wasted if similar rows share
-a tile, and if tables are stored in reading order. `docs/measurements/kernels-sites.md` has counts on one H200.
+tap of a tile of rows, all from L2. With tall tiles, the kernel reads the weight less often. Fewer reads are wasted if
+similar rows share a tile, and if tables are stored in reading order. `docs/measurements/kernels-sites.md` has counts on
+one H200.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def weight_tile(
     out_channels: int, channels: int, taps: int, length: int, listed: bool, features: Tensor
 ) -> tuple[WordConstants, int, int]:
     """Launch parameters of `sparse_conv_weight_gradient` if no tap has more than `length` pairs: (tile, number of
-    parts, maximum number of pieces). Parts divide all pairs if these are listed, else the pairs of each tap.
+    parts, maximum number of pieces). If pairs are listed, the parts divide all pairs; otherwise they divide the pairs
+    of each tap.
     """
     table = tables.WEIGHT_SINGLE if features.dtype == torch.float32 else tables.WEIGHT_HALF
     find = _weight_tile.__wrapped__ if type(length) is Count else _weight_tile
@@ -192,7 +194,7 @@ def row_order_shape(rows: int, taps: int) -> tuple[int, ...]:
 
 
 def unsorted_table(table: Tensor, taps: int) -> Tensor:
-    """The table (M, T) from which `sorted_table` computed this one."""
+    """The original table (M, T) of a table that `sorted_table` returned."""
     rows = table.shape[1]
     return torch.empty(rows, taps, dtype=torch.int32, device=table.device).index_copy_(
         0, table[0].long(), table[table.shape[0] - taps :].t()
@@ -204,8 +206,8 @@ def unsorted_table(table: Tensor, taps: int) -> Tensor:
 
 def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
     """List for each tap the blocks of BLOCK_ROWS rows of a `sorted_table` that have a neighbour at the tap. Returns the
-    blocks (T, ceil(M / BLOCK_ROWS)) int32, ascending, and the number of blocks (T,) int32. Values past that number are
-    undefined.
+    blocks (T, ceil(M / BLOCK_ROWS)) int32, ascending, and the number of blocks (T,) int32. In each tap's list, values
+    past the number of blocks are undefined.
     """
     rows = size(table, 1)
     blocks = -(-rows // tables.BLOCK_ROWS)
@@ -234,8 +236,8 @@ def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
 
 def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     """The pairs of each tap of a table (M, T) of N sites: (2, T, min(M, N)) int32, with sites at [0] and rows at [1],
-    ascending by row. The second result, (T,) int32, is the number of pairs of each tap. Values past that number are
-    undefined.
+    ascending by row. The second result, (T,) int32, is the number of pairs of each tap. In each tap's lists, values
+    past the number of pairs are undefined.
     """
     rows, taps = size(neighbours, 0), neighbours.shape[1]
     capacity = min(rows, sites)

@@ -1,4 +1,6 @@
-"""Check the values of neighbour tables, (M, T) int32: each is a row of features, or -1 for no neighbour."""
+"""Check the values of neighbour tables, (M, T) int32: each value is the index of a row of features, or -1 for no
+neighbour.
+"""
 
 from __future__ import annotations
 

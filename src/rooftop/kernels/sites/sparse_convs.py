@@ -352,7 +352,7 @@ def sparse_conv(
             submanifold, so the reverse table is `neighbours` with the taps in reverse order.
         order, reverse_order: the results of `row_order` for the two tables, so that rows with the same neighbours share
             a tile. These orders may contain the tables. Any other order of the rows is allowed, too: (M,) and (N,)
-            int32 or int64. Without tables and order of the reverse direction, `order` is used for both directions.
+            int32 or int64. If neither `reverse` nor `reverse_order` is given, `order` is used for both directions.
             None: the order is computed here for tables with many rows.
         pairs: the pairs of each tap, for the gradient of the weight, as `get_indice_pairs` returns them: (2, T, P)
             int32, the sites and results of each tap's pairs, and (T,) int32, the number of pairs. For an `order` that
@@ -365,7 +365,7 @@ def sparse_conv(
         products use TF32 only if PyTorch allows it for convolutions. Results are deterministic.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
+        TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match or, on a CPU, a table is wrong.
         MissingExtraError: on a GPU, without Triton.
         NotImplementedError: forward-mode differentiation, or a second derivative.

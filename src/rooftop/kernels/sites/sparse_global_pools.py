@@ -108,8 +108,8 @@ class SparseGlobalPool(NamedTuple):
         return features.new_empty(size, features.shape[1]), self.batch.new_empty(size, dtype=torch.int32)
 
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
-        """Compute the results without reading the numbers of sites on the host. The reference synchronizes to read
-        them.
+        """Compute the results without reading the numbers of sites on the host. The reference synchronizes to read the
+        numbers of sites.
         """
         features, batch, batch_size, average = self
         element = _elements(batch, batch_size)
@@ -204,7 +204,7 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
         its features is NaN. All features that equal a maximum share its gradient equally.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
+        TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match or, on a CPU, a batch element is out of range.
         MissingExtraError: on a GPU, without Triton.
         NotImplementedError: forward-mode differentiation, or a second derivative.

@@ -193,8 +193,8 @@ class SparsePoolBackward(NamedTuple):
         return self.dy.new_empty(self.sites, self.dy.shape[1])
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: a comparison or division, and a sum, for each result. Bytes: the tensors that are read, and one
-        table.
+        """Flops: two operations for each result: a sum, and a comparison (for a maximum) or a division (for a mean).
+        Bytes: the tensors that are read, and one table.
         """
         dy, y, features, counts, neighbours, reverse, _ = self
         read = distinct_bytes([dy, y, features, counts, neighbours if reverse is None else reverse])
@@ -231,7 +231,7 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
         neighbour is NaN. All features that equal the maximum get its gradient.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
+        TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match or, on a CPU, a table is wrong.
         MissingExtraError: on a GPU, without Triton.
         NotImplementedError: forward-mode differentiation, or a second derivative.

@@ -91,7 +91,9 @@ PIECES, ELEMENTS = 32, 128  # pieces and elements of a tile in `sum_pieces`
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Bytes of a tile of one tap, the tile's maximum number of columns, taps in flight at once, and warps."""
+    """Launch parameters of pooling in windows: bytes of a tile of one tap, the tile's maximum number of columns, taps
+    in flight at once, and warps.
+    """
 
     tile_bytes: int
     columns: int
@@ -109,8 +111,8 @@ POOL_BACKWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=4, warps=4, measu
 
 @dataclass(frozen=True)
 class GlobalConfig:
-    """Bytes of a tile, the tile's maximum number of columns, the minimum number of rows of a program, programs per
-    multiprocessor, and warps.
+    """Launch parameters of pooling over batch elements: bytes of a tile, the tile's maximum number of columns, the
+    minimum number of rows of a program, programs per multiprocessor, and warps.
     """
 
     tile_bytes: int

@@ -144,7 +144,9 @@ def fused_plan(x: Tensor, dx: Tensor) -> Plan | None:
 
 @lru_cache(maxsize=4096)
 def choose_fused(rows: Rows, device: Device) -> Plan | None:
-    """`fused_plan`, from the properties of a call. Plans are cached: clear the cache after a change of the table."""
+    """The result of `fused_plan`, from the properties of a call. Plans are cached: clear the cache after a change of
+    the table.
+    """
     entry = entry_for(tables.CLUSTER_FUSED, rows)
     found = planned(entry, rows, device) if entry is not None else None
     return found if isinstance(found, Plan) else None

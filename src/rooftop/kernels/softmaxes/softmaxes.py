@@ -117,8 +117,8 @@ class SoftmaxBackward(NamedTuple):
         return (dx if self.mask is None else dx.masked_fill(~self.mask, 0.0)).to(self.dtype)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops per element: product and sum, difference and product. The logarithm has an exponential instead of the
-        first product.
+        """Flops per element: four, for a product, a sum, a difference and another product. The logarithm has an
+        exponential instead of the first product.
         """
         flops = (4 + (self.scale != 1.0) + (self.mask is not None)) * self.y.numel()
         read = distinct_bytes([self.dy, self.y, self.mask])
@@ -150,9 +150,9 @@ def softmax(
         dim: the dimension along which the results sum to one. If `dim` is not the last dimension, `input` is copied
             transposed, and `dim` is the contiguous dimension of the result.
         dtype: `input` is first cast to this dtype; the kernel itself casts half to single precision.
-        mask: broadcastable to `input`, on the device of `input`. Numbers are added; in a boolean mask, False excludes
-            an element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of an added mask takes
-            two more passes over memory.
+        mask: broadcastable to `input`, on the device of `input`. A numeric mask is added; in a boolean mask, False
+            excludes an element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of an added
+            mask takes two more passes over memory.
         scale: a finite number.
 
     Returns:
@@ -161,7 +161,7 @@ def softmax(
         result is float32, as in PyTorch.
 
     Raises:
-        TypeError: a tensor is not dense, or its dtype does not match.
+        TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: dimensions, shapes or devices do not match, or the scale is not finite.
     """
     return _along("softmax", input, dim, dtype, mask, scale)

@@ -15,7 +15,7 @@ results are rounded so coarsely that such a shift does not matter.
 A maximum ignores NaN but an exponential does not, so a row that contains NaN becomes NaN as a whole. A row of only -inf
 also becomes NaN, because exp(-inf - (-inf)) is NaN.
 
-`units` and the strides of rows count groups of UNIT elements, so that the compiler knows a divisor of N and loads
+`units` and the strides of rows count groups of UNIT elements, so that the compiler knows that UNIT divides N, and loads
 several elements at a time. EVEN: N fills the tile. All offsets of rows are 64-bit.
 """
 

@@ -175,9 +175,9 @@ class ConvLSTM2D(nn.Module):
         mask: Tensor | None = None,
         last_only: bool = False,
     ) -> tuple[Tensor, States]:
-        """Return the results as a sequence, and the last (hidden, cell), whatever return_sequences and return_state.
+        """Return the results as a sequence, and the last (hidden, cell), for any return_sequences and return_state.
 
-        The sequence has all steps, or with last_only only the last step.
+        The sequence has all steps; with last_only, it has only the last step.
         """
         self._check(x, mask)
         if self.go_backwards:

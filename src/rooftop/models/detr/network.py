@@ -164,7 +164,7 @@ class Attention(nn.Module):
     def attended(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Attend with projected queries (B, T, D), keys and values (B, S, D) -> (B, T, D).
 
-        `allowed` (B, 1, 1, S) masks the visible keys.
+        `allowed` (B, 1, 1, S) is True for visible keys.
         """
         q, k, v = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value)
@@ -178,7 +178,7 @@ class SelfAttention(Attention):
     """Self-attention of items with positions: values come from x, queries and keys from x plus positions."""
 
     def forward(self, x: Tensor, placed: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Attend among items x (B, T, D); `placed` is x plus positions; `allowed` (B, 1, 1, T) masks visible items."""
+        """Attend among x (B, T, D). `placed` is x plus positions; `allowed` (B, 1, 1, T) is True for visible items."""
         query, key = F.linear(placed, *self.projection(0, 1)).chunk(2, dim=-1)
         return self.attended(query, key, F.linear(x, *self.projection(2, 2)), allowed)
 
@@ -187,7 +187,7 @@ class CrossAttention(Attention):
     """Cross-attention of objects to cells; the keys and values are already projected."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Attend with queries (B, Q, D) to keys and values (B, S, D); `allowed` (B, 1, 1, S) masks visible cells."""
+        """Attend with queries (B, Q, D) to keys, values (B, S, D); `allowed` (B, 1, 1, S) is True for visible cells."""
         return self.attended(query, key, value, allowed)
 
 

@@ -33,7 +33,7 @@ Dropouts = Callable[[float, str], nn.Module]
 
 
 def plain_dropouts(probability: float, name: str) -> nn.Module:
-    """PyTorch's dropout, the same for every name."""
+    """Create PyTorch's dropout module; the name has no effect."""
     return nn.Dropout(probability)
 
 

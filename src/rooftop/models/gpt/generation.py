@@ -12,8 +12,8 @@ captured once and replayed. When a sequence ends, its pages and its row become f
 Decoding is bound by memory bandwidth: a step reads all weights, and the keys and values of all positions, once.
 `step_cost` returns the number of these bytes, and `Generation.decode_roof_ms` returns the shortest possible time.
 
-Tensor parallel ranks that share a model generate together: all ranks call this with the same arguments and get the same
-tokens. Each rank keeps the keys and values of its own heads.
+Tensor parallel ranks that share a model generate together: all ranks call `generate` with the same arguments and get
+the same tokens. Each rank keeps the keys and values of its own heads.
 """
 
 from __future__ import annotations

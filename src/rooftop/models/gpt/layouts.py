@@ -151,8 +151,8 @@ def fully_sharded_gpt(
         compute_dtype: dtype of the gathered parameters and of the computation, e.g. bfloat16; None: `dtype`.
 
     Returns:
-        A `Gpt`. Call its `forward`, because calls of submodules do not gather parameters. The parameters are DTensors;
-            `ModelGradients` sums their gradients, computes the norm, and clips.
+        A `Gpt`. Call the model itself, because calls of submodules do not gather parameters. The parameters are
+            DTensors; `ModelGradients` sums their gradients, computes the norm, and clips.
 
     Raises:
         ValueError: as in `parallel_gpt`, or the layout has no data ranks.

@@ -130,8 +130,8 @@ class Gpt(nn.Module):
         dropouts: creates the dropout modules; see `Dropouts`.
         group: tensor parallel ranks that share the layers; None: this process has whole layers. A rank's part is built
             on the meta device; `parallel_gpt` fills it with values.
-        sequence_parallel: whether these ranks also split the tensors between the layers along the sequence. Pipeline
-            stages then pass on only a rank's part.
+        sequence_parallel: whether the ranks of `group` also split the tensors between layers along the sequence. Each
+            rank then passes only its part to the next pipeline stage.
         recompute: activations that backward recomputes instead of keeping them (`rooftop.parallel.recomputing`). False:
             none; True or "full": all except the tensors between blocks; "selective": large tensors that are cheap to
             compute.

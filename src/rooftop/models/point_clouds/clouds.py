@@ -337,7 +337,7 @@ def of_heights(z: Tensor) -> Tensor:
 
 
 def lit(colours: Tensor, intensity: Tensor | None) -> Tensor:
-    """Darken the colours, uint8 (N, 3), of points with a low intensity slightly."""
+    """Slightly darken the colours, uint8 (N, 3), of points with a low intensity."""
     if intensity is None:
         return colours
     return (colours * (0.72 + 0.28 * intensity.clamp(0, 1).sqrt())[:, None]).round().byte()

@@ -48,8 +48,8 @@ class Hybrid(nn.Module):
         small_images: use a 3x3 stem that keeps the size, for images of about 64 pixels or less.
 
     Raises:
-        ValueError: `depths` does not have four numbers, `num_heads` or `window_size` not two, or the heads do not
-            divide the channels.
+        ValueError: `depths` does not have four numbers, `num_heads` or `window_size` does not have two, or the heads do
+            not divide the channels.
     """
 
     def __init__(

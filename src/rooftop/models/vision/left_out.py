@@ -1,4 +1,4 @@
-"""Check tensors of a file that are ignored because the model computes them itself: do they equal the model's own?"""
+"""Check whether a file's ignored tensors equal those of the model, which computes these tensors itself."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def relative_positions(window: Size) -> Tensor:
 
 
 def log_offsets(window: Size) -> Tensor:
-    """Return the logarithms of the offsets in a window, scaled to -8..8 before: (1, 2 h - 1, 2 w - 1, 2)."""
+    """Scale the offsets in a window to -8..8, and return their logarithms: (1, 2 h - 1, 2 w - 1, 2)."""
     axes = [torch.arange(-(size - 1), size, dtype=torch.float32) / max(1, size - 1) for size in window]
     offsets = 8 * torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)[None]
     return torch.sign(offsets) * torch.log2(torch.abs(offsets) + 1.0) / 3.0

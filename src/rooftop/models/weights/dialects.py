@@ -6,7 +6,7 @@ renamed key ends in the name of the part, as in `in_proj_weight[q]`. Parts are j
 
 Sources of the names: torchvision 0.28, timm 1.0 (`swin_transformer.py`, `swin_transformer_v2.py`), transformers 4 and 5
 (`modeling_detr.py`, `modeling_resnet.py`), facebookresearch/detr, MMDetection 2 (`detr_head.py`) and 3 (`detr.py`,
-`detr_layers.py`, `detr_head.py`, `channel_mapper.py`), both on `transformer.py` of mmcv.
+`detr_layers.py`, `detr_head.py`, `channel_mapper.py`), and `transformer.py` of mmcv, which both use.
 """
 
 from __future__ import annotations

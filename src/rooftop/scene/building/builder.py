@@ -44,7 +44,8 @@ class BuildReport:
         size_bytes: size of the file; image_bytes: bytes of its textures; bytes_per_triangle: bytes without textures,
             divided by the mesh's triangles.
         precision: step of the grid to which positions are rounded, in object units.
-        roots: number of clusters without a coarser replacement; why_several: the reason if there are several, or None.
+        roots: number of clusters without a coarser replacement; why_several: the reason if there are several roots, or
+            None.
         repairs: the repairs made to the mesh.
         seconds: the build time.
     """
@@ -90,10 +91,10 @@ def build(
         colors: (V, 3) red, green and blue as displayed (sRGB), from 0 to 1 or uint8; stored with 8 bits each.
         material_table: a `Material` for each number of `materials` from 0 on. The table is stored in the file, with its
             images in their original encoding. Textures are looked up at `uv`.
-        precision: positions are rounded to a grid whose step is the largest power of two up to this value. By default
-            the smaller of 1/64 of the mean edge and 1/16384 of the mesh's extent.
+        precision: positions are rounded to a grid whose step is the largest power of two up to this value. By default,
+            this value is the smaller of 1/64 of the mean edge and 1/16384 of the mesh's extent.
         progress: called with the current activity and the fraction done.
-        workers: number of processes, by default one per CPU. The file is the same for any number.
+        workers: number of processes, by default one per CPU. The file is the same for any number of processes.
         lock_borders: whether vertices of edges with a single face stay in place in all levels. Tiles of a scan that
             meet at such edges (at equal positions, with the same power of two as `precision`) then meet in all levels.
 

@@ -265,5 +265,5 @@ def _write(words, begin, starts, first, local, kinds, reference_bits, values, ba
 
 
 def words_of(bits: Ints) -> Ints:
-    """Number of 32-bit words needed for that many bits."""
+    """Number of 32-bit words needed for `bits` bits."""
     return (bits + 31) // 32

@@ -3,8 +3,8 @@ raises an error that names it.
 
 The simple form has triangles whose positions, normals and texture coordinates are plain float32 arrays. glTF also
 allows integers that represent -1..1 (quantized meshes), arrays that replace some values of other arrays (sparse
-accessors), and strips and fans of triangles. These are converted here, and the new arrays are written after the
-original bytes. Points and lines are not surfaces, so they are ignored with a warning. Meshes compressed by Draco or
+accessors), and strips and fans of triangles. All these forms are converted here, and the new arrays are written after
+the original bytes. Points and lines are not surfaces, so they are ignored with a warning. Meshes compressed by Draco or
 meshoptimizer, and instances in an extension, raise an error. A reader that does not support these extensions would
 misread the file silently.
 
@@ -54,8 +54,8 @@ def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[Pa
         textures: whether images are read.
 
     Returns:
-        (GLB, materials). The GLB is None if the file is simple already and has no materials. Each material in it is
-        named by its index in `materials`; images are removed.
+        (GLB, materials). The GLB is None if the file is simple already and has no materials. Each material in the GLB
+        is named by its index in `materials`; images are removed.
 
     Raises:
         InputError: the file is damaged, or has geometry in an unsupported form.

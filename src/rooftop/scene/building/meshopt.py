@@ -77,8 +77,8 @@ def same_rows(rows: Array, used: npt.NDArray[np.uint32] | None = None) -> tuple[
 def partition(
     corners: npt.NDArray[np.uint32], counts: npt.NDArray[np.uint32], vertices: int, size: int
 ) -> npt.NDArray[np.uint32]:
-    """Partition clusters into parts of about `size` clusters (at most 11/8 of it) that share many vertices; return the
-    part of each cluster.
+    """Partition clusters into parts of about `size` clusters (at most 11/8 of `size`) that share many vertices; return
+    the part of each cluster.
 
     Args:
         corners: the vertices of all clusters' corners, cluster by cluster.

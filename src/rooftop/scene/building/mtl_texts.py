@@ -46,7 +46,7 @@ _HARMLESS = {
 
 
 def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, PartMaterial] | None:
-    """Read the materials that an OBJ file can use, by name; None if it names no existing .mtl file.
+    """Read the materials that an OBJ file can use, by name; None if the OBJ file names no existing .mtl file.
 
     Args:
         content: content of the OBJ file, in UTF-8.

@@ -63,7 +63,7 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
         FileNotFoundError: the file does not exist.
         InputError: trimesh does not support the file's format, the file is damaged or has no triangles, or an image of
             a material is missing, damaged or too large.
-        MissingExtraError: trimesh is not installed, or a package that it needs for this format.
+        MissingExtraError: trimesh, or a package that trimesh needs for this format, is not installed.
     """
     trimesh = _load_trimesh()
     if not path.is_file():

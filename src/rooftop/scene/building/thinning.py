@@ -1,11 +1,11 @@
 """Replace small parts of a mesh, such as leaves, by fewer and larger parts that cover the same area.
 
 Leaves, blades of grass or gravel cannot be simplified by merging vertices, because each has only a few triangles. If
-they were removed, pictures from far away would lack the area that they cover. So one of two neighbours is removed, and
-the other grows until it has the area of both; a narrow part grows in width first. If parts hide each other, as in
-clumps of leaves, the result would cover too much. So the coverage of the group is sampled before and after. A part that
-grew has new vertices: copies of its old vertices at other positions. The error is approximately the part's width: once
-parts are narrower than a pixel, they look like one part that covers the same area.
+such parts were removed, pictures from far away would lack the area that the parts cover. So one of two neighbours is
+removed, and the other grows until it has the area of both; a narrow part grows in width first. If parts hide each
+other, as in clumps of leaves, the result would cover too much. So the coverage of the group is sampled before and
+after. A part that grew has new vertices: copies of its old vertices at other positions. The error is approximately the
+part's width: once parts are narrower than a pixel, they look like one part that covers the same area.
 
 Only *loose* parts are treated: parts that lie completely in one group and share no vertices with other groups.
 """

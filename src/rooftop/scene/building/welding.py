@@ -1,4 +1,4 @@
-"""Merge equal vertices and remove duplicate faces, on all cores, with little memory compared with the mesh.
+"""Merge equal vertices and remove duplicate faces, on all cores, in memory that is small compared with the mesh.
 
 Rows are divided by a hash of their contents. So equal rows are in the same part, and each part is processed separately.
 """

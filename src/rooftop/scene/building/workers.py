@@ -1,8 +1,8 @@
 """Run functions on all cores, in forked processes.
 
-Most of a build is NumPy on arrays of medium size. NumPy holds the GIL there, so threads would wait for each other. A
-forked process sees all data of its parent without a copy, and sends back its results. Processes take items from a pipe,
-one after another. Results are in the order of the items, so they do not depend on the number of workers.
+Most of a build is NumPy on arrays of medium size. NumPy holds the GIL for such arrays, so threads would wait for each
+other. A forked process sees all data of its parent without a copy, and sends back its results. Processes take items
+from a pipe, one after another. Results are in the order of the items, so they do not depend on the number of workers.
 
 Forking a process takes milliseconds for each gigabyte of its parent. So a team keeps its processes for several runs.
 The parent sends them the data that it has computed since they were forked.
@@ -149,9 +149,9 @@ def chunks(count: int, size: int | None = None) -> list[slice]:
 class Team:
     """Processes that are forked when they are first needed, and stay until the `with` block ends.
 
-    The processes have all data that their parent had when they were forked. After that they get only the state and the
-    items of each run. So call `forget` when other data that they use has changed. Values that the parent writes to
-    `shared` arrays are visible to them at once.
+    The processes have all data that their parent had when they were forked. After the fork, the processes get only the
+    state and the items of each run. So call `forget` when other data that the processes use has changed. Values that
+    the parent writes to `shared` arrays are visible to the processes at once.
     """
 
     def __init__(self, count: int, calls: Sequence[Call]) -> None:

@@ -60,7 +60,9 @@ def upright(a: wp.vec3, b: wp.vec3, c: wp.vec3):
 
 @wp.func
 def surface_normal(resident: Resident, hit: Hit, flat: wp.vec3):
-    """The unit normal of the surface in the world: the mesh's own normal, or the triangle's."""
+    """The unit normal of the surface in the world: interpolated from the mesh's normals or, on meshes without normals,
+    the normal of the triangle.
+    """
     if not hit.cluster.has_normals:
         return flat
     return to_world(

@@ -29,7 +29,7 @@ class Chain:
     _outputs: dict[tuple[tuple[str, ...], int], Outputs] = field(default_factory=dict)
 
     def outputs(self, names: tuple[str, ...], lights: int) -> Outputs:
-        """The cached tensors for outputs of these names, in a scene with that many lights."""
+        """The cached tensors for outputs of these names, in a scene with `lights` lights."""
         known = self._outputs.pop((names, lights), None)
         if known is None:
             known = Outputs(names, self.memory.canvas.camera_texels, lights, self.memory.device)
@@ -86,7 +86,9 @@ class Chains:
         return chain
 
     def widen(self, chain: Chain, room: Mapping[str, int]) -> None:
-        """Increase the capacities of a chain's lists. New chains start with the same capacities."""
+        """Increase the capacities of a chain's lists. Chains that are created later start with the increased
+        capacities.
+        """
         chain.memory = chain.memory.with_room(room)
         self._room = room
 

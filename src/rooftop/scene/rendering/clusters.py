@@ -111,7 +111,7 @@ class Cluster:
 
 @wp.func
 def whole_words(bit_count: wp.int32):
-    """The number of 32-bit words needed for that many bits."""
+    """The number of 32-bit words needed for `bit_count` bits."""
     return wp.int64((bit_count + 31) >> 5)
 
 
@@ -236,7 +236,8 @@ def read_head(resident: Resident, head: Head, page: wp.int64):
 @wp.func
 def read_attributes(resident: Resident, mesh: wp.int32, cluster: Cluster, at: wp.int64):
     """Read the attribute fields of a cluster's head, and set the position of the materials, which follow the
-    attributes. `at` is where these fields begin in a short head; for an old head, it is the head's first word."""
+    attributes. `at` is the position at which the attribute fields begin in a short head; for an old head, it is the
+    head's first word."""
     words = resident.words
     has = resident.mesh[mesh, MESH_ATTRIBUTES]
     cluster.has_normals = (has & HAS_NORMALS) != 0
@@ -356,7 +357,7 @@ def vertex_color_of(resident: Resident, cluster: Cluster, vertex: wp.int32):
 
 @wp.func
 def material_of(resident: Resident, cluster: Cluster, triangle: wp.int32):
-    """The material of a triangle: its cluster's material, or its own."""
+    """The material of a triangle: its cluster's material or, if the cluster has several materials, its own."""
     material = cluster.material
     if material == MIXED:
         material = bits(resident.words, cluster.materials, triangle * MATERIAL_BITS, MATERIAL_BITS)

@@ -1,4 +1,6 @@
-"""Rows in host memory that kernels read. For few rows, a copy to the device would take more host time."""
+"""Rows in host memory that kernels read. For few rows, a copy to the device would take the host longer than this
+access.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from torch import Tensor
 class HostRows:
     """Rows that the host writes and a kernel reads.
 
-    PyTorch's allocator does not know of the reads. So memory that is no longer needed is kept, and the next `HostRows`
-    with the same shape reuses it.
+    PyTorch's allocator does not know when kernels read the rows. So memory that is no longer needed is kept, and the
+    next `HostRows` with the same shape reuses it.
 
     Attributes:
         rows: the rows, as an array of NumPy. Call `wait` before you write.
@@ -45,7 +47,7 @@ class HostRows:
             self._read.synchronize()
 
     def launched(self) -> None:
-        """Note that kernels that read the rows were launched on the current stream."""
+        """Record that kernels that read the rows were launched on the current stream."""
         if self._read is not None:
             self._read.record(torch.cuda.current_stream(self._device))
 

@@ -189,7 +189,9 @@ class Counters:
             self._arrived.record(torch.cuda.current_stream(counters.device))
 
     def read(self) -> list[int]:
-        """Return the counters that were sent last. This waits only for their copy, not for work queued since."""
+        """Return the counters that were sent last. This method waits only for the copy of the counters, not for work
+        queued later.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
         counters: list[int] = self._here.tolist()

@@ -1,9 +1,9 @@
 """Compute mip chains: copies of an image, each half as wide and high as the previous one, down to a single texel.
 
 A texel of a level is the mean of the image over the texel's square, in linear light. If a side is odd, the squares of
-the next level overlap three texels of this one, and each texel counts by its share. All levels but the first are
-rounded to 8 bits once, as displayed (sRGB). float16 would take twice the memory, and the error of 8-bit rounding (at
-most half a step of 255) is less than the error of any filter.
+the next level overlap three texels of this one, and each texel is weighted by its share of the square. All levels but
+the first are rounded to 8 bits once, as displayed (sRGB). float16 would take twice the memory, and the error of 8-bit
+rounding (at most half a step of 255) is less than the error of any filter.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A level of a tree is little work for a GPU, and `level_cull.py` has as many launches as levels. Here warps without work
 at one level continue with the next, and nothing waits for a level to end. A second launch tests the clusters. All
-groups are known by then, so no warp waits for another, and the launch can have more warps.
+groups are known before the second launch, so none of its warps waits for another warp, and the launch can have more
+warps.
 """
 
 from __future__ import annotations

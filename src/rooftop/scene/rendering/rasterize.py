@@ -4,7 +4,7 @@ A pixel is one int64: from the highest bits, nearness, cluster and triangle. The
 threads has no effect. Corners are rounded to 1/256 of a pixel and edges are evaluated in integers. So each pixel on an
 edge that two triangles share belongs to exactly one of them, even if different kernels draw them. A small triangle
 is drawn by the thread that reads it. A large triangle, or one that is too near, is clipped, cut into tiles, and drawn
-by one thread per row of a tile. This replaces the hardware's rasterizer, which kernels cannot use.
+by one thread per row of a tile. These two methods replace the hardware's rasterizer, which kernels cannot use.
 """
 
 import warp as wp
@@ -500,8 +500,8 @@ def smaller(frame: Frame, which: wp.int32, item: wp.int64):
 
 @wp.kernel
 def rank_clusters(resident: Resident, frame: Frame, second: wp.int32, stride: wp.int32):
-    """Rank the visible clusters and write their records. Before the first pass draws, these are its own clusters;
-    before the second pass draws, the clusters of both passes."""
+    """Rank the visible clusters and write their records. Before the first pass draws, only its own clusters are ranked;
+    before the second pass draws, the clusters of both passes are ranked."""
     if second != 0 and frame.counters[PASS + VISIBLE] == 0:
         return  # clusters of the first pass keep their records
     for which in range(second + 1):

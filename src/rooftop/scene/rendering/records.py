@@ -1,7 +1,7 @@
 """Records of the visible clusters: the parts of a cluster's head that drawing needs, decoded into 64 bytes.
 
-Reading a head from its page takes seven dependent loads. One thread per cluster does this once, so that
-later stages load only the record.
+Reading a head from its page takes seven dependent loads. One thread per cluster reads the head once, so that later
+stages load only the record.
 
     word  0      pair
           1, 2   index of the first word of the cluster's streams

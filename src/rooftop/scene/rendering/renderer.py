@@ -46,7 +46,7 @@ class Renderer:
         one_sided: whether triangles seen from behind (clockwise) are skipped.
         light: the direction in the world from which the light of "color" comes, of any length.
         kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and needs a GPU and `rooftop[cuda]`; None is
-            "cuda" if it can run. All pixels have the same bits with both.
+            "cuda" if it can run. All pixels have the same bits with "warp" and with "cuda".
         pool_bytes: bytes of device memory for the pages of the scene's meshes, which are loaded when frames need them.
             By default all pages are loaded before the first frame, and stay.
 
@@ -125,15 +125,15 @@ class Renderer:
         """Render a frame for each camera, all in one chain of launches.
 
         Args:
-            cameras: all of the same size; `render_each` takes any sizes. A camera's previous position is the camera at
-                the same index in the previous frame.
+            cameras: all of the same size; `render_each` takes any sizes. A camera's previous position is the position
+                of the camera at the same index in the previous frame.
             outputs: which fields of `GBuffer` to fill.
             timings: whether to time each stage and fill `stats.stage_ms`.
             wait: with a pool, whether missing pages are loaded before the frame ends. If True, the picture is the same
-                as with all pages, or the finest for which pages fit into the pool. The picture does not depend on
-                earlier frames and loads, except that shadow maps kept from earlier frames may be finer. If False, the
-                frame is drawn from the resident pages, complete but coarser, and missing pages are loaded for later
-                frames.
+                as with all pages or, if they do not fit into the pool, the finest picture whose pages fit. The picture
+                does not depend on earlier frames and loads, except that shadow maps kept from earlier frames may be
+                finer. If False, the frame is drawn from the resident pages, complete but coarser, and missing pages are
+                loaded for later frames.
 
         Draw all frames of one renderer on one stream, because each frame reads data of the previous one. On a GPU the
         pictures may still be in progress when this returns, as with any work that torch queues.

@@ -74,7 +74,7 @@ class ShadowMaps:
         bounds: Floats,
         drawing: Drawing,
     ) -> tuple[int, ...]:
-        """Return the numbers of the maps that a frame must draw. After they are drawn, call `drawn`.
+        """Return the numbers of the maps that a frame must draw. After these maps are drawn, call `drawn`.
 
         Args:
             lights: lights of the scene, at least one.

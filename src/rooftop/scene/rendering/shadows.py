@@ -91,8 +91,8 @@ def texel_size(lights: Lights, number: wp.int32, at: wp.vec3):
 @wp.func
 def slope_of(lights: Lights, number: wp.int32, normal: wp.vec3):
     """The slope of a plane on a map: the sine of the angle between its normal and the map's axis. If a point of the
-    plane moves by 1 unit across the map, its distance from the plane is at most this. The plane's depth along a ray w
-    is n P / (n w), where w is linear in texels."""
+    plane moves by 1 unit across the map, its distance from the plane becomes at most this slope. The plane's depth
+    along a ray w is n P / (n w), where w is linear in texels."""
     along = wp.float32(0.0)
     for axis in range(3):
         along += wp.float32(lights.from_world[number, 8 + axis]) * normal[axis]

@@ -101,8 +101,8 @@ class Stages:
     requests: RequestBuffers | None = None
 
     def draw(self, history: bool) -> None:
-        """Draw the visibility buffer, and collect the culls' requests. `history` says whether depths of the previous
-        frame may hide parts."""
+        """Draw the visibility buffer, and collect the page requests of the culling kernels. `history` says whether
+        depths of the previous frame may hide parts."""
         if self.requests is not None:
             # all culls from here to `collect` add their requests, whether for cameras or for shadow maps
             self.requests.clear()
@@ -112,13 +112,13 @@ class Stages:
                 self.requests.collect(self.memory.tensors["counters"], self.threads)
 
     def draw_more(self) -> None:
-        """Draw more views of the same frame, without history; their culls' requests are added to the earlier
-        requests."""
+        """Draw more views of the same frame, without history; the page requests of their culling kernels are added to
+        the earlier requests."""
         self._draw(history=False)
 
     def look_ahead(self, more: bool) -> None:
-        """Run only a frame's culls, to collect its requests. `more` says whether these requests are added to the
-        earlier requests."""
+        """Run only the culling kernels of a frame, to collect the frame's page requests. `more` says whether these
+        requests are added to the earlier requests."""
         requests = self.requests
         assert requests is not None
 

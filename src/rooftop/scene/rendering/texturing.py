@@ -141,7 +141,9 @@ def within(place: wp.float32, wrap: wp.int32):
 
 @wp.func
 def neighbour(index: wp.int32, size: wp.int32, wrap: wp.int32):
-    """Wrap the index of a texel that is at most one beyond the edge. There, a mirrored image repeats its last texel."""
+    """Wrap the index of a texel that is at most one beyond the edge. Beyond the edge, a mirrored image repeats its last
+    texel.
+    """
     if wrap == REPEAT:
         if index < 0:
             return index + size

@@ -230,8 +230,8 @@ def names_fit(
 
 @wp.func
 def page_fits(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.int64), k: wp.int32, lane: wp.int32):
-    """Whether an arriving page is valid, as far as this lane checks it. An evicted page has no position, and counts as
-    valid."""
+    """Whether an arriving page is valid, as far as this thread checks it. An evicted page has no position, and counts
+    as valid."""
     place = arriving[k, PLACE]
     if place < wp.int64(0):
         return wp.bool(True)

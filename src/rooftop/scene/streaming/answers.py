@@ -1,4 +1,4 @@
-"""Device memory of the culls' requests, and the host's copy of the answer."""
+"""Device memory of the culling kernels' page requests, and the host's copy of the answer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RequestBuffers:
         self.tensors["wanted"].zero_()
 
     def collect(self, counters: torch.Tensor, threads: int, aging: bool = True) -> None:
-        """Compute the answer of a frame from these counters and the requests of its culls."""
+        """Compute the answer of a frame from these counters and the page requests of the frame's culling kernels."""
         answer = self.tensors["answer"]
         answer[COUNTERS:LIST].zero_()
         answer[:COUNTERS].copy_(counters)
@@ -90,7 +90,8 @@ class RequestBuffers:
             self._there.record(torch.cuda.current_stream(self.device))
 
     def read(self, resident: Mask | None = None) -> Answer:
-        """Return the answer that was sent last. This waits only for its copy, not for work queued since.
+        """Return the answer that was sent last. This method waits only for the copy of the answer, not for work queued
+        later.
 
         Args:
             resident: (pages,) whether each page was resident for that frame; by default, whether it is now.

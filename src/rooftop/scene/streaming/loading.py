@@ -2,8 +2,8 @@
 
 For a GPU, a thread reads into pinned memory: access through the memory-mapped file would block on page faults, and an
 upload from pageable memory blocks the host. Uploads run on a separate stream, and a page counts as arrived when its
-upload has ended. `pool.py` makes the page visible to kernels later. Until then nothing reads the slot. A page with a
-wrong checksum is not uploaded.
+upload has ended. `pool.py` makes the page visible to kernels later. Until the page is visible, no kernel reads its
+slot. A page with a wrong checksum is not uploaded.
 
 The threads are C++ threads of `page_reader.cpp`, which never take the GIL. Until this file is compiled, and where it
 cannot be compiled, Python threads do the work.
@@ -125,7 +125,7 @@ class Loader:
         return self._taken(self._reader.arrived())
 
     def wait(self) -> Arrivals:
-        """Wait for all pages in flight, and return them. If this is interrupted, no page is lost."""
+        """Wait for all pages in flight, and return them. If the wait is interrupted, no page is lost."""
         self._check_process()
         return self._taken(self._reader.take(self.in_flight - sum(map(len, self._put_back))))
 

@@ -1,8 +1,8 @@
 """Decide which pages to load next and which to evict for them, from a frame's requests. No device, threads or files are
 involved.
 
-A frame *wants* a page if it would draw a group in the page. The page's `pixels` are the error in pixels of what the
-frame draws in its place. A page's *age* is the number of frames since a frame last wanted it.
+A frame *wants* a page if it would draw a group in the page. The page's `pixels` are the error in pixels of the coarser
+geometry that the frame draws in place of the page. A page's *age* is the number of frames since a frame last wanted it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Planner:
             pages, pixels: wanted pages and their `pixels`, the most wanted first.
             most: maximum number of pages to read.
             use: returns how pages were used; it is called only if a slot must be freed.
-            urgent: whether pages that are wanted now, but less than the new pages, may be evicted.
+            urgent: whether the plan may evict pages that the frame wants, but wants less than the new pages.
         """
         slots, books = self.slots, self._in_cpp()
         if books is None:

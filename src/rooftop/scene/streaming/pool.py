@@ -29,7 +29,7 @@ Mask = npt.NDArray[np.bool_]
 class Pool:
     """The resident pages of a scene's meshes, in a fixed number of slots.
 
-    A frame calls `begin`, draws, reads the answer, and then either calls `ask` for the missing pages or `load`s them.
+    A frame calls `begin`, draws, reads the answer, and then calls either `ask` or `load` for the missing pages.
 
     Attributes:
         graph: the pages; slots: which page is in which slot; loader: the threads that read pages.
@@ -64,7 +64,7 @@ class Pool:
         return self.is_new or bool(self._changed)
 
     def begin(self) -> None:
-        """Begin a frame: arrived pages become resident. This waits only for root pages.
+        """Begin a frame: arrived pages become resident. This method waits only for root pages.
 
         Raises:
             GeometryFileError: a page could not be read, or is invalid.
@@ -77,7 +77,7 @@ class Pool:
 
     def ask(self, answer: Answer, urgent: bool = True) -> None:
         """Start to load the missing pages, as many as there is room for. `urgent` says whether a displayed frame lacked
-        them."""
+        these pages."""
         most = min(MOST_OF_A_FRAME, min(MOST_IN_FLIGHT, self.slots.count) - self.loader.in_flight)
         # consider only this many pages, which suffices even if half of them are in flight
         first = slice(2 * MOST_IN_FLIGHT)

@@ -1,7 +1,8 @@
-"""The requests of the culls: how urgently a frame needs each page, and which needed pages are absent.
+"""The page requests of the culling kernels: how urgently a frame needs each page, and which needed pages are absent.
 
 The culls write `wanted`. `collect` then updates the ages of all pages, and lists the absent pages. The list follows the
-frame's counters in one tensor. So the host (`answers.py`) reads both with one copy, when it waits for the frame anyway.
+frame's counters in one tensor. So the host (`answers.py`) reads the list and the counters with one copy, when it waits
+for the frame anyway.
 """
 
 import warp as wp

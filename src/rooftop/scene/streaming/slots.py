@@ -29,7 +29,7 @@ class Slots:
         graph: the pages.
         state: (pages,) uint8, one of the states above.
         slot_of: (pages,) int32, the slot of each page; -1 if the page is not held.
-        dependents: (pages,) int32, the number of held pages that need this one directly.
+        dependents: (pages,) int32, for each page, the number of held pages that need this page directly.
         page_in: (slots,) int64, the page in each slot, or -1.
         arrived: the pages that have arrived, in any order.
         free_slots: (slots,) int64, of which the first `free` are free; the last of these is taken first.
@@ -126,7 +126,7 @@ class Slots:
         np.subtract.at(self.dependents, self.graph.needs.of_all(pages)[0], 1)
 
     def forget_absent(self) -> None:
-        """Drop absent pages from `arrived`. Call this after slots were freed."""
+        """Drop absent pages from `arrived`. Call this method after slots were freed."""
         if len(self.arrived):
             self.arrived = self.arrived[self.state[self.arrived] == ARRIVED]
 

@@ -73,17 +73,17 @@ class Drawing:
     """Draws a scene for browser tabs. Any thread may request pictures.
 
     Args:
-        world: the scene, which the caller must not change meanwhile. With `shadows`, its first light follows the page's
-            requests.
+        world: the scene, which the caller must not change meanwhile. With `shadows`, the first light of the scene
+            follows the page's requests.
         device: as in `Renderer`.
         pixel_error: as in `Renderer`; a page may request another value.
         up, fov_y_degrees: up direction and vertical field of view of the home view.
         pool_bytes: as in `Renderer`. With a pool, pictures are drawn from the resident pages, without waiting for
             missing pages.
-        shadows: whether objects cast shadows. The scene must then have no lights.
+        shadows: whether objects cast shadows. If True, the scene must have no lights.
 
     Attributes:
-        renderer: only the drawing thread may use it.
+        renderer: the renderer, which only the drawing thread may use.
         usual_error, usual_light: pixel error and light for requests that do not set them.
         scene_size: the diagonal of the scene's box, in world units.
 

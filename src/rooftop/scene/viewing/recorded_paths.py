@@ -1,4 +1,5 @@
-"""The path of a camera over time. The page records and replays it, and `rooftop scene render --path` renders it.
+"""The path of a camera over time. The viewer's page records and replays paths, and `rooftop scene render --path`
+renders a path.
 
 {"rooftop_path": 1, "views": [{"seconds": 0.0, "eye": [3, 0, 1], "target": [0, 0, 0], "up": [0, 0, 1],
                                "fov_y_degrees": 50}, ...]}
@@ -41,8 +42,8 @@ class RecordedPath:
         return self.seconds[-1] - self.seconds[0]
 
     def at(self, seconds: float) -> Viewpoint:
-        """The view at a time, interpolated linearly between the recorded views. Before the first view this is the first
-        view, after the last view it is the last."""
+        """The view at a time, interpolated linearly between the recorded views. For times before the first view, the
+        result is the first view; for times after the last view, it is the last view."""
         after = bisect_right(self.seconds, seconds)
         if after == 0 or after == len(self.views):
             return self.views[min(after, len(self.views) - 1)]

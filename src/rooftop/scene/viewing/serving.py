@@ -48,8 +48,8 @@ HEADERS = {
 
 
 class Viewer(ThreadingHTTPServer):
-    """Serve one scene to any number of tabs, each with its own camera. As a context manager, it stops the server at the
-    end.
+    """Serve one scene to any number of tabs, each with its own camera. When used as a context manager, the viewer stops
+    the server at the end of the `with` block.
 
     Args:
         drawing: the drawing thread, which the server does not stop.

@@ -5,7 +5,7 @@
     tensor-1.pt
 
 A rank's tensors are stored as the rank held them, with padding; "shards" says which pieces of the whole tensors they
-are (`resharding`). The optimizer's numbers first count the weights of two or more dimensions, then all other weights.
+are (`resharding`). The optimizer numbers the weights of two or more dimensions first, then all other weights.
 This format is read through `saved_tensors.Readable`, and never written.
 """
 

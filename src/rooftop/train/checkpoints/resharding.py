@@ -10,7 +10,7 @@
     +----------+         +-----+
 
 In format 1, each rank's file lists the pieces of the whole tensors that the rank holds. The rows of gate and up of a
-gated MLP are separate pieces. Several ranks store the key heads that they share.
+gated MLP are separate pieces. A key head that several ranks share is in the file of each of these ranks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ ranks have written.
 |---|---|---|
 | a copy of the data that this rank writes | a stream of the GPU, or a thread | during the next forward and backward |
 | the file, on the disk, with checksums | a process | during later steps |
-| index, names, `latest` | a thread of rank 0 | once all ranks have written, on which they agree after a step |
+| index, names, `latest` | a thread of rank 0 | after the step at which all ranks agree that all have written |
 
 Only one save is in progress at a time; the next save waits for the current one. A failure on any rank is raised on all
 ranks, after the same step.

@@ -76,7 +76,7 @@ class TrainingRecord:
 
     @property
     def config(self) -> GptConfig:
-        """The config of the model. An option that an older record lacks gets the value that keeps its old behaviour.
+        """The config of the model. If an older record lacks an option, the value with the older behaviour is used.
 
         Raises:
             InputError: the record is not valid.

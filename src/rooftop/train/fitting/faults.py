@@ -33,8 +33,8 @@ def first_not_finite(stepper: Stepper, number: int, parts: Iterable[Part]) -> tu
     Weights, optimizer state and buffers stay unchanged, but gradients change.
 
     Returns:
-        (number of values checked before this value, description of the value), or None if all values are finite. The
-        number tells which rank was first.
+        (number of values checked before this value, description of the value), or None if all values are finite. On
+        several ranks, the smallest number belongs to the rank that has the first non-finite value.
     """
     found: list[tuple[int, str]] = []
     looked = count()

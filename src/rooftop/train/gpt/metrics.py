@@ -22,7 +22,7 @@ def kept_lines(path: Path, step: int) -> list[str]:
     """Read the lines of steps 1 to `step`, one per step; if a step ran twice, the last line counts.
 
     Raises:
-        InputError: the file has lines that are not metrics of steps, which must not be removed.
+        InputError: the file has lines other than metrics of steps, and these lines must not be removed.
     """
     if not path.is_file():
         return []
@@ -46,7 +46,7 @@ def metrics_file(path: Path, after: int | None = None) -> Iterator[TextIO]:
 
     Args:
         path: path of the file, which may be a pipe or a device.
-        after: the loaded step; lines of later steps are removed. None: the file starts empty.
+        after: the step of the loaded checkpoint; lines of later steps are removed. None: the file starts empty.
 
     Raises:
         InputError: see `kept_lines`; the file stays unchanged.

@@ -30,7 +30,7 @@ class StepRoof:
     Attributes:
         ms: the fused roof.
         flops: flops of the rank in a step.
-        peak: fastest measured matrix rate in the dtype, in flop/s.
+        peak: fastest measured rate of matrix products in the dtype, in flop/s.
     """
 
     ms: float

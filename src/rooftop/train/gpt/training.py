@@ -246,7 +246,8 @@ class GptTraining:
         return self.global_batch * self.length
 
     def is_limited_by_launches(self, layout: Layout, device: str) -> bool:
-        """Whether a CUDA graph probably pays: one GPU computes the layers faster than Python launches their kernels.
+        """Whether a CUDA graph probably saves time: one GPU computes the layers faster than Python launches their
+        kernels.
 
         False for several ranks. False also with `document_end`, because documents differ from step to step.
         """

@@ -68,7 +68,7 @@ class AdamW(torch.optim.AdamW):
             weights.step_adopts()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in PyTorch's optimizers. Raises the errors of the class."""
+        """Add a parameter group, as in PyTorch's optimizers. Raises the same errors as the constructor."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

@@ -5,7 +5,7 @@ and a bfloat16 sum over micro-batches would lose small gradients. Therefore weig
 and the rounded result of each step is written to the model.
 
 The user may write to the model at any time: if a weight of the model differs from its rounded float32 copy, the next
-step first copies it to the float32 weight (`adopt`).
+step first copies the model's weight to the float32 weight (`adopt`).
 
 Source: Micikevicius et al. 2018, "Mixed Precision Training" (arXiv:1710.03740), section 3.1.
 """
@@ -176,7 +176,7 @@ class MainWeights:
         return [(main.grad, narrow.get(main)) for main in self.named.values()]
 
     def hold(self, held: Held) -> None:
-        """Restore the gradient tensors that `held` returned, whose memory a CUDA graph rewrites; drop all others."""
+        """Restore the gradient tensors that `held` returned, because a CUDA graph writes to them; drop all others."""
         narrow = self._gradients.narrow
         for main, (wide, of_model) in zip(self.named.values(), held, strict=True):
             main.grad = wide

@@ -80,7 +80,7 @@ class Mixture:
         """The shares of the rows, which sum to 1.
 
         Args:
-            sequences: the number of sequences of each row; the shares without weights.
+            sequences: the number of sequences of each row; without weights, the shares are proportional to these.
         """
         weights = [Fraction(count) for count in sequences] if self.weights is None else self.weights
         total = sum(weights)

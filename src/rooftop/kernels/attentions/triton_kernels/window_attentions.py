@@ -53,7 +53,7 @@ def window_attention_backward(
     PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of every P-th window of a head, where P is the number of programs per head. The program
-    recomputes the weights, and sums the gradients that all windows share in registers.
+    recomputes the weights, and sums in registers the gradients of the tensors that all windows share.
     """
     head = tl.program_id(0)
     program = tl.program_id(1)

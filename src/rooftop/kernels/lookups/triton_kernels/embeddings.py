@@ -61,9 +61,10 @@ def add_runs(
 ):  # fmt: skip
     """Sum the runs of equal tokens among CHUNK items.
 
-    The sum of a run within the chunk is a row of the table. A run that began in an earlier chunk has the first partial
-    sum, and a run that begins in this chunk and continues in the next chunk has the second. A missing partial sum has
-    the token -1. If one run fills the chunk and continues, the second partial sum has the run's token and is 0.
+    The sum of a run within the chunk is a row of the table. The first partial sum belongs to a run that began in an
+    earlier chunk. The second partial sum belongs to a run that begins in this chunk and continues in the next chunk. A
+    missing partial sum has the token -1. If one run fills the chunk and continues, the second partial sum has the run's
+    token and is 0.
     """
     chunk = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

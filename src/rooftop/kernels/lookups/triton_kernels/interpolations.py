@@ -2,8 +2,8 @@
 
 A program computes POINTS points and CHANNELS channels at a time. All loads of a block's eight corners are in flight
 before the first is used, and neighbouring threads read neighbouring channels. `units` counts groups of UNIT channels,
-so that the compiler knows a divisor of C and loads several channels at a time. All offsets of points are 64-bit. One
-program sums a point's gradient, so the gradient is deterministic.
+so that the compiler knows that UNIT divides C, and loads several channels at a time. All offsets of points are 64-bit.
+One program sums a point's gradient, so the gradient is deterministic.
 """
 
 from __future__ import annotations

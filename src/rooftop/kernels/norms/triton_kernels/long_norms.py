@@ -5,7 +5,7 @@ Forward reads a row twice. The second pass runs from the end of the row to its b
 that was read last and that L2 still holds. Backward has two kernels. The first kernel computes sums along rows. The
 second kernel uses these sums, computes dx in blocks of columns, and sums over rows.
 
-SHIFT: rows begin at odd addresses, so the kernel loads the groups of eight elements that enclose a row (norms.py).
+SHIFT: rows are not aligned to 16 bytes, so the kernel loads the groups of eight elements that enclose a row (norms.py).
 """
 
 from __future__ import annotations

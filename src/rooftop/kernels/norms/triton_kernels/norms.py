@@ -14,12 +14,12 @@ the deviations too. Sums are multiplied by 1 / N, because the fast division by N
 residual is rounded before it is normalized, because backward reads the rounded sum. In nearly constant rows, the large
 1 / std would magnify a difference between the normalized sum and the rounded sum.
 
-`units` and the strides count groups of UNIT elements, so that the compiler knows a divisor of N and loads several
+`units` and the strides count groups of UNIT elements, so that the compiler knows that UNIT divides N, and loads several
 elements at a time. EVEN: N fills the tile. All offsets of rows are 64-bit. No code is compiled for tensors that are
 None.
 
-Shifted kernels are for rows of two-byte elements whose length N is not a multiple of eight. Such rows begin at odd
-addresses. The kernels load the groups of eight elements that enclose a row, 16 bytes at a time; lane i then holds
+Shifted kernels are for rows of two-byte elements whose length N is not a multiple of eight. Such rows are not aligned
+to 16 bytes. The kernels load the groups of eight elements that enclose a row, 16 bytes at a time; lane i then holds
 column i - shift. A program works on rows whose distance is a multiple of eight. These rows have the same shift, so
 weights and sums stay in the same lanes. Blocks 1 to WHOLE - 1 contain no end of a row. Whole groups are stored 16 bytes
 at a time, and the two groups at a row's ends one element at a time. The number of rows is a multiple of eight, so no
@@ -341,7 +341,9 @@ def norm_backward_shifted(
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`norm_backward` for rows at odd addresses. Each row of a tile has its own shift, and therefore its own sums."""
+    """`norm_backward` for rows that are not aligned to 16 bytes. Each row of a tile has its own shift, and therefore
+    its own sums.
+    """
     lane = tl.arange(0, COLUMNS)
     first = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     shift = shift_of(first, columns)[:, None]  # (ROWS, 1)

@@ -41,7 +41,7 @@ def fold_scores(largest, total, scores, GROUP: tl.constexpr):
 
 @triton.jit
 def merge_lanes(largest, total, WIDE: tl.constexpr):
-    """The maximum of all lanes, and the sum of exponentials relative to it."""
+    """The maximum of all lanes, and the sum of exponentials relative to this maximum."""
     maximum = tl.max(largest, axis=0)
     return maximum, sum_of_lanes(total * tl.exp(largest - maximum), 0, WIDE)
 

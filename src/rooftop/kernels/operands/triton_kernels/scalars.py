@@ -41,7 +41,9 @@ def exponential(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def exponential_minus_1(x, PRECISE: tl.constexpr):
-    """exp(x) - 1. Near 0 this difference would cancel, so the function computes 2 t / (1 - t) with t = tanh(x / 2)."""
+    """exp(x) - 1. Near 0 the difference exp(x) - 1 would cancel, so the function computes 2 t / (1 - t) with t = tanh(x
+    / 2).
+    """
     t = _tanh_near_0(0.5 * tl.where(tl.abs(x) < 1.0, x, 0.0))
     return tl.where(tl.abs(x) < 1.0, tl.div_rn(2.0 * t, 1.0 - t), exponential(x, PRECISE) - 1.0)
 
