@@ -88,8 +88,9 @@ class StepFinder:
 
     Attributes:
         level: level of the leading marker; None until a marker has occurred.
-        began_at: the time (`time.perf_counter`) at which the first step began: the first call of a module, or the first
-            call with gradients enabled if the leading marker computes gradients. None if there was no such call.
+        began_at: the time (`time.perf_counter`) at which the first step began: the time of the first call of a module.
+            If the leading marker computes gradients, only calls with gradients enabled count. None if there was no such
+            call.
         threads: CPU seconds that each other thread spent in calls of modules, by the thread's name. After
             `MOST_THREADS` threads, all further threads count together under the name "".
     """

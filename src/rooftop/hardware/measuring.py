@@ -89,7 +89,7 @@ def keep(ceilings: Ceilings, device: torch.device | str | None = None) -> Ceilin
             f"the ceilings are those of {ceilings.device} ({ceilings.device_id}), not of {where} ({here}): only "
             "measurements of this machine are kept"
         )
-    if known is not None:  # store only the raises: the cache already has the measurements
+    if known is not None:  # store only the raised figures: the cache already has the measurements
         found = History(known.machine, known.measurements, found.raises)
     return _add(path, found, replace_corrupt=False).ceilings()
 

@@ -149,7 +149,7 @@ def difference(ladder: Ladder, result: Tensor) -> str:
 
 
 def _timed(ladder: Ladder, outcomes: list[Outcome], roof_ms: float, seconds: float) -> list[Outcome]:
-    """Time all right rungs, and return the outcomes. Rungs on the same clock are interleaved."""
+    """Time all rungs with a correct result, and return the outcomes. Rungs on the same clock are interleaved."""
     timings: dict[int, Timing] = {}
     for clock in ("graph", "device", "host"):
         calls: dict[str, Callable[[], object]] = {

@@ -179,8 +179,8 @@ def _pointer(what: str, pointee: Pointee) -> Converter:
         address = value.data_ptr()
         if address % alignment:
             raise ValueError(
-                f"{what}: the tensor begins {address % alignment} bytes off a multiple of {alignment}, as a view "
-                "may: clone() it, or use a pointer to single elements"
+                f"{what}: the tensor begins {address % alignment} bytes off a multiple of {alignment}, probably "
+                "because it is a view: clone() it, or use a pointer to single elements"
             )
         return address
 

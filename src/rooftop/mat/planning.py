@@ -29,7 +29,7 @@ _plans: dict[Form, ExpressionPlan] = {}
 
 
 class ExpressionPlan:
-    """A plan for expressions of one form, stored as numbers of one depth. A plan has no references to Mats.
+    """A plan for expressions of one form whose values are stored in one depth. A plan has no references to Mats.
 
     Attributes:
         root: the tree of elementwise operations; its leaves hold the Mats' types, not the Mats.

@@ -149,8 +149,8 @@ class _Samples:
                 self.check(value, outermost=False)
 
     def refuse_ambiguous_lists(self, part: Any, outermost: bool = True) -> None:
-        """Raise an error for ambiguous lists. For example, a list of two tensors of two rows, together with two images,
-        may be two sequences or one item per image.
+        """Raise an error for ambiguous lists. For example, if a list of two tensors of two rows each is passed with two
+        images, the list may have one tensor per image, or each tensor may have one row per image.
         """
         if self.lists_tell or self.count < 2:
             return

@@ -307,8 +307,8 @@ def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 @contextmanager
 def _quiet_about_streams() -> Iterator[None]:
-    """Suppress PyTorch's warning that a parameter was used on another stream, so that accumulating its gradient would
-    wait. No gradient is accumulated here.
+    """Suppress PyTorch's warning that accumulating a parameter's gradient would wait, because the parameter was used
+    on another stream. No gradient is accumulated here.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)

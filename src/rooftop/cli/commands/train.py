@@ -263,7 +263,7 @@ def command() -> None:
     "--hierarchical-context-parallel-sizes",
     type=(click.IntRange(min=1), click.IntRange(min=1)),
     metavar="A P",
-    help="With a2a+p2p: A neighbours exchange heads, in P groups. A times P is --context-parallel-size.",
+    help="With a2a+p2p: P groups of A neighbours that exchange heads. A times P is --context-parallel-size.",
 )
 @click.option("--device", type=choice["devices"], help="Device to train on.  [default: cuda if there is a GPU]")
 @path(

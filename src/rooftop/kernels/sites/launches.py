@@ -68,7 +68,7 @@ def _weight_tile(
     outs, ins = min(config.outs, _power_of_two(out_channels)), min(config.ins, _power_of_two(channels))
     tiles = -(-out_channels // outs) * -(-channels // ins)
     programs, blocks = -(-config.programs_per_sm * sms // tiles), -(-length // config.depth)
-    if listed:  # each tap may add one shorter piece, so `taps` fewer parts let all pieces run at once
+    if listed:  # each tap may add one shorter piece, so `taps` programs are left for these
         parts = max(taps, min(programs - taps, taps * blocks))
         pieces = parts + taps
     else:
