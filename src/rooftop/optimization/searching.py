@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -532,17 +533,18 @@ class Search:
                 self.originals.restore()
                 continue
             self.changes = [
-                replace(each, verdict="refused", reason=reason) if each.rule == worst else each for each in self.changes
+                replace(each, verdict="refused", reason=reason, error=None) if each.rule == worst else each
+                for each in self.changes
             ]
             self.kept, self.best = rest, candidate
             return True
         return False
 
     def _give_up(self, reason: str, verdict: str = "refused") -> None:
-        self.changes = [
-            replace(change, verdict=verdict, reason=reason) if change.verdict == "kept" else change
-            for change in self.changes
-        ]
+        told: dict[str, Any] = {"verdict": verdict, "reason": reason} | (
+            {"error": None} if verdict == "refused" else {}
+        )
+        self.changes = [replace(change, **told) if change.verdict == "kept" else change for change in self.changes]
         self.kept, self.best = [], self.plain
 
 
