@@ -200,8 +200,8 @@ def test_a_wrong_place_or_layout_is_said_before_anything_is_written(run: Path, s
             ([verb, run, "-o", path], f"cannot be written: {why}")
             for verb in ("convert", "export-hf")
             for path, why in (
-                (run.parent / ("o" * 300), "no folder can be created there (File name too long); give another one"),
-                ("/proc/model", "no folder can be created there (No such file or directory); give another one"),
+                (run.parent / ("o" * 300), "no folder can be created there (File name too long); give another path"),
+                ("/proc/model", "no folder can be created there (No such file or directory); give another path"),
                 (run / "latest" / "model", "there is no folder"),
                 ("..", "expected a new or empty folder"),
                 ("/", "expected a new or empty folder"),

@@ -218,7 +218,7 @@ def test_the_printed_recipe_is_a_file_for_config(said: Said, fit: FitInPlace) ->
 def test_what_data_a_recipe_and_a_training_are_for_is_said(said: Said, fit: FitInPlace) -> None:
     for words, data in (([], " --data digits"), (["--data", "photographs"], " --data photographs")):
         assert main(["train", "resnet50", *words, "--device", "cpu", "--print-recipe"]) == 0
-        assert said().startswith(f"# The recipe of rooftop train resnet50{data} on cpu. Other data")
+        assert said().startswith(f"# The recipe of rooftop train resnet50{data} on cpu. With other data")
     assert main([*TRAIN, "--print-recipe"]) == 0
     assert said().startswith("# The recipe of rooftop train circle.py:build on cpu.")
     assert main(["train", "resnet", "--device", "cpu"]) == 0

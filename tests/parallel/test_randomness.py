@@ -208,7 +208,7 @@ def test_wrong_arguments() -> None:
         init_on_meta(Model, RULES[:1], seed=0)
     with pytest.raises(ValueError, match=r"got boxes for layers.9.bias, but the module has no such tensors on meta"):
         init_on_meta(Model, RULES, seed=0, boxes={"layers.9.bias": whole})
-    with pytest.raises(ValueError, match=r"layers.0.gate.weight has shape \(16, 16\), which is neither"):
+    with pytest.raises(ValueError, match=r"layers.0.gate.weight has shape \(16, 16\), which fits neither"):
         init_on_meta(Model, RULES, seed=0, boxes={"layers.0.gate.weight": whole})
 
 
