@@ -16,8 +16,8 @@ from torch.nn import functional
 from rooftop.optimization import tensor_floats
 from rooftop.optimization.accuracy import Errors, RefusedError
 from rooftop.optimization.draws import Draw, draws, neighbour, others
-from rooftop.optimization.gate import Gate, Known
-from rooftop.optimization.outcomes import Outcome, Step
+from rooftop.optimization.gate import Gate
+from rooftop.optimization.outcomes import Known, Outcome, Step
 from rooftop.rewrites.candidates import Candidate
 
 ERROR = 1e-3

@@ -65,8 +65,8 @@ def by_pipe(connection: Connection) -> None:
 
 
 def by_shared_memory(connection: Connection, points: Any, centres: Any, nearest: Any) -> None:
-    """A worker on tensors that it shares with its parent. The worker takes (first, end) from a pipe and sends True
-    back, until it gets None.
+    """The main function of a worker process, which shares the tensors with its parent. The worker receives (first, end)
+    from a pipe, computes these rows, and sends True back, until it receives None.
     """
     from rooftop.ladder.nearest_loops import for_vectors
 

@@ -12,13 +12,16 @@ the results.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from rooftop.optimization.accuracy import Errors, InaccurateError
+from rooftop.optimization.draws import Arguments, Draw, neighbour, same_kinds
+from rooftop.optimization.outcomes import SEED, Known
 
 MORE_DRAWS, MOST_DRAWS = 8, 24
 """Doubtful results are compared on `MORE_DRAWS` more inputs. While an error is too large, the comparison continues with
@@ -118,6 +121,56 @@ class Doubts:
 
     def _worst(self) -> tuple[float, str]:
         return max((errors.share(self._in_tensor_floats[name]), name) for name, errors in self._found.items())
+
+
+class MoreInputs:
+    """The original's results for inputs that resemble those of a draw.
+
+    Args:
+        known_of: runs the original on a draw.
+        more: draws other values for given arguments; None: nothing draws any.
+    """
+
+    def __init__(self, known_of: Callable[[Draw], Known], more: Callable[[Arguments], Draw] | None) -> None:
+        self._known_of, self._more = known_of, more
+
+    def near(self, known: Known, doubtful: Collection[str]) -> Known | None:
+        """The original's results for inputs that differ from a draw's by a few roundings. None if a doubtful result
+        does not change with these inputs, or if its size changes and the draw is special.
+        """
+        other = self._neighbour(known.draw, 0)
+        if other is None or other.truth is None or known.truth is None:
+            return None
+        ours, theirs = known.truth.values, other.truth.values
+        pairs = [(ours[name], theirs[name]) for name in doubtful if name in ours and name in theirs]
+        alike = all(one.shape == other.shape and not torch.equal(one, other) for one, other in pairs)
+        same_sizes = not known.draw.special or all(have_one_size(*pair) for pair in pairs)
+        return other if alike and same_sizes and len(pairs) == len(doubtful) else None
+
+    def following(self, draw: Draw, near: Known | None) -> Iterator[Known | None]:
+        """Yield the original's results for the neighbours of a draw, beginning with `near`. If `near` is None, yield
+        them for inputs with other values. None instead of results: the original does not run on such inputs.
+        """
+        if near is None:
+            while True:
+                yield self._with_other_values(draw)
+        yield near
+        for number in itertools.count(1):
+            yield self._neighbour(draw, number)
+
+    def _neighbour(self, draw: Draw, number: int) -> Known | None:
+        generator = torch.Generator().manual_seed(SEED + number)
+        try:
+            return self._known_of(Draw("almost the same values", neighbour(draw.given, generator)))
+        except Exception:  # the doubtful result is then refused
+            return None
+
+    def _with_other_values(self, draw: Draw) -> Known | None:
+        try:
+            found = self._known_of(self._more(draw.given)) if self._more is not None else None
+        except Exception:  # the doubtful result is then refused
+            return None
+        return found if found is not None and same_kinds(found.draw, draw) else None
 
 
 def have_one_size(one: Tensor, other: Tensor) -> bool:

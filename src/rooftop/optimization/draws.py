@@ -169,6 +169,12 @@ def neighbour(given: Arguments, generator: torch.Generator) -> Arguments:
     return mapped(given, _floats(changed))  # type: ignore[no-any-return]
 
 
+def same_kinds(one: Draw, other: Draw) -> bool:
+    """Whether the tensors of two draws have the same shapes and dtypes."""
+    ours, theirs = ([(t.shape, t.dtype) for t in tensors_of(each.given)] for each in (one, other))
+    return ours == theirs
+
+
 def non_contiguous(tensor: Tensor) -> Tensor:
     """A tensor with the same values, and with gaps between them in memory."""
     if tensor.dim() == 0 or tensor.numel() < 2 or tensor.layout != torch.strided:

@@ -8,10 +8,9 @@ buffers, changed arguments, shared memory. If the float64 model does not run, on
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from rooftop.optimization.accuracy import InaccurateError, RefusedError, as_accurate
-from rooftop.optimization.doubts import Doubts, have_one_size, is_hopeless, may_be_luck
-from rooftop.optimization.draws import Arguments, Draw, neighbour, tensors_of
+from rooftop.optimization.doubts import Doubts, MoreInputs, is_hopeless, may_be_luck
+from rooftop.optimization.draws import Arguments, Draw, same_kinds, tensors_of
 from rooftop.optimization.outcomes import (
     SEED,
+    Known,
     Outcome,
     Step,
     anew,
@@ -50,21 +50,6 @@ divides the rounding error of a mean by almost 0, and the original's rounding er
 SAME_DRAWS = 0.03
 """Two models have drawn the same random numbers if their results differ by at most this share. Rounding to half
 precision causes a much smaller difference, and another dropout mask a much larger one."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """The reference results for one draw.
-
-    Attributes:
-        draw: the inputs.
-        eager: the original's outcome.
-        truth: the float64 model's outcome; None if the float64 model does not run.
-    """
-
-    draw: Draw
-    eager: Outcome
-    truth: Outcome | None
 
 
 def check_taken(original: nn.Module, step: Step, drawn: Sequence[Draw]) -> None:
@@ -372,11 +357,12 @@ class Gate:
         """
         first, base, near = next(iter(doubtful.values())), known, None
         lucky = known.draw.uniform and all(may_be_luck(error, got[name].dtype) for name, error in doubtful.items())
+        inputs = MoreInputs(self._known, self.more)
         if not lucky:
-            near = self._near(known, doubtful)
+            near = inputs.near(known, doubtful)
         if lucky or (known.draw.special and near is None):
             base = self.known[0]
-            near = self._near(base, doubtful)
+            near = inputs.near(base, doubtful)
         if known.truth is None or base.truth is None or self.more is None or doubtful.keys() - base.truth.values.keys():
             raise first
         in_tensor_floats = {name: self._error_in_tensor_floats(base, name) for name in doubtful}
@@ -384,7 +370,7 @@ class Gate:
         doubts = Doubts(doubtful, in_tensor_floats, usual, base.truth.values, near is not None)
         if base is known:
             doubts.note(got, known.eager.values, known.truth.values, known.draw.what)
-        following, count = self._following(base.draw, near), 0
+        following, count = inputs.following(base.draw, near), 0
         ends = min(time.perf_counter() + self.more_s, self.ends)
         while doubts.need_more(count, ends):
             other = next(following)
@@ -398,46 +384,6 @@ class Gate:
             eager, truths = known.eager.values[name], known.truth.values
             worst = max(worst, as_accurate(name, got[name], eager, truths[name], what, doubts.usual[name]))
         return worst
-
-    def _near(self, known: Known, doubtful: Mapping[str, InaccurateError]) -> Known | None:
-        """The original's results for inputs that differ from a draw's by a few roundings. None if a doubtful result
-        does not change with these inputs, or if its size changes and the draw is special.
-        """
-        other = self._neighbour(known.draw, 0)
-        if other is None or other.truth is None or known.truth is None:
-            return None
-        ours, theirs = known.truth.values, other.truth.values
-        pairs = [(ours[name], theirs[name]) for name in doubtful if name in ours and name in theirs]
-        alike = all(one.shape == other.shape and not torch.equal(one, other) for one, other in pairs)
-        same_sizes = not known.draw.special or all(have_one_size(*pair) for pair in pairs)
-        return other if alike and same_sizes and len(pairs) == len(doubtful) else None
-
-    def _following(self, draw: Draw, near: Known | None) -> Iterator[Known | None]:
-        """Yield the original's results for inputs that resemble a draw. These are the draw's neighbours, beginning with
-        `near`; if `near` is None, they are inputs with other values.
-        """
-        if near is None:
-            while True:
-                yield self._one_more(draw)
-        yield near
-        for number in itertools.count(1):
-            yield self._neighbour(draw, number)
-
-    def _neighbour(self, draw: Draw, number: int) -> Known | None:
-        """The original's results for inputs that differ from a draw's by a few roundings; None if they do not run."""
-        generator = torch.Generator().manual_seed(SEED + number)
-        try:
-            return self._known(Draw("almost the same values", neighbour(draw.given, generator)))
-        except Exception:
-            return None
-
-    def _one_more(self, draw: Draw) -> Known | None:
-        """The original's results for other inputs with a draw's shapes and dtypes; None if there are no such inputs."""
-        try:
-            found = self._known(self.more(draw.given)) if self.more is not None else None
-        except Exception:
-            return None
-        return found if found is not None and _same_kinds(found.draw, draw) else None
 
     def _compare_one_of(self, known: Known, name: str, got: Tensor, what: str) -> float:
         eager, truth = known.eager.values[name], None if known.truth is None else known.truth.values.get(name)
@@ -581,13 +527,7 @@ def _same_draws(known: Known) -> bool:
 
 
 def _alike(one: Known, other: Known) -> bool:
-    return _same_kinds(one.draw, other.draw) and other.draw.what == "other values"
-
-
-def _same_kinds(one: Draw, other: Draw) -> bool:
-    """Whether the tensors of two draws have the same shapes and dtypes."""
-    ours, theirs = ([(t.shape, t.dtype) for t in tensors_of(each.given)] for each in (one, other))
-    return ours == theirs
+    return same_kinds(one.draw, other.draw) and other.draw.what == "other values"
 
 
 def _same_bits(one: Outcome, other: Outcome) -> bool:

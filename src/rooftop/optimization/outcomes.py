@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftop.optimization.draws import Arguments, tensors_of
+from rooftop.optimization.draws import Arguments, Draw, tensors_of
 from rooftop.rewrites.structures import mapped, signature
 
 SEED = 20_240_229
@@ -41,6 +41,21 @@ class Outcome:
     strides: Mapping[str, tuple[int, ...]]
     shared: frozenset[tuple[str, str]]
     results: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Known:
+    """The reference results for one draw.
+
+    Attributes:
+        draw: the inputs.
+        eager: the original's outcome.
+        truth: the float64 model's outcome; None if the float64 model does not run.
+    """
+
+    draw: Draw
+    eager: Outcome
+    truth: Outcome | None
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def _pooled(
     input: Tensor, kernel: list[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
     dilation: Sequence[int] = (1,), ceil_mode: bool = False,
 ) -> object:  # fmt: skip
-    """A max pool of images that does not write indices."""
+    """Compute a max pool of images without writing the indices of the maxima."""
     if input.dim() != 4:
         return functional.max_pool2d(input, kernel, list(stride) or None, list(padding), list(dilation), ceil_mode)
     sizes = (each if len(each) != 1 else each[0] for each in (kernel, stride or kernel, padding, dilation))

@@ -56,7 +56,7 @@ def _add_few(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
 
 
 def _add_sorted(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
-    """Add the rows of many tokens: sort the tokens; each program adds runs of equal tokens."""
+    """Add the rows of many tokens. The tokens are sorted, and each program adds the rows of runs of equal tokens."""
     from rooftop.kernels.lookups.triton_kernels.embeddings import add_runs
 
     (rows, width), runs = table.shape, tables.RUNS

@@ -40,8 +40,8 @@ class RequestBuffers:
     """The memory of requests on the device, and how the host reads it.
 
     Attributes:
-        tensors: tensors by the names of `Requests`, and `wanted_first`; values: the struct of these tensors
-            that Warp's kernels accept.
+        tensors: one tensor for each field of `Requests`, and `wanted_first`, by name.
+        values: the struct of these tensors, without `wanted_first`, that Warp's kernels accept.
     """
 
     def __init__(self, graph: PageGraph, page_at: torch.Tensor, refused: torch.Tensor) -> None:
