@@ -515,7 +515,7 @@ def row_of(job: Job, place: Place, left_s: float, options: argparse.Namespace) -
         words += ["--quick"] if options.quick else []
         words += ["--autotune"] if options.autotune else []
         words += ["--plans", str(options.plans)] if options.plans is not None else []
-        surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+        surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(options.cache or folder)}
         surroundings["TORCHINDUCTOR_COMPILE_THREADS"] = str(len(place.cores))
         if place.gpu is not None:
             seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -649,6 +649,12 @@ def main() -> int:
         type=Path,
         metavar="FOLDER",
         help="folder to which plans are saved; a row whose plan is there applies it instead of searching",
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="FOLDER",
+        help="keep compiled code in this folder, so that a second run continues the tuning of a row that was cut off",
     )
     parser.add_argument("--row", nargs=3, metavar=("MODEL", "BATCH", "MODE"), help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
