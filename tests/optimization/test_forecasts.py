@@ -14,7 +14,7 @@ from rooftop.optimization import forecasts, timing
 from rooftop.optimization.forecasts import OperatorClock, fusable_of, quick_ceilings
 from rooftop.optimization.outcomes import Step
 from rooftop.optimization.timing import ahead, times_of
-from rooftop.rewrites import Candidate, Compile, CompileBlocks, CudaGraphs, FusedOptimizer, Times
+from rooftop.rewrites import Candidate, Compile, CompileBlocks, CudaGraphs, FusedOptimizer, Times, timed_alone
 from rooftop.rewrites.candidates import Call, Compiled, Fusable, OptimizerStep
 from rooftop.rewrites.graph_rules import GAP_MS
 from rooftop.rewrites.timed_alone import AHEAD_MS, CYCLES_A_MS, alone_ms
@@ -252,6 +252,33 @@ def test_the_device_works_alone_when_the_host_is_ahead(gpu: torch.device, monkey
     )
 
 
+def test_the_time_of_a_slow_host_says_nothing_about_the_device(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s, paused = [0.0], list[bool]()
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: paused.append(True))
+
+    def slow_to_launch() -> None:
+        clock_s[0] += 20.0 / 1e3
+        FakeEvent.now_ms += 15.0 if paused and paused.pop() else 20.0
+
+    assert ahead(slow_to_launch, gpu, 30.0) == pytest.approx((15.0, 20.0)), "and not three quarters of 30 ms"
+
+
+def test_an_operator_alone_is_not_timed_with_a_slow_host(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s, ahead_ms = [0.0], [0.0]
+    monkeypatch.setattr(timed_alone, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: ahead_ms.append(cycles / CYCLES_A_MS))
+
+    def slow_to_launch() -> None:
+        clock_s[0] += 0.5 / 1e3
+        FakeEvent.now_ms += 0.1 + max(0.0, 0.5 - ahead_ms[-1])
+
+    assert alone_ms(slow_to_launch, gpu) == pytest.approx(0.1)
+    assert ahead_ms[1:] == [AHEAD_MS, 1.0, 1.0]
+
+
 def test_a_step_that_waits_for_the_device_takes_at_most_the_time_of_its_operators(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +287,7 @@ def test_a_step_that_waits_for_the_device_takes_at_most_the_time_of_its_operator
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: slept_ms.append(cycles / CYCLES_A_MS))
 
     def waiting() -> None:
-        work()
+        FakeEvent.now_ms += 4.0
         clock_s[0] += (slept_ms.pop() + 1.0 if len(slept_ms) > 1 else 2.0) / 1e3
 
     assert ahead(waiting, gpu, 5.0, 3.0) == (3.0, 2.0)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.compiler.config as compiler_config
 from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from rooftop.rewrites import Autocast, Candidate, ChannelsLast, Compile, CompileBlocks
-from rooftop.rewrites.compiler_rules import InOneForm
+from rooftop.rewrites import AttentionBackend, Autocast, Candidate, ChannelsLast, Compile, CompileBlocks
+from rooftop.rewrites.compiler_rules import InOneForm, compile_in_place
 
 
 @pytest.fixture
@@ -178,3 +182,52 @@ def test_arguments_may_have_any_name(graphs: list[fx.GraphModule], rule: Any, re
     rule.apply(candidate)
     assert torch.equal(candidate.call(torch.ones(2), module=2.0, call=0.25), torch.full((2,), 0.125))
     assert graphs
+
+
+def test_a_cache_of_compiled_code_does_not_mix_back_ends_of_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    q = torch.randn(2, 4, 8, 16)
+
+    def operators(backend: SDPBackend) -> set[str]:
+        module = _Attention()
+        compile_in_place([module], dynamic=False)
+        run = InOneForm(module)
+        with sdpa_kernel(backend), torch.no_grad():
+            run(q)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+                run(q)
+        return {event.name for event in found.events()}
+
+    fused = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert fused in operators(SDPBackend.FLASH_ATTENTION)
+    assert fused not in operators(SDPBackend.MATH), "the code compiled for the other back end was found in the cache"
+    assert fused in operators(SDPBackend.FLASH_ATTENTION)
+
+
+def test_compiled_code_of_each_rule_for_attention_has_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str] = []
+
+    def backend(graph: fx.GraphModule, _: object) -> fx.GraphModule:
+        keys.append(compiler_config.cache_key_tag)
+        return graph
+
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: compiled(fn, backend=backend))
+    q = torch.randn(2, 4, 8, 16)
+    with compiler_config.patch(cache_key_tag="the user's"), torch.no_grad():
+        for attention in (None, AttentionBackend("flash"), AttentionBackend("efficient")):
+            candidate = Candidate.of(_Attention(), None, training=False)
+            if attention is not None:
+                attention.apply(candidate)
+            Compile().apply(candidate)
+            torch.testing.assert_close(candidate.call(q), _Attention()(q))
+        assert compiler_config.cache_key_tag == "the user's"
+    assert len(set(keys)) == 3
+    assert all(key.startswith("the user's") for key in keys)
+
+
+class _Attention(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, q, q)

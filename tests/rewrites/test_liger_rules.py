@@ -166,6 +166,18 @@ def test_gains_are_predicted_from_the_norms_of_the_step(monkeypatch: pytest.Monk
     assert liger == ["layer 1e-05"], "Liger's own kernel was timed"
 
 
+def test_in_training_the_backward_is_timed_too(monkeypatch: pytest.MonkeyPatch, liger: list[str]) -> None:
+    aten = torch.ops.aten
+    x, scale = torch.empty(64, 32, device="meta"), torch.empty(32, device="meta")
+    norm = Call(aten.native_layer_norm.default, (x, [32], scale, scale, 1e-5), CPU, 4, 2.0)
+    backward = Call(aten.native_layer_norm_backward.default, (), CPU, 4, 6.0)
+    found, times = list[Any](), iter((1.0, 1.5))
+    monkeypatch.setattr(module_rules, "alone_ms", lambda run, device: (found.append(run()), next(times))[1])
+    assert Liger().predicted_ms(Times(9.0, (norm, backward))) == pytest.approx(-0.5 * 8.0)
+    assert [[tuple(gradient.shape) for gradient in each] for each in found] == [[(64, 32), (32,), (32,)]] * 2
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_the_host_also_takes_time_to_launch_a_kernel(monkeypatch: pytest.MonkeyPatch, liger: list[str]) -> None:
     x, scale = torch.empty(64, 32, device="meta"), torch.empty(32, device="meta")
     norm = Call(torch.ops.aten.native_layer_norm.default, (x, [32], scale, scale, 1e-5), CPU, 4, 2.0)

@@ -20,14 +20,11 @@ from rooftop.cost import CountingMode
 from rooftop.hardware.ceilings import Ceilings, MemoryPoint
 from rooftop.hardware.figures import PRECISIONS
 from rooftop.rewrites.candidates import Fusable
-from rooftop.rewrites.timed_alone import AHEAD_MS, CYCLES_A_MS, alone_ms, launch_ms
+from rooftop.rewrites.timed_alone import AHEAD_MS, CYCLES_A_MS, MOST_AHEAD_MS, alone_ms, launch_ms
 
 SIZES = (1 << 18, 1 << 22, 1 << 26)
 """Sizes in bytes of the copies that measure the memory bandwidth. The smaller copies fit in caches, and the largest
 copy does not fit in the caches of most CPUs."""
-MOST_AHEAD_MS = 5.0
-"""The longest wait of the GPU before an operator. Without this limit, a first call that compiles would cause a wait of
-seconds."""
 EVENT_PAIRS = 20
 LAUNCHES = 200
 """A device queues about 1000 launches before the host has to wait."""

@@ -68,11 +68,21 @@ class Profiles:
             others: the candidate's rules, without the compiler's.
             whole: whether the whole model was compiled, not each block.
         """
-        device_ms, host_ms = self._ahead(candidate, max(wall_ms, 1e-6))
+        device_ms, host_ms = self._ahead(candidate, wall_ms)
         self._compiled[frozenset(each.name for each in others)] = Compiled(wall_ms, device_ms, host_ms, whole)
 
+    def note_wall(self, best_ms: float) -> None:
+        """Correct the wall times by a newer one of the best candidate, because the speed of a host varies."""
+        changed = best_ms / max(1e-6, self.now.wall_ms)
+
+        def corrected(times: Times) -> Times:
+            return replace(times, wall_ms=changed * times.wall_ms)
+
+        self.now = corrected(self.now)
+        self._of_kept = {names: corrected(times) for names, times in self._of_kept.items()}
+
     def note_kept(
-        self, rule: Rule, kept: Sequence[Rule], best: Candidate, gain_ms: float, run: Callable[..., Candidate]
+        self, rule: Rule, kept: Sequence[Rule], best: Candidate, wall_ms: float, run: Callable[..., Candidate]
     ) -> None:
         """Profile the new best candidate. If profiling fails, predictions continue from the earlier times, because the
         candidate is still faster and proven.
@@ -83,10 +93,9 @@ class Profiles:
         Args:
             rule: the rule that was kept last.
             kept: all rules of the best candidate.
-            gain_ms: gain of the new best candidate over the previous one.
+            wall_ms: time of a step of the best candidate.
             run: creates a candidate with the given rules, and runs it.
         """
-        wall_ms = max(1e-6, self.now.wall_ms - gain_ms)
         self.now = replace(self.now, wall_ms=wall_ms)
         plain = [each for each in kept if each.kind not in HOW_IT_RUNS]
         all_plain = len(plain) == len(kept)

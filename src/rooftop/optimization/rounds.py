@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -20,6 +21,21 @@ ROUND_S = 0.15
 
 Late = Callable[[], bool]
 """Returns whether the time is up. If it is, the rounds so far decide."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The gain of a candidate over the best one.
+
+    Attributes:
+        share: the gain, as a share of a step of the best candidate.
+        sure: whether the gain surely exceeds the required one.
+        best_ms: time of a step of the best candidate in the same rounds.
+    """
+
+    share: float
+    sure: bool
+    best_ms: float
 
 
 class Rounds:
@@ -48,18 +64,20 @@ class Rounds:
         """
         return self.min_gain / 2 if predicted_share > self.min_gain else self.min_gain
 
-    def gain(self, best: Candidate, candidate: Candidate, least: float, late: Late) -> tuple[float, bool]:
-        """(gain over the best candidate as a share of a step, whether it surely exceeds `least`)."""
+    def gain(self, best: Candidate, candidate: Candidate, least: float, late: Late) -> Gain:
+        """Time a candidate and the best one in turns, until it is clear whether the gain exceeds `least`."""
         shares: list[float] = []
+        best_ms: list[float] = []
         while True:
             times = self.timed({"best": best, "tried": candidate})
             shares.append(_saved(times["best"], times["tried"]))
+            best_ms.append(times["best"].median_ms)
             share = statistics.median(shares)
             pays = share > least and is_sure(shares)
             over = late() or len(shares) >= MOST_ROUNDS
             unlikely = len(shares) >= (SURE_ROUNDS if least == self.min_gain else 2 * SURE_ROUNDS)
             if len(shares) >= SURE_ROUNDS and (pays or over or (unlikely and _falls_short(shares, least))):
-                return share, pays
+                return Gain(share, pays, statistics.median(best_ms))
 
     def last(self, candidates: dict[str, Candidate], late: Late) -> tuple[float, dict[str, list[float]]]:
         """Time the candidates in more rounds if the first rounds do not show that "after" is faster than "before".

@@ -129,6 +129,7 @@ class Search:
         self._order = TrialOrder([], {}, Times(0.0, ()), 0.0, 0.0)
         self._trial_s: dict[str, float] = {}  # seconds of the last trial of each rule
         self._waited = False  # whether the search has waited for the C++ launcher
+        self._done = 0.0  # the fraction of the search that is done
         self._compile_s = 0.0  # the time in which the best candidate was compiled
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
@@ -171,11 +172,8 @@ class Search:
                 needed_s = self._needed_s(following, compiled=False)
                 self._try_again(order, forecasts, promising=True, until=self.ends - needed_s)
             rule = self._order.take(self._profiles.now, self._left_s())
-            if not self._ready(rule):
-                self.progress("waiting for the C++ compiler", 0.1 + 0.8 * len(order) / len(known))
-                repeated_calls.wait(WAIT_SHARE * self._left_s())
-                self._waited = True
-            self.progress(rule.name, 0.1 + 0.8 * len(order) / len(known))
+            self._done = 0.1 + 0.8 * len(order) / len(known)
+            self.progress(rule.name, self._done)
             order.append(rule)
             change = self._tried(rule, forecasts[rule.name][1])
             self.changes.append(change)  # looked up again, because `_tried` may replace the list
@@ -289,6 +287,17 @@ class Search:
         """
         return not rule.opaque or self._waited or repeated_calls.wait(0.0)
 
+    def _waited_for_launcher(self, rule: Rule) -> float:
+        """Wait for the C++ launcher of our kernels if a rule needs it, and return the seconds."""
+        if self._ready(rule):
+            return 0.0
+        began = time.perf_counter()
+        self.progress("waiting for the C++ compiler", self._done)
+        repeated_calls.wait(WAIT_SHARE * self._left_s())
+        self._waited = True
+        self.progress(rule.name, self._done)
+        return time.perf_counter() - began
+
     def _left_s(self) -> float:
         return self.ends - time.perf_counter()
 
@@ -349,7 +358,6 @@ class Search:
         others = [kept for kept in self.kept if kept not in replaced]
         rules = [*others, rule]
         limit_s, other = self._order.limit(rule, self._profiles.now, left - steps * self._rounds.step_s)
-        deadline = Deadline(limit_s)
         try:
             change = replace(change, predicted_ms=self._profiles.predicted(rule, others))
             began, held = time.perf_counter(), allocated(self.plain.device)
@@ -357,33 +365,36 @@ class Search:
             where = candidate.changes[rule.name]
             if not where:
                 return replace(change, verdict="no gain", reason=NOTHING)
+            waited_s = self._waited_for_launcher(rule)
+            deadline = Deadline(limit_s - waited_s)
             with deadline:  # not around `_built`: torch.fx, stopped in a trace, would leave its patches of PyTorch
                 self._first_call(candidate)
-            first_s = time.perf_counter() - began
+            first_s = time.perf_counter() - began - waited_s
             self._order.note(rule, self._profiles.now, first_s)
             change = replace(change, where=where, first_call_s=first_s)
             change = replace(change, bytes=self._profiles.more_memory(candidate, held))
             wall_ms = self._profiles.now.wall_ms
             least = self._rounds.least_share(change.predicted_ms / wall_ms)
-            share, sure = self._rounds.gain(self.best, candidate, least, lambda: time.perf_counter() > self.ends)
-            gain = share * wall_ms  # relative to the profiled step, as predicted gains are
-            change = replace(change, measured_ms=gain)
+            gain = self._rounds.gain(self.best, candidate, least, lambda: time.perf_counter() > self.ends)
+            change = replace(change, measured_ms=gain.share * wall_ms)  # of the same step as the predicted gain
+            self._profiles.note_wall(gain.best_ms)
+            tried_ms = gain.best_ms * (1 - gain.share)
             if rule.kind == "compile":
-                self._profiles.note_compiled(candidate, others, wall_ms - gain, whole=rule.name != BLOCKS)
+                self._profiles.note_compiled(candidate, others, tried_ms, whole=rule.name != BLOCKS)
             if rule.saves_memory:
                 saved, all_ = -(change.bytes or 0), self._profiles.peak
                 if saved < LEAST_SAVED * all_:
                     reason = f"saves {saved / 1e6:.0f} of {all_ / 1e6:.0f} MB, which is less than {LEAST_SAVED:.0%}"
                     return replace(change, verdict="no gain", reason=reason)
-            elif not sure:
-                reason = f"{share:+.1%}, which does not exceed the noise and {least:.0%}"
+            elif not gain.sure:
+                reason = f"{gain.share:+.1%}, which does not exceed the noise and {least:.0%}"
                 return replace(change, verdict="no gain", reason=reason)
             change = replace(change, error=self._proven(candidate, self._gate_of(rules)))
             self._nothing_changed()
         except StoppedError:
             deadline.end()
             stopped = LEFT if other and limit_s < left - steps * self._rounds.step_s else STOPPED
-            return replace(change, reason=stopped.format(seconds=time.perf_counter() - began, other=other))
+            return replace(change, reason=stopped.format(seconds=time.perf_counter() - began - waited_s, other=other))
         except RefusedError as why:
             return replace(change, verdict="refused", reason=str(why))
         except Exception as error:  # the compiler, a kernel or an allocation failed: continue without the rule
@@ -393,7 +404,7 @@ class Search:
             self.originals.restore()
         self.kept, self.best = _ordered(rules), candidate
         self._compile_s = first_s if any(kept.kind == "compile" for kept in self.kept) else 0.0
-        self._profiles.note_kept(rule, self.kept, self.best, gain, self._run)
+        self._profiles.note_kept(rule, self.kept, self.best, tried_ms, self._run)
         names = [each.name for each in replaced]
         self.changes = [
             replace(each, verdict="no gain", reason=f"{rule.name} is faster") if each.rule in names else each

@@ -146,7 +146,7 @@ def ahead(
     Before a run the GPU pauses for longer than the host needs to launch the step. A CUDA graph of the step would take
     about the device time. After a pause the GPU is cooler, so it runs faster than in a long series of steps. To correct
     for the cooler GPU, a run after a pause is compared with a run after another run, and `wall_ms` is scaled by their
-    ratio.
+    ratio. But if the host takes longer than the GPU, `wall_ms` is the host's time, and the run after a pause counts.
 
     Args:
         alone_ms: device time of the operators timed one by one. This sum bounds the device time of a step that waits
@@ -175,9 +175,10 @@ def ahead(
             run()  # so that the next run follows another run, as in a series
             ms, launched_ms = timed()
             called_ms, host_ms = min(called_ms, ms), min(host_ms, launched_ms)
-    far_ahead_ms = wall_ms * min(1.0, device_ms / called_ms)
-    waits = waited_ms >= pause_ms
-    return min(far_ahead_ms, alone_ms) if waits else far_ahead_ms, min(host_ms, waited_ms, wall_ms)
+    waits, launched_ms = waited_ms >= pause_ms, min(host_ms, waited_ms)
+    slow_host = launched_ms > device_ms
+    far_ahead_ms = min(device_ms, wall_ms) if slow_host else wall_ms * min(1.0, device_ms / called_ms)
+    return min(far_ahead_ms, alone_ms) if waits else far_ahead_ms, min(launched_ms, wall_ms)
 
 
 class OperatorTimes(LightMode):

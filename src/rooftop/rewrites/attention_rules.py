@@ -63,6 +63,7 @@ class AttentionBackend(Rule):
                 return run(*args, **kwargs)
 
         candidate.prepare(call)
+        candidate.attention = self.backend
         return "the whole model"
 
 

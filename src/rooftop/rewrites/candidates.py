@@ -189,6 +189,7 @@ class Candidate:
         device: the device of the calls.
         frozen: whether a rule keeps values that were computed from parameters or buffers.
         placed: whether a rule relies on the current addresses of parameters and buffers.
+        attention: the back end of attention that a rule tries first; "" for PyTorch's own choice.
         changes: what each rule changed, in words, by the rule's name.
         prepared: the call that `prepare` set last, if it still runs the whole model.
     """
@@ -200,6 +201,7 @@ class Candidate:
     device: torch.device
     frozen: bool = False
     placed: bool = False
+    attention: str = ""
     changes: dict[str, str] = field(default_factory=dict)
     prepared: Callable[..., Any] | None = None
 

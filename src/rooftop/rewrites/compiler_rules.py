@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.compiler.config as compiler_config
 from torch import Tensor, nn
 
 from rooftop.rewrites.candidates import Call, Candidate, Compiled, Rule, Times, only_on_gpu
@@ -66,14 +67,14 @@ class Compile(Rule):
         else:
             compiled = partial(torch.compile(_with_own_code(_run), **options), candidate.call)
         if self.mode != "reduce-overhead":
-            candidate.call = InOneForm(compiled)
+            candidate.call = InOneForm(compiled, candidate.attention)
             return "the whole model"
 
         def call(*args: Any, **kwargs: Any) -> Any:
             torch.compiler.cudagraph_mark_step_begin()
             return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, compiled(*args, **kwargs))
 
-        candidate.call = InOneForm(call)
+        candidate.call = InOneForm(call, candidate.attention)
         return "the whole model, its kernels in CUDA graphs"
 
 
@@ -102,7 +103,7 @@ class CompileBlocks(Rule):
         blocks = repeated_blocks(candidate.model)
         compile_in_place(blocks, dynamic=False)
         if blocks:
-            candidate.call = InOneForm(candidate.call)
+            candidate.call = InOneForm(candidate.call, candidate.attention)
         kinds = Counter(type(block).__name__ for block in blocks)
         return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
@@ -143,16 +144,22 @@ class InOneForm:
     The compiler makes a version for each set of input strides, and for inference mode. So non-contiguous inputs are
     made contiguous, and inference mode becomes `torch.no_grad`.
 
+    The back end of attention is chosen when code is compiled, but PyTorch's caches of compiled code do not distinguish
+    back ends. So the first call adds the back end to the caches' keys.
+
     Args:
         run: the compiled function. The first call may compile several versions of a block.
+        attention: the back end of attention that `run` tries first, as in `Candidate`.
     """
 
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self.run, self._called = run, False
+    def __init__(self, run: Callable[..., Any], attention: str = "") -> None:
+        self.run, self._attention, self._called = run, attention, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._called:
-            with torch._dynamo.config.patch(recompile_limit=MOST_VERSIONS):
+            config: Any = compiler_config
+            tag = f"{config.cache_key_tag} attention {self._attention} {_allowed_attention()}"
+            with torch._dynamo.config.patch(recompile_limit=MOST_VERSIONS), config.patch(cache_key_tag=tag):
                 result = self._run(args, kwargs)
             self._called = True
             return result
@@ -167,6 +174,13 @@ class InOneForm:
         with torch.inference_mode(False), torch.no_grad():
             args, kwargs = mapped((args, kwargs), _without_gaps)
             return self.run(*args, **kwargs)
+
+
+def _allowed_attention() -> str:
+    """The back ends of attention that PyTorch may choose, as a word of 0s and 1s."""
+    cuda = torch.backends.cuda
+    allowed = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
+    return "".join(str(int(each())) for each in allowed)
 
 
 def _is_in_form(value: Any) -> bool:

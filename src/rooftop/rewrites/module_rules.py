@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from rooftop.kernels import layer_norm, rms_norm, softmax
 from rooftop.nn import KINDS, replace
 from rooftop.nn.constants import keep_constants
 from rooftop.rewrites.candidates import Call, Candidate, Rule, Times, names_of, only_on_gpu, some
-from rooftop.rewrites.timed_alone import alone_ms, filled, launch_ms, repeated
+from rooftop.rewrites.timed_alone import alone_ms, filled, launch_ms, with_backward
 
 OPERATORS_OF_A_NORM = ("aten::pow", "aten::mean", "aten::rsqrt")
 """Three of the seven operators of an RMS norm that is written by hand. The other four, two products and two dtype
@@ -21,6 +22,7 @@ BY_HAND, CALLS = 2.5, 7
 LAYER_NORM, SOFTMAX = "aten::native_layer_norm", "aten::_softmax"
 OF_NORMS = ("layer_norm", "rms_norm", "vector_norm", "sqrt", "pow")
 """Parts of names of operators. Every layer norm and RMS norm calls an operator with one of these parts."""
+Run = Callable[[], object]
 OF_KERNELS = (*OF_NORMS, "softmax", "embedding", "nll_loss", "cross_entropy")
 
 
@@ -61,9 +63,10 @@ class Kernels(Rule):
 def gain_norms(times: Times, by: Norms, more_ms: float = 0.0) -> float:
     """The gain of a step if each norm takes one kernel.
 
-    Each norm is timed alone, with and without the kernel: its device time, and the host's time to launch it. The
-    backward is assumed to gain the same share of device time as the forward. An RMS norm of several operators is
-    assumed to take half as long as its first operator, which reads and writes float32.
+    Each norm is timed alone, with and without the kernel: its device time, and the host's time to launch it. In
+    training, backward is timed with forward, because a kernel may be fast in one and slow in the other. An RMS norm of
+    several operators is assumed to take half as long as its first operator, which reads and writes float32. Its
+    backward is assumed to gain the same share of device time as its forward.
 
     Args:
         by: the kernels that compute the norms.
@@ -76,36 +79,43 @@ def gain_norms(times: Times, by: Norms, more_ms: float = 0.0) -> float:
         saved_ms += BY_HAND * times.of(*OPERATORS_OF_A_NORM) - times.of("aten::pow") / 2
         every = sum(call.count for call in times.calls)
         squares = [call for call in times.calls if "aten::pow" in call.operator.name() and call.arguments[1:] == (2,)]
-        launch = launch_ms(_by(lambda x, _: by.rms_norm(x), squares[0]), squares[0].device) if squares else 0.0
+        launch = launch_ms(partial(by.rms_norm, filled(squares[0])[0]), squares[0].device) if squares else 0.0
         host_ms += by_hand * ((times.host_ms or 0.0) * CALLS / every - launch)
     return times.gain_of(saved_ms, host_ms)
 
 
 def share_of(times: Times, name: str, make: Callable[..., object]) -> float:
-    """The share of the time of an operator's forward calls that a kernel saves. Each call is timed alone.
+    """The share of the time of an operator's calls that a kernel saves. Each forward call is timed alone, with its
+    backward if the step has one.
 
     Args:
         name: part of the operator's name.
         make: runs the kernel on the operator's arguments.
     """
-    calls = [call for call in times.calls if name in call.operator.name() and "backward" not in call.operator.name()]
-    now_ms = sum(call.count * alone_ms(repeated(call), call.device) for call in calls)
-    after_ms = sum(call.count * alone_ms(_by(make, call), call.device) for call in calls)
+    now_ms = after_ms = 0.0
+    for call, now, after in _runs(times, name, make):
+        now_ms += call.count * alone_ms(now, call.device)
+        after_ms += call.count * alone_ms(after, call.device)
     return 1 - after_ms / now_ms if now_ms > 0 else 0.0
 
 
 def launches_ms(times: Times, name: str, make: Callable[..., object]) -> float:
-    """The time in ms that the host saves if it launches a kernel instead of an operator's forward calls."""
-    calls = [call for call in times.calls if name in call.operator.name() and "backward" not in call.operator.name()]
-    return sum(
-        call.count * (launch_ms(repeated(call), call.device) - launch_ms(_by(make, call), call.device))
-        for call in calls
-    )
+    """The time in ms that the host saves if it launches a kernel instead of an operator; the arguments are those of
+    `share_of`."""
+    runs = _runs(times, name, make)
+    return sum(call.count * (launch_ms(now, call.device) - launch_ms(after, call.device)) for call, now, after in runs)
 
 
-def _by(make: Callable[..., object], call: Call) -> Callable[[], object]:
-    given = filled(call)
-    return lambda: make(*given)
+def _runs(times: Times, name: str, make: Callable[..., object]) -> Iterator[tuple[Call, Run, Run]]:
+    """(forward call, a function that runs its operator, a function that runs the kernel instead)"""
+    trains = times.count(f"{name}_backward") > 0
+    for call in times.calls:
+        if name in call.operator.name() and "backward" not in call.operator.name():
+            given = filled(call)
+            if trains:
+                yield call, with_backward(call.operator, given), with_backward(make, given)
+            else:
+                yield call, partial(call.operator, *given), partial(make, *given)
 
 
 def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,28 +17,42 @@ REPEATS, CALLS = 3, 10
 CYCLES_A_MS = 2_000_000
 """Upper bound of the cycles in one ms of a GPU's clock."""
 AHEAD_MS = 0.2
-"""The GPU waits for this long before an operator, so that the host has launched it by then."""
+"""The GPU waits for at least this long before an operator, so that the host has launched it by then."""
+MOST_AHEAD_MS = 5.0
+"""The longest wait of the GPU before an operator. Without this limit, a first call that compiles would cause a wait of
+seconds."""
 
 
 def alone_ms(run: Callable[[], object], device: torch.device) -> float:
-    """The device time of a call in ms: the best of three runs, after a warm-up run."""
+    """The device time of a call in ms: the best of three runs, after a warm-up run. If the host takes longer to launch
+    the call than the GPU waits, the GPU waits longer before the next run.
+    """
     run()
-    return min(_once(run, device) for _ in range(REPEATS))
+    best_ms, ahead_ms = math.inf, AHEAD_MS
+    for _ in range(REPEATS):
+        ms, launched_ms = _once(run, device, ahead_ms)
+        best_ms = min(best_ms, ms)
+        ahead_ms = min(MOST_AHEAD_MS, max(ahead_ms, 2 * launched_ms))
+    return best_ms
 
 
-def _once(run: Callable[[], object], device: torch.device) -> float:
+def _once(run: Callable[[], object], device: torch.device, ahead_ms: float) -> tuple[float, float]:
+    """(time of a call in ms, the host's part of it)"""
     if device.type != "cuda":
         began = time.perf_counter()
         run()
-        return (time.perf_counter() - began) * 1e3
+        ms = (time.perf_counter() - began) * 1e3
+        return ms, ms
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(AHEAD_MS * CYCLES_A_MS))
+        torch.cuda._sleep(int(ahead_ms * CYCLES_A_MS))
         start.record()
+        began = time.perf_counter()
         run()
+        launched_ms = (time.perf_counter() - began) * 1e3
         end.record()
         end.synchronize()
-        return start.elapsed_time(end)
+        return start.elapsed_time(end), launched_ms
 
 
 def launch_ms(run: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
@@ -77,6 +91,24 @@ def repeated(call: Call) -> Callable[[], object]:
     """A function that runs the operator of a call on tensors of ones."""
     given = filled(call)
     return lambda: call.operator(*given)
+
+
+def with_backward(make: Callable[..., object], given: Sequence[Any]) -> Callable[[], object]:
+    """A function that runs `make(*given)`, then backward from its first result to all tensors of floats in `given`."""
+    given = [each.requires_grad_() if _has_gradient(each) else each for each in given]
+    leaves = [each for each in given if _has_gradient(each)]
+
+    def result() -> Tensor:
+        with torch.enable_grad():
+            found: Any = make(*given)
+        return found[0] if isinstance(found, tuple) else found
+
+    gradient = torch.ones_like(result())
+    return lambda: torch.autograd.grad(result(), leaves, gradient)
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:
