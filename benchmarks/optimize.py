@@ -33,6 +33,7 @@ import json
 import math
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -497,11 +498,22 @@ class Place:
 
 
 def places(gpus: Sequence[int | None], at_once: int, folder: Path) -> list[Place]:
-    """`at_once` places for each GPU. All places together have the machine's CPU cores."""
-    cores, count = sorted(os.sched_getaffinity(0)), len(gpus) * (at_once if gpus[0] is not None else 1)
+    """`at_once` places for each GPU. All places together have the machine's CPU cores, and no two places share a
+    physical core."""
+    cores, count = (
+        sorted(os.sched_getaffinity(0), key=first_sibling),
+        len(gpus) * (at_once if gpus[0] is not None else 1),
+    )
     share = max(1, len(cores) // count)
     shares = [tuple(cores[i * share : (i + 1) * share]) or tuple(cores) for i in range(count)]
     return [Place(gpus[i % len(gpus)], own, folder / f"turns{i % len(gpus)}") for i, own in enumerate(shares)]
+
+
+def first_sibling(core: int) -> tuple[int, int]:
+    """A sort key for cores, by which the two threads of a physical core are neighbours."""
+    siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    first = re.match(r"\d+", siblings.read_text()) if siblings.exists() else None
+    return (int(first[0]) if first is not None else core), core
 
 
 def row_of(job: Job, place: Place, left_s: float, options: argparse.Namespace) -> Row:

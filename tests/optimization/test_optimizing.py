@@ -590,6 +590,60 @@ def test_gains_are_predicted_from_the_best_so_far() -> None:
     assert found.changes[1].predicted_ms == pytest.approx(found.changes[0].predicted_ms / 2, rel=0.05)
 
 
+def test_a_compiler_is_predicted_from_a_step_without_our_kernels() -> None:
+    walls: list[float] = []
+
+    class Other(Forecast):
+        def apply(self, candidate: Candidate) -> str:
+            candidate.model.asleep_s -= 0.003
+            return "another rule"
+
+    class Halves(Compiler):
+        def predicted_ms(self, times: Times) -> float:
+            walls.append(times.wall_ms)
+            return times.wall_ms / 2
+
+        def apply(self, candidate: Candidate) -> str:
+            candidate.model.asleep_s /= 2
+            return "the whole model"
+
+    class First(Kernel):
+        def predicted_ms(self, times: Times) -> float:
+            return 9.0
+
+    rules = [First("kernel"), Other("other", 3.0), Halves(0.0, 0.0)]
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules)
+    change = {each.rule: each for each in found.changes}["compiler"]
+    assert [each.rule for each in found.changes] == ["kernel", "other", "compiler"]
+    assert found.kept == ["kernel", "other", "compiler"]
+    assert walls == pytest.approx([10.1, 7.1, 3.1]), "of the original, without the kernel, and with it"
+    assert change.predicted_ms == pytest.approx(3.1 / 2)
+    assert change.measured_ms == pytest.approx(3.0 / 2)
+
+
+def test_predictions_follow_a_host_that_becomes_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower, walls = [0.0], list[float]()
+    forward = Sleepy.forward
+
+    def on_a_slow_host(self: Sleepy, x: Tensor, scale: float = 1.0) -> Tensor:
+        time.sleep(slower[0])
+        return forward(self, x, scale)
+
+    class Slows(Forecast):
+        def apply(self, candidate: Candidate) -> str:
+            slower[0] = 0.01
+            return "the host"
+
+    class Sees(Faster):
+        def predicted_ms(self, times: Times) -> float:
+            walls.append(times.wall_ms)
+            return 1.0
+
+    monkeypatch.setattr(Sleepy, "forward", on_a_slow_host)
+    rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Slows("slows", 2.0), Sees("sees")])
+    assert walls == [pytest.approx(10.1), pytest.approx(20.1)]
+
+
 def test_the_gain_without_compiler_and_graphs_is_reported() -> None:
     found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Kernel("kernel"), Compiler(0.0065, 0.001)])
     assert found.kept == ["kernel", "compiler"]

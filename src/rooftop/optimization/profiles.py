@@ -40,18 +40,19 @@ class Profiles:
         self.now = Times(0.0, ())
         self.peak = self._peak_bytes(plain)
         self._blocks = counted_blocks(plain.model)
+        self._operators: dict[frozenset[str], Times] = {}  # by the names of rules that change which operators run
         self._of_kept: dict[frozenset[str], Times] = {}  # by the names of the kept rules
         self._compiled: dict[frozenset[str], Compiled] = {}  # by the names of the kept rules, without the compiler's
 
     def begin(self, plain: Candidate, wall_ms: float) -> Times:
         """Profile the original."""
         self._ceilings = quick_ceilings(plain.device)
-        self.now = self._of_kept[frozenset()] = self._times_of(plain, wall_ms)
+        self.now = self._of_kept[_names([])] = self._operators[_names([])] = self._times_of(plain, wall_ms)
         return self.now
 
     def predicted(self, rule: Rule, others: Sequence[Rule]) -> float:
         """The predicted gain in ms of `rule` and `others` together, compared with the best candidate."""
-        names = frozenset(each.name for each in others)
+        names = _names(others)
         known = max((each for each in self._of_kept if each <= names), key=len)
         times = self._of_kept[known]
         if any(each.kind == "graphs" for each in others) and times.device_ms is not None:
@@ -69,7 +70,7 @@ class Profiles:
             whole: whether the whole model was compiled, not each block.
         """
         device_ms, host_ms = self._ahead(candidate, wall_ms)
-        self._compiled[frozenset(each.name for each in others)] = Compiled(wall_ms, device_ms, host_ms, whole)
+        self._compiled[_names(others)] = Compiled(wall_ms, device_ms, host_ms, whole)
 
     def note_wall(self, best_ms: float) -> None:
         """Correct the wall times by a newer one of the best candidate, because the speed of a host varies."""
@@ -81,34 +82,53 @@ class Profiles:
         self.now = corrected(self.now)
         self._of_kept = {names: corrected(times) for names, times in self._of_kept.items()}
 
-    def note_kept(
-        self, rule: Rule, kept: Sequence[Rule], best: Candidate, wall_ms: float, run: Callable[..., Candidate]
-    ) -> None:
+    def note_kept(self, kept: Sequence[Rule], best: Candidate, wall_ms: float, run: Callable[..., Candidate]) -> None:
         """Profile the new best candidate. If profiling fails, predictions continue from the earlier times, because the
         candidate is still faster and proven.
 
-        Operators in compiled code and in graphs cannot be timed one by one, so they are timed in a candidate without
-        the compiler and graphs.
-
         Args:
-            rule: the rule that was kept last.
             kept: all rules of the best candidate.
             wall_ms: time of a step of the best candidate.
             run: creates a candidate with the given rules, and runs it.
         """
         self.now = replace(self.now, wall_ms=wall_ms)
-        plain = [each for each in kept if each.kind not in HOW_IT_RUNS]
-        all_plain = len(plain) == len(kept)
         try:
-            if rule in plain:
-                self.now = replace(self._times_of(best if all_plain else run(plain), wall_ms), wall_ms=wall_ms)
-            if not all_plain:
-                device_ms, host_ms = self._ahead(best, wall_ms)
-                self.now = replace(self.now, device_ms=device_ms, host_ms=host_ms)
+            self.now = self._profiled(kept, best, wall_ms, run)
         except Exception as error:
             told = f"rooftop.optimize: further gains are predicted from earlier times: {in_a_line(error)}"
             warnings.warn(told, RuntimeWarning, stacklevel=6)
-        self._of_kept[frozenset(each.name for each in kept)] = self.now
+        self._of_kept[_names(kept)] = self.now
+
+    def knows(self, rules: Sequence[Rule]) -> bool:
+        """Whether a candidate with exactly these rules was profiled."""
+        return _names(rules) in self._of_kept
+
+    def note(self, rules: Sequence[Rule], candidate: Candidate, wall_ms: float, run: Callable[..., Candidate]) -> None:
+        """Profile a candidate that is not the best one, with which another rule will be tried.
+
+        Args:
+            rules: all rules of the candidate.
+            wall_ms: time of a step of the candidate.
+            run: creates a candidate with the given rules, and runs it.
+        """
+        times = self._profiled(rules, candidate, wall_ms, run)
+        self._of_kept[_names(rules)] = times
+
+    def _profiled(
+        self, rules: Sequence[Rule], candidate: Candidate, wall_ms: float, run: Callable[..., Candidate]
+    ) -> Times:
+        """The times of a candidate with these rules. Operators in compiled code and in graphs cannot be timed one by
+        one, so they are timed in a candidate without the compiler and graphs.
+        """
+        plain = [each for each in rules if each.kind not in HOW_IT_RUNS]
+        all_plain, names = len(plain) == len(rules), _names(plain)
+        if names not in self._operators:
+            self._operators[names] = self._times_of(candidate if all_plain else run(plain), wall_ms)
+        times = replace(self._operators[names], wall_ms=wall_ms)
+        if all_plain:
+            return times
+        device_ms, host_ms = self._ahead(candidate, wall_ms)
+        return replace(times, device_ms=device_ms, host_ms=host_ms)
 
     def more_memory(self, candidate: Candidate, held: int) -> int | None:
         """Additional peak memory of a candidate's step in bytes, compared with the original; None on a CPU.
@@ -144,6 +164,10 @@ class Profiles:
             torch.cuda.reset_peak_memory_stats(device)
             run()
             return torch.cuda.max_memory_allocated(device) - before
+
+
+def _names(rules: Sequence[Rule]) -> frozenset[str]:
+    return frozenset(each.name for each in rules)
 
 
 def allocated(device: torch.device) -> int:

@@ -50,6 +50,9 @@ compilation takes long."""
 WORTH_A_TRY = 0.5
 """A rule is tried if at least this share of its estimated time is left. The estimate may be too long, and a deadline
 stops the trial."""
+KNOWN_FIRST = 2.0
+"""Before a compilation without some of the kept rules, a step without them is profiled, if this multiple of the
+compilation's estimated time is left."""
 WAIT_SHARE = 0.4
 """A search waits for the C++ launcher of our kernels for at most this share of the time left."""
 GRACE_S = 2.0
@@ -359,6 +362,8 @@ class Search:
         rules = [*others, rule]
         limit_s, other = self._order.limit(rule, self._profiles.now, left - steps * self._rounds.step_s)
         try:
+            if rule.kind == "compile" and left > KNOWN_FIRST * needed:
+                self._know(others)
             change = replace(change, predicted_ms=self._profiles.predicted(rule, others))
             began, held = time.perf_counter(), allocated(self.plain.device)
             candidate = self._built(rules)
@@ -404,13 +409,22 @@ class Search:
             self.originals.restore()
         self.kept, self.best = _ordered(rules), candidate
         self._compile_s = first_s if any(kept.kind == "compile" for kept in self.kept) else 0.0
-        self._profiles.note_kept(rule, self.kept, self.best, tried_ms, self._run)
+        self._profiles.note_kept(self.kept, self.best, tried_ms, self._run)
         names = [each.name for each in replaced]
         self.changes = [
             replace(each, verdict="no gain", reason=f"{rule.name} is faster") if each.rule in names else each
             for each in self.changes
         ]
         return replace(change, verdict="kept", reason=f"instead of {', '.join(names)}" if names else "")
+
+    def _know(self, rules: Sequence[Rule]) -> None:
+        """Profile a candidate with these rules, if none was profiled before."""
+        if self._profiles.knows(rules):
+            return
+        candidate = self._run(rules)
+        times = self._rounds.timed({"best": self.best, "known": candidate})
+        self._profiles.note_wall(times["best"].median_ms)
+        self._profiles.note(rules, candidate, times["known"].median_ms, self._run)
 
     def _plain(self) -> Candidate:
         optimizer = same_state(self.optimizer) if self.optimizer is not None else None
