@@ -94,7 +94,7 @@ def test_a_row_that_fails_or_takes_too_long_is_a_row(
     optimize: ModuleType, name: str, limit: float, said: str, tmp_path: Path
 ) -> None:
     options = argparse.Namespace(
-        budget=3.0, quick=True, limit=limit, logs=tmp_path / "logs", plans=None, autotune=False
+        budget=3.0, quick=True, limit=limit, logs=tmp_path / "logs", plans=None, autotune=False, cache=None
     )
     (place,) = optimize.places([None], 1, tmp_path)
     row = optimize.row_of(optimize.Job(name, 1, "inference"), place, 300.0, options)
@@ -132,6 +132,9 @@ def test_places_share_the_processors(optimize: ModuleType, tmp_path: Path, monke
     cores = [core for place in found for core in place.cores]
     assert len(set(cores)) == len(cores) <= 32
     assert {place.gpu: place.turns.name for place in found} == {0: "turns0", 1: "turns1"}
+    monkeypatch.setattr(optimize, "first_sibling", lambda core: (core % 16, core))
+    for place in optimize.places([0, 1], optimize.AT_ONCE, tmp_path):
+        assert {(core + 16) % 32 for core in place.cores} == set(place.cores), "both threads of each physical core"
 
 
 @pytest.mark.parametrize("name", ["googlenet", "shufflenet", "unet_softmax", "net_vlad", "mini_gpt_block", "mamba2"])
