@@ -265,7 +265,8 @@ def test_resume_takes_recipe_and_data_of_the_run(said: Said, fit: FitInPlace) ->
     assert json.loads(Path("runs/circle.py/call.json").read_text())["data"] == "here"
     said()
     assert main([*TRAIN, "--resume", "--data", "there"]) == 2
-    assert "holds a run of --data here, not there" in said()
+    again = "rooftop train circle.py:build --out runs/circle.py --resume"
+    assert f"holds a run of --data here, not there: continue it with `{again}`" in said()
     assert main(["train", "resnet", "--resume", "--out", "runs/circle.py"]) == 2
     assert "holds a run of task circle.py:build, not resnet" in said()
     assert main([*TRAIN, "--resume", "--ablate", "mix.mixup"]) == 2

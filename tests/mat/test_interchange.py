@@ -173,6 +173,7 @@ def test_what_no_header_can_lie_on_names_the_copy(name: str) -> None:
         (torch.zeros(4, 5).T, ValueError, r"x.contiguous\(\) copies it"),
         (torch.zeros(2, dtype=torch.complex64).conj().imag, TypeError, "resolve_neg"),
         ("text", TypeError, "or an array, got 'text'"),
+        (cv2.UMat(np.zeros((4, 4))), TypeError, r"got .*UMat.*; its get\(\) copies it to an array"),
     ],
 )
 def test_what_cannot_be_a_mat(thing: object, error: type[Exception], message: str) -> None:

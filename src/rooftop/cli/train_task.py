@@ -163,9 +163,13 @@ def call_of(given: Call, before: Call | None, folder: Path, *, repeats_given: bo
     """
     if before is None:
         return given
+    again = f"rooftop train {before.task} --out {folder} --resume"
     for what, here, there in (("task", given.task, before.task), ("--data", given.data, before.data)):
         if here is not None and here != there:
-            raise InputError(f"{folder} holds a run of {what} {there}, not {here}: expected another --out")
+            raise InputError(
+                f"{folder} holds a run of {what} {there}, not {here}: continue it with `{again}`, or choose another "
+                "--out"
+            )
     if given.ablate and not before.ablate:
         raise InputError(f"{folder} holds a training, not an ablation: expected another --out")
     return Call(

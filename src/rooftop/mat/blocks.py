@@ -123,9 +123,11 @@ def shape_arguments(given: tuple[Any, ...], type: int | None, value: Any) -> tup
     elif given and isinstance(given[0], (tuple, list, torch.Size)) and all(is_integer(each) for each in given[0]):
         sizes, rest = tuple(int(each) for each in given[0]), given[1:]
     else:
+        is_umat = bool(given) and given[0].__class__.__name__ == "UMat"
         raise TypeError(
             "expected (rows, cols, type), (sizes, type) or an array, got "
-            f"{', '.join(map(repr, given)) or 'no sizes'}; np.array(...) makes an array of numbers"
+            f"{', '.join(map(repr, given)) or 'no sizes'}; "
+            + ("its get() copies it to an array" if is_umat else "np.array(...) makes an array of numbers")
         )
     if rest and type is None:
         type, rest = rest[0], rest[1:]
