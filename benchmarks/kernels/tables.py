@@ -47,6 +47,7 @@ NOT_SHOWN = {*FIGURES, "unit", "roof", "op_roof", "direction", "plan", "chosen",
 NOT_SHOWN |= {"goal_ms", "spread", "apart", "absent"}
 WORDS = ("operator", "kind", "expression", "surface", "model", "work")  # keys whose values are not numbers
 UNKNOWN = "-"
+BOLD = "Bold figures are Rooftop's, also where a peer is faster."
 DIGITS = ((100, 0), (10, 1), (0.1, 2), (0, 4))  # (smallest number, digits after the decimal point)
 
 Row = dict[str, Any]
@@ -89,21 +90,21 @@ def section(path: Path, chosen: Sequence[str] = ()) -> str:
         return f"{clusters(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {found['device']}."
     device = found.get("environment", {}).get("device", "NVIDIA H200")
     if path.name == "models.json":
-        return f"{models(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
+        return f"{models(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}. {BOLD}"
     if path.name == "scene.json":
-        return f"{scenes(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
+        return f"{scenes(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}. {BOLD}"
     if path.parent.name == "cpu":
         tables = relative_times(found["rows"]) if path.name == "mat.json" else relative_rates(found["results"])
-        return f"{tables}\n\n`benchmarks/results/cpu/{path.name}`, {device}, {found['threads']} threads."
+        return f"{tables}\n\n`benchmarks/results/cpu/{path.name}`, {device}, {found['threads']} threads.\n{BOLD}"
     if path.name == "mat.json":
-        return f"{arrays(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
+        return f"{arrays(found['rows'])}\n\n`benchmarks/results/h200/{path.name}`, {device}. {BOLD}"
     if path.name.startswith("media"):
-        return f"{videos(found['results'])}\n\n`benchmarks/results/h200/{path.name}`, {device}."
+        return f"{videos(found['results'])}\n\n`benchmarks/results/h200/{path.name}`, {device}. {BOLD}"
     tables = []
     for rows in found.values():
         if isinstance(rows, list) and rows and isinstance(rows[0], dict) and set(rows[0]) & set(FIGURES):
             tables += [table(name, group, found) for name, group in groups(rows)]
-    source = f"`benchmarks/results/h200/{path.name}`, {device}."
+    source = f"`benchmarks/results/h200/{path.name}`, {device}. {BOLD}"
     return "\n\n".join([*tables, source])
 
 
@@ -172,7 +173,7 @@ def overview(results: Path) -> str:
             unit = row.get("unit", found.get("unit"))
             what = [f"`{operator}` {row.get('direction', direction)}, {unit}", size, number(row["roof"])]
             lines.append([*what, f"**{ours}**", *peers])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", BOLD])
 
 
 def clusters(rows: list[Row]) -> str:
