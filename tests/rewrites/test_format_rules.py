@@ -128,6 +128,8 @@ def test_only_the_slowest_operators_are_timed(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(format_rules, "alone_ms", lambda run, device: timed.append(run) or 1.0)
     assert format_rules.gain_channels_last(calls) == 0.0
     assert len(timed) == 2 * (1 if slow_ms == 20.0 else 18)
+    assert format_rules.gain_channels_last(calls) == 0.0
+    assert len(timed) == 2 * (1 if slow_ms == 20.0 else 18), "timed again for another rule"
 
 
 def test_without_convolutions_there_is_nothing_to_change() -> None:

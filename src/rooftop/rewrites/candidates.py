@@ -32,6 +32,8 @@ class Call:
         device: the device of the calls.
         count: number of calls.
         ms: total time of the calls.
+        alone: times in ms of one such call alone, by the form in which it was timed. Several rules ask for the same
+            time.
     """
 
     operator: Any
@@ -39,6 +41,7 @@ class Call:
     device: torch.device
     count: int
     ms: float
+    alone: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -131,9 +131,19 @@ def gain_channels_last(calls: Sequence[Call]) -> float:
             if known_ms >= TIMED * every_ms > 0:
                 break
             known_ms += call.ms
-            now_ms += call.count * alone_ms(repeated(call), call.device)
-            last_ms += call.count * _last_ms(call)
+            now_ms += call.count * _timed_once(call, "as it is", _now_ms)
+            last_ms += call.count * _timed_once(call, "channels last", _last_ms)
     return (1 - last_ms / now_ms) * every_ms if now_ms > 0 else 0.0
+
+
+def _timed_once(call: Call, form: str, time: Callable[[Call], float]) -> float:
+    if form not in call.alone:
+        call.alone[form] = time(call)
+    return call.alone[form]
+
+
+def _now_ms(call: Call) -> float:
+    return alone_ms(repeated(call), call.device)
 
 
 def _last_ms(call: Call) -> float:
