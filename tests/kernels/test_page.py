@@ -57,6 +57,8 @@ def test_the_overview_takes_the_rows_that_it_names(tmp_path: Path, monkeypatch: 
     assert TABLES["overview"](tmp_path).splitlines()[2:] == [
         "| `norm` forward, TB/s | 4x8 | 4.00 | **3.00** | 1.00 | - | - |",
         "| `norm` backward, TB/s | 4x8 | 4.00 | **2.50** | - | 2.00 | - |",
+        "",
+        TABLES["BOLD"],
     ]
     monkeypatch.setitem(TABLES["overview"].__globals__, "OVERVIEW", (line._replace(has={"columns": 7}),))
     with pytest.raises(ValueError, match=r"some\.json has no row"):
@@ -78,7 +80,7 @@ def test_directions_stand_beside_each_other_and_ours_is_first(tmp_path: Path) ->
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
         "| 128 | 4.69 | **4.09** | 0.48 | 4.70 | **4,568** | 123 |\n"
         "| 256 | 4.69 | **3.00** | - | - | - | - |\n\n"
-        "`benchmarks/results/h200/some.json`, Some GPU.\n\n<!-- end of figures -->\nafter\n"
+        f"`benchmarks/results/h200/some.json`, Some GPU. {TABLES['BOLD']}\n\n<!-- end of figures -->\nafter\n"
     )
     assert TABLES["with_figures"](text, tmp_path) == text, "a second run changes nothing"
 

@@ -252,6 +252,12 @@ def test_the_device_works_alone_when_the_host_is_ahead(gpu: torch.device, monkey
     )
 
 
+def test_measured_code_keeps_its_share_on_a_host_that_becomes_slower() -> None:
+    before = Times(10.0, (), device_ms=2.0, host_ms=10.0, compiled=Compiled(10.5, 2.0, 10.5, whole=True))
+    assert Compile().predicted_ms(before) == pytest.approx(-0.5)
+    assert Compile().predicted_ms(replace(before, wall_ms=13.0)) == pytest.approx(-0.65)
+
+
 def test_the_time_of_a_slow_host_says_nothing_about_the_device(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,9 @@ def test_results_that_are_no_tensors_are_compared(proven: Proven) -> None:
     def other(candidate: Candidate) -> Callable[..., Any]:
         return lambda x: {**candidate.model(x), "count": 4}
 
-    assert "differ in something other than tensors," in refusal(proven, model, torch.randn(2, 4), other)
+    assert "differ from the original's in a value that is not a tensor," in refusal(
+        proven, model, torch.randn(2, 4), other
+    )
 
 
 @pytest.mark.parametrize(("noise", "words"), [(random.random, "result 0 "), (time.perf_counter, "call to call")])

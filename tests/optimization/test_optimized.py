@@ -276,7 +276,7 @@ def test_norms_that_were_frozen_stay_frozen(proven: Proven) -> None:
     assert torch.equal(found.module(X), model(X))
     assert not model[1].num_batches_tracked
     found.module.train()
-    with pytest.warns(RuntimeWarning, match="parts of it are in another mode"):
+    with pytest.warns(RuntimeWarning, match="some of its modules are in another mode"):
         found.module(X)
     assert model[1].num_batches_tracked == 1
 

@@ -621,6 +621,48 @@ def test_a_compiler_is_predicted_from_a_step_without_our_kernels() -> None:
     assert change.measured_ms == pytest.approx(3.0 / 2)
 
 
+def test_a_profile_that_fails_stops_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise torch.OutOfMemoryError("of a profile")
+
+    monkeypatch.setattr(Profiles, "note", fails)
+    rules = [Kernel("kernel"), Faster("other"), Compiler(0.0001, 0.02)]
+    monkeypatch.setattr(Faster, "apply", lambda self, candidate: setattr(candidate.model, "asleep_s", 0.005) or "it")
+    with pytest.warns(RuntimeWarning, match="predicted from earlier times: .*of a profile"):
+        found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules)
+    assert found.kept == ["other", "compiler"]
+
+
+def test_compilers_that_call_our_kernels_are_tried_once() -> None:
+    applied: list[str] = []
+
+    class Opaque(Compiler):
+        opaque = True
+
+        def __init__(self, name: str, alone_s: float) -> None:
+            super().__init__(alone_s, alone_s)
+            self.name = name
+
+        def apply(self, candidate: Candidate) -> str:
+            applied.append(self.name)
+            return super().apply(candidate)
+
+    found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Opaque("one", 0.005), Opaque("two", 0.008)])
+    assert found.kept == ["one"]
+    assert applied.count("two") == 1
+
+
+def test_an_error_of_the_caller_s_progress_is_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated_calls, "wait", lambda seconds: False)
+
+    def progress(what: str, fraction: float) -> None:
+        if "C++" in what:
+            raise ZeroDivisionError("of the caller")
+
+    with pytest.raises(ZeroDivisionError, match="of the caller"):
+        rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Kernel("kernel")], progress=progress)
+
+
 def test_predictions_follow_a_host_that_becomes_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     slower, walls = [0.0], list[float]()
     forward = Sleepy.forward

@@ -188,22 +188,25 @@ def test_a_cache_of_compiled_code_does_not_mix_back_ends_of_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    q = torch.randn(2, 4, 8, 16)
+    first, other = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 6, 16)
 
-    def operators(backend: SDPBackend) -> set[str]:
+    def operators(backend: SDPBackend) -> list[set[str]]:
+        """The operators of calls of both shapes, without and with gradients, and in a structure."""
         module = _Attention()
         compile_in_place([module], dynamic=False)
-        run = InOneForm(module)
-        with sdpa_kernel(backend), torch.no_grad():
-            run(q)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-                run(q)
-        return {event.name for event in found.events()}
+        run, found = InOneForm(module), []
+        with sdpa_kernel(backend):
+            for gradients, q in ((False, first), (False, other), (False, [other]), (True, first)):
+                with torch.set_grad_enabled(gradients):
+                    run(q)
+                    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                        run(q)
+                found.append({event.name for event in profile.events()})
+        return found
 
     fused = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    assert fused in operators(SDPBackend.FLASH_ATTENTION)
-    assert fused not in operators(SDPBackend.MATH), "the code compiled for the other back end was found in the cache"
-    assert fused in operators(SDPBackend.FLASH_ATTENTION)
+    assert all(fused in names for names in operators(SDPBackend.FLASH_ATTENTION))
+    assert not any(fused in names for names in operators(SDPBackend.MATH)), "code for the other back end was cached"
 
 
 def test_compiled_code_of_each_rule_for_attention_has_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,5 +232,6 @@ def test_compiled_code_of_each_rule_for_attention_has_its_own_key(monkeypatch: p
 
 
 class _Attention(nn.Module):
-    def forward(self, q: Tensor) -> Tensor:
+    def forward(self, q: Tensor | list[Tensor]) -> Tensor:
+        q = q[0] if isinstance(q, list) else q
         return scaled_dot_product_attention(q, q, q)

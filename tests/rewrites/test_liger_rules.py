@@ -178,6 +178,24 @@ def test_in_training_the_backward_is_timed_too(monkeypatch: pytest.MonkeyPatch, 
     torch.testing.assert_close(found[1], found[0])
 
 
+def test_other_powers_and_norms_do_not_fail_the_prediction(monkeypatch: pytest.MonkeyPatch, liger: list[str]) -> None:
+    aten, rows = torch.ops.aten, torch.empty(64, 32, device="meta")
+    powers = [
+        (aten.pow.Tensor_Tensor, (rows, rows)),
+        (aten.pow.Scalar, (2, rows)),
+        (aten.pow.Tensor_Scalar, (torch.empty((), device="meta"), 2)),
+        (aten.pow.Tensor_Scalar, (torch.empty(4, dtype=torch.int64, device="meta"), 2)),
+    ]
+    calls = [Call(operator, given, CPU, 1, 1.0) for operator, given in powers]
+    monkeypatch.setattr(module_rules, "launch_ms", lambda run, device: float(run() is not None))
+    assert Liger().predicted_ms(Times(9.0, (*calls, Call(aten.rsqrt.default, (rows,), CPU, 1, 0.1)))) > 0
+    assert liger == [], "none of the powers is an RMS norm's"
+    scale = torch.empty(8, 32, device="meta")
+    of_two = Call(aten.native_layer_norm.default, (rows.view(8, 8, 32), [8, 32], scale, scale, 1e-5), CPU, 4, 2.0)
+    Liger().predicted_ms(Times(9.0, (of_two,)))
+    assert liger == [], "Liger's norms have one dimension"
+
+
 def test_the_host_also_takes_time_to_launch_a_kernel(monkeypatch: pytest.MonkeyPatch, liger: list[str]) -> None:
     x, scale = torch.empty(64, 32, device="meta"), torch.empty(32, device="meta")
     norm = Call(torch.ops.aten.native_layer_norm.default, (x, [32], scale, scale, 1e-5), CPU, 4, 2.0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -42,7 +43,7 @@ class Profiles:
         self._blocks = counted_blocks(plain.model)
         self._operators: dict[frozenset[str], Times] = {}  # by the names of rules that change which operators run
         self._of_kept: dict[frozenset[str], Times] = {}  # by the names of the kept rules
-        self._compiled: dict[frozenset[str], Compiled] = {}  # by the names of the kept rules, without the compiler's
+        self._compiled: dict[frozenset[str], Compiled] = {}  # by the names of the kept rules that do not compile
 
     def begin(self, plain: Candidate, wall_ms: float) -> Times:
         """Profile the original."""
@@ -66,14 +67,14 @@ class Profiles:
         """Measure a compiled step, to predict other rules that compile.
 
         Args:
-            others: the candidate's rules, without the compiler's.
+            others: the candidate's rules, except the rule that compiles.
             whole: whether the whole model was compiled, not each block.
         """
         device_ms, host_ms = self._ahead(candidate, wall_ms)
         self._compiled[_names(others)] = Compiled(wall_ms, device_ms, host_ms, whole)
 
     def note_wall(self, best_ms: float) -> None:
-        """Correct the wall times by a newer one of the best candidate, because the speed of a host varies."""
+        """Scale all wall times by a newer wall time of the best candidate, because the speed of a host varies."""
         changed = best_ms / max(1e-6, self.now.wall_ms)
 
         def corrected(times: Times) -> Times:
@@ -81,6 +82,9 @@ class Profiles:
 
         self.now = corrected(self.now)
         self._of_kept = {names: corrected(times) for names, times in self._of_kept.items()}
+        self._compiled = {
+            names: replace(times, wall_ms=changed * times.wall_ms) for names, times in self._compiled.items()
+        }
 
     def note_kept(self, kept: Sequence[Rule], best: Candidate, wall_ms: float, run: Callable[..., Candidate]) -> None:
         """Profile the new best candidate. If profiling fails, predictions continue from the earlier times, because the
@@ -91,12 +95,12 @@ class Profiles:
             wall_ms: time of a step of the best candidate.
             run: creates a candidate with the given rules, and runs it.
         """
+        plain = _plain(kept)
         self.now = replace(self.now, wall_ms=wall_ms)
-        try:
-            self.now = self._profiled(kept, best, wall_ms, run)
-        except Exception as error:
-            told = f"rooftop.optimize: further gains are predicted from earlier times: {in_a_line(error)}"
-            warnings.warn(told, RuntimeWarning, stacklevel=6)
+        with or_earlier_times():
+            self.now = replace(self._operators_of(plain, kept, best, wall_ms, run), wall_ms=wall_ms)
+        with or_earlier_times():
+            self.now = self._launched(self.now, plain, kept, best)
         self._of_kept[_names(kept)] = self.now
 
     def knows(self, rules: Sequence[Rule]) -> bool:
@@ -104,30 +108,40 @@ class Profiles:
         return _names(rules) in self._of_kept
 
     def note(self, rules: Sequence[Rule], candidate: Candidate, wall_ms: float, run: Callable[..., Candidate]) -> None:
-        """Profile a candidate that is not the best one, with which another rule will be tried.
+        """Profile a candidate other than the best one, before another rule is tried together with its rules.
 
         Args:
             rules: all rules of the candidate.
             wall_ms: time of a step of the candidate.
             run: creates a candidate with the given rules, and runs it.
         """
-        times = self._profiled(rules, candidate, wall_ms, run)
-        self._of_kept[_names(rules)] = times
+        plain = _plain(rules)
+        times = replace(self._operators_of(plain, rules, candidate, wall_ms, run), wall_ms=wall_ms)
+        self._of_kept[_names(rules)] = self._launched(times, plain, rules, candidate)
 
-    def _profiled(
-        self, rules: Sequence[Rule], candidate: Candidate, wall_ms: float, run: Callable[..., Candidate]
+    def _operators_of(
+        self,
+        plain: Sequence[Rule],
+        rules: Sequence[Rule],
+        candidate: Candidate,
+        wall_ms: float,
+        run: Callable[..., Candidate],
     ) -> Times:
-        """The times of a candidate with these rules. Operators in compiled code and in graphs cannot be timed one by
-        one, so they are timed in a candidate without the compiler and graphs.
+        """The times of the operators of a candidate with these rules. Operators in compiled code and in graphs cannot
+        be timed one by one, so they are timed in a candidate with the `plain` rules only.
         """
-        plain = [each for each in rules if each.kind not in HOW_IT_RUNS]
-        all_plain, names = len(plain) == len(rules), _names(plain)
+        names = _names(plain)
         if names not in self._operators:
-            self._operators[names] = self._times_of(candidate if all_plain else run(plain), wall_ms)
-        times = replace(self._operators[names], wall_ms=wall_ms)
-        if all_plain:
+            self._operators[names] = self._times_of(candidate if len(plain) == len(rules) else run(plain), wall_ms)
+        return self._operators[names]
+
+    def _launched(self, times: Times, plain: Sequence[Rule], rules: Sequence[Rule], candidate: Candidate) -> Times:
+        """The times, with those of the host and the device as they are with the rules that compile or capture
+        graphs.
+        """
+        if len(plain) == len(rules):
             return times
-        device_ms, host_ms = self._ahead(candidate, wall_ms)
+        device_ms, host_ms = self._ahead(candidate, times.wall_ms)
         return replace(times, device_ms=device_ms, host_ms=host_ms)
 
     def more_memory(self, candidate: Candidate, held: int) -> int | None:
@@ -164,6 +178,23 @@ class Profiles:
             torch.cuda.reset_peak_memory_stats(device)
             run()
             return torch.cuda.max_memory_allocated(device) - before
+
+
+@contextmanager
+def or_earlier_times() -> Iterator[None]:
+    """Turn an error in a profile into a warning, because a search can continue with the times of earlier profiles."""
+    try:
+        yield
+    except Exception as error:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        told = f"rooftop.optimize: further gains are predicted from earlier times: {in_a_line(error)}"
+        warnings.warn(told, RuntimeWarning, stacklevel=8)
+
+
+def _plain(rules: Sequence[Rule]) -> list[Rule]:
+    """The rules that change which operators run, and not how they are launched."""
+    return [each for each in rules if each.kind not in HOW_IT_RUNS]
 
 
 def _names(rules: Sequence[Rule]) -> frozenset[str]:

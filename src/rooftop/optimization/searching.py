@@ -28,7 +28,7 @@ from rooftop.optimization.gate import Gate
 from rooftop.optimization.optimized import Change
 from rooftop.optimization.optimizer_gate import check_steps
 from rooftop.optimization.outcomes import Step, copied
-from rooftop.optimization.profiles import HOW_IT_RUNS, Profiles, allocated
+from rooftop.optimization.profiles import HOW_IT_RUNS, Profiles, allocated, or_earlier_times
 from rooftop.optimization.rounds import Rounds
 from rooftop.optimization.timing import same_state, step_of, untouched
 from rooftop.optimization.trial_order import AGAIN, BLOCKS, WHOLE, TrialOrder
@@ -51,8 +51,8 @@ WORTH_A_TRY = 0.5
 """A rule is tried if at least this share of its estimated time is left. The estimate may be too long, and a deadline
 stops the trial."""
 KNOWN_FIRST = 2.0
-"""Before a compilation without some of the kept rules, a step without them is profiled, if this multiple of the
-compilation's estimated time is left."""
+"""Before compiling without some of the kept rules, the search profiles a step without these rules, if at least this
+multiple of the estimated compile time is left."""
 WAIT_SHARE = 0.4
 """A search waits for the C++ launcher of our kernels for at most this share of the time left."""
 GRACE_S = 2.0
@@ -68,8 +68,8 @@ class Result:
 
     Attributes:
         noise: the spread of the gain, as a share of a step.
-        without_ms: time of a step without the kept rules that compile or capture graphs; None if no such rule is kept,
-            or if no other rule is kept.
+        without_ms: time of a step without the kept rules that compile or capture graphs. None unless both such rules
+            and other rules are kept.
     """
 
     candidate: Candidate
@@ -86,7 +86,8 @@ class Search:
         original: the model, in the mode in which it will run.
         optimizer: optimizer of its training step.
         step: how the model is run.
-        gate: creates the reference for all candidates once the first candidate saves time.
+        gate: creates the gate that compares all candidates with the original; called when the first candidate has saved
+            time.
         given: arguments of the timed calls.
         min_gain: smallest gain that keeps a rule, as a share of a step.
         ends: the time limit, by `time.perf_counter`.
@@ -132,7 +133,8 @@ class Search:
         self._order = TrialOrder([], {}, Times(0.0, ()), 0.0, 0.0)
         self._trial_s: dict[str, float] = {}  # seconds of the last trial of each rule
         self._waited = False  # whether the search has waited for the C++ launcher
-        self._done = 0.0  # the fraction of the search that is done
+        self._share = 0.0  # the gain in the last trial, as a share of a step
+        self._unknown: set[frozenset[str]] = set()  # names of rules whose candidates could not be profiled
         self._compile_s = 0.0  # the time in which the best candidate was compiled
 
     def run(self, rules: Sequence[Rule], all_at_once: bool = False) -> None:
@@ -175,22 +177,26 @@ class Search:
                 needed_s = self._needed_s(following, compiled=False)
                 self._try_again(order, forecasts, promising=True, until=self.ends - needed_s)
             rule = self._order.take(self._profiles.now, self._left_s())
-            self._done = 0.1 + 0.8 * len(order) / len(known)
-            self.progress(rule.name, self._done)
+            done = 0.1 + 0.8 * len(order) / len(known)
+            if not self._ready(rule) and self._changes_something(rule):
+                self.progress("waiting for the C++ compiler", done)
+                repeated_calls.wait(WAIT_SHARE * self._left_s())
+                self._waited = True
+            self.progress(rule.name, done)
             order.append(rule)
             change = self._tried(rule, forecasts[rule.name][1])
-            self.changes.append(change)  # looked up again, because `_tried` may replace the list
+            self.changes.append(change)  # `_tried` may have replaced the list `self.changes`
         self._try_again(order, forecasts, promising=False, until=self.ends)
 
     def _try_again(
         self, tried: Sequence[Rule], forecasts: Mapping[str, tuple[float, float]], promising: bool, until: float
     ) -> None:
-        """Try the rules again that had no gain, together with the rules that were kept after them. For example, fused
-        kernels do not help while the host is slower than the GPU, but they do after graphs were kept.
+        """Retry the rules that had no gain, together with the rules that were kept after their first trial. For
+        example, fused kernels do not help while the host is slower than the GPU, but they do after graphs were kept.
 
         Args:
-            promising: whether to try only the rules that are now predicted to gain. True before the first trial of a
-                compiler, because each trial after a compiler was kept compiles the model again.
+            promising: whether to retry only the rules that are now predicted to save time. True before the first trial
+                of a compiler, because each trial after a compiler was kept compiles the model again.
             until: when the last trial must have ended, by `time.perf_counter`. A trial is assumed to take as long as
                 the rule's previous trial.
         """
@@ -199,14 +205,15 @@ class Search:
             ends = time.perf_counter() + self._trial_s[rule.name]
             if ends < until and self._could_pay(rule, promising):
                 change = self._tried(rule, forecasts[rule.name][1])
-                if change.verdict != "not tried":  # else the result of the first trial says more
+                if change.verdict != "not tried":  # an incomplete trial must not replace the first
                     self.changes = [each for each in self.changes if each.rule != rule.name] + [change]
 
     def _could_pay(self, rule: Rule, promising: bool) -> bool:
         """Whether a rule that was tried without a gain could have one now, after another rule was kept.
 
-        After a compiler was kept, each trial compiles the model again. So only rules with a predicted gain are tried
-        then, and no rules whose kernels the compiler cannot look into: the compiler fuses the same operators.
+        After a compiler was kept, each trial compiles the model again. So only rules with a predicted gain are then
+        tried. Rules whose kernels the compiler cannot look into are not, because the compiler fuses the same operators
+        itself.
         """
         names = [change.rule for change in self.changes]
         if not any(names.index(kept.name) > names.index(rule.name) for kept in self.kept):
@@ -290,16 +297,12 @@ class Search:
         """
         return not rule.opaque or self._waited or repeated_calls.wait(0.0)
 
-    def _waited_for_launcher(self, rule: Rule) -> float:
-        """Wait for the C++ launcher of our kernels if a rule needs it, and return the seconds."""
-        if self._ready(rule):
-            return 0.0
-        began = time.perf_counter()
-        self.progress("waiting for the C++ compiler", self._done)
-        repeated_calls.wait(WAIT_SHARE * self._left_s())
-        self._waited = True
-        self.progress(rule.name, self._done)
-        return time.perf_counter() - began
+    def _changes_something(self, rule: Rule) -> bool:
+        """Whether a rule finds something to change. True if it fails, since its trial reports the failure."""
+        try:
+            return bool(self._built([rule]).changes[rule.name])
+        except Exception:
+            return True
 
     def _left_s(self) -> float:
         return self.ends - time.perf_counter()
@@ -308,7 +311,7 @@ class Search:
         """The estimated seconds of a trial.
 
         Args:
-            compiled: whether the compiler is among the other rules.
+            compiled: whether another rule of the candidate compiles.
         """
         steps = STEPS + (0 if self._gates else PROOF_STEPS)
         seconds = self._order.seconds(rule, self._profiles.now) + steps * self._rounds.step_s
@@ -323,13 +326,14 @@ class Search:
             predicted_ms: the rule's predicted gain without the kept rules.
         """
         change, began = Change(rule.name, "not tried", predicted_ms=predicted_ms), time.perf_counter()
+        lost = 0.0
         for replaced in self._replaced(rule):
+            self._share = 0.0
             other = self._tried_instead(rule, replaced, predicted_ms)
             if other.verdict == "kept" or change.verdict == "not tried":
-                change = other
-            lost_ms = -(change.measured_ms or 0.0)
+                change, lost = other, -self._share
             idle = other.verdict == "not tried" or (other.verdict == "no gain" and not other.where)
-            if change.verdict == "kept" or idle or lost_ms > HOPELESS * self._profiles.now.wall_ms:
+            if change.verdict == "kept" or idle or lost > HOPELESS:
                 break
         self._trial_s[rule.name] = time.perf_counter() - began
         return change
@@ -342,7 +346,7 @@ class Search:
         same = [kept for kept in self.kept if kept.kind and kept.kind == rule.kind]
         if rule.kind != "compile":
             return [same]
-        opaque = [kept for kept in self.kept if kept.opaque]
+        opaque = [kept for kept in self.kept if kept.opaque and kept not in same]
         found = [same + opaque, same] if opaque else [same]
         others = [kept for kept in self.kept if kept.infers]  # rules about the optimizer and memory stay
         if rule.name == WHOLE and len(found[0]) < len(others):
@@ -352,36 +356,37 @@ class Search:
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
         steps = STEPS + (0 if self._gates else PROOF_STEPS)
-        compiled = any(kept.kind == "compile" for kept in self.kept if kept not in replaced)
-        needed, left = self._needed_s(rule, compiled), self._left_s()
+        others = [kept for kept in self.kept if kept not in replaced]
+        compiled = any(kept.kind == "compile" for kept in others)
+        needed = self._needed_s(rule, compiled)
+        if rule.kind == "compile" and self._left_s() > KNOWN_FIRST * needed:
+            self._know(others)
+        left = self._left_s()
         if left <= 0:
             return replace(change, reason=BUDGET_OVER)
         if left < WORTH_A_TRY * needed:
             return replace(change, reason=NOT_TRIED.format(seconds=left, needed=needed))
-        others = [kept for kept in self.kept if kept not in replaced]
         rules = [*others, rule]
         limit_s, other = self._order.limit(rule, self._profiles.now, left - steps * self._rounds.step_s)
+        deadline = Deadline(limit_s)
         try:
-            if rule.kind == "compile" and left > KNOWN_FIRST * needed:
-                self._know(others)
             change = replace(change, predicted_ms=self._profiles.predicted(rule, others))
             began, held = time.perf_counter(), allocated(self.plain.device)
             candidate = self._built(rules)
             where = candidate.changes[rule.name]
             if not where:
                 return replace(change, verdict="no gain", reason=NOTHING)
-            waited_s = self._waited_for_launcher(rule)
-            deadline = Deadline(limit_s - waited_s)
-            with deadline:  # not around `_built`: torch.fx, stopped in a trace, would leave its patches of PyTorch
+            with deadline:  # not around `_built`: if stopped in a trace, torch.fx leaves its patches of PyTorch
                 self._first_call(candidate)
-            first_s = time.perf_counter() - began - waited_s
+            first_s = time.perf_counter() - began
             self._order.note(rule, self._profiles.now, first_s)
             change = replace(change, where=where, first_call_s=first_s)
             change = replace(change, bytes=self._profiles.more_memory(candidate, held))
             wall_ms = self._profiles.now.wall_ms
             least = self._rounds.least_share(change.predicted_ms / wall_ms)
             gain = self._rounds.gain(self.best, candidate, least, lambda: time.perf_counter() > self.ends)
-            change = replace(change, measured_ms=gain.share * wall_ms)  # of the same step as the predicted gain
+            self._share = gain.share
+            change = replace(change, measured_ms=gain.share * wall_ms)  # in ms of the step of the prediction
             self._profiles.note_wall(gain.best_ms)
             tried_ms = gain.best_ms * (1 - gain.share)
             if rule.kind == "compile":
@@ -399,7 +404,7 @@ class Search:
         except StoppedError:
             deadline.end()
             stopped = LEFT if other and limit_s < left - steps * self._rounds.step_s else STOPPED
-            return replace(change, reason=stopped.format(seconds=time.perf_counter() - began - waited_s, other=other))
+            return replace(change, reason=stopped.format(seconds=time.perf_counter() - began, other=other))
         except RefusedError as why:
             return replace(change, verdict="refused", reason=str(why))
         except Exception as error:  # the compiler, a kernel or an allocation failed: continue without the rule
@@ -418,13 +423,19 @@ class Search:
         return replace(change, verdict="kept", reason=f"instead of {', '.join(names)}" if names else "")
 
     def _know(self, rules: Sequence[Rule]) -> None:
-        """Profile a candidate with these rules, if none was profiled before."""
-        if self._profiles.knows(rules):
+        """Profile a candidate with these rules, if that was not tried before. If it fails, predictions continue from
+        the times of other candidates.
+        """
+        names = frozenset(each.name for each in rules)
+        if self._profiles.knows(rules) or names in self._unknown:
             return
-        candidate = self._run(rules)
-        times = self._rounds.timed({"best": self.best, "known": candidate})
-        self._profiles.note_wall(times["best"].median_ms)
-        self._profiles.note(rules, candidate, times["known"].median_ms, self._run)
+        self._unknown.add(names)
+        with or_earlier_times():
+            candidate = self._run(rules)
+            times = self._rounds.timed({"best": self.best, "known": candidate})
+            self._profiles.note_wall(times["best"].median_ms)
+            self._profiles.note(rules, candidate, times["known"].median_ms, self._run)
+        self.originals.restore()
 
     def _plain(self) -> Candidate:
         optimizer = same_state(self.optimizer) if self.optimizer is not None else None
@@ -472,7 +483,7 @@ class Search:
             return time.perf_counter() - began
 
     def _gate_of(self, rules: Sequence[Rule]) -> Gate:
-        """The reference for a candidate with these rules: the original, in the precision that the rules set."""
+        """The gate that compares a candidate with the original, in the precision that the candidate's rules set."""
         lowering = [rule for rule in rules if rule.opt_in]
         key = tuple(rule.name for rule in lowering)
         if key not in self._gates:
@@ -482,7 +493,9 @@ class Search:
 
     @property
     def gate(self) -> Gate | None:
-        """The reference for candidates; None if no candidate has saved time."""
+        """The gate that compares candidates with the original in its own precision; None if no candidate has been
+        checked yet.
+        """
         return self._gates.get(())
 
     def _proven(self, candidate: Candidate, gate: Gate) -> float:
@@ -495,7 +508,7 @@ class Search:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def result(self) -> Result:
-        """The best candidate, timed as users call it; or the original if it is faster and no plan was applied."""
+        """The best candidate, timed as users call it. Without a plan, the original if the original is faster."""
         with self._told_if_interrupted():
             self.progress("the result", 0.95)
             return self._result()
@@ -536,8 +549,8 @@ class Search:
         return {"without": self._run(rules)}
 
     def _leave_one_out(self, reason: str, last: Draw) -> bool:
-        """After the kept rules together were wrong on the draw `last`, find one without which the others are right, and
-        refuse it. Rules that added the largest errors are tried first. Return whether such a rule was found.
+        """If the kept rules together are wrong on the draw `last`, find a rule without which the others are correct,
+        and refuse that rule. Rules that added the largest errors are tried first. Return whether such a rule was found.
         """
         errors = {each.rule: each.error or 0.0 for each in self.changes if each.verdict == "kept"}
         before = dict(zip(errors, [0.0, *itertools.accumulate(errors.values(), max)], strict=False))
@@ -553,7 +566,7 @@ class Search:
                     self._first_call(candidate)
                 gate.judge_on(candidate, last)
                 self._proven(candidate, gate)
-            except (Exception, StoppedError):  # this was not the wrong rule, or not the only one
+            except (Exception, StoppedError):  # this rule was not wrong, or not the only wrong one
                 deadline.end()
                 self.originals.restore()
                 continue

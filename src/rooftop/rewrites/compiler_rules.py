@@ -17,15 +17,15 @@ from rooftop.rewrites.format_rules import gain_channels_last
 from rooftop.rewrites.structures import CONSTANTS, mapped
 
 LEAST_BLOCKS = 3
-"""Blocks of a class count as repeated if one container has at least so many. Equal blocks are compiled only once."""
+"""Blocks of a class count as repeated if one container has at least this many. Equal blocks are compiled only once."""
 BLOCKS_SHARE = 0.95
 """Gain of compiling a model's blocks, as a fraction of the gain of compiling the whole model."""
 CPU_CALL_MS = 0.004
 """Time in ms of calling a small operator on a CPU. Fusion saves this time for each call that it removes."""
 START_MS, LAUNCHES_A_KERNEL = 0.1, 4.0
 """Host time in ms to check a compiled call on a GPU, and host time for each kernel of compiled code, as a multiple of
-the launch of a small operator in eager PyTorch. Four models on an H200 (`benchmarks/results/h200/compiled.json`): 26 to
-36 us for a kernel, 7 us for a launch."""
+the launch of a small operator in eager PyTorch. Measured with four models on an H200
+(`benchmarks/results/h200/compiled.json`): 26 to 36 us for each kernel of compiled code, 7 us for a launch."""
 PLAIN = (type(None), bool, int, float, str)
 PLACES = ("layer_idx", "layer_id")
 """Attributes with the index of a block in its model, which the block's forward usually does not read."""
@@ -115,7 +115,7 @@ def compile_in_place(modules: Sequence[nn.Module], **options: Any) -> None:
     PyTorch stores compiled versions at a code object, and limits their number. If the versions were stored at the code
     object of a class's `forward`, a search could reach the limit, and PyTorch would then silently run other modules of
     the class uncompiled. So each call of this function creates a code object for each kind. After a graph break inside
-    `forward`, PyTorch stores the compiled remainder at the code object of the class again.
+    `forward`, PyTorch still stores the compiled remainder at the code object of the class's `forward`.
     """
     compiled: dict[str, Callable[..., Any]] = {}
     for module in modules:
@@ -134,7 +134,7 @@ def _run(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_own_code(function: Any) -> Any:
-    """The same function with another code object."""
+    """A copy of a function with its own code object."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
@@ -145,25 +145,29 @@ class InOneForm:
     made contiguous, and inference mode becomes `torch.no_grad`.
 
     The back end of attention is chosen when code is compiled, but PyTorch's caches of compiled code do not distinguish
-    back ends. So the first call adds the back end to the caches' keys.
+    back ends. So the first call of each form adds the back end to the caches' keys. It may compile several versions of
+    a block.
 
     Args:
-        run: the compiled function. The first call may compile several versions of a block.
+        run: the compiled function.
         attention: the back end of attention that `run` tries first, as in `Candidate`.
     """
 
     def __init__(self, run: Callable[..., Any], attention: str = "") -> None:
-        self.run, self._attention, self._called = run, attention, False
+        self.run, self._attention = run, attention
+        self._forms: set[tuple[Any, ...]] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._called:
-            config: Any = compiler_config
-            tag = f"{config.cache_key_tag} attention {self._attention} {_allowed_attention()}"
-            with torch._dynamo.config.patch(recompile_limit=MOST_VERSIONS), config.patch(cache_key_tag=tag):
-                result = self._run(args, kwargs)
-            self._called = True
-            return result
-        return self._run(args, kwargs)
+        form = _form_of(args, kwargs)
+        if form in self._forms:
+            return self._run(args, kwargs)
+        config: Any = compiler_config
+        tag = f"{config.cache_key_tag} attention {self._attention} {_allowed_attention()}"
+        with torch._dynamo.config.patch(recompile_limit=MOST_VERSIONS), config.patch(cache_key_tag=tag):
+            result = self._run(args, kwargs)
+        if form is not None:
+            self._forms.add(form)
+        return result
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_inference_mode_enabled():
@@ -176,6 +180,21 @@ class InOneForm:
             return self.run(*args, **kwargs)
 
 
+def _form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Everything about a call's arguments for which the compiler may make another version; None for arguments other
+    than tensors and constants, which take longer to compare.
+    """
+    form: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *kwargs]
+    for value in (*args, *kwargs.values()):
+        if type(value) is Tensor:
+            form.append((value.shape, value.dtype, value.requires_grad))
+        elif type(value) in CONSTANTS:
+            form.append((type(value), value))
+        else:
+            return None
+    return tuple(form)
+
+
 def _allowed_attention() -> str:
     """The back ends of attention that PyTorch may choose, as a word of 0s and 1s."""
     cuda = torch.backends.cuda
@@ -184,7 +203,7 @@ def _allowed_attention() -> str:
 
 
 def _is_in_form(value: Any) -> bool:
-    """Whether an argument, including tensors in structures, needs no change."""
+    """Whether an argument certainly needs no change. False for structures; their tensors are checked one by one."""
     if type(value) is Tensor:
         return value.layout == torch.strided and value.is_contiguous() and not value.is_inference()
     return type(value) in CONSTANTS
@@ -279,7 +298,8 @@ def _gain_as_measured(times: Times, compiled: Compiled, replayed: bool, whole: b
     if times.device_ms is None or compiled.device_ms is None or compiled.host_ms is None:
         return share * (times.wall_ms - compiled.wall_ms)
     device_ms = times.device_ms - share * (times.device_ms - compiled.device_ms)
-    return times.wall_ms - (device_ms + times.copies_ms if replayed else max(device_ms, compiled.host_ms))
+    after_ms = device_ms + times.copies_ms if replayed else max(device_ms, compiled.host_ms)
+    return times.wall_ms * (1 - after_ms / max(times.device_ms, times.host_ms or 0.0))
 
 
 def _is_channels_first(call: Call) -> bool:

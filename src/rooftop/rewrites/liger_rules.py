@@ -48,7 +48,7 @@ class Liger(Rule):
         functions = importlib.import_module(FUNCTIONS)
 
         def layer_norm(x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> object:
-            if weight is None or bias is None:  # `apply` does not replace such a norm
+            if weight is None or bias is None or len(shape) != 1:  # `apply` does not replace such a norm
                 return nn.functional.layer_norm(x, shape, weight, bias, eps)
             return functions.liger_layer_norm(x, weight, bias, eps)
 

@@ -61,7 +61,7 @@ class Kernels(Rule):
 
 
 def gain_norms(times: Times, by: Norms, more_ms: float = 0.0) -> float:
-    """The gain of a step if each norm takes one kernel.
+    """The time in ms that a step saves if one kernel computes each norm.
 
     Each norm is timed alone, with and without the kernel: its device time, and the host's time to launch it. In
     training, backward is timed with forward, because a kernel may be fast in one and slow in the other. An RMS norm of
@@ -78,10 +78,20 @@ def gain_norms(times: Times, by: Norms, more_ms: float = 0.0) -> float:
     if by_hand:
         saved_ms += BY_HAND * times.of(*OPERATORS_OF_A_NORM) - times.of("aten::pow") / 2
         every = sum(call.count for call in times.calls)
-        squares = [call for call in times.calls if "aten::pow" in call.operator.name() and call.arguments[1:] == (2,)]
+        squares = [call for call in times.calls if _is_square(call)]
         launch = launch_ms(partial(by.rms_norm, filled(squares[0])[0]), squares[0].device) if squares else 0.0
         host_ms += by_hand * ((times.host_ms or 0.0) * CALLS / every - launch)
     return times.gain_of(saved_ms, host_ms)
+
+
+def _is_square(call: Call) -> bool:
+    """Whether a call squares the floats of a tensor that has rows, as an RMS norm does."""
+    if "aten::pow" not in call.operator.name() or len(call.arguments) != 2:
+        return False
+    base, exponent = call.arguments
+    if not isinstance(base, Tensor) or isinstance(exponent, Tensor):
+        return False
+    return base.is_floating_point() and base.dim() > 0 and exponent == 2
 
 
 def share_of(times: Times, name: str, make: Callable[..., object]) -> float:
