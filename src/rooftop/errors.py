@@ -8,8 +8,8 @@ The command line prints the message as one line, and exits with status 2 after a
 from __future__ import annotations
 
 FAILURE = "rooftop_failure"
-"""Name of an attribute of exceptions that end all ranks. The attribute's text says which rank failed first and why, and
-is the same on all ranks."""
+"""Name of the attribute that marks exceptions which end all ranks. The attribute's text says which rank failed first
+and why, and is the same on all ranks."""
 
 
 class RooftopError(Exception):
@@ -29,7 +29,8 @@ class ModelRunError(RooftopError, RuntimeError):
 
 
 class CeilingsFileError(RooftopError, ValueError):
-    """A file of measured hardware limits cannot be used: it is corrupt, or for another format or device type."""
+    """A file of measured hardware limits cannot be used: it is corrupt, has an unsupported format, or belongs to
+    another device type."""
 
 
 class MeasurementError(RooftopError, RuntimeError):
@@ -59,7 +60,7 @@ class SchedulerError(RooftopError, RuntimeError):
 
 
 class BuildError(RooftopError, RuntimeError):
-    """A scene could not be built: a worker process was killed, or an error of a worker cannot be pickled."""
+    """A scene could not be built: a worker process was killed, or raised an error that cannot be pickled."""
 
 
 class LoadingError(RooftopError, RuntimeError):

@@ -15,7 +15,7 @@ def on_first_use(package: str, files: Mapping[str, str]) -> tuple[Callable[[str]
     """Create the functions `__getattr__` and `__dir__` of a package.
 
     Args:
-        package: the package's name; `dir` lists its `__all__`.
+        package: the package's name. `dir` of the package lists the names in its `__all__`.
         files: maps each module, such as ".timing" (relative to the package), to the names that it defines, separated by
             spaces. A module's own name, such as "timing", means the module itself.
     """

@@ -2,7 +2,8 @@
 
 Against a float64 reference, an operator's error may be at most twice PyTorch's error in the same dtype, plus one
 rounding of the output. The limit applies to the worst element and to the root mean square. So neither one bad element
-nor a small bias over all elements passes. The file also has other tools for tests of GPU code.
+nor a small bias over all elements passes. The file also has `no_waiting_for_gpu`, which finds GPU synchronizations in
+tests.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def assert_as_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, what: st
         raise AssertionError(f"{what}: the reference must be float64, got {exact.dtype}")
     if actual.numel() == 0:
         return
-    device = actual.device if actual.is_cuda else torch.device("cpu")  # some other devices have no float64
+    device = actual.device if actual.is_cuda else torch.device("cpu")  # some devices other than CUDA have no float64
     got, plain, truth = (t.detach().to(device).double() for t in (actual, eager, exact))
     _assert_same_specials(got, truth, what)
     finite = truth.isfinite() & plain.isfinite()

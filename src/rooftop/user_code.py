@@ -26,7 +26,7 @@ def named_object(text: str, example: str) -> Any:
         example: an example of such a text, for error messages.
 
     Raises:
-        TargetError: the text has another form, the module does not exist, or the module has no object of that name.
+        TargetError: the text has neither form, the module does not exist, or the module has no object of that name.
         ModelRunError: the module raised while it was imported.
     """
     return found_in(named_module(text, example), text)

@@ -44,8 +44,8 @@ def nearest(given: object, names: Iterable[str]) -> list[str]:
     """Find the names with the fewest typing errors relative to the given word; none if all names have too many.
 
     Case, hyphens and underscores are ignored. Up to two in five characters may be wrong. Among equally near names, the
-    name with more characters in common wins. If the word is the beginning of several names, the first three of them are
-    returned.
+    name that shares more characters with the given word is returned. If the word is the beginning of several names, the
+    first three of them are returned.
     """
     word = _plain(str(given))
     known = list(dict.fromkeys(names))

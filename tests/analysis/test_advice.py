@@ -125,7 +125,7 @@ def test_fusion_reads_and_writes_once(ceilings: Ceilings) -> None:
     assert advice.gain_ms == pytest.approx(1.25 * (5 - 3) - CALLED_MS)  # on a CPU
     assert advice.evidence == (
         "2 activations, sums, norms, casts and copies take 6.25 ms; one fused kernel would take 3.75 ms "
-        "and move only what other kernels need"
+        "and move only values that other kernels need"
     )
 
 

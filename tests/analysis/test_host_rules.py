@@ -118,7 +118,7 @@ def test_a_list_of_samples_costs_the_host_more_for_more_of_them(gpu: Ceilings) -
 def test_one_gap_has_one_item(gpu: Ceilings) -> None:
     (graph,) = launch_gap(found(gpu, busy_ms=2.0))
     assert graph.title == "Replay the step from a CUDA graph"
-    assert "a batch of 32 would hide part of the same gap" in graph.evidence
+    assert "a batch of 32 would hide part of this gap" in graph.evidence
     (busy,) = launch_gap(found(gpu, busy_ms=9.5))
     assert "batch" not in busy.evidence
 

@@ -223,7 +223,7 @@ def test_advice_names_the_straggler_and_what_could_be_overlapped() -> None:
     assert straggler.title == "Make rank 1 (cuda:1) as fast as the others"
     assert straggler.gain_ms == 40
     assert overlap.gain_ms == 10
-    assert "for 10.00 ms, without waits" in overlap.evidence
+    assert "for 10.00 ms, not counting waits" in overlap.evidence
 
 
 def test_nobody_waits_where_nothing_is_communicated() -> None:

@@ -215,7 +215,7 @@ def test_names_of_files_are_shown_as_they_are(run: Run, files: dict[int, Path]) 
     [
         ([], 2, "PATH"),
         (["missing.jpg"], 2, "missing.jpg does not exist"),
-        (["empty"], 2, "holds no photographs"),
+        (["empty"], 2, "has no photographs"),
         (["photos", "text.jpg"], 2, "text.jpg is not an image"),
         (["half.png", "--model", "resnet18", "--weights", "THREE"], 2, "half.png cannot be read"),
         (["photos", "--model", "resnet5"], 2, "'resnet5' is not one of 'resnet18', 'resnet34', 'resnet50'"),

@@ -89,8 +89,8 @@ def test_numbers_that_are_no_types(wrong: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "message"),
     [
-        (torch.complex64, "no depth holds torch.complex64"),
-        (np.longdouble, r"no depth holds NumPy's float128: .*astype\('float32'\)"),
+        (torch.complex64, "no depth has the dtype torch.complex64"),
+        (np.longdouble, r"no depth has NumPy's dtype float128: .*astype\('float32'\)"),
         (np.dtype(">f4"), r"other byte order: array.astype\(array.dtype.newbyteorder\('='\)\)"),
         ("a dtype", "expected a type, or a dtype of torch or NumPy, got 'a dtype'"),
     ],

@@ -204,7 +204,8 @@ def test_all_that_is_missing_is_named_at_once_with_what_installs_it(
     monkeypatch.setenv("PATH", str(place.folder / "tools"))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(FFmpegBuildError, match="5 parts are missing to build FFmpeg: a C compiler") as raised:
+    message = "5 tools or libraries for building FFmpeg are missing: a C compiler"
+    with pytest.raises(FFmpegBuildError, match=message) as raised:
         build_ffmpeg(place.source, place.prefix)
     *lines, together = raised.value.details
     commands = [line.rpartition("install -y ")[2] for line in lines]
@@ -267,7 +268,7 @@ def test_wrong_folders_are_refused_before_anything_is_done(place: Place) -> None
         (configured, place.prefix, "make -C .* distclean"),
         (place.source, other, "has other files"),
         (place.source, other / "letter.txt", "is a file: expected a new folder"),
-        (place.source, place.source / "installed", "contains the other"),
+        (place.source, place.source / "installed", "must not contain one another"),
     ):
         with pytest.raises(InputError, match=said):
             build_ffmpeg(source, prefix, headers=place.headers)

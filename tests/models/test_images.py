@@ -127,7 +127,7 @@ def test_what_is_no_photograph_is_refused_by_name(cat: Image.Image, tmp_path: Pa
     for name, message in (
         ("text.jpg", "not an image that Pillow can read"),
         ("half.jpg", "cannot be read"),
-        ("empty", "holds no photographs"),
+        ("empty", "has no photographs"),
         ("missing.jpg", "does not exist"),
     ):
         with pytest.raises(InputError, match=message) as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import subprocess
@@ -83,14 +82,22 @@ def test_no_handler_of_a_signal_is_left_and_deadlines_nest() -> None:
 
 
 def test_ctrl_c_in_the_same_moment_is_not_lost() -> None:
-    """Both signals wait until a call into C ends."""
-    timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))
-    deadline = Deadline(0.1)
-    timer.start()
+    deadline = Deadline(LONG_S)
+
+    def get_both() -> None:
+        """Both signals are blocked until both have arrived."""
+        both = {signal.SIGINT, deadline._signal}
+        signal.pthread_sigmask(signal.SIG_BLOCK, both)
+        for number in both:
+            signal.pthread_kill(threading.get_ident(), number)
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+        finally:
+            time.sleep(0.001)  # as code that cleans up, while the deadline's signal is handled
+
     with pytest.raises(KeyboardInterrupt), deadline:
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # about a second, during which other threads run
+        get_both()
     deadline.end()
-    timer.join()
 
 
 def test_a_deadline_that_has_passed_at_once_ends() -> None:

@@ -42,9 +42,9 @@ def test_meshes_and_lights_are_named_by_whole_numbers(cube: Geometry) -> None:
     scene.add_mesh(cube)
     scene.add_light(PointLight((0, 0, 3)))
     for wrong in (torch.tensor(0.5), np.array(0.7), 0.0, True, -1, 1, "0"):
-        with pytest.raises(ValueError, match=r"mesh=.*expected what add_mesh returned, from 0 to 0"):
+        with pytest.raises(ValueError, match=r"mesh=.*expected a number that add_mesh returned, from 0 to 0"):
             scene.add_instance(wrong)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"light=.*expected what add_light returned, from 0 to 0"):
+        with pytest.raises(ValueError, match=r"light=.*expected a number that add_light returned, from 0 to 0"):
             scene.set_light(wrong, PointLight((0, 0, 3)))  # type: ignore[arg-type]
     assert scene.add_instance(np.int64(0)) == 0
     assert scene.add_instance(torch.tensor(0), torch.eye(4, requires_grad=True)) == 1  # type: ignore[arg-type]

@@ -337,7 +337,7 @@ def test_numbers_that_are_none(cube: Geometry) -> None:
         (lambda: scene.move(2, np.eye(4)), "instance=2 was removed from the scene"),
         (lambda: scene.remove(4), "instance=4: expected 0 to 3"),
         (lambda: scene.remove(-1), "instance=-1: expected 0 to 3"),
-        (lambda: scene.remove_all([1, 0, 1]), "instance=1 is given 2 times: expected each once"),
+        (lambda: scene.remove_all([1, 0, 1]), "instance=1 is given 2 times: expected each number once"),
         (lambda: scene.move_all([3, 3], two), "instance=3 is given 2 times"),
         (lambda: scene.remove_all([0.5]), "expected integers"),  # type: ignore[list-item]
         (lambda: scene.remove_all([[0]]), "expected integers"),  # type: ignore[list-item]

@@ -747,7 +747,7 @@ def test_outputs_that_were_not_asked_for_are_named(ball: Geometry) -> None:
         (lambda: Camera.from_intrinsics(np.eye(3), 2 * np.eye(3), 3, 3), "shape \\(3, 3\\)"),
         (lambda: Camera.from_intrinsics(np.eye(3), np.diag([2, 2, 2, 1]), 3, 3), "a rotation and a shift"),
         (lambda: Camera.parallel((1, 0, 0), (0, 0, 0), view_height=-1), "view_height=-1"),
-        (lambda: Scene().add_instance(0), "mesh=0: there are none yet"),
+        (lambda: Scene().add_instance(0), "mesh=0: the scene has no mesh yet: add_mesh adds one"),
         (lambda: Scene().bounds(), "no instances"),
         (lambda: Renderer(Scene(), "cpu").render([]), "no cameras"),
         (lambda: Renderer(Scene(), "cpu").render([AHEAD, Camera.look_at((1, 0, 0), (0, 0, 0))]), "same size"),

@@ -313,7 +313,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "angle_degrees=180": lambda: SpotLight((0, 0, 1), (0, 0, 1), angle_degrees=180),
     "range=0": lambda: SpotLight((0, 0, 1), (0, 0, 1), range=0),
     "expected a scene.DirectionalLight, SpotLight or PointLight": lambda: Scene().add_light("sun"),  # type: ignore[arg-type]
-    "there are none yet; add_light returns their numbers": lambda: Scene().set_light(0, PointLight((0, 0, 0))),
+    "the scene has no light yet: add_light adds one": lambda: Scene().set_light(0, PointLight((0, 0, 0))),
     "a scene has at most 32 lights": lambda: [scene.add_light(PointLight((0, 0, 0))) for scene in [Scene()] * 33],
     "position=.*: expected three finite numbers": lambda: PointLight((0, 0)),
 }

@@ -342,7 +342,7 @@ def test_what_are_no_points(points: Any, error: type[Exception], message: str) -
         (
             {"voxel_size": [1e-6] * 3, "batch": torch.tensor([0, 1, 2])},
             ValueError,
-            "batch elements up to 2 of 9000000000000000000 cells each",
+            "3 batch elements with 9000000000000000000 cells each",
         ),
     ],
 )

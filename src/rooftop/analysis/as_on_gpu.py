@@ -10,7 +10,7 @@ The table is applied at several levels of PyTorch, so that no caller is missed:
                     TorchScript) and the backward pass all pass through it
     dispatch mode   applies the table under `torch.inference_mode`, where composite operators skip the autograd key
     foreach         optimizers and `clip_grad_norm_` ask PyTorch which devices have kernels for lists of tensors
-    autocast `torch.autocast("cuda")` casts, but by the CPU's list of operators, since the tensors are on the CPU
+    autocast        `torch.autocast("cuda")` casts, but by the CPU's list of operators, since the tensors are on the CPU
 
 These replacements apply to one thread and one `with` block. Programs in other threads get their usual operators.
 """
@@ -153,7 +153,7 @@ def _let_autocast_reach_the_cpu(stack: ExitStack) -> None:
 
 
 def _let_flex_attention_have_gradients(stack: ExitStack) -> None:
-    """Let flex attention accept CPU tensors that require a gradient, which it refuses by itself.
+    """Let flex attention accept CPU tensors that require a gradient, which flex attention would refuse.
 
     A program that uses flex attention has already imported the module.
     """
@@ -170,7 +170,7 @@ def _let_flex_attention_have_gradients(stack: ExitStack) -> None:
 
 
 def _autocast_in_force() -> AbstractContextManager[Any]:
-    """If a prediction runs under the GPU's autocast, apply it to the CPU."""
+    """If a prediction runs under the GPU's autocast, apply the same autocast to the CPU."""
     if not torch.is_autocast_enabled("cuda"):
         return nullcontext()
     return torch.autocast("cpu", torch.get_autocast_dtype("cuda"))

@@ -118,8 +118,8 @@ class Findings:
         return torch.device(self.ceilings.kind)
 
     def undisturbed_ms(self, labelled_ms: float) -> float:
-        """Scale the time of operators in a labelled step to a plain step, in which all operators together take at most
-        the device's busy time.
+        """Scale the time of operators in a step with profiler labels to a step without labels, in which all operators
+        together take at most the device's busy time.
         """
         return labelled_ms * self._undisturbed
 
@@ -180,8 +180,9 @@ class Findings:
         return done_ms
 
     def _launched(self, part: float) -> float:
-        """The fraction of the host's launch time after which the host has launched the fraction `part` of the
-        kernels."""
+        """How far the host is in its launch time when it has launched the fraction `part` of the kernels. The result is
+        a fraction, too.
+        """
         pace = self.plain.launched if self.plain is not None else ()
         return (
             pace[min(len(pace) - 1, round(part * len(pace)) - 1)] if len(pace) > 1 and part * len(pace) >= 1 else part

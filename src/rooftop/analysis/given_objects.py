@@ -138,7 +138,7 @@ _PLAIN = {"dict", "list", "set", "deque", "cell", "type"}
 
 
 class _State:
-    """The state of a step's target that lasts from run to run.
+    """State that lasts from run to run: attributes, closures and globals of a step's target.
 
     Args:
         target: a module or another callable; None: no state is kept.
@@ -147,7 +147,7 @@ class _State:
     Attributes:
         containers: containers with their initial contents.
         changing: containers that change not only in the first run, but also in later runs.
-        trains: whether the target is not a module and changes weights. If so, no state is restored.
+        trains: whether the target is a callable other than a module, and changes weights. If so, no state is restored.
     """
 
     def __init__(self, target: Any, others: set[int]) -> None:
@@ -272,7 +272,9 @@ def _layout_of(tensor: Tensor) -> str:
 
 
 def _value_of(tensor: Tensor) -> _Value | None:
-    """A copy of the tensor; None if it cannot be copied. If the step writes to such a tensor, a note says so."""
+    """A copy of the tensor; None if it cannot be copied. If the step writes to a tensor that cannot be copied, a note
+    in the report says so.
+    """
     try:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
             return None

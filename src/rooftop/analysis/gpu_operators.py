@@ -1,4 +1,4 @@
-"""The operators that composite operators call on an NVIDIA GPU, if they differ from the CPU's.
+"""The operators that composite operators call on an NVIDIA GPU, where these differ from the operators on a CPU.
 
 Each function in `CHOSEN_BY_DEVICE` takes the operator and its arguments, and follows the CUDA branch in PyTorch's C++
 source. `benchmarks/operators_by_device.py` runs all operators of PyTorch's own test suite on fake tensors of both
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """`_fused_rms_norm`, which autograd decomposes on a CPU."""
+    """Autograd function for `_fused_rms_norm`, which PyTorch's autograd would decompose on a CPU."""
 
     @staticmethod
     def forward(context: Any, input: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:

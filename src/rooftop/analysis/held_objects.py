@@ -27,14 +27,15 @@ _CLOSED = (
     *(str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, torch.Generator),
     *(nn.Module, torch.UntypedStorage, torch.TypedStorage),
 )
-"""Classes whose objects have no parts to follow."""
+"""Classes of objects whose contents the search does not follow."""
 _ALIVE = (
     *("asyncio", "concurrent", "io", "_io", "logging", "multiprocessing", "queue", "selectors", "socket", "subprocess"),
     *("threading", "torch.cuda", "torch.distributed", "torch.profiler", "torch.utils.data"),
 )
 """Packages whose objects are not followed, because threads and processes use them."""
 _TRAINING = ("torch.amp", "torch.optim")
-"""Packages whose objects hold the state of a training. These objects are followed only if nothing is computed."""
+"""Packages whose objects hold the state of training. The search follows these objects only if the block computes
+nothing."""
 _CODE = (types.FunctionType, types.MethodType, partial, _lru_cache_wrapper, staticmethod, classmethod, property, type)
 _OF_ANY_MODULE = {*vars(nn.Module()), "_is_full_backward_hook"}
 """Attributes that every module has: its submodules, parameters, hooks and mode."""
@@ -187,7 +188,9 @@ def hooks_of(tensor: Tensor) -> list[Any]:
 
 
 class Container:
-    """One container of an owner: its items at the creation of this object, and how to restore them."""
+    """One container of an owner: the items that the container had when this object was created, and how to restore
+    them.
+    """
 
     def __init__(
         self, owner: Any, read: Callable[[], list[Any]], write: Callable[[list[Any]], object] = lambda items: None
@@ -360,7 +363,7 @@ def _place(owner: Any, get: Callable[[], Any], give: Callable[[Any], object], ta
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object itself; None if it can have none."""
+    """The attributes of an object itself, without its class's; None if the object cannot have attributes."""
     if isinstance(value, threading.local):
         return vars(value)  # `vars` of a `threading.local` returns the attributes of this thread
     try:

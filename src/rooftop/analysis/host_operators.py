@@ -14,7 +14,8 @@ from rooftop.analysis.formats import quantity_text
 from rooftop.analysis.instruments import MeasuredOperator
 from rooftop.cost import FREE
 
-LEAST_WORK = 1_000_000  # minimum of bytes plus flops per step; an optimizer's or a loader's counters take less work
+# bytes plus flops per step; with less work on the CPU there is no note, because counting steps or batches takes less
+LEAST_WORK = 1_000_000
 MOST_NAMES = 3
 
 

@@ -49,8 +49,8 @@ class Plain:
     """One step under the profiler alone.
 
     Attributes:
-        busy_ms: time during which the device works: the union of its kernels; 0 on a CPU.        kernels: kernels,
-            copies and fills on the device.
+        busy_ms: time during which the device works: the union of its kernels; 0 on a CPU.
+        kernels: kernels, copies and fills on the device.
         memory: (ms since the start of the step, bytes allocated) at each change.
         waiting_ms: time for which the device is idle after the host waited for it, because the host launches the next
             work only after that wait.

@@ -74,7 +74,7 @@ def times_of_sequence(kernels: Sequence[Kernel], steps: int, lead: int) -> Kerne
 
 def watch_kernels(step: Callable[[], object], device: torch.device, step_ms: float, kernels: int) -> KernelTimes | None:
     """Time each kernel over some steps in sequence under the profiler; None if the steps launch different kernels, or
-    none.
+    no kernels.
 
     Args:
         step: runs one step.

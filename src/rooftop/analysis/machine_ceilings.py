@@ -2,8 +2,8 @@
 
 A program's needs are known after it has run: the precisions of its operators, and whether it copies between host and
 device. So `analyze` measures after the run. A recording measures the ceilings that most programs need before its
-program runs, while the device's memory is still free; after the run it measures only missing ceilings. In an analysis
-as in a recording, operators above their roof raise the ceilings.
+program runs, while the device's memory is still free; after the run it measures only missing ceilings. Both in an
+analysis and in a recording, operators above their roof raise the ceilings.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def machine_ceilings(profile: Profile, progress: Progress = lambda what, fractio
 
 
 def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, list[str]]:
-    """The ceilings of a program that has run. The likely ceilings were measured before the run.
+    """The ceilings of a program that has run: those measured before the run (`likely`), and the ceilings that were
+    missing.
 
-    The measurement needs memory that the program left free. If the measurement runs out of memory, the likely ceilings
-    are used, with a note.
+    The measurement needs memory that the program left free. If the measurement runs out of memory, the result is
+    `likely`, with a note.
     """
     try:
         with _torch_as_before(likely):
@@ -58,8 +59,9 @@ def completed_ceilings(likely: Ceilings, profile: Profile) -> tuple[Ceilings, li
 
 @contextmanager
 def _torch_as_before(likely: Ceilings) -> Iterator[None]:
-    """Within the block, use the number of threads with which the likely ceilings were measured. Afterwards restore the
-    program's setting."""
+    """Within the block, use torch's usual defaults and, on a CPU, the number of threads with which `likely` was
+    measured before the run. Afterwards restore the program's settings.
+    """
     threads = torch.get_num_threads()
     if likely.kind == "cpu":
         torch.set_num_threads(likely.threads)

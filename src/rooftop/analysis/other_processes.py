@@ -26,7 +26,7 @@ from unittest.mock import patch
 import psutil
 
 LOOK_EVERY_S = 0.5
-# Share of all processes' CPU time. The report mentions a smaller share only if it is many seconds.
+# The report omits started programs whose CPU time is below this share of the script's own CPU time, or below `LEAST_S`.
 LEAST_SHARE = 0.02
 LEAST_S = 0.5
 WORKER, LOADER, PROGRAM, FORK = "multiprocessing", "DataLoader", "program", "fork"

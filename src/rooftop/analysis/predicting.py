@@ -1,4 +1,4 @@
-"""`rooftop.predict`: the time of a step on another machine, without running it.
+"""`rooftop.predict`: the time of a step on another machine, without running the step.
 
 The step runs on fake tensors, which have shapes but no data. So neither the other machine nor its memory is needed, and
 a laptop can predict a model of 7 billion parameters. Each operator is assumed to take its roof time on the other

@@ -24,7 +24,7 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.figures import in_words
 from rooftop.hardware.measuring import keep
 
-ABOVE = 1.005  # smallest ratio of roof to measured time that counts as above; less is within the clock's resolution
+ABOVE = 1.005  # smallest ratio of roof to time that counts as above the roof; less is within the clock's resolution
 MOST_REPEATED = 24  # largest number of operators of one report that are measured again
 REPEATS = 8
 

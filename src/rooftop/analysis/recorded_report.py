@@ -50,7 +50,8 @@ def recorded_report(
     """The report of a recording.
 
     Args:
-        recorded: the steps of each marker that was the leading one at some time, with the coarsest marker first.
+        recorded: for each kind of event that ended steps at some time (see `step_finding`), its steps; the coarsest
+            kind first.
         measures: whether the ceilings are this machine's. If so, missing ceilings are measured, and operators above
             their roof raise the ceilings.
         start_up: the time before the first step, if known.

@@ -7,11 +7,11 @@
     r.report.to_html("report.html")
 
 The program marks its steps with `step()`, or Rooftop finds them (`step_finding`). Each step belongs to a stage
-(`stages`). The first steps warm up, one step runs under the profiler alone, a few are labelled, the next are
-timed undisturbed, and the rest run unwatched. A block without steps counts as one step, which is labelled as a whole.
-Labels slow the host down, so their cost is measured and subtracted from the block's wall time. The first of several
-steps is labelled too, in case too few steps follow. If the program compiles code, steps are labelled only after the
-compilation, because PyTorch would never compile code that first ran under labels.
+(`stages`). The first steps warm up, one step runs under the profiler alone, a few steps are labelled, the next steps
+are timed undisturbed, and the remaining steps run unwatched. A block without steps counts as one step, which is
+labelled as a whole. Labels slow the host down, so their cost is measured and subtracted from the block's wall time. The
+first of several steps is labelled too, in case too few steps follow. If the program compiles code, steps are labelled
+only after the compilation, because PyTorch would never compile code that first ran under labels.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class Recording:
         return not coarsest and self._laps.steps < 2
 
     def _began_step(self) -> float:
-        # If there were more finer steps than gradient accumulation takes, they were another phase of the program.
+        # If the finer steps were more than gradient accumulation takes, they belonged to another phase of the program.
         finer = sum(laps.steps for laps in self._earlier)
         is_first = self._laps.steps == 1 and finer <= MOST_INNER_STEPS
         began_at = self._finder.began_at if self._finder is not None and is_first else None

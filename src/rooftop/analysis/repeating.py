@@ -61,8 +61,8 @@ class Times:
 def times_again(
     calls: Sequence[tuple[CallSpec, Form]], device: torch.device, repeats: int = REPEATS
 ) -> list[Times | None]:
-    """The times of each call; None if PyTorch refuses it (dtype not supported, not enough memory), or if no time is
-    left for it on a CPU.
+    """The times of each call; None if PyTorch refuses the call (dtype not supported, not enough memory), or if no time
+    is left for the call on a CPU.
 
     Raises:
         torch.AcceleratorError: the device failed; no later measurement would be valid.

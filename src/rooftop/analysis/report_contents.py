@@ -25,7 +25,7 @@ class OperatorRow:
         phase: "forward", "backward" or "optimizer".
         shapes: shapes of its input tensors.
         dtype: dtype of the first floating-point input.
-        calls: number of executions. The figures below are totals over all executions.
+        calls: number of executions. All other numbers in the row are totals over these executions.
         bound: the limit that sets the roof: "memory", "compute", "launch", "none" (a view) or "uncovered".
         modules: paths of the modules that called the operator.
         kernels: names of its kernels, copies and fills on the device.

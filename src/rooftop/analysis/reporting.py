@@ -153,9 +153,10 @@ def _crowded(profile: Profile) -> bool:
 
 
 def _slowed(profile: Profile, ceilings: Ceilings) -> tuple[str, float] | None:
-    """Which rate of the CPU's pulse ("product" or "read") is furthest below its best, and its share of that best.
+    """The rate of the CPU's pulse ("product" or "read") that is furthest below its best value, and its share of that
+    value.
 
-    None if no rate is more than `NOISY` below its best, or if the rates cannot be compared.
+    None if no rate is more than `NOISY` below its best value, or if the rates cannot be compared.
     """
     if profile.pulse is None or torch.get_num_threads() != ceilings.threads:
         return None
@@ -216,7 +217,7 @@ def _pages(count: float) -> str:
 
 
 def _two_states(profile: Profile) -> list[str]:
-    """A note, for operators that were timed in steps with fewer page faults than the first steps. In these steps the
+    """A note if operators were timed in steps with fewer page faults than the first steps. In these steps the
     heap was in another state (see `page_faults`).
     """
     faults, labelled, later = profile.faults, profile.labelled_faults, profile.otherwise

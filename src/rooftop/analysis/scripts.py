@@ -171,8 +171,9 @@ def _reported(
     problem: str = "",
     error: BaseException | None = None,
 ) -> ScriptRun:
-    """The report of a script that has ended. The report covers the work of other processes and, on the first rank, all
-    ranks."""
+    """The report of a script that has ended. The report's notes mention other processes. On the first rank, the report
+    covers all ranks.
+    """
     recorded.notes += [said for said in (others.said, recorded.said_of_threads) if said]
     ranks, missing = None, list[str]()
     if several:

@@ -59,7 +59,7 @@ def _modes_above(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
     return stack[places[-1] + 1 :] if places and getattr(mode, "_mode_key", None) is None else []
 
 
-_FLAGS = (  # (object, its attribute, the value that a mode sets). Each mode saves the earlier values.
+_FLAGS = (  # (a mode's list of earlier values, the flag's name in `_python_dispatch`, the value that a mode sets)
     ("old_dispatch_mode_flags", "_is_in_torch_dispatch_mode", lambda mode: True),
     (
         "old_non_infra_dispatch_mode_flags",

@@ -44,7 +44,8 @@ RANK_STEPS = 6  # number of steps of a rank under the profiler
 BEFORE_STEPS, BEFORE_SECONDS = 6, 2.0
 MOST_REPEATS = 5  # largest number of times that watched stages are repeated because a step was not typical
 
-# largest number of module calls (from outside any module) in one watched stage; the profiler needs at least 50 kB each
+# largest number of module calls (from outside any module) in one watched stage; the profiler needs at least 50 kB for
+# each call
 MOST_MODULE_CALLS = 3_000
 # A watched stage is given up if it takes longer than both limits: this many seconds, and this many times the median
 # step.

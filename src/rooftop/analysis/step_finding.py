@@ -3,15 +3,16 @@
 The program's events are counted as they occur. The coarsest marker that has occurred so far is the leading marker: a
 step ends each time the leading marker ends. The markers, from coarse to fine:
 
-    OPTIMIZER `Optimizer.step`, even if a GradScaler skips it
-    BACKWARD `loss.backward()`, for a loop that updates its weights by hand
+    OPTIMIZER   `Optimizer.step`, even if a GradScaler skips it
+    BACKWARD    `loss.backward()`, for a loop that updates its weights by hand
     GRADIENT    `torch.autograd.grad`, also for a loop that updates its weights by hand
     CALL        the call of a module with parameters, from outside any module: inference
     BARE_CALL   the call of a module without parameters
 
-A marker of a higher level takes the lead when it first occurs. So if a program evaluates before it trains, the training
-determines its steps. Of several optimizers, the first one is the leading marker, unless another optimizer steps once
-for several steps of the first (a critic that trains five times as often as a generator).
+A marker that is coarser than the leading marker becomes the leading marker when it first occurs. So if a program
+evaluates before it trains, the training determines its steps. Of several optimizers, the first one is the leading
+marker, unless another optimizer steps once for several steps of the first (a critic that trains five times as often as
+a generator).
 
 The finder replaces `nn.Module.__call__` to see module calls. The finder uses no hooks, because global hooks would be
 compiled into the program's code. The replacement function takes about 0.2 us a call, and `torch.compile`

@@ -345,7 +345,7 @@ class _ClassLoss:
 
 
 def _check_plotly() -> None:
-    """Check, before any work starts, that plotly is installed, which draws the charts."""
+    """Check, before any work starts, that plotly, which draws the charts, is installed."""
     from rooftop.analysis.page import require_plotly
 
     require_plotly()

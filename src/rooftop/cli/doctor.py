@@ -1,4 +1,5 @@
-"""`rooftop doctor`: show which components work on this machine, and the commands that fix the others."""
+"""`rooftop doctor`: show which components work on this machine, and the commands that fix the components that do not
+work."""
 
 from __future__ import annotations
 

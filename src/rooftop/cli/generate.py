@@ -375,7 +375,8 @@ def _lines(figures: dict[str, Any]) -> list[str]:
             lines.append("roof: each rank reads its part of weights and cache; communication counts as free")
         if figures["percent_of_roof"] > 100:
             lines.append(
-                "faster than the roof, so the ceilings are wrong: measure again with rooftop ceilings --refresh"
+                "the steps are faster than the roof, so the ceilings are wrong: measure again with rooftop ceilings "
+                "--refresh"
             )
     elif figures["without_roof"] != "--no-roof":
         lines.append(f"no roof: {figures['without_roof']}")

@@ -140,8 +140,8 @@ def _failure_behind(error: BaseException | None) -> str | None:
 
 
 def _first_to_say(failure: str) -> bool:
-    """Whether this rank prints the failure: only the first rank that reports it does, since all ranks report the same
-    text."""
+    """Whether this rank prints the failure. All ranks report the same text, so only the first rank that reports prints
+    the text."""
     from rooftop.analysis.ranks.lockstep import first_to_say
 
     return first_to_say(failure)

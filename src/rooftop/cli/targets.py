@@ -46,7 +46,7 @@ class Target:
         name: name in the report.
         model: the module or callable.
         args, kwargs: arguments of the model.
-        classifies: whether the model's outputs are class logits. Training then uses cross-entropy with random labels.
+        classifies: whether the model's outputs are class logits. If so, training uses cross-entropy with random labels.
     """
 
     name: str

@@ -58,7 +58,7 @@ from rooftop.words import counted
 GRAPH_SHARE = 0.7
 """A CUDA graph is the default only if it needs less than this share of the GPU's memory."""
 LAUNCHED_PERCENT = (
-    15  # percent of roof. Llamas of 135 M to 7 B reach 4 if launches from Python limit them, and 34 to 73 otherwise.
+    15  # percent of roof. Llamas of 135 M to 7 B reach 4% if launches from Python limit the step, otherwise 34% to 73%.
 )
 
 
@@ -567,7 +567,9 @@ def tell(reports: list[StepReport], steps: int, file: TextIO | None) -> None:
     if last.loss == last.grad_norm == 0:
         click.echo(f"note: step {last.step} has no targets: all its tokens are --eod-token", err=True)
     if last.percent_of_roof is not None and last.percent_of_roof > 100:
-        click.echo("faster than the roof, so the ceilings are wrong: measure again with rooftop ceilings --refresh")
+        click.echo(
+            "the step is faster than the roof, so the ceilings are wrong: measure again with rooftop ceilings --refresh"
+        )
     if file is not None:
         add_lines(file, reports)
 

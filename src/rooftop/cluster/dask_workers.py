@@ -180,7 +180,7 @@ class DaskWorkers:
         return Lost(chunk, found) if isinstance(found, str) else Hung(chunk, *found)
 
     def _after_reconnecting(self) -> list[Event]:
-        """Reconnect, and report all chunks as lost. No chunk counts as the cause."""
+        """Reconnect, and report all chunks as lost. None of these chunks counts as the cause of its loss."""
         self._say(f"the scheduler at {self._address} is gone; trying to reach it for {self._reconnect_s:.0f} s")
         with suppress(Exception):
             self._client.close(timeout=1)
@@ -215,7 +215,8 @@ class DaskWorkers:
 
 
 def carrier_class() -> Any:
-    """Return the class of the worker plugin, a subclass of Dask's plugin class. Only this function imports it."""
+    """Return the class of the worker plugin, a subclass of Dask's plugin class. Only this function imports Dask's
+    plugin class."""
     from rooftop.cluster.dask_plugin import Carrier
 
     return Carrier

@@ -319,7 +319,8 @@ class Decoders:
         return max(1, most)
 
     def _task(self) -> list[_Waiting]:
-        """The items of the next task: a fair share if few wait, or a single item if it has killed a process."""
+        """The items of the next task: a fair share of the waiting items if only few wait, or a single item if that item
+        has killed a process."""
         most = self._usual()
         if not self._in_runs:
             most = min(most, -(-len(self._waiting) // self.count))
@@ -360,7 +361,7 @@ class Decoders:
         (size,) = END.unpack_from(content, len(content) - END.size)
         reader = self._reader(process.arena, slot, content, size)
         found: list[Decoded] = reader.load()
-        del reader  # which holds the slot
+        del reader  # the reader keeps the slot in use
         self._idle_deaths = 0
         seconds, size = sum(each.seconds for each in found) / len(task), size // len(task)
         self._seconds = max(1e-6, 0.8 * self._seconds + 0.2 * seconds if self._seconds else seconds)
@@ -375,7 +376,7 @@ class Decoders:
             self._changed.notify_all()
 
     def _reader(self, arena: _Arena, slot: int, content: bytes, size: int) -> _Reader:
-        """Reads the result of a task, whose tensors occupy `size` bytes of a slot."""
+        """Return an unpickler for the result of a task, whose tensors occupy `size` bytes of a slot."""
         if slot < COPIED_SLOTS:
             return _Copying(content, arena.read(slot, size), self._pinned)
         if self._pinned and size and not arena.pin(slot, size):

@@ -120,8 +120,8 @@ def suffixes(kind: str) -> frozenset[str]:
 
 
 def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = None) -> tuple[str, list[Path]]:
-    """Find the items' kind and files. Given files keep their order; files in folders (searched recursively) are sorted
-    by name.
+    """Find the items' kind and files. Files that are inputs themselves keep the order of the inputs; files found in
+    folders (searched recursively) are sorted by name.
 
     Args:
         kind: one of `KINDS`; None: the only kind to which all suffixes of the files belong.

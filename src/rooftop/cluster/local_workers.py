@@ -273,8 +273,8 @@ class _Worker:
             self.connection.send(None)
 
     def stuck(self, timeout_s: float | None) -> tuple[int, int, int] | None:
-        """Return (number of the chunk, first, count) of the items that have exceeded the time limit; None if none
-        has."""
+        """Return (number of the chunk, first, count) of the items that have exceeded the time limit; None if no item
+        has exceeded the limit."""
         number, first, count, since = self.status
         late = timeout_s is not None and since > 0 and time.monotonic() - since > timeout_s
         return (int(number), int(first), int(count)) if late and self.status[3] == since else None
@@ -346,7 +346,7 @@ def _environment(division: Division, number: int) -> Iterator[None]:
 
 
 def _work(connection: Connection, status: Any, division: Division, number: int, started: float) -> None:
-    """Do chunks until the parent sends None or ends."""
+    """Compute chunks until the parent sends None or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # the target's output goes to stderr, so that it does not mix with results on stdout
     sys.setswitchinterval(SWITCH_S)

@@ -230,7 +230,7 @@ def map_items(
 
 
 def _inside(files: Sequence[Path], folder: Path) -> Path | None:
-    """The first of these files that is inside the folder; None if none is."""
+    """Return the first of these files that is inside the folder, or None if all files are outside."""
     return next((path for path in files if path.resolve().is_relative_to(folder.resolve())), None)
 
 

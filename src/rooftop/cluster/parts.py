@@ -69,8 +69,8 @@ class Parts:
             parts.settle(columns)
             parts.add(batch)
 
-    `Parts` writes added rows when there are many, when they are old, and when the `with` block ends, even by an
-    exception.
+    `Parts` writes added rows once there are many of them, once they have waited long, and when the `with` block ends,
+    even by an exception.
 
     Args:
         folder: created if its parent exists.
@@ -220,7 +220,7 @@ class Parts:
         self.write_if_due()
 
     def write_if_due(self) -> None:
-        """Write the added rows that are not yet written, if they are many or old."""
+        """Write the added rows that are not yet on the disk, if there are many of them or if they have waited long."""
         now = time.monotonic()
         patience = max(FIRST_PART_S, PART_SHARE * (now - self._begun))
         if self._waiting and (self._waiting_bytes >= PART_BYTES or now - self._since >= patience):

@@ -49,7 +49,8 @@ class Target(Protocol):
     """A target, in the form in which it is sent to workers.
 
     Attributes:
-        name: the name that is recorded with the results. `arguments` are other settings that affect the results.
+        name: the name that is recorded with the results. `arguments` are the settings besides the name that affect the
+            results.
         batch: maximum number of values per call; None: one.
         columns: a pyarrow.Schema of the results, or None: the first result sets it.
         prepare: for targets that take photographs: the function that decoding threads apply to each Pillow image.
@@ -85,7 +86,7 @@ class CallableTarget:
 
     Attributes:
         name: "my.py:fn", "package.module:fn", or a description of the callable.
-        place: (file or module, name), from which workers import the callable; None: they unpickle `pickled`.
+        place: (file or module, name), from which workers import the callable; None: workers unpickle `pickled`.
         batch: maximum values per call; None: the function is called with one value.
     """
 
@@ -98,7 +99,7 @@ class CallableTarget:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Other settings that affect the results: a callable has none."""
+        """The settings besides the name that affect the results: a callable has none."""
         return {}
 
     def load(self, device: str) -> Call:

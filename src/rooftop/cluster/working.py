@@ -169,7 +169,7 @@ class AheadByThreads:
 
 
 At = Callable[[Chunk, int, int], AbstractContextManager[Any]]
-"""Makes the context manager in which a worker processes the items (first, count) of a chunk."""
+"""A function that makes the context manager in which a worker processes the items (first, count) of a chunk."""
 
 
 @dataclass
@@ -191,7 +191,8 @@ class _Progress:
         return self.done == len(self.chunk.items)
 
     def add(self, outcomes: list[Row | Failure]) -> None:
-        """Add the outcomes of the next items. Outcomes become rows once there are many, or when the chunk is complete.
+        """Add the outcomes of the next items. Outcomes become rows once there are many outcomes, or when the chunk is
+        complete.
 
         Converting a whole chunk at once would take longer than the GPU needs for the batch in progress.
         """

@@ -204,7 +204,8 @@ def parts(tensor: Tensor) -> list[Tensor]:
     """The strided tensors that hold a tensor's data: a sparse tensor's indices and, last, its values; for other
     tensors, the tensor itself.
 
-    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor in memory. Then the batched tensor counts.
+    Inside `torch.func` (vmap, grad) a tensor wraps the batched tensor in memory. The result is then the parts of the
+    batched tensor.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)

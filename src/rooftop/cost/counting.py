@@ -208,8 +208,8 @@ def _is_traced() -> bool:
 
 @cache
 def _has_decomposition(func: Any) -> bool:
-    """Whether PyTorch defines the operator by other operators. For TorchScript's operators (prim::device) PyTorch
-    cannot tell; they count as not defined by others.
+    """Whether PyTorch defines the operator by other operators. False for TorchScript's operators (prim::device), for
+    which PyTorch cannot tell.
     """
     if isinstance(func, HigherOrderOperator) or not torch._C._dispatch_has_kernel(func.name()):
         return False
@@ -319,8 +319,8 @@ _COPIES = {"aten::copy_", "aten::_to_copy"}
 
 
 def _place(name: str, tensors: Sequence[Tensor], out: Any) -> str:
-    """The line of the program that calls an operator at which the program waits: one that synchronizes, or copies
-    between host and GPU. "" for any other operator.
+    """The line of the program that calls an operator, if the operator synchronizes, or copies between host and GPU. ""
+    for any other operator.
     """
     waits = name in _ANSWERED_ON_THE_HOST and any(t.is_cuda for t in tensors)
     if not waits and name in _COPIES:

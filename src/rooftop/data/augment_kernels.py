@@ -141,7 +141,7 @@ def apply_operation(
         low = gray(red, green, blue)
         red, green, blue = blended(low, red, factor), blended(low, green, factor), blended(low, blue, factor)
     if code == SHARPNESS:
-        within = there & (x > 0) & (x < width - 1) & (y > 0) & (y < height - 1)  # the border stays as it is
+        within = there & (x > 0) & (x < width - 1) & (y > 0) & (y < height - 1)  # pixels at the border stay unchanged
         low_red, low_green, low_blue = near(image, x, y, width, within)
         red = tl.where(within, blended((2 * low_red + 13) // 26, red, factor), red)
         green = tl.where(within, blended((2 * low_green + 13) // 26, green, factor), green)

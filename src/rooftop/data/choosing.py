@@ -11,7 +11,7 @@ thread to another takes about a tenth of this time.
 """
 NEAR_LINEAR = 0.75
 """If threads reach this fraction of the ideal speed, processes are not tried, because they could be only a little
-faster.
+faster than threads.
 """
 PROCESSES_GAIN = 0.9
 """Processes are chosen only if they take less than this fraction of the threads' time, because processes need memory

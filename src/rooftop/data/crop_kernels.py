@@ -76,7 +76,7 @@ def resize_rows(
 @triton.jit
 def resize_columns(
     rows,  # (rows of all crops, 3, size) float32
-    crops, scales,  # as above
+    crops, scales,  # as in resize_rows
     out,  # (N, size, size, 3) uint8, all zeros
     size,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -1,7 +1,7 @@
 """Crop, resize, flip and shift photographs that are on a device.
 
-On a GPU two Triton kernels do this for many photographs at once. The reference, also used without Triton, applies
-PyTorch's operators to one photograph after another.
+On a GPU, two Triton kernels change many photographs at once. Without Triton and in tests, PyTorch's operators change
+one photograph after another.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@
         pixels, labels = batch.value  # `Pixels` on the GPU
 
 The loader's workers draw the same random numbers as `ImageTransform`. A GPU's pixels are close to the CPU's but not
-equal: NVJPEG's colours and the arithmetic of resizing differ slightly. RandAugment runs later, on the batch
+equal: NVJPEG's colours and the arithmetic of resizing differ slightly. RandAugment runs on the batch after decoding
 (`device_augment`). Colour jitter needs Pillow's operations, so it stays on the CPU.
 
 A GPU that decodes all photographs has less time for the training step. So the CPU can decode a fixed part of the
-photographs: `share` is the fraction that the GPU decodes. In each epoch, the CPU decodes the same photographs.
+photographs: `share` is the fraction that the GPU decodes. The CPU decodes the same photographs in every epoch.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def _rate(work: Callable[[int], object], indices: Sequence[int], workers: int, s
 
 
 def loader_rate(loader: Loader, seconds: float) -> tuple[float, Any]:
-    """Return (samples per second, first batch) of a loader, timed from when the loader has chosen how to load."""
+    """Return (samples per second, first batch) of a loader, timed after the loader has chosen how to load."""
     count, began, value = 0, 0.0, None
     for batch in loader.batches(0, epochs=ENDLESS):
         value = batch.value if value is None else value

@@ -89,7 +89,8 @@ class ImageTransform:
             the maximum shift, as a fraction of the side. `jitter` is the strength of colour jitter, and `hue` the
             maximum change of the hue, as a fraction of the colour circle. `rand_augment` is a number of operations, and
             `magnitude` their strength, 0 to 10. With `rand_augment_on` "gpu", the `Normalizer` applies these operations
-            on the device; the resulting pixels are the same. `detail` is the minimum number of decoded pixels per pixel
+            on the device; the resulting pixels are the same as with "cpu". `detail` is the minimum number of decoded
+            pixels per pixel
             of a random crop, along a side. None: no augmentation.
         train: whether images are augmented. Validation uses the central square. If training uses crops, the shorter
             side is first resized to 256/224 of `size`, as for ImageNet.

@@ -35,7 +35,7 @@ from rooftop.errors import InputError
 WAYS = ("here", "threads", "processes")
 TRIAL_HERE = 2  # number of batches to time "here"; the first batch includes warm-up
 MOST_TRIAL = 4  # maximum number of batches to time "threads" and "processes"
-MOST_WORKERS = 32  # for workers=0
+MOST_WORKERS = 32  # maximum number of workers if workers=0
 WORKERS_OF_A_CPU = 16  # maximum workers per CPU; more workers take memory but are not faster, even with a slow disk
 
 
@@ -77,8 +77,8 @@ class Loader:
         arrive: called with (batch, loader's device, whether damaged samples are skipped) in the thread that copies
             batches; returns the changed batch. Example: `DeviceImages` decodes files on a GPU. None: batches are not
             changed.
-        device: device of the batches; they are copied from pinned memory during the steps. None: batches stay on the
-            CPU.
+        device: device of the batches. Batches are copied from pinned memory while the steps run. None: batches stay on
+            the CPU.
         on_damage: "stop" raises at a sample that cannot be read; "skip" leaves the sample out, so that its batch is
             smaller.
 

@@ -79,14 +79,14 @@ class Processes:
         self._next = 0
         self._workers: list[_Worker] = []
         self._end = weakref.finalize(self, _end, self._workers, os.getpid())
-        # `_end` must run before multiprocessing's own exit handler. The processes ignore the SIGTERM of that handler,
-        # so it would wait forever.
+        # `_end` must run before multiprocessing's own exit handler. That handler sends SIGTERM, which the processes
+        # ignore, and would then wait forever for their end.
         atexit.register(self._end)
         try:
             for number in range(workers):
                 self._workers.append(_started(job, number))
             for worker in self._workers:
-                self._received(worker)  # ready
+                self._received(worker)  # the process reports that it is ready
         except BaseException:
             self.close()
             raise

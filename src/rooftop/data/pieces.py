@@ -115,7 +115,7 @@ def pieces_of(collate: Callable[[list[Any]], Any], workers: int) -> int:
 def collated(samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
     """Collate samples to a batch.
 
-    `default_collate` is replaced by a version without PyTorch's threads, with the same bits.
+    `default_collate` is replaced by a version that starts no threads of PyTorch and returns bit-identical batches.
 
     Raises:
         InputError: the samples' tensors differ in shape.

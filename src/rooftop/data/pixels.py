@@ -1,4 +1,5 @@
-"""Images that are copied to the device as uint8 and normalized on the device, to copy a quarter of float32's bytes.
+"""Images that are copied to the device as uint8 and normalized on the device, so that only a quarter of the bytes of
+float32 are copied.
 
 transform = ImageTransform(224, {"crop": 0.35, "erase": 0.25}, train=True, normalize=False)
 normalize = Normalizer()
@@ -76,7 +77,7 @@ class Normalizer:
         if constants is None:
             constants = self._constants[values.device] = torch.tensor(self._rows, device=values.device)
         scale, mean, std = constants
-        # divide by tensors, because PyTorch multiplies by the inverse of a Python number
+        # divide by tensors: instead of dividing by a Python number, PyTorch multiplies by its rounded inverse
         return values.float().div_(scale).sub_(mean).div_(std)
 
 

@@ -25,7 +25,8 @@ class Samples(Protocol):
     """A data set with numbered samples, e.g. any map-style data set of torch.utils.data.
 
     A loader may use the data set from several threads at once. A data set that is not thread-safe has an attribute
-    `thread_safe = False`. If a data set has a method `name(index)`, messages about damaged samples use it.
+    `thread_safe = False`. If a data set has a method `name(index)`, messages about damaged samples contain the sample's
+    name.
     """
 
     def __len__(self) -> int: ...

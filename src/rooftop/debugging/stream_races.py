@@ -1,9 +1,9 @@
-"""Find tensors that one CUDA stream uses before another has written them, or whose memory is reused too early.
+"""Find tensors that one CUDA stream uses before another stream has written them, or whose memory is reused too early.
 
-As in `torch.cuda._sanitizer`, records say which stream has waited for which. In addition, each finding names lines of
-the user's program, and the program continues. Three more cases are handled that torch's sanitizer misses: views of one
-storage (by the range of their bytes), new tensors of operators such as `zeros_like` (which write them), and memory that
-was freed while another stream still used it (a missing `record_stream`).
+As in `torch.cuda._sanitizer`, records say for which other streams each stream has waited. In addition, each finding
+names lines of the user's program, and the program continues. Three more cases are handled that torch's sanitizer
+misses: views of one storage (by the range of their bytes), new tensors of operators such as `zeros_like` (which write
+them), and memory that was freed while another stream still used it (a missing `record_stream`).
 
 The check cannot see kernels that PyTorch does not launch (custom kernels, Triton), work inside a CUDA graph or compiled
 code, waits in other libraries, or host memory (`non_blocking` copies from it). Work before the block counts as
@@ -152,8 +152,8 @@ class _Launch:
 
 
 class _Watcher:
-    """Record the last uses of each storage, and which streams have waited for which. Hooks report launches, allocations
-    and synchronization to this object.
+    """Record the last uses of each storage, and for which other streams each stream has waited. Hooks report launches,
+    allocations and synchronization to this object.
     """
 
     def __init__(self, races: list[StreamRace]) -> None:
@@ -161,7 +161,7 @@ class _Watcher:
         self._events = _sanitizer().EventHandler()
         self._left: dict[int, list[Any]] = {}  # address -> uses of the freed tensor at this address
         self._allocated: dict[int, int] = {}  # address -> number of the last launch before its allocation
-        self._recorded: dict[int, set[int]] = {}  # address -> streams that `record_stream` has named for it
+        self._recorded: dict[int, set[int]] = {}  # address -> streams that `record_stream` has named for this address
 
     def hear(self, event: str, *args: int) -> None:
         """Handle an event of torch's GPU trace, by the event's name."""

@@ -41,7 +41,7 @@ def diagnose(parts: Sequence[Part] | None = None) -> list[Finding]:
                 warnings.simplefilter("ignore")
                 finding = check(name)
         except NoTorch:
-            continue  # this part needs torch, whose own line reports the problem
+            continue  # this part needs torch, and the finding about torch reports the problem
         except Exception as error:
             finding = Finding(name, "broken", "", in_a_line(error))
         if finding is not None:

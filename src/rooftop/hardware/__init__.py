@@ -7,12 +7,11 @@
     side_stream, on_stream, join              work on a second stream; check_streams finds missing waits
     select_devices, on_each, Ensemble         choose GPUs, and use several at a time
     occupancy                                 warps of a kernel that a multiprocessor holds, and what limits them
-    measure_crossover the size above which the GPU beats the CPU
+    measure_crossover                         the size above which the GPU beats the CPU
     diagnose                                  check which features work on this machine
 
 Names are loaded on first use, so this package can be imported if torch is broken. Some names are defined in
-`rooftop.doctor`, which does not import this package when it is loaded, and in `rooftop.debugging`, which imports this
-package.
+`rooftop.doctor`, which can be imported without this package, and in `rooftop.debugging`, which imports this package.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class Ceilings:
         return self.flops[precision]
 
     def disturbed_of(self, parts: Collection[str]) -> tuple[str, ...]:
-        """The disturbed figures of the given parts.
+        """The disturbed figures that belong to the given parts of a measurement.
 
         Args:
             parts: "memory", "launches", "transfers", "links", and precisions.
@@ -206,8 +206,9 @@ class Ceilings:
         return self._with("kernel_floor_ms", self.kernel_floor_ms, floor, by, kernel_floor_ms=floor)
 
     def _with(self, figure: str, before: float, after: float, by: str, **changes: Any) -> Ceilings:
-        """Return these ceilings with one figure changed, and with a record of the change. If the figure is equal,
-        return these ceilings themselves."""
+        """Return these ceilings with one figure changed, and with a record of the change. If the figure does not
+        change, return these ceilings themselves.
+        """
         if before == after:
             return self
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

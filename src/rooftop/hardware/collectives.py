@@ -4,8 +4,8 @@ Bus bandwidth is the least number of bytes that each link must carry, divided by
 collectives and numbers of devices comparable with the rate of the links. By the convention of nccl-tests, an all-reduce
 of S bytes over n devices counts 2 (n - 1) / n S bytes, and an all-gather to S bytes counts (n - 1) / n S bytes.
 
-Each device gets its own process, so that a collective that hangs can be ended. A script without a `__main__` guard can
-measure, too.
+Each device gets its own process, so that a collective that hangs can be ended. The processes run this file, not the
+calling script, so the script needs no `__main__` guard.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _race(samples: Samples, candidates: Iterator[Candidate]) -> None:
 
 
 def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
-    """Matrix products on random data to try (zeros would be faster)."""
+    """Matrix products to try, on random data (products of zeros would be faster)."""
     for m, n, k in SHAPES:
         for layout in LAYOUTS:
             left = torch.randn(k, m).to(dtype).t() if layout[0] == "t" else torch.randn(m, k).to(dtype)

@@ -54,8 +54,8 @@ BATCHED = ((32, 1024, 1024, 1024), (64, 1024, 1024, 128), (128, 512, 512, 64), (
 CONVOLUTIONS = ((256, 64, 56, 3), (256, 128, 28, 3), (256, 256, 14, 3), (256, 512, 7, 3), (128, 256, 56, 1))
 """(batch, input and output channels, image side, kernel side)"""
 CONVOLVED = ("tf32", "fp16", "bf16")
-"""Precisions in which convolutions are tried. float32 is not one of them, because cuDNN's Winograd algorithm needs
-fewer operations than are counted: on an H100 such a convolution seems to reach twice the rate of any product, and all
+"""Precisions in which convolutions are tried. float32 is left out, because cuDNN's Winograd algorithm needs fewer
+operations than are counted: on an H100 such a convolution seems to reach twice the rate of any product, and all
 products would seem to reach at most half of their roof."""
 
 Call = Callable[[], object]
@@ -119,8 +119,9 @@ def measure_matrices(samples: Samples, device: torch.device, precision: str) -> 
 def _race(
     samples: Samples, device: torch.device, precision: str, candidates: list[_Candidate], per_s: float
 ) -> _Candidate:
-    """Time all candidates in short bursts, then time the fastest again after longer pauses. Return the fastest of
-    all."""
+    """Time all candidates in short bursts, then time the fastest candidates again after longer pauses. Return the
+    fastest candidate.
+    """
     for candidate in candidates:  # warm up: libraries choose and load their kernels
         candidate.call()
     variants = [
@@ -169,7 +170,7 @@ def _whole_waves(processors: int) -> Iterator[tuple[int, int]]:
 
 
 class _Operands:
-    """Random numbers (zeros are faster) for operands of any shape, and memory for results."""
+    """Random numbers for operands of any shape (zeros would be multiplied faster), and memory for results."""
 
     def __init__(self, device: torch.device, precision: str) -> None:
         self._precision, self._dtype = precision, DTYPES[precision]

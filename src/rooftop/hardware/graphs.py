@@ -65,9 +65,9 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
 def own_workspaces() -> Iterator[None]:
     """Give a graph that is captured in the `with` block its own cuBLAS workspaces, in its own memory pool.
 
-    PyTorch keeps one workspace per stream, and a captured product contains its address. But torch.compile with
-    reduce-overhead frees all workspaces, and newer versions of PyTorch free a stream's workspace when any of its graphs
-    is deleted. The captured product would then overwrite other tensors
+    PyTorch keeps one workspace per stream, and a captured product contains the workspace's address. But torch.compile
+    with reduce-overhead frees all workspaces, and newer versions of PyTorch free a stream's workspace when any graph of
+    the stream is deleted. The captured product would then overwrite other tensors
     (https://github.com/pytorch/pytorch/issues/193402). Freeing the workspaces before the capture makes PyTorch allocate
     new ones in the graph's pool. Freeing the workspaces afterwards keeps other work out of the graph's pool.
     """

@@ -33,7 +33,7 @@ MOST_MEASUREMENTS = 20
 
 KINDS = ("flops", "sustained", "pulse", "transfers", "links")  # the first words of figures whose names have two words
 LOWER_BY = 0.03
-"""A figure that is lower by less than this share counts as unchanged."""
+"""A figure that is less than this share below its best value counts as unchanged."""
 
 
 @dataclass(frozen=True)

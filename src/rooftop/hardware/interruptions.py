@@ -1,6 +1,6 @@
 """Pass on exceptions from a program's signal handlers that are raised while Rooftop's code runs for the program.
 
-Where Rooftop's code must not end the program, it catches all its own errors. A signal handler (a time limit by SIGALRM,
+Code of Rooftop that must not end the program catches all its own errors. A signal handler (a time limit by SIGALRM,
 a request to stop) may raise at any line, even in Rooftop's code. The handler's exception is meant for the program.
 """
 

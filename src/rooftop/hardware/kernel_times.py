@@ -19,7 +19,7 @@ from rooftop.errors import MeasurementError
 from rooftop.hardware.traces import Trace
 
 MARKER = "rooftop_marker"
-"""Name of the kernel before and after each call."""
+"""Name of the empty kernel that runs before and after each timed call."""
 
 Kernels = tuple[float, ...]
 """Durations in ms of the kernels of one call, in order of start."""

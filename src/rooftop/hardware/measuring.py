@@ -137,8 +137,9 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _read(path: Path) -> History | None:
-    """The history in a file. None if there is no file, or if it has the first format, so that everything is measured
-    again."""
+    """The history in a file. None if there is no file, or if the file has the first format; everything is then measured
+    again.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):

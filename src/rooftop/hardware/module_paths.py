@@ -83,8 +83,9 @@ class ModulePaths:
 
 
 def path_below(holder: nn.Module, module: nn.Module) -> str | None:
-    """The shortest path from one module to another below it; "" from a module to itself; None if the first does not
-    contain the second."""
+    """The shortest path from `holder` to a `module` inside it; "" if both are the same module; None if `holder` does
+    not contain `module`.
+    """
     seen = {id(holder)}
     left = deque([("", holder)])
     while left:

@@ -3,8 +3,8 @@
 Under a dispatch mode PyTorch refuses to compile a function, and does not compile it later, either. `torch.cond`, which
 must be compiled, would raise. So these modes disable compilation.
 
-Operators that take functions (`torch.cond`, `while_loop`, `map`, `scan`, `flex_attention`) rely on the compiler: it
-turns all tensors that their functions use into arguments. Without the compiler, the gradients of these operators would
+Operators that take functions (`torch.cond`, `while_loop`, `map`, `scan`, `flex_attention`) rely on the compiler, which
+turns all tensors that these functions use into arguments. Without the compiler, the gradients of these operators would
 fail. So autograd differentiates the operators inside these functions instead. Control flow runs eagerly, so that the
 mode sees its operators.
 """
@@ -255,7 +255,9 @@ def run_control_flow(place: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _differentiate_what_functions_run(stack: ExitStack) -> None:
-    """Run control flow eagerly above autograd, and also attention whose scores depend on other tensors."""
+    """Run control flow eagerly above autograd, and also flex attention whose score function uses tensors other than its
+    arguments.
+    """
     for operator in _higher_order_ops.values():
         kernel = eager_meaning(operator)
         if kernel is None and operator.name() == "flex_attention":

@@ -73,7 +73,7 @@ def probe(device: torch.device, parts: Collection[str], progress: Progress) -> H
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Within the block, let products use exactly the precision that they name. Restore the user's switch afterwards."""
+    """After the block, restore the user's switch for TF32, which measurements of matrix products change."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     try:
         yield

@@ -106,17 +106,18 @@ class Engine:
         model: any module on one device that `copy.deepcopy` can copy.
         dtype: dtype of floating-point weights and inputs. None: bfloat16 on a GPU, float32 on a CPU. Batch norms that
             cannot be folded are at least float32.
-        channels_last: memory format of 2-D convolutions' weights and of floating-point inputs with four dimensions.
-            None: on a GPU, if the model has such convolutions.
-        graphs: one CUDA graph for each signature of the inputs: structure, shapes, dtypes, numbers, strings. None: on a
-            GPU. Pass False for a model that keeps state between calls outside its buffers.
-        most_shapes: largest number of graphs; the least recently used one is dropped.
+        channels_last: whether weights of 2-D convolutions, and floating-point inputs with four dimensions, are channels
+            last. None: only on a GPU, if the model has 2-D convolutions.
+        graphs: whether calls replay CUDA graphs, one for each signature of the inputs: structure, shapes, dtypes,
+            numbers, strings. None: only on a GPU. Pass False for a model that keeps state between calls outside its
+            buffers.
+        most_shapes: largest number of graphs. Above this number, the least recently used graph is dropped.
         output_dtype: dtype of floating-point results; None: the dtype of the model's results.
         copy_outputs: whether results of graphs are copied. Results that are not copied are inference tensors, which the
             next call of the engine, with any inputs, overwrites.
         fold: whether batch norms are folded.
-        fuse: whether 2-D convolutions are computed together with bias, sum and activation. None: on a GPU.
-        replace: whether Rooftop's kernels compute norms, softmaxes, embeddings and max pools. None: on a GPU.
+        fuse: whether 2-D convolutions are computed together with bias, sum and activation. None: only on a GPU.
+        replace: whether Rooftop's kernels compute norms, softmaxes, embeddings and max pools. None: only on a GPU.
         constants: whether values that depend only on parameters and sizes are computed once.
 
     Attributes:

@@ -30,7 +30,7 @@ class Outcome:
 
     Attributes:
         status: "measured" and "checked": the result is right. "compiled": the rung was not run. "absent": the rung has
-            no code here. "wrong": the result is wrong. "failed": there is no result. `note` says more.
+            no code here. "wrong": the result is wrong. "failed": there is no result. `note` has the details.
         ms, spread: time of one call and its spread; None unless measured.
         rate: bytes/s or flop/s that the rung reached.
         percent_of_roof: 100 * roof / ms.

@@ -22,7 +22,7 @@ PLAIN, SIGMOID, GRADIENT, STEP = range(4)
 
 HIDDEN, BATCH, RATE = 32, 64, 1.0
 EPOCHS, FEW_EPOCHS = 20, 3  # epochs on a GPU, and epochs where kernels are interpreted
-TRAINING = 1437  # number of images for training; accuracy is measured on the other 360
+TRAINING = 1437  # number of images for training; accuracy is measured on the remaining 360
 
 
 class Operations(Protocol):
@@ -74,7 +74,7 @@ def step(operations: Operations, parameters: Parameters, x: Tensor, target: Tens
 
 
 def step_in_pytorch(parameters: Parameters, x: Tensor, target: Tensor, rate: float) -> None:
-    """The same step of gradient descent, with autograd."""
+    """The step of gradient descent that `step` makes, computed with autograd."""
     tensors = [value.detach().requires_grad_() for value in vars(parameters).values()]
     w1, b1, w2, b2 = tensors
     z = torch.sigmoid(x @ w1.t() + b1) @ w2.t() + b2

@@ -35,7 +35,8 @@ __global__ void grid_2d(const float* a, const float* b, float* c, int rows, int 
     c[at] = a[at] + b[at];
 }
 
-// As above, but with x down the rows: the index that changes fastest within a warp has the large stride in memory.
+// A 2-D grid as in `grid_2d`, but with x down the rows: the index that changes fastest within a warp has the large
+// stride in memory.
 __global__ void grid_2d_swapped(const float* a, const float* b, float* c, int rows, int columns) {
     const int row = blockIdx.x * blockDim.x + threadIdx.x, column = blockIdx.y * blockDim.y + threadIdx.y;
     if (row >= rows || column >= columns) return;

@@ -113,8 +113,9 @@ def sectors(layout: Layout, columns: int) -> int:
 
 
 def warps_with_work(layout: Layout, rows: int, columns: int, capability: tuple[int, int], units: int) -> float:
-    """The share of warps with work among all warps that `units` multiprocessors can hold, given the occupancy and the
-    grid."""
+    """The share of warps with work among all warps that `units` multiprocessors can hold, limited by the occupancy and
+    the grid.
+    """
     threads = layout.block[0] * layout.block[1] * layout.block[2]
     registers = cuda.compile(source(FILE), layout.instance, arch=f"sm_{capability[0]}{capability[1]}").binary.registers
     allowed = occupancy(threads, registers or 0, 0, capability)
@@ -124,7 +125,9 @@ def warps_with_work(layout: Layout, rows: int, columns: int, capability: tuple[i
 
 
 def predicted(layout: Layout, c: Tensor) -> str:
-    """A sentence with both predictions; empty if no compiler is available to count the kernel's registers."""
+    """A sentence with the predicted sectors and warps; empty if no compiler is available to count the kernel's
+    registers.
+    """
     capability, units = (torch.cuda.get_device_capability(c.device), processors(c)) if c.is_cuda else WITHOUT_GPU
     (rows, columns), where = c.shape, "predicted" if c.is_cuda else "predicted for an H200"
     try:
@@ -156,7 +159,7 @@ def in_cuda(a: Tensor, b: Tensor, c: Tensor) -> tuple[Rung, ...]:
 
 
 def in_triton(a: Tensor, b: Tensor, c: Tensor) -> tuple[Rung, ...]:
-    """The same rungs in Triton."""
+    """The counterparts of `in_cuda`'s rungs in Triton."""
     from rooftop.ladder import indexing_kernels as kernels
     from rooftop.ladder.vector_kernels import add_block
 

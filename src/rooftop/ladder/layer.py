@@ -1,8 +1,8 @@
 """The layer ladder: y = sigmoid(x W^T + b) in float32, for n rows with n input and n output features, on the CPU and on
 the GPU.
 
-The layer takes 2 n^3 flops for 12 n^2 bytes, so arithmetic bounds it if n is in the hundreds or more. TF32 is off: all
-rungs multiply in float32. The same kernels also train a network: see `digits.py`.
+The layer takes 2 n^3 flops for 12 n^2 bytes, so arithmetic bounds the layer if n is in the hundreds or more. TF32 is
+off: all rungs multiply in float32. The same kernels also train a network: see `digits.py`.
 """
 
 from __future__ import annotations

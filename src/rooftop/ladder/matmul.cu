@@ -33,8 +33,8 @@ struct alignas(8) Four {
     __half at[4];
 };
 
-// Each of 256 threads computes 8 x 8 elements of a tile of 128 x 128. For 64 products it reads 16 values from shared
-// memory, not 128.
+// Each of 256 threads computes 8 x 8 elements of a tile of 128 x 128. For 64 products a thread reads 16 values
+// from shared memory, not 128.
 __global__ void __launch_bounds__(256) register_blocked(const __half* a, const __half* b, __half* c, int n) {
     constexpr int TILE = 128, DEPTH = 8, HALF = TILE / 2;
     __shared__ float of_a[DEPTH][TILE + 4], of_b[DEPTH][TILE];  // of_a holds A transposed

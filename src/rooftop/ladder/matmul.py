@@ -1,5 +1,5 @@
 """The matmul ladder: C = A B for n x n matrices in half precision, with float32 sums. The product takes 2 n^3 flops for
-6 n^2 bytes, so arithmetic bounds it.
+6 n^2 bytes, so arithmetic bounds the product.
 
 The roof is that of the tensor cores. The first rungs convert to float32 and multiply on the ordinary cores. A line
 below the table states the limit of the rungs without tensor cores.
@@ -92,7 +92,7 @@ def in_cuda(a: Tensor, b: Tensor, c: Tensor) -> tuple[Rung, ...]:
 
 
 def in_triton(a: Tensor, b: Tensor, c: Tensor) -> tuple[Rung, ...]:
-    """The same rungs in Triton."""
+    """The counterparts of `in_cuda`'s rungs in Triton."""
     from rooftop.ladder import matmul_kernels as kernels
 
     n = c.shape[0]

@@ -32,8 +32,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def working_sets(caches: dict[str, int]) -> dict[str, int]:
-    """The size in bytes of the array for each level: half of the level's cache; for DRAM several times the last
-    cache."""
+    """The size in bytes of the array for each level: half the size of the level's cache; for DRAM several times the
+    size of the last cache.
+    """
     sizes = {name.removesuffix("d"): size // 2 for name, size in sorted(caches.items())}
     largest = max(caches.values(), default=LEAST_BYTES // BEYOND)
     return {**sizes, FARTHEST: min(MOST_BYTES, max(LEAST_BYTES, BEYOND * largest))}

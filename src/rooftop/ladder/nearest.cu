@@ -1,6 +1,6 @@
 // The squared distance of each point to the nearest of some centres. Points are stored as all x, all y, all z, so that
 // neighbouring threads read neighbouring addresses. Each thread holds POINTS points in registers, so that a centre that
-// it reads from shared memory serves all of them.
+// it reads from shared memory serves all these points.
 
 constexpr int MOST_CENTRES = 1024;  // 12 KB; further centres are ignored
 

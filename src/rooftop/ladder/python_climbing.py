@@ -173,7 +173,7 @@ def difference(found: Array, expected: Array) -> str:
 
 
 def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome], list[float]]:
-    """Compare each rung with the first. Return the outcomes, and the time of one call of each rung.
+    """Compare each rung's result with the first rung's. Return the outcomes, and the time of one call of each rung.
 
     If the first call was slow, a second call is made, because the first may have included compiling or starting
     processes.
@@ -209,7 +209,9 @@ def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome
 def _timed(
     ladder: SpeedLadder, outcomes: list[SpeedOutcome], took: list[float], device: torch.device, seconds: float
 ) -> dict[int, Timing]:
-    """Time all right rungs. Return the timings by the rung's index. Rungs on the same clock are interleaved."""
+    """Time all rungs with a correct result. Return the timings by the rung's index. Rungs on the same clock are
+    interleaved.
+    """
     found: dict[int, Timing] = {}
     right = {place: rung for place, rung in enumerate(ladder.rungs) if outcomes[place].status == CHECKED}
 
@@ -254,7 +256,7 @@ def _with_times(
 
 
 def _remarks(outcomes: list[SpeedOutcome]) -> list[str]:
-    """Sentences to print below the table, as far as the rungs that they compare were timed."""
+    """Sentences to print below the table. A sentence is left out if a rung that it compares was not timed."""
     remarks = [
         f"The roof assumes {FLOPS_PER_PAIR} operations per pair, at a measured rate that counts a fused "
         f"multiply-add as two. A pair takes at least {INSTRUCTIONS_PER_PAIR} instructions, so no rung can exceed "

@@ -76,10 +76,10 @@ class SpeedLadder:
 
     Attributes:
         work: a description of the work.
-        cost: what any rung must compute and move.
+        cost: bytes and flops that any rung needs.
         processes: number of processes that the ladder uses.
         rungs: usually from the slowest to the fastest.
-        parts: how many parts make up the whole, for a rung that has a `part`.
+        parts: number of equal parts of the work, for rungs that have a `part` function.
     """
 
     work: str
@@ -413,7 +413,7 @@ def in_dask(
 
 
 def on_gpu(points: Array, centres: Array, device: torch.device) -> tuple[SpeedRung, ...]:
-    """The rungs on a GPU: the same PyTorch operators, a kernel, and the kernel together with its transfers."""
+    """The rungs on a GPU: the operators of `torch_call`, a kernel, and the kernel together with its transfers."""
     names: dict[str, tuple[str, str]] = {
         "in place, on the GPU": (PYTORCH, "the data are on the GPU, and the rest of the program takes longer"),
         "one kernel": (CUDA, "it is near the roof of the GPU"),

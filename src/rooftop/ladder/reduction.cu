@@ -1,5 +1,6 @@
-// The sum of n elements. All kernels except the last write a sum for each block, sums[blockIdx.x]. They are launched
-// again on these sums until one is left. The kernels differ in how the threads of a block add their values.
+// The sum of n elements. All kernels except the last write a sum for each block, sums[blockIdx.x]. These kernels
+// are launched again on the sums, until one sum is left. The kernels differ in how the threads of a block add their
+// values.
 
 constexpr int WARP = 32;
 
@@ -17,7 +18,8 @@ template <int BLOCK> __global__ void divergent(const float* x, float* sums, long
     if (t == 0) sums[blockIdx.x] = kept[0];
 }
 
-// Neighbouring threads add the same pairs. Whole warps become idle, but the active threads have bank conflicts.
+// The pairs of `divergent`, added by neighbouring threads. Whole warps become idle, but the active threads have bank
+// conflicts.
 template <int BLOCK> __global__ void neighboured(const float* x, float* sums, long long n) {
     __shared__ float kept[BLOCK];
     const int t = threadIdx.x;
@@ -32,7 +34,7 @@ template <int BLOCK> __global__ void neighboured(const float* x, float* sums, lo
     if (t == 0) sums[blockIdx.x] = kept[0];
 }
 
-// Of UNROLL * BLOCK elements, each thread loads every BLOCK-th. All its loads are in flight at the same time.
+// Each thread loads every BLOCK-th of UNROLL * BLOCK elements. All loads of a thread are in flight at the same time.
 template <int UNROLL, int BLOCK> __device__ float loaded(const float* x, long long n) {
     const long long first = blockIdx.x * static_cast<long long>(UNROLL * BLOCK) + threadIdx.x;
     float values[UNROLL], sum = 0.0f;
@@ -57,7 +59,7 @@ template <int UNROLL, int BLOCK> __global__ void sequential(const float* x, floa
     if (t == 0) sums[blockIdx.x] = kept[0];
 }
 
-// The same steps, but unrolled by the compiler. The last warp needs no block-wide barrier.
+// The steps of `sequential`, unrolled by the compiler. The last warp needs no block-wide barrier.
 template <int UNROLL, int BLOCK> __global__ void unrolled(const float* x, float* sums, long long n) {
     __shared__ float kept[BLOCK];
     const int t = threadIdx.x;

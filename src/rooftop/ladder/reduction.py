@@ -118,7 +118,7 @@ def in_cuda(x: Tensor, result: Tensor, sums: list[Tensor]) -> tuple[Rung, ...]:
 
 
 def in_triton(x: Tensor, result: Tensor, sums: list[Tensor]) -> tuple[Rung, ...]:
-    """The same rungs in Triton."""
+    """The counterparts of `in_cuda`'s rungs in Triton."""
     from rooftop.ladder import reduction_kernels as kernels
 
     done = torch.zeros(1, dtype=torch.int32, device=x.device)

@@ -113,7 +113,7 @@ def in_cuda(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
 
 
 def in_triton(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
-    """The same rungs in Triton."""
+    """The counterparts of `in_cuda`'s rungs in Triton."""
     from rooftop.ladder import vector_kernels as kernels
 
     n = z.numel()
@@ -137,8 +137,9 @@ def in_triton(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
 
 
 def with_transfers(x: Tensor, y: Tensor, z: Tensor) -> tuple[Rung, ...]:
-    """The rungs with transfers: x and y are copied from the host's memory, z is copied back, and the host waits for
-    it."""
+    """The rungs with transfers: x and y are copied from the host's memory; z is copied back, and the host waits for
+    z.
+    """
     if not z.is_cuda:
         return tuple(
             Rung(name, CUDA, None, note="needs a GPU") for name in ("with transfers", "with transfers, pinned")

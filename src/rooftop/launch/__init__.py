@@ -1,4 +1,4 @@
-"""Launch kernels, declare operators, and repeat known calls."""
+"""Launch kernels, declare operators, and repeat earlier calls without deciding again how to launch them."""
 
 from rooftop.launch.triton_launch import INTERPRETED, count_launches, launch
 

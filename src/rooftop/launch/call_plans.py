@@ -1,6 +1,5 @@
-"""Make plans from observed calls. A plan lists the allocations, launches and results of a call for the C++ part.
-
-`repeated_calls.py` observes calls; `recorded_calls.py` adds how autograd records calls.
+"""Make plans from observed calls. A plan lists the allocations, launches and results of a call, so that C++ code can
+repeat the call. `repeated_calls.py` observes calls; `recorded_calls.py` adds how autograd records the calls.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from rooftop.launch.lessons import ANY, Called, Lesson, Part, Varied
 from rooftop.launch.row_counts import Code, codes_of, value_of
 
 ALLOCATED = -1  # the plan allocates the memory
-NOT_ALLOCATED = -2  # the plan does not allocate: an operator of PyTorch does, or nothing uses the memory
+NOT_ALLOCATED = -2  # an operator of PyTorch allocates the memory, or nothing uses the memory
 
 
 class Unplanned(Exception):
-    """The call cannot be planned, so Python makes this call and all calls like it. The message says why."""
+    """The call cannot be planned, so Python makes this call and all calls like it. The error's message says why."""
 
 
 class Result(NamedTuple):
     """A result of a plan.
 
     Attributes:
-        source: index of a given tensor, or of memory that the plan allocates, which follows the given tensors; -1: the
-            result is None.
+        source: index into the list of the given tensors followed by the allocations of the plan. -1: the result is
+            None.
         offset: elements from the beginning of the source.
     """
 
@@ -47,8 +46,8 @@ def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str
     Args:
         lesson: the record of the observed call.
         places: the memory of the call's results.
-        results: the results, in order.
-        kind: "t" for a tensor, "[" for a list, "(" for a tuple.
+        results: the location of each result in memory, in order.
+        kind: "t" if the call returns a tensor, "[" for a list, "(" for a tuple.
         recording: how autograd records the call; None: autograd does not record it.
 
     Raises:
@@ -75,7 +74,7 @@ def plan_of(lesson: Lesson, places: Places, results: Sequence[Result], kind: str
     }
     try:
         return native_calls.module.Plan(description)
-    except ValueError:  # the driver does not report a kernel's parameters, or they do not match
+    except ValueError:  # the driver does not report a kernel's parameters, or reports unexpected ones
         return native_calls.module.Plan({**description, "launches": _launches_of(lesson, by_driver=False)})
 
 
@@ -83,7 +82,7 @@ class Places:
     """The memory of each result of a call.
 
     Attributes:
-        memory: the allocations, with the shapes of the call's results.
+        memory: the allocations. An allocation that is a result of the call has the shape of that result.
         shapes: shape and strides of each result in allocated memory, by its index in `memory`.
     """
 
@@ -95,7 +94,7 @@ class Places:
         self.shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def formulas(self, place: int) -> list[Code]:
-        """The formulas of an allocation's sizes; empty if they do not vary."""
+        """The formulas of an allocation's sizes; empty if the sizes do not vary from call to call."""
         shape = self.lesson.shapes.get(place + len(self.lesson.given))
         return [] if shape is None else codes_of(shape)
 
@@ -105,7 +104,7 @@ class Places:
         return source in self.lesson.shapes or (self.lesson.varies and source in self.lesson.fresh)
 
     def of(self, tensor: Tensor) -> int | None:
-        """The index in `memory` of the allocation that a tensor fills; None if the tensor fills no allocation."""
+        """The index in `memory` of the allocation whose memory `tensor` is; None if there is no such allocation."""
         source, count = self.lesson.source(tensor), len(self.lesson.given)
         if source is None or source < count:
             return None
@@ -115,8 +114,8 @@ class Places:
         return source - count if whole and made.data_ptr() == tensor.data_ptr() and made.dtype == tensor.dtype else None
 
     def of_result(self, result: Tensor | None) -> Result:
-        """The `Result` for a tensor that the call returns. Two results may be one tensor. Memory that the plan
-        allocates gets the result's shape.
+        """The `Result` for a tensor that the call returns. Two results may be the same tensor. If the result is an
+        allocation of the plan, that allocation gets the result's shape.
         """
         if result is None:
             return Result(-1)
@@ -153,7 +152,9 @@ class Places:
         return Result(source, tuple(gradient.shape), gradient.stride(), offset)
 
     def of_argument(self, tensor: Tensor) -> int:
-        """The index of the given tensor that an operator's argument views, with all elements in the same order."""
+        """The index of the given tensor of which an operator's argument is a view with all elements in the
+        same order.
+        """
         source = self.lesson.source(tensor)
         if source is None or source >= len(self.lesson.given):
             raise Unplanned("an operator that autograd records takes a tensor that the call computed")
@@ -166,8 +167,8 @@ class Places:
 
 
 def is_view(whole: Tensor, part: Tensor) -> bool:
-    """Whether `part` is `whole`, or `whole.view(part.shape)` if its shape differs. A view of the same shape may have
-    other strides in dimensions of size 1.
+    """Whether `part` has the memory, shape and strides of `whole`, or of `whole.view(part.shape)` if the shapes differ.
+    If the shapes are equal, the function does not use `view`, which may change the strides of dimensions of size 1.
     """
     if whole.numel() != part.numel() or whole.data_ptr() != part.data_ptr() or whole.dtype != part.dtype:
         return False
@@ -180,7 +181,7 @@ def is_view(whole: Tensor, part: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps, in any order of dimensions."""
+    """Whether the elements of a tensor fill a memory range without gaps, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted((d, n) for n, d in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
         if stride != expected:
@@ -197,8 +198,8 @@ def _launches_of(lesson: Lesson, by_driver: bool = True) -> list[dict[str, Any]]
 
 
 def _launch_of(step: Step | Called, varied: Varied | None = None, by_driver: bool = True) -> dict[str, Any]:
-    """Describe a step: a launch by the driver, a launch by Python if the driver cannot make it, or a call of PyTorch's
-    operator.
+    """Describe a step for the C++ code: a launch by the driver, a launch by Python if the driver cannot launch the
+    kernel, or a call of an operator of PyTorch.
     """
     if isinstance(step, Called):
         schema = step.func._schema
@@ -223,7 +224,7 @@ def _launch_varying(
     given = step.given.copy()
     for place, code in numbers.items():
         given[place] = value_of(code, values)
-    # one element suffices: kernels take only addresses, and the view must not be larger than the memory
+    # a view of one element suffices, because a kernel gets only the address, and the view must fit in the memory
     pointers = tuple(each._replace(view=(each.view[0], torch.Size((1,)), (1,))) for each in step.pointers)
     sizes = tuple(value_of(code, values) for code in grid)
     if 0 not in sizes:

@@ -1,10 +1,10 @@
-"""Launch a Triton kernel again with arguments of the same kind, by passing addresses and numbers directly to the
-compiled kernel.
+"""Launch a Triton kernel again with arguments of the same dtypes and alignment, by passing addresses and numbers
+directly to the compiled kernel.
 
 At each launch, Triton inspects all arguments, builds a key as a string and looks up the compiled kernel. This look-up
-takes the host longer than all other work of a call. Here the key has only the facts on which Triton specializes:
-dtypes, divisibility by 16, the width of integers, constants. Triton itself compiles all kernels, and makes the launches
-that this file cannot make.
+takes the host longer than all other work of a call. In this module, the key has only the properties of arguments on
+which Triton specializes: dtypes, divisibility by 16, the width of integers, constants. Triton still compiles all
+kernels, and makes the launches that this module cannot make.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch.nn import Parameter
 
 MOST_COMPILED = 16384
 _compiled: dict[tuple[Any, ...], Compiled] = {}
-"""Compiled kernels. A key consists of the kernel, the device, the facts of the arguments, and the constants."""
+"""Compiled kernels. A key has the kernel, the device, the properties of the arguments (`facts_of`), and
+the constants.
+"""
 
 _NUMBERS = frozenset((float, bool))  # Triton does not specialize on values of these types
 _SMALL = 1 << 31  # integers below this value are 32-bit integers in a kernel
@@ -42,9 +44,9 @@ class Compiled:
     def __init__(self, kernel: Any, compiled: Any, constants: tuple[Any, ...], takes_descriptors: bool = False) -> None:
         from triton.runtime import driver
 
-        self.takes_descriptors = takes_descriptors  # `launch` cannot pass tensor descriptors
+        self.takes_descriptors = takes_descriptors  # if True, `launch` cannot launch the kernel
 
-        self.kernel = kernel  # a reference, so that no other kernel gets its id
+        self.kernel = kernel  # a reference, so that no other kernel gets the id of this kernel
         self.whole = compiled
         self.constants = constants
         self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -52,7 +54,7 @@ class Compiled:
         self.stream_of = driver.active.get_current_stream
 
     def launch(self, grid: tuple[int, ...], given: Sequence[Any]) -> None:
-        """Launch the kernel with these addresses and numbers on the current stream of its device, which must be the
+        """Launch the kernel with these addresses and numbers on the current stream. The kernel's device must be the
         current device.
         """
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
@@ -68,8 +70,8 @@ def start(
     Args:
         kernel: a `triton.jit` function, not interpreted.
         grid: programs in one to three dimensions.
-        index: index of the current device, which has the tensors; -1 for tensors on the CPU.
-        args, parameters: positional arguments; constants and launch parameters.
+        index: index of the current device, on which the tensors are; -1 if the tensors are on the CPU.
+        args: positional arguments of the kernel. parameters: the kernel's constants and launch parameters.
 
     Returns:
         The compiled kernel, if `Compiled.launch` can launch it with other arguments of the same dtypes and alignment.
@@ -88,8 +90,8 @@ def start(
 
 
 def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | None:
-    """Return (facts on which Triton specializes, addresses and numbers for Triton's launcher). Return None for
-    arguments that Triton has to inspect: tensors on other devices, tensor descriptors, and unknown types.
+    """Return (properties on which Triton specializes, addresses and numbers for Triton's launcher). Return None for
+    arguments that Triton has to inspect: tensors on a device other than `index`, tensor descriptors, and unknown types.
 
     Args:
         args: positional arguments of a launch.
@@ -104,7 +106,7 @@ def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | N
                 return None
             given[place] = address = each.data_ptr()
             facts += (each.dtype, not address & 15)
-        elif kind is int:  # facts: whether the integer is 1, whether 16 divides it, and its width
+        elif kind is int:  # properties: is the integer 1, is it a multiple of 16, and its width in bits
             if each == 1:
                 facts.append(1)
             elif -_SMALL <= each < _SMALL:
@@ -126,7 +128,9 @@ def is_descriptor(argument: Any) -> bool:
 
 
 def _with_descriptors(kernel: Any, made: Any, args: Sequence[Any], parameters: dict[str, Any]) -> Compiled | None:
-    """The compiled kernel, if it takes tensor descriptors, which `Compiled.launch` cannot pass."""
+    """The compiled kernel if its arguments include tensor descriptors, which `Compiled.launch` cannot pass;
+    else None.
+    """
     constants = kernel.params[len(args) :]
     if not any(map(is_descriptor, args)) or not hasattr(made, "packed_metadata") or kernel.pre_run_hooks:
         return None
@@ -136,7 +140,9 @@ def _with_descriptors(kernel: Any, made: Any, args: Sequence[Any], parameters: d
 
 
 def _keep(key: tuple[Any, ...], kernel: Any, compiled: Any, count: int, parameters: dict[str, Any]) -> Compiled | None:
-    """Remember a compiled kernel if its constants follow its arguments, and the caller passes all constants by name."""
+    """Cache a compiled kernel if its constants follow its other arguments, and the caller passes all constants
+    by name.
+    """
     if not hasattr(compiled, "packed_metadata") or kernel.pre_run_hooks:
         return None
     arguments, constants = kernel.params[:count], kernel.params[count:]

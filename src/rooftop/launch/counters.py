@@ -2,7 +2,7 @@
 resets to zero.
 
 Launches on one stream run one after another and share their counters. A captured launch may be replayed on any stream,
-together with any other work. So each captured launch keeps its own counters as long as the process lives.
+at the same time as any other work. So each captured launch has its own counters as long as the process lives.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rooftop.launch import triton_launch
 
-STREAM_COUNTERS = 4096  # counters of a stream: 16 KiB
+STREAM_COUNTERS = 4096  # number of counters of a stream: 16 KiB
 CAPTURED_COUNTERS = 1 << 18  # counters for all captured launches of a device: 1 MiB
 
 
@@ -44,7 +44,9 @@ def counters(device: torch.device, count: int) -> Tensor | None:
 
 
 def counters_now(device: torch.device, count: int) -> Tensor | None:
-    """Return `counters` for a `count` within a stream's supply, without notifying an observer of the call."""
+    """Return the same as `counters` for a `count` of at most STREAM_COUNTERS, without notifying an observer of the
+    call.
+    """
     if device.type != "cuda":
         return _stream_zeros(device, 0)[:count]
     with torch.cuda.device(device):
@@ -61,7 +63,7 @@ def _stream_zeros(device: torch.device, stream: int) -> Tensor:
             if device not in _of_graphs:
                 _of_graphs[device] = _Captured(torch.zeros(CAPTURED_COUNTERS, dtype=torch.int32, device=device))
                 if device.type == "cuda":
-                    # needed only once: afterwards, graphs on any stream can use the zeros
+                    # needed only at the first allocation: afterwards, graphs on any stream can use the zeros
                     torch.cuda.current_stream().synchronize()
             _of_stream[device, stream] = zeros
     return zeros

@@ -31,7 +31,8 @@ import torch
 
 PATIENCE_S = 600  # time limit of a compilation, which takes less than a minute on most machines
 
-# A separate process, which may outlive this process, runs this code: it compiles to a temporary file and renames it.
+# Code of a separate process, which may outlive this process. The code compiles to a temporary file, and renames that
+# file.
 _BUILDER = """
 import json, os, subprocess, sys
 command, partial, path, failed, building = json.loads(sys.argv[1])
@@ -54,11 +55,9 @@ finally:
 
 
 def asked() -> str:
-    """The value of $ROOFTOP_COMPILED_CALLS. "0": no extension; "1": compile in the background; "wait": wait for the
-    compilation.
-
-    Unset and empty mean "1". Any other value means "1", with a warning, because a wrong setting must not make a call of
-    an operator fail.
+    """The value of $ROOFTOP_COMPILED_CALLS. "0": use no extension; "1": compile in the background; "wait": wait for the
+    compilation. If the variable is not set or empty, the value is "1". Any other value causes a warning and counts as
+    "1", because a wrong setting must not make a call of an operator fail.
     """
     found = os.environ.get("ROOFTOP_COMPILED_CALLS") or "1"
     if found not in ("0", "1", "wait"):
@@ -70,7 +69,7 @@ def asked() -> str:
 @cache
 def compiler() -> tuple[str, ...] | None:
     """The command of the C++ compiler: $CXX, which may have options or a prefix as in `ccache g++`, or else g++, c++ or
-    clang++. None if none of them is installed.
+    clang++. Return None if none of these compilers is installed.
     """
     for command in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         try:
@@ -86,7 +85,7 @@ class Extension:
     """A Python extension module in one C++ file, which may use PyTorch.
 
     Args:
-        name: name of the module; the compiler defines it as the macro ROOFTOP_MODULE.
+        name: name of the module. The C++ file gets this name as the macro ROOFTOP_MODULE.
         source: path of the C++ file.
     """
 
@@ -110,7 +109,7 @@ class Extension:
         return self.path.with_name(f"{self.path.name}.failed")
 
     def state(self) -> tuple[bool, str]:
-        """Return (whether the module can be used now or later, the reason in one line)."""
+        """Return (whether the module can be used now or after compilation, the reason in one line)."""
         if asked() == "0":
             return False, "left out by ROOFTOP_COMPILED_CALLS=0"
         if self.path.exists():
@@ -144,12 +143,13 @@ class Extension:
         return self._load()
 
     def ask(self, then: Callable[[Any], None], twin: str) -> None:
-        """Pass the module to `then`: at once if the cache has the module, else from a thread after compiling it. With
-        `ROOFTOP_COMPILED_CALLS=wait`, compile the module before this method returns. `then` is not called if extensions
-        are disabled or cannot be compiled.
+        """Call `then` with the module: now if the cache contains the module, else from a thread after the compilation.
+        With `ROOFTOP_COMPILED_CALLS=wait`, compile the module before this method returns. If extensions are disabled or
+        the compilation fails, `then` is not called.
 
         Args:
-            twin: clause for the warning if the compilation fails, such as "Python makes all calls".
+            twin: a clause for the warning about a failed compilation, which says what runs instead, such as "Python
+                makes all calls".
         """
         how = asked()
         if how == "wait":
@@ -168,7 +168,9 @@ class Extension:
             self._thread = thread
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the compilation in the background. Return True if it has ended or never began."""
+        """Wait at most `seconds` for the background compilation. Return True if the compilation has ended or never
+        began.
+        """
         if self._thread is not None:
             self._thread.join(min(max(0.0, seconds), threading.TIMEOUT_MAX))
         return self._thread is None or not self._thread.is_alive()
@@ -188,7 +190,9 @@ class Extension:
             self._compile().wait()
 
     def _compiles_elsewhere(self) -> bool:
-        """Whether another process compiles the module now. Files of processes that were killed are deleted."""
+        """Whether another process is compiling the module. The method deletes the files of processes that
+        were killed.
+        """
         for building in self.path.parent.glob(f"{self.path.name}.*.building"):
             with suppress(FileNotFoundError), building.open("r+") as lock:
                 try:

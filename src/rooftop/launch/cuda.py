@@ -1,16 +1,17 @@
-"""CUDA C++ from Python: `compile` a source, `launch` its kernel on tensors. No build step is needed, and no compiler
-besides NVRTC.
+"""CUDA C++ from Python: `compile` a source, and `launch` its kernel on tensors, without a build step. The only compiler
+is NVRTC.
 
     kernel = cuda.compile(SOURCE, "scale<float>")
     kernel.launch(-(-n // 256), 256, x, y, n, 0.5)
 
 The kernel is launched on PyTorch's current stream of the tensors' device. A launch neither allocates on the device nor
-waits for the device, so operators can launch kernels, and CUDA graphs can capture the launches. Before a launch,
+waits for the device, so operators can launch these kernels, and CUDA graphs can capture the launches. Before a launch,
 arguments are checked against the kernel's C++ signature, and the configuration against the limits of the kernel and the
 architecture.
 
-An error inside a running kernel, such as an invalid address, is raised at some later synchronization, in an unrelated
-call. With ROOFTOP_SYNC=1 in the environment each launch waits for its kernel, and the error names the kernel.
+An error inside a running kernel, such as an invalid address, is raised at a later synchronization, in an unrelated
+call. With ROOFTOP_SYNC=1 in the environment, each launch waits for the kernel to end, and the error message names the
+kernel.
 """
 
 from __future__ import annotations
@@ -65,18 +66,18 @@ def compile(
 ) -> Kernel:
     """Compile one kernel of a CUDA C++ source.
 
-    The first call compiles. Later calls look up the kernel or, in another process, read a file. So the caller may call
-    `compile` before each launch.
+    Only the first call compiles. Later calls in this process look up the kernel, and later processes read the compiled
+    kernel from a file. So the caller may call `compile` before each launch.
 
     Args:
         source: the whole source. A source may include CUDA's headers, but not headers of the C++ library.
         name: name of a `__global__` function; `scale<float, 4>` instantiates a template.
         arch: architecture, such as "sm_90"; None: the architecture of `device`. Compiling for a named architecture
             needs no GPU.
-        device: the device; None: the current one.
+        device: the device; None: the current device.
         defines: macros.
         fast_math: approximate division, roots and transcendental functions, and flush denormals to zero.
-        fused_multiply_add: fuse products and sums, which then round once.
+        fused_multiply_add: allow the compiler to fuse a product and a sum into one operation, which rounds once.
         max_registers: maximum number of registers of a thread; None lets the compiler choose.
 
     Raises:
@@ -124,7 +125,7 @@ class Kernel:
     Attributes:
         binary: machine code and its properties: registers, shared memory, the compiler's log.
         name, arch: the compiled name and architecture.
-        max_threads_per_block: the limit due to the kernel's registers; `__launch_bounds__` may set a lower limit.
+        max_threads_per_block: the maximum due to the kernel's registers; `__launch_bounds__` may set a lower maximum.
     """
 
     def __init__(self, binary: nvrtc.Binary, source: str, options: nvrtc.Options) -> None:
@@ -161,9 +162,9 @@ class Kernel:
             block: threads in each dimension.
             *arguments: tensors (or None) for pointers, numbers for the other parameters. The kernel does not see
                 strides.
-            shared_bytes: dynamic shared memory of a block, up to the GPU's maximum.
+            shared_bytes: bytes of dynamic shared memory per block, up to the GPU's maximum.
             cluster: blocks of a thread block cluster, in each dimension.
-            cooperative: whether all blocks must run at once, so that they may wait for each other.
+            cooperative: whether all blocks must run at the same time, so that blocks may wait for each other.
 
         Raises:
             TypeError, ValueError: invalid arguments or configuration; nothing is launched.
@@ -244,8 +245,8 @@ class Kernel:
     # ---- on a GPU ------------------------------------------------------------------------------------------------
 
     def active_clusters(self, block: Size, cluster: Size, shared_bytes: int, device: torch.device) -> int:
-        """The number of clusters that run on the device at once. Other clusters of the grid wait until running clusters
-        end.
+        """The number of clusters that can run on the device at the same time. All further clusters of a grid wait until
+        running clusters end.
 
         Raises:
             TypeError, ValueError: an invalid configuration.
@@ -267,7 +268,9 @@ class Kernel:
         return self._active_clusters[key]
 
     def _without_tensors(self, arguments: tuple[Any, ...], *configuration: Any) -> int:
-        """Return the current device. Without a GPU, raise an error; errors in the call's arguments come first."""
+        """Return the current device, for a launch without tensors. If there is no GPU, raise an error, unless the
+        arguments are wrong, which is reported first.
+        """
         if not torch.cuda.is_available():
             self.check(*configuration)
             self._signature.values(arguments, -1)
@@ -276,8 +279,9 @@ class Kernel:
 
     @cached_property
     def _loaded(self) -> Any:
-        """The loaded kernel, valid in all contexts. Loading the kernel does not invalidate a capture that is in
-        progress."""
+        """The loaded kernel, valid in all CUDA contexts. Loading a kernel does not invalidate a graph capture that is
+        in progress.
+        """
         core = nvrtc.require_cuda_core()
         from cuda.bindings import driver
 
@@ -385,12 +389,14 @@ class Kernel:
 
 
 def _is_of_the_driver(error: Exception) -> bool:
-    """Whether an error is one of `cuda.core`, which does not export its error class."""
+    """Whether `cuda.core` raised an error for a failed driver call. `cuda.core` does not export the class of such
+    errors.
+    """
     return type(error).__name__ == "CUDAError"
 
 
 def _launch(*arguments: Any) -> None:
-    """Launch by `cuda.core.launch`, which replaces this function at the first call."""
+    """Import `cuda.core`, replace this function by `cuda.core.launch`, and launch."""
     global _launch
     _launch = nvrtc.require_cuda_core().launch
     _launch(*arguments)
@@ -408,15 +414,17 @@ def _current_stream(device: int) -> Any:
 
 
 def _bind_context(device: int) -> None:
-    """Give this thread a CUDA context: calls of the CUDA runtime create one, but launches through the driver do not."""
+    """Create a CUDA context for this thread. Calls of the CUDA runtime create a context, but launches through the
+    driver do not.
+    """
     if not getattr(_thread, "bound", False):
         nvrtc.require_cuda_core().Device(device).set_current()
         _thread.bound = True
 
 
 def _threads_with(registers: int | None, capability: tuple[int, int]) -> int:
-    """The largest number of threads of a block if each thread uses this many registers. All sub-partitions of the
-    multiprocessor then have the same number of warps.
+    """The maximum number of threads of a block if each thread uses `registers` registers, with the same number of warps
+    on each sub-partition of the multiprocessor.
     """
     unit = MULTIPROCESSORS.get(capability)
     if unit is None or not registers:

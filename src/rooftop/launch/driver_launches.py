@@ -1,5 +1,5 @@
-"""Describe launches of Triton kernels for the CUDA driver: the bytes of the parameters, and the offsets of pointers in
-these bytes.
+"""Describe launches of Triton kernels for the CUDA driver: the bytes of a kernel's parameters, and the offsets of
+pointers in these bytes.
 
 `call_plans.py` makes plans of such launches, and `repeated_calls.cpp` passes them to the driver.
 """
@@ -22,7 +22,9 @@ _FORMATS = {
 
 
 def for_driver(step: Step, varied: Varied | None = None) -> dict[str, Any] | None:
-    """Describe a launch for the driver, with formulas for varying sizes; None if only Triton can launch the kernel."""
+    """Describe a launch for the driver, with formulas for sizes that vary. Return None if only Triton can launch the
+    kernel.
+    """
     assert step.compiled is not None
     compiled: Any = step.compiled.whole
     about = compiled.metadata
@@ -96,11 +98,13 @@ TENSOR_MAP_BYTES = 128  # size of the driver's CUtensorMap
 
 
 def _tensor_map(step: Step, place: int, about: Any) -> bytes | None:
-    """A tensor descriptor, encoded by the driver for a placeholder address that the C++ part replaces."""
+    """A tensor descriptor that the driver encodes for a placeholder address. The C++ code later replaces
+    the address.
+    """
     from triton.backends.nvidia import driver
 
     if about is None:
-        return None  # this kernel takes a pointer instead of a CUtensorMap
+        return None  # the kernel's argument is a pointer instead of a CUtensorMap
     device = torch.device("cuda", torch._C._cuda_getDevice())
     pointer = next(each for each in step.pointers if each.place == place)
     dtype, shape, strides = pointer.view

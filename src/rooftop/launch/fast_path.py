@@ -1,11 +1,11 @@
 """Call an operator's implementation directly, without PyTorch's dispatcher.
 
 For an operator written in Python, a call through the dispatcher takes the host longer than the launch of a small
-kernel. A call that nothing watches or transforms does not need the dispatcher. torch.compile, modes (FakeTensor,
-counting), transforms and the profiler still see every call.
+kernel. A call does not need the dispatcher if no compiler, mode, transform or profiler is active. If one of them is
+active (such as torch.compile, a FakeTensor mode or vmap), the call uses the dispatcher.
 
-`benchmarks/calls.py` measures the time saved. If its row "dispatcher" is less than a tenth of the time of a call, this
-file can be removed.
+`benchmarks/calls.py` measures the time saved. If the row "dispatcher" of this benchmark is less than a tenth of the
+time of a call, this file can be removed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
 _function_modes = torch._C._len_torch_function_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
-# These two values are read in a new thread, which has no modes, transforms or inference mode, because the current
-# thread may have some.
+# These two values are read in a new thread, which has no modes, transforms or inference mode. The current thread may
+# have modes, transforms or inference mode.
 with ThreadPoolExecutor(1) as _thread:
     _UNWATCHED = _thread.submit(_include_set).result()
     _INFERRING = _thread.submit(torch.inference_mode()(_include_set)).result()
@@ -41,7 +41,9 @@ with ThreadPoolExecutor(1) as _thread:
 
 
 def is_plain(arguments: Sequence[Any]) -> bool:
-    """Whether no compiler, mode, transform or profiler has to see a call; autograd may have to."""
+    """Whether no compiler, mode, transform or profiler has to see a call. Autograd may still have to record
+    the call.
+    """
     return _include_set() == _UNWATCHED and _unseen(arguments)
 
 
@@ -70,7 +72,7 @@ def _are_plain(arguments: Sequence[Any]) -> bool:
 
 
 def requires_grad(arguments: Sequence[Any]) -> bool:
-    """Whether any of the tensors requires a gradient; lists are searched, too."""
+    """Whether any tensor among the arguments, or in lists among the arguments, requires a gradient."""
     for argument in arguments:
         kind = type(argument)
         if kind in _NO_TENSORS:
@@ -90,7 +92,8 @@ def in_forward_mode() -> bool:
 
 def transformed(arguments: Sequence[Any]) -> bool:
     """Whether a transform of `torch.func` or forward-mode differentiation applies to any of the tensors, or autograd
-    takes a batch of gradients at once."""
+    computes a batch of gradients at once (`is_grads_batched`).
+    """
     if _is_included(_VMAP_MODE):
         return True
     for argument in arguments:
@@ -112,8 +115,9 @@ def unwatched(*arguments: Any) -> bool:
 
 
 def computed_on_cpu(*tensors: Any) -> bool:
-    """Whether PyTorch's own functions can compute on these tensors, to save the host an operator call. This requires
-    dense tensors on the CPU, no observer of operators, and no gradient.
+    """Whether PyTorch's own functions may compute on these tensors instead of an operator, which saves time on the
+    host. The tensors must be dense and on the CPU, no mode or profiler may observe operators, and no gradient may be
+    needed.
     """
     recorded = torch.is_grad_enabled()
     for t in tensors:
@@ -142,14 +146,17 @@ def recording(name: str, forward: Callable[..., Any], backward: Callable[..., An
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of)}
     made: Any = type(f"GeneratedBackwardFor_rooftop_{name}_default", (torch.autograd.Function,), methods)
-    # This call skips the transform handling of Function.apply, because transformed calls use the dispatcher.
+    # Call the base class's `apply`, without the transform handling of Function.apply, because transformed calls use the
+    # dispatcher.
     return super(torch.autograd.Function, made).apply  # type: ignore[no-any-return]
 
 
 def recording_lists(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], gives_list: bool
 ) -> Callable[..., Any]:
-    """Like `recording`, for arguments or results that are lists of tensors; autograd sees only single tensors."""
+    """The same as `recording`, for an operator whose arguments or results are lists of tensors. Autograd gets the
+    tensors of the lists one by one.
+    """
 
     def forward_of_each(ctx: Any, counts: Sequence[int | None], *flat: Any) -> Any:
         """Run `forward` on arguments that autograd passes one by one. `counts`: for each argument, its length if it is

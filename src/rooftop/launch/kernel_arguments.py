@@ -1,6 +1,6 @@
 """Read the parameters of a CUDA C++ kernel from its mangled name, and check Python values against them.
 
-    pointers    a tensor with the pointer's dtype, on the device of the launch; None is a null pointer
+    pointers    a tensor with the pointer's dtype, on the device of the launch; None for a null pointer
     integers    an int within the type's range
     floats      a float or an int that does not overflow
 
@@ -27,8 +27,9 @@ Converter = Callable[[Any, int], Any]
 
 @dataclass(frozen=True)
 class Pointee:
-    """The tensors that a pointer parameter accepts: their dtypes (None: any), and the `alignment` of their addresses in
-    bytes."""
+    """The tensors that a pointer parameter accepts: the possible dtypes (None: any dtype), and the required `alignment`
+    of addresses in bytes.
+    """
 
     dtypes: tuple[torch.dtype, ...] | None
     alignment: int = 1
@@ -39,8 +40,8 @@ def _scalar(dtype: torch.dtype) -> Pointee:
 
 
 def _vectors(name: str, dtype: torch.dtype, *also: torch.dtype) -> dict[str, Pointee]:
-    """The vector types float2, float4 and so on. Vectors of three are aligned like scalars; no vector is aligned to
-    more than 16 bytes.
+    """The vector types of a scalar type, such as float2 and float4. Vectors of three elements are aligned like scalars.
+    No vector is aligned to more than 16 bytes.
     """
     found = {f"{name}{n}": min(16, n * dtype.itemsize) for n in (2, 4)} | {f"{name}{n}": dtype.itemsize for n in (1, 3)}
     return {vector: Pointee((dtype, *also), alignment) for vector, alignment in found.items()}
@@ -82,7 +83,7 @@ POINTEES: dict[str, Pointee] = {
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a kernel: their C++ types, and the conversion of a Python value to each."""
+    """The parameters of a kernel: the C++ type of each parameter, and the conversion of a Python value to that type."""
 
     kernel: str
     types: tuple[str, ...]
@@ -115,7 +116,9 @@ def signature(kernel: str, types: tuple[str, ...]) -> Signature:
 
 
 def parameter_types(demangled: str) -> tuple[str, ...]:
-    """Return the types in `void f<void (*)(float const*, int)>()`, in the usual spelling: const float*, int."""
+    """Return the parameter types in a demangled name such as `void f<void (*)(float const*, int)>()`, in the usual
+    spelling (const float*, int).
+    """
     inner = demangled[demangled.index("(*)(") + len("(*)(") : demangled.rindex(")>()")]
     types, depth, start = [], 0, 0
     for position, character in enumerate(inner + ","):

@@ -1,14 +1,13 @@
-"""Repeat the allocations and launches of operator calls whose shapes, strides and dtypes are known, without new
-decisions.
+"""Repeat the allocations and launches of an earlier operator call with the same shapes, strides and dtypes, without new
+decisions. All decisions of an operator (views, grids, constants, choice of kernels) depend on the *facts* of its
+arguments. Facts are shapes, strides, dtypes, device, alignment, and values that are not tensors. The second call with
+the same facts is observed. If this call only allocates memory, makes views, and launches Triton kernels, later calls
+with the same facts replay its allocations and launches. A pointer of a launch is the address of an argument or
+allocation plus a constant offset. Calls that do anything else (copies, PyTorch's own operators, CUDA C++) are not
+replayed.
 
-All decisions of an operator (views, grids, constants, choice of kernels) depend on facts of its arguments: shapes,
-strides, dtypes, device, alignment, and values that are not tensors. The second call whose arguments have the same facts
-is observed. If this call only allocates memory, takes views, and launches Triton kernels, later calls replay its list
-of allocations and launches. A launch's pointers are arguments or allocations plus constant offsets. Other calls (with
-copies, PyTorch's own operators or CUDA C++) run as always.
-
-An operator opts in by `declare(..., known=...)`. The decisions of its `run` may depend only on these facts and on
-settings that `known` returns, but not on the contents of memory.
+An operator opts in by `declare(..., known=...)`. The decisions of the operator's `run` may depend only on the facts and
+on settings that `known` returns, but not on the contents of memory.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ from rooftop.launch.compiled_kernels import Compiled, is_descriptor, is_watched
 from rooftop.launch.counters import counters_now
 
 MOST_KNOWN = 4096
-"""Maximum number of known calls of an operator; beyond that, all are dropped. A model has tens of shapes."""
+"""Maximum number of calls that are stored for an operator. If there are more, all are dropped. A typical model has tens
+of shapes.
+"""
 
 _empty, _empty_like = torch.empty_strided, torch.empty_like
 aten = torch.ops.aten
@@ -42,13 +43,15 @@ ON_CPU = triton_launch.INTERPRETED
 """Whether kernels are launched for tensors on the CPU."""
 _VALUES = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
 _LISTS = frozenset((bool, int))
-_SEEN = "seen once"  # the operator's call was seen, but not observed yet
-_OTHER = "other"  # marks an operator that does more than allocate, make views and launch
+_SEEN = "seen once"  # marks facts (shapes and so on) of a single call, which was not observed
+_OTHER = "other"  # marks a call that does more than allocate, make views and launch
 _forgets: list[Callable[[], None]] = []
 
 
 def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The facts on which an operator's decisions depend, as a hashable key; None if an argument has another type."""
+    """The facts (shapes, dtypes and so on) on which an operator's decisions depend, as a hashable key. None if an
+    argument has an unsupported type.
+    """
     facts: list[Any] = []
     for each in arguments:
         kind = type(each)
@@ -68,7 +71,8 @@ def facts_of(arguments: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any] | None = None) -> Callable[..., Any]:
-    """Wrap an operator's `run`, so that it makes its decisions only once for arguments with the same facts.
+    """Wrap an operator's `run`, so that it makes its decisions only once for arguments with the same facts (shapes,
+    strides, dtypes and so on).
 
     Args:
         run: the function.
@@ -99,11 +103,13 @@ def remembering(run: Callable[..., Any], settings: Callable[[Sequence[Any]], Any
 
 
 after_known: list[Callable[[], None]] = []
-"""Functions to call when an operator call became known, so that it can be repeated."""
+"""Functions to call after an operator call was observed and stored, so that it can be repeated."""
 
 
 def depends(why: str) -> None:
-    """Report that an operator's work depends on more than its arguments' facts; Python then makes all of its calls."""
+    """Report that the work of an operator depends on more than shapes, strides and dtypes. Python then makes all calls
+    of the observed function.
+    """
     if (here := lesson_here()) is not None:
         here.refuse(why)
 
@@ -115,12 +121,12 @@ def became_known() -> None:
 
 
 def also_forget(clear: Callable[[], None]) -> None:
-    """Register a function that `forget` calls, too."""
+    """Register a function, which `forget` will call."""
     _forgets.append(clear)
 
 
 def forget() -> None:
-    """Drop all known calls. Call this after a change of the tables of launch parameters."""
+    """Drop all stored calls. Call this function after a change of the tables of launch parameters."""
     for each in _forgets:
         each()
 
@@ -132,8 +138,8 @@ class Memory(NamedTuple):
     """An allocation.
 
     Attributes:
-        like: index of a contiguous argument with the allocation's shape and dtype, or None. With such an argument,
-            `empty_like` allocates in half the time.
+        like: index of a contiguous argument with the allocation's shape and dtype, or None. `empty_like` of such an
+            argument takes half the time of an allocation by shape.
     """
 
     shape: tuple[int, ...]
@@ -153,7 +159,7 @@ class Pointer(NamedTuple):
 
     Attributes:
         place: index among the arguments.
-        source: index among the tensor arguments of the operator and, after them, its allocations.
+        source: index into the list of the operator's tensor arguments followed by its allocations.
         offset: bytes from the beginning of the source.
         view: dtype, shape and strides of the tensor at this address, for interpreted kernels.
     """
@@ -165,7 +171,9 @@ class Pointer(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A tensor descriptor among a launch's arguments, without its tensor; a `Pointer` supplies the tensor."""
+    """A tensor descriptor among a launch's arguments, without the tensor that it describes. A `Pointer` locates the
+    tensor.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -191,13 +199,13 @@ class Step(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The allocations, launches and results of a known call.
+    """The allocations, launches and results of an operator call, which can be replayed.
 
     Attributes:
         tensors: indices of the operator's arguments that are tensors.
-        memory: the allocations, used by launches or returned as results.
+        memory: the allocations, which launches use or the call returns as results.
         results: the allocation of each result; None for a result that is None.
-        kind: tuple, list, or Tensor for a single result.
+        kind: the type of the call's result: tuple or list, or Tensor for a single result.
     """
 
     device: torch.device
@@ -238,7 +246,9 @@ class Steps(NamedTuple):
 
 
 def launch_steps(steps: Sequence[Step], sources: Sequence[Any]) -> None:
-    """Launch kernels with pointers to these sources, on the current device. Sources that do not exist yet are None."""
+    """Launch kernels with pointers to `sources` (tensors) on the current device. Sources that are not allocated yet are
+    None.
+    """
     addresses = [0 if each is None else each.data_ptr() for each in sources]
     for kernel, compiled, grid, given, pointers, parameters in steps:
         given = given.copy()
@@ -265,18 +275,18 @@ def _view(source: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, st
 
 _one_at_a_time = Lock()
 lesson: Any = None
-"""The object that observes a call of a public function now (lessons.py), in one of the threads; or None."""
+"""The object that is observing a call of a public function (lessons.py), in any thread; None if there is none."""
 
 
 def lesson_here() -> Any:
     """The object that observes a call of this thread; None if there is none."""
-    now = lesson  # another thread may end the lesson
+    now = lesson  # a copy, because another thread may set `lesson` to None
     return now if now is not None and now.thread == get_ident() else None
 
 
 def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Any]:
-    """Return (result, steps of the call). Instead of the steps, the second value is `_OTHER` for an operator without
-    known steps, and `_SEEN` if the call could not be observed.
+    """Return (result, steps of the call). The second value is `_OTHER` if the call does something that cannot be
+    replayed, and `_SEEN` if the call could not be observed.
     """
     places = tuple(i for i, each in enumerate(arguments) if isinstance(each, Tensor))
     result, observer = _observe(run, arguments, [arguments[i] for i in places])
@@ -284,8 +294,8 @@ def _observed(run: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, A
 
 
 def _observe(run: Callable[..., Any], arguments: Sequence[Any], tensors: list[Tensor]) -> tuple[Any, Observer | None]:
-    """Return the result and the observer. The observer is None if another thread is observing a call, or if one tensor
-    is passed twice: then it is unclear which argument a launch uses.
+    """Return the result and the observer. The observer is None if another thread is observing a call, or if the same
+    tensor is passed twice, because it is then unclear which argument a launch uses.
     """
     if len({id(each) for each in tensors}) < len(tensors):
         return run(*arguments), None
@@ -306,7 +316,7 @@ os.register_at_fork(after_in_child=_forked)
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[Observer | None]:
-    """Observe this thread in the block; yield None if another thread is being observed."""
+    """Observe this thread within the `with` block. Yield None if another thread is being observed."""
     lock = _one_at_a_time  # a fork within the block replaces the global
     if not lock.acquire(blocking=False):
         yield None
@@ -321,8 +331,8 @@ def observing(observer: Observer) -> Iterator[Observer | None]:
 
 
 class Observer(LightMode):
-    """Record allocations, views and launches of one call. `why` describes the first operation of another kind, or is
-    "".
+    """Record the allocations, views and launches of one call. `why` describes the first operation that is none of
+    these; "" if there is none.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -333,7 +343,7 @@ class Observer(LightMode):
         self.sources = list(tensors)  # followed by allocations
         self.source_of = {self.key(each): i for i, each in enumerate(tensors)}
         self.alive: list[Tensor] = []  # references, because Python reuses the ids of dead objects
-        self.launched: list[Any] = []  # steps
+        self.launched: list[Any] = []  # the recorded launches (`Step`)
         self.zeros_of: dict[int, int] = {}  # number of counters, by the index of their source
         self.paused = False
 
@@ -351,14 +361,14 @@ class Observer(LightMode):
                 self.alive.append(each)
         elif not func._schema.returns or any(isinstance(each, Tensor) for each in tree_leaves((args, kwargs, made))):
             self.called(func, args, kwargs or {}, made)
-        # otherwise the operator has no tensors, such as `promote_types`, so the result depends only on facts
+        # all remaining operators have no tensors (such as `promote_types`), so their results do not vary
         return made
 
     key: Callable[[Tensor], int] = staticmethod(id)
     """The function that returns the key of a tensor in `source_of`."""
 
     def called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], made: Any) -> None:
-        """Record that the call uses another operator."""
+        """Record in `why` that the call uses an operator that is neither an allocation nor a view."""
         self._is_other(str(func))
 
     def _is_source(self, made: Tensor) -> None:
@@ -372,7 +382,7 @@ class Observer(LightMode):
         self, start: Callable[..., Any], kernel: Any, grid: tuple[int, ...], device: torch.device, args: Sequence[Any],
         parameters: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Launch a kernel by `start`, and record the launch if this is the observed thread."""
+        """Launch a kernel by `start`, and record the launch if this thread is being observed."""
         if get_ident() != self.thread:
             start(kernel, grid, device, args, parameters)
             return
@@ -397,7 +407,7 @@ class Observer(LightMode):
             if is_descriptor(each):
                 described = Described(tuple(each.shape), tuple(each.strides), tuple(each.block_shape), each.padding)
                 if getattr(each, "round_f32_to_tf32", False):
-                    self._is_other("a descriptor that rounds")
+                    self._is_other("a launch with a tensor descriptor that rounds float32 to TF32")
                 each = each.base
             if type(each) not in (Tensor, Parameter):
                 if type(each) not in (int, float, bool, type(None)):
@@ -408,7 +418,7 @@ class Observer(LightMode):
                 given[place] = each if triton_launch.INTERPRETED else 0
                 continue
             if source is None:
-                self._is_other("a launch with other memory")
+                self._is_other("a launch with memory that is neither an argument nor an allocation of the call")
                 return
             given[place] = described
             view = each.dtype, each.shape, each.stride()
@@ -418,13 +428,13 @@ class Observer(LightMode):
         self.launched.append(Step(kernel, compiled, grid, given, tuple(pointers), dict(parameters)))
 
     def zeros(self, device: torch.device, count: int) -> Tensor | None:
-        """Return counters, and record them as memory of the call."""
+        """Return zeroed counters, and record them as an allocation of the call."""
         if get_ident() != self.thread:
             return counters_now(device, count)
         with self._unseen():
             made = counters_now(device, count)
         if made is None:
-            self._is_other("no counters")
+            self._is_other("no zeroed counters are left")
         else:
             self.zeros_of[len(self.sources)] = count
             self._is_source(made)
@@ -433,10 +443,12 @@ class Observer(LightMode):
     def foreign(self) -> None:
         """Record that the call launches a kernel that is not Triton's."""
         if get_ident() == self.thread:
-            self._is_other("a launch that is not Triton's")
+            self._is_other("a launch of a kernel that is not Triton's")
 
     def steps(self, places: tuple[int, ...], result: Any) -> Steps | None:
-        """The observed steps; None if the call did anything that `Steps` cannot repeat."""
+        """The allocations and launches of the observed call; None if the call did anything that `Steps`
+        cannot repeat.
+        """
         count = len(places)
         kind = Tensor if isinstance(result, Tensor) else type(result)
         if self.why or kind not in (Tensor, tuple, list):
@@ -458,11 +470,13 @@ class Observer(LightMode):
         return Steps(self.device, places, memory, tuple(self.launched), tuple(results), kind)
 
     def is_used(self, source: int) -> bool:
-        """Whether a launch has a pointer to this source. A result without a pointer was computed by unobserved code."""
+        """Whether an observed launch has a pointer to this source. Otherwise, code that was not observed computed the
+        source.
+        """
         return any(pointer.source == source for step in self.launched for pointer in step.pointers)
 
     def _is_whole(self, result: Tensor, source: int) -> bool:
-        """Whether a result is a whole allocation, possibly as another Python object for the same tensor."""
+        """Whether a result is a whole allocation. The result may be a different Python object for the same memory."""
         return _is_same(self.sources[source], result)
 
     def _like(self, memory: Tensor, places: tuple[int, ...]) -> int | None:
@@ -475,7 +489,9 @@ class Observer(LightMode):
 
 
 def _are_views(base: Any, made: Any) -> bool:
-    """Whether results of an operator are views: operators such as `contiguous` return a view or a copy."""
+    """Whether an operator's results are views of `base`. Operators such as `contiguous` return either a view or
+    a copy.
+    """
     storage = base.untyped_storage().data_ptr()
     return all(
         each.untyped_storage().data_ptr() == storage for each in (made if isinstance(made, list | tuple) else (made,))

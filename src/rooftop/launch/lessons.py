@@ -1,8 +1,8 @@
 """Observe one call of a public function. A lesson, the record of the call, lists the allocations, the launches of
 Triton kernels, and the calls of PyTorch's own operators, in order.
 
-`call_plans.py` turns a lesson into a plan, by which C++ code repeats the call for arguments with the same facts
-(shapes, strides, dtypes and so on).
+`call_plans.py` makes a plan from a lesson. With the plan, C++ code can repeat the call for arguments with the same
+facts (shapes, strides, dtypes and so on).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNKNOWN_RESULTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 
 
 class Operator(NamedTuple):
-    """How a lesson runs an operator of Rooftop.
+    """How an operator of Rooftop is run while a call is observed.
 
     Attributes:
         run: computes the results from the arguments.
@@ -38,7 +38,9 @@ class Operator(NamedTuple):
 
 
 operators: dict[Any, Operator] = {}
-"""The operators whose decisions depend only on facts (shapes, strides, dtypes and so on), by overload."""
+"""The operators whose decisions depend only on shapes, strides, dtypes and so on (facts). The keys are overloads of
+`torch.ops`.
+"""
 
 
 class Fresh(NamedTuple):
@@ -46,10 +48,10 @@ class Fresh(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor argument of a `Called`, as a view of the source in whose memory the tensor is.
+    """A tensor argument of a `Called`, described as a view of a source: a tensor or an allocation of the call.
 
     Attributes:
-        source: index among the tensors of the call and, after them, its allocations.
+        source: index into the list of the call's tensors followed by its allocations.
         offset: elements from the beginning of the source.
     """
 
@@ -64,8 +66,8 @@ class Called(NamedTuple):
 
     Attributes:
         arguments: the arguments, by their names in the operator's schema; a tensor is a `Part`.
-        made: for each result, the index of its source (`Fresh` memory, or an argument that the operator changed), or -1
-            if it is not a tensor.
+        made: for each result, the index of the result's source (`Fresh` memory, or an argument that the operator
+            changed), or -1 if the result is not a tensor.
     """
 
     func: Any
@@ -80,9 +82,10 @@ class Record(NamedTuple):
         arguments: arguments of the operator.
         results: the results that have gradients.
         kept: tensors that backward needs.
-        weak: tensors that backward uses if they still exist unchanged.
-        gradients: a function from (kept, weak, wanted of each argument, slopes) to gradients of the arguments, where
-            slopes are gradients of the results. Trailing gradients may be missing.
+        weak: tensors that backward uses if they still exist and were not changed.
+        gradients: a function from (kept, weak, wanted, slopes) to gradients of the arguments. `wanted`: whether each
+            argument needs a gradient. `slopes`: gradients of the results. The returned list may omit trailing
+            gradients.
         zeros: whether a missing gradient of a result counts as zeros.
         once: whether the gradients cannot be differentiated again.
     """
@@ -98,13 +101,15 @@ class Record(NamedTuple):
 
 
 FIRST, LAST, ITSELF, NONE = 0, 1, 2, -1
-"""Which size of an argument varies from call to call: the first, the last, the number itself, or none."""
+"""Which size of an argument varies from call to call: the first size, the last size, the number itself (if the argument
+is a number), or no size.
+"""
 ANY = (-1,)
 """A placeholder for the shape of a tensor whose sizes vary from call to call."""
 
 
 class Varied(NamedTuple):
-    """The formulas of a launch whose sizes vary: formulas of its grid, and of its arguments by their indices."""
+    """The formulas of a launch whose sizes vary: the formulas of the grid, and the formulas of arguments by index."""
 
     grid: list[Code]
     numbers: dict[int, Code]
@@ -114,14 +119,14 @@ class Lesson(Observer):
     """Observes one call of a public function, and records the work of the call.
 
     Attributes:
-        given: the call's tensors; no two share memory, except empty ones.
+        given: the call's tensors. No two of them share memory, except empty tensors.
         owned: indices of the tensors that operators may change.
         varying: for each of the tensors, which of its sizes varies. An empty list means that no size varies.
-        shapes: shapes of the sources whose sizes vary; the varying sizes are `Count`s.
+        shapes: shapes of the sources (tensors and allocations) whose sizes vary. The varying sizes are `Count`s.
         varied: formulas of the varying sizes of each launch, by the launch's index.
-        conditions: conditions on varying sizes under which the observed decisions hold.
-        read: the sources that PyTorch's operators read.
-        records: the operators that autograd records.
+        conditions: conditions on varying sizes under which a call makes the same decisions as the observed call.
+        read: the sources (tensors and allocations) that PyTorch's operators read.
+        records: a `Record` for each operator that autograd records.
     """
 
     def __init__(
@@ -134,7 +139,7 @@ class Lesson(Observer):
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.varied: dict[int, Varied] = {}
         self.conditions: list[Condition] = []
-        self.values: list[int] = []  # the values of the variables
+        self.values: list[int] = []  # the value of each variable in the observed call
         if varying:
             self._name_sizes(given, varying)
         self.records: list[Record] = []
@@ -142,9 +147,9 @@ class Lesson(Observer):
         self.fresh: set[int] = set()  # sources that PyTorch's operators allocated
         self.source_of = {self.key(each): i for i, each in enumerate(tensors) if each.numel()}
         if len(self.source_of) < sum(each.numel() > 0 for each in tensors):
-            self.refuse("its tensors share memory")
+            self.refuse("tensors of the call share memory")
         elif not self.source_of:
-            self.refuse("its tensors have no memory")
+            self.refuse("no tensor of the call has memory")
 
     key: Callable[[Tensor], int] = staticmethod(lambda tensor: tensor.untyped_storage().data_ptr())
 
@@ -169,7 +174,7 @@ class Lesson(Observer):
 
     @property
     def varies(self) -> bool:
-        """Whether sizes vary, so that calls with other sizes can use the plan."""
+        """Whether sizes may vary, so that calls with sizes other than those of the observed call can use the plan."""
         return bool(self.values)
 
     def size(self, tensor: Tensor, dim: int) -> int:
@@ -229,7 +234,7 @@ class Lesson(Observer):
             return super().__torch_dispatch__(func, types, args, kwargs)
         operator = operators.get(func)
         if operator is None or kwargs or (operator.settings is not None and operator.settings(args) is not None):
-            self.refuse(f"the decisions of {func._opname} depend on more than facts")
+            self.refuse(f"the decisions of {func._opname} depend on more than shapes, strides, dtypes and other facts")
             return func(*args, **(kwargs or {}))
         if any(self.source(args[i]) not in self.owned for i in operator.changes):
             self.refuse(f"{func._opname} changes a tensor of the caller")
@@ -274,7 +279,7 @@ class Lesson(Observer):
         if not isinstance(value, Tensor):
             return value
         if value.numel() == 0 and type(value) is Tensor and value.device == self.device and not self.varies:
-            return value  # an empty tensor has no contents, so later calls can pass it again
+            return value  # an empty tensor has no contents, so later calls can pass the same empty tensor
         source = self.source(value)
         if source is None or value.layout != torch.strided or value.dtype != self.sources[source].dtype:
             self.refuse("an operator of PyTorch takes memory of unknown origin")
@@ -292,11 +297,13 @@ class Lesson(Observer):
         return Part(source, tuple(value.shape), value.stride(), offset)
 
     def source(self, tensor: Tensor) -> int | None:
-        """The index of the source whose memory a tensor uses; None if there is none."""
+        """The index of the source (a tensor or allocation of the call) whose memory `tensor` uses; None if there is
+        none.
+        """
         return self.source_of.get(self.key(tensor)) if tensor.numel() else None
 
     def memory(self) -> list[Memory | Zeros | Fresh]:
-        """The allocations, which are the sources after the given tensors."""
+        """The allocations of the call, in the order of `sources`, in which they follow the given tensors."""
         count = len(self.given)
         return [
             Zeros(self.zeros_of[i])
@@ -308,8 +315,8 @@ class Lesson(Observer):
         ]
 
     def is_used(self, source: int) -> bool:
-        """Whether a launch has a pointer to this source, or one of PyTorch's operators made or changed it. If neither
-        holds, no observed step has written values to the source.
+        """Whether an observed step may have written to this source: a launch has a pointer to the source, or an
+        operator of PyTorch made or changed it.
         """
         for step in self.launched:
             if isinstance(step, Called) and source in step.made:
@@ -323,7 +330,8 @@ class Lesson(Observer):
 def lesson_of(
     given: Sequence[Tensor | int], owned: frozenset[int] = frozenset(), varying: Sequence[int] = ()
 ) -> Iterator[Lesson | None]:
-    """Observe what this thread does with these tensors in the block; yield None if another thread is being observed.
+    """Observe the operators and launches of this thread within the `with` block. Yield None if another thread is being
+    observed.
 
     Args:
         given: the call's tensors, and its numbers that vary.

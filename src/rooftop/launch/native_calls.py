@@ -1,7 +1,8 @@
-"""Compile and load repeated_calls.cpp, which repeats earlier calls without Python, and observe calls so that it can
-repeat them.
+"""Compile and load repeated_calls.cpp, which repeats earlier calls without Python, and observe the calls that it will
+repeat.
 
-The C++ part is compiled in the background when a GPU first runs a known operator, and stored in Rooftop's cache.
+The C++ code is compiled in the background when a GPU first runs an operator of `declare(..., known=...)`, and stored in
+Rooftop's cache.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ module: Any = None
 """The compiled C++ module; None until it is loaded."""
 starting = Lock()
 after_start: list[Callable[[], None]] = []
-"""Functions to call when the C++ module is loaded, while `starting` is held."""
+"""Functions to call when the C++ module is loaded. The caller holds the lock `starting`."""
 reasons: dict[str, str] = {}
-"""For each function, by name: the reason why the last observed call could not be planned."""
+"""Names of functions whose last observed call could not be planned, each with the reason."""
 _extension = Extension("repeated_calls", Path(__file__).with_name("repeated_calls.cpp"))
 has_asked = False
 
@@ -39,7 +40,7 @@ has_asked = False
 
 
 def ask() -> None:
-    """Load the C++ part if the cache has it, else compile it in the background. Later calls of this function do
+    """Load the C++ module if the cache contains it, else compile it in the background. Later calls of this function do
     nothing.
     """
     global has_asked
@@ -49,7 +50,7 @@ def ask() -> None:
 
 
 def build() -> None:
-    """Compile the C++ part now, unless the cache has it, and load it.
+    """Compile the C++ module, unless the cache contains it, and load the module.
 
     Raises:
         RuntimeError: there is no C++ compiler, or the compilation failed.
@@ -58,7 +59,9 @@ def build() -> None:
 
 
 def wait(seconds: float) -> bool:
-    """Wait at most this long for the compilation in the background. Return True if it has ended or never began."""
+    """Wait at most this long for the compilation in the background. Return True if the compilation has ended or never
+    began.
+    """
     return _extension.wait(seconds)
 
 
@@ -68,7 +71,7 @@ def state() -> tuple[bool, str]:
 
 
 def calls_made() -> int:
-    """The number of this process's calls that ran without Python, including backward."""
+    """The number of calls in this process that ran without Python. Calls of backward are included."""
     return 0 if module is None else int(module.calls_made())
 
 
@@ -95,7 +98,7 @@ def _start(loaded: Any) -> None:
                 "captures": torch._C._cuda_isCurrentStreamCapturing if with_cuda else None,
             }
         )
-        with ThreadPoolExecutor(1) as thread:  # a new thread has no modes; this thread may have some
+        with ThreadPoolExecutor(1) as thread:  # a new thread has no PyTorch modes, but this thread may have some
             thread.submit(loaded.note_keys, False).result()
             thread.submit(torch.inference_mode()(partial(loaded.note_keys, True))).result()
         module = loaded
@@ -115,12 +118,13 @@ os.register_at_fork(after_in_child=_forked)
 
 
 HOPELESS = 1 << 62
-"""The count of calls that are never observed again, because they cannot be planned."""
+"""The count that marks calls which are never observed again, because they cannot be planned."""
 
 
 def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
-    """Whether to observe this call. Only one of the calls with the same facts is observed, because all have the same
-    plan, or all have none. If sizes vary, a call is also observed if no plan holds for its sizes.
+    """Whether to observe this call. Only one of the calls with the same facts (shapes, dtypes and so on) is observed,
+    because either they all have the same plan, or none of them has a plan. If sizes vary, a call is also observed if no
+    plan is valid for its sizes.
     """
     if len(seen) >= known_calls.MOST_KNOWN:
         seen.clear()
@@ -132,7 +136,8 @@ def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) ->
 def teaching(
     given: Sequence[Tensor | int], owned: frozenset[int] = frozenset(), varying: Sequence[int] = ()
 ) -> Iterator[Lesson | None]:
-    """Observe this thread while Python makes the call; yield None if another thread is being observed.
+    """Observe this thread while Python makes the call within the `with` block. Yield None if another thread is being
+    observed.
 
     Args:
         given: the call's tensors, and its numbers that vary.
@@ -151,7 +156,7 @@ def teaching(
 
 
 def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor | int], list[int]]:
-    """Return (the tensors of a call and its numbers that vary, which size of each of these varies)."""
+    """Return (tensors of a call and numbers of the call that vary, which size of each of them varies)."""
     if not varying:
         return list(tensors_in(values)), []
     given: list[Tensor | int] = []
@@ -165,7 +170,7 @@ def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """All tensors, including those in lists and tuples, in the order in which the C++ part finds them."""
+    """All tensors, including those in lists and tuples, in the order in which the C++ code finds the tensors."""
     found: list[Tensor] = []
     for each in values:
         if isinstance(each, Tensor):

@@ -1,4 +1,4 @@
-"""Loops for the CPU: compiled by Numba at run time, and divided among threads.
+"""Loops for the CPU, which Numba compiles at run time, and which run in several threads.
 
 Numba is an optional dependency, which `pip install "rooftop[mat]"` installs. A caller calls `numba_works` before it
 imports Numba or a module with a `kept_loop`. If `numba_works` returns False, the caller computes without Numba, more
@@ -24,7 +24,9 @@ LEAST_ELEMENTS = 1 << 14
 
 @functools.cache
 def numba_is_installed() -> bool:
-    """Whether Numba is installed. This check does not import Numba, which takes some tenths of a second."""
+    """Whether Numba is installed. The function does not import Numba, because an import takes some tenths of
+    a second.
+    """
     return find_spec("numba") is not None
 
 
@@ -49,16 +51,17 @@ def numba_works() -> bool:
 
 
 def worth_a_loop(elements: int) -> bool:
-    """Whether Numba is installed, and a compiled loop over so many elements saves more time than starting the loop
-    takes."""
+    """Whether Numba is installed, and a compiled loop over this number of elements saves more time than its start
+    takes.
+    """
     return elements >= LEAST_ELEMENTS and numba_is_installed()
 
 
 def compiled_loop(source: str, name: str, constants: Mapping[str, Any]) -> Callable[..., None]:
     """Return the function of this name from a source text, which is compiled at the first call.
 
-    Floating point follows IEEE 754, including division, without fused products and sums. The function runs without the
-    GIL.
+    Floating-point arithmetic follows IEEE 754, including division, and a product is never fused with a sum. The
+    function runs without the GIL.
 
     Args:
         source: Python code that Numba can compile.
@@ -90,7 +93,7 @@ def memory_of(x: Tensor) -> np.ndarray:
 
 
 def run_part(loop: Callable[..., None], given: Sequence[Any]) -> Callable[[int, int], None]:
-    """Bind `given` in loop(first, last, *given), so that `in_threads` can call the loop."""
+    """Return a function of (first, last) that calls loop(first, last, *given), for `in_threads`."""
 
     def work(first: int, last: int) -> None:
         loop(first, last, *given)
@@ -127,4 +130,4 @@ def in_threads(work: Callable[[int, int], None], count: int, most: int) -> None:
         if errors:
             raise errors[0]
     finally:
-        errors.clear()  # breaks a reference cycle: exceptions refer to this frame, and the frame to them
+        errors.clear()  # breaks a reference cycle between the exceptions and this frame

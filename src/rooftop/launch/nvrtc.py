@@ -1,8 +1,8 @@
-"""Compile CUDA C++ to machine code with NVRTC (`cuda.core`), also without a GPU, and once per source.
+"""Compile CUDA C++ to machine code with NVRTC (`cuda.core`), without a GPU, and only once per source.
 
-Binaries are stored under `$ROOFTOP_CACHE/kernels` (in the user's cache if that is not set). A binary's file name is the
-SHA-256 of everything that the binary depends on: source, name, options, architecture, and the versions of NVRTC and of
-the CUDA headers.
+Binaries are stored under `$ROOFTOP_CACHE/kernels`, or in the user's cache if ROOFTOP_CACHE is not set. A binary's file
+name is the SHA-256 of all inputs that the binary depends on: source, name, options, architecture, and the versions of
+NVRTC and of the CUDA headers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rooftop.launch.kernel_arguments import parameter_types
 
 FORMAT = 1  # version of the file format
 
-# The mangled name of this function contains the types of the kernel's parameters, also for an extern "C" kernel.
+# The mangled name of this function contains the types of the kernel's parameters, even if the kernel is extern "C".
 SIGNATURE = "\ntemplate <class Kernel> __global__ void rooftop_signature() {}\n"
 
 
@@ -37,8 +37,8 @@ class Options:
         arch: sm_90, sm_90a, ...
         defines: macros, as (name, value).
         fast_math: approximate division, roots and transcendental functions, and flush denormals to zero.
-        fused_multiply_add: fuse products and sums, which then round once.
-        max_registers: largest number of registers of a thread; None lets the compiler choose.
+        fused_multiply_add: allow the compiler to fuse a product and a sum into one operation, which rounds once.
+        max_registers: maximum number of registers of a thread; None lets the compiler choose.
     """
 
     arch: str
@@ -57,10 +57,10 @@ class Binary:
         arch: sm_90, ...
         symbol: the kernel's name in the cubin.
         types: C++ types of the kernel's parameters.
-        registers: registers of a thread. This and the next three attributes are None if this NVRTC does not report
-            them.
+        registers: registers of a thread. `registers`, `static_shared_bytes`, `stack_bytes` and `spill_bytes` are None
+            if the installed NVRTC does not report them.
         static_shared_bytes: static shared memory of a block; a launch may request dynamic shared memory in addition.
-        stack_bytes, spill_bytes: local memory of a thread in bytes, and the part of it that holds spilled registers.
+        stack_bytes, spill_bytes: bytes of local memory of a thread, and bytes of that memory for spilled registers.
         log: the compiler's messages: warnings, resources.
         cubin: the machine code.
     """
@@ -95,7 +95,7 @@ def binary(source: str, name: str, options: Options) -> Binary:
 
 
 def ptx(source: str, name: str, options: Options) -> str:
-    """Compile a kernel to PTX, for reading; the PTX is never cached.
+    """Compile a kernel to PTX, for a reader of the PTX. The PTX is never cached.
 
     Raises:
         CompilationError, MissingExtraError, ValueError: as in `binary`.
@@ -118,7 +118,9 @@ def ptx(source: str, name: str, options: Options) -> str:
 
 
 def _filled(function: str, program: Any) -> str:
-    """The text that an NVRTC function writes to a buffer, whose size a second function returns."""
+    """Return the text that the NVRTC function `function` writes to a buffer. The size of the buffer comes from a second
+    NVRTC function.
+    """
     (size,) = _nvrtc(f"{function}Size", program)
     text = b" " * size
     _nvrtc(function, program, text)
@@ -141,7 +143,7 @@ def version() -> tuple[int, int]:
 def _compile(source: str, name: str, options: Options) -> Binary:
     of_signature = f"rooftop_signature<decltype(&{name})>"
     compiled, log = _run(source + SIGNATURE, name, options, (name, of_signature))
-    # compile times are removed, so that the same source gives the same log
+    # compile times are removed, so that compiling the same source again returns the same log
     log = re.sub(r"ptxas info *: Compile time.*\n", "", log)
     symbols = {key: _text(symbol) for key, symbol in compiled.symbol_mapping.items()}
     types = parameter_types(_demangled(symbols[of_signature]))
@@ -222,7 +224,7 @@ def _demangled(symbol: str) -> str:
 
 
 def _function(name: str) -> str:
-    """The plain name of a function: `scale` of `filters::scale<float>`."""
+    """The plain name of a function, such as `scale` for `filters::scale<float>`."""
     return re.sub(r"\W", "", name.partition("<")[0].rpartition("::")[2])
 
 
@@ -278,7 +280,9 @@ def _nvrtc(function: str, *arguments: Any) -> list[Any]:
 
 
 def _package(name: str) -> str:
-    """The name of the wheel for the CUDA version of the bindings. Since CUDA 13, names have no version suffix."""
+    """The name of a wheel for the CUDA version of the Python bindings. Since CUDA 13, wheels' names have no version
+    suffix.
+    """
     from importlib.metadata import version as installed
 
     major = int(installed("cuda-bindings").partition(".")[0])
@@ -345,7 +349,9 @@ def _key(source: str, name: str, options: Options) -> str:
 
 
 def _save(binary: Binary, path: Path) -> None:
-    """Write a line of JSON, with everything except the machine code, and then the machine code. The write is atomic."""
+    """Write a file atomically: one line of JSON with all attributes except the machine code, followed by the machine
+    code.
+    """
     about = asdict(binary)
     cubin = about.pop("cubin")
     about["sha256"] = hashlib.sha256(cubin).hexdigest()

@@ -13,8 +13,9 @@ operator:
 
     swiglu = declare("swiglu", Swiglu)  # torch.ops.rooftop.swiglu; called as a function of (gate, up)
 
-`torch.library.custom_op` does the same, but its checks at every call (of aliasing, mutation, versions) take the host
-longer than launching the kernel. The dispatcher also takes longer than a launch (fast_path.py).
+`torch.library.custom_op` does the same, but checks aliasing, mutation and versions at every call, which takes the host
+longer than launching the kernel. A call through the dispatcher also takes longer than a launch, so most calls avoid the
+dispatcher (fast_path.py).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Declared(NamedTuple):
 
     signature: Any
     run: Function
-    recorded: Function | None  # what autograd records without the dispatcher; None without a derivative
+    recorded: Function | None  # the function that autograd records directly; None without a derivative
     call: Function
 
 
@@ -60,31 +61,32 @@ _declared: dict[str, _Declared] = {}  # operators by name, except those that cha
 
 class Signature(Protocol[Result_co]):
     """A class that declares an operator. The class's fields are the operator's arguments. The class must have the
-    method `run`; the other methods are optional.
+    method `run`; all other methods are optional.
 
-    An argument may have the name of a method of its class, or of all tuples (`count`, `index`). In this case, the
-    argument's field ends in an underscore, `keep_` or `count_`, which the schema omits. Defaults of fields are defaults
-    of the schema.
+    If an argument has the name of a method of the class (`keep`) or of all tuples (`count`, `index`), the field's name
+    ends in an underscore (`keep_`, `count_`), which the schema omits. Default values of fields become default values in
+    the schema.
 
     Methods:
         run(): computes the results. The results share memory neither with the arguments nor with each other. `run`
             changes only the arguments in `mutates` of `declare`. `run` returns None if the operator has no result.
-        fake(): results with the same shapes, strides and dtypes but without values, as in
+        fake(): returns results with the shapes, strides and dtypes of those of `run`, but without values, as in
             `torch.library.register_fake`.
-        cost(made): the least cost of a call with the results `made`.
-        in_pytorch(): computes the results by PyTorch's own operators, on any device, as the decomposition for
-            `torch.onnx.export` and `ExportedProgram.run_decompositions`.
-        formula(): like `in_pytorch`, for transforms of `torch.func` and forward-mode differentiation. Results without a
-            gradient may be None. If an operator has a formula but no `gradients`, backward runs the formula again and
-            differentiates it with autograd. Such an operator is differentiable any number of times.
-        keep(made): the values that backward needs, as a tuple of tensors and other values, but no lists of tensors. A
-            `WeakTensor` among these values is not kept alive. Without `keep`, all arguments are kept.
+        cost(made): the minimum cost of a call that returned the results `made`.
+        in_pytorch(): computes the results by PyTorch's own operators, on any device. `torch.onnx.export` and
+            `ExportedProgram.run_decompositions` use this method as the operator's decomposition.
+        formula(): computes the results by PyTorch's own operators, for transforms of `torch.func` and forward-mode
+            differentiation. Results without a gradient may be None. If an operator has a formula but no `gradients`,
+            backward runs the formula again and differentiates it with autograd. An operator that is differentiated by
+            its formula is differentiable any number of times.
+        keep(made): the values that backward needs, as a tuple of tensors and other values, but no lists of tensors. The
+            tensor of a `WeakTensor` among the kept values is not kept alive. Without `keep`, all arguments are kept.
         gradients(kept, wanted, *slopes): a static method that computes the gradients of the arguments, in order, from
             `slopes`, the gradients of the results. With several results, some slopes may be None. The returned tuple
-            may omit trailing gradients that are None. `wanted`: which arguments need a gradient. For an operator
-            with lists of tensors, slopes and gradients are lists, too.
-        once(): a static method that returns True if differentiating the gradients raises an error. In this case,
-            no graph is needed for results that only backward uses.
+            may omit trailing gradients that are None. `wanted`: which arguments need a gradient. If arguments or
+            results are lists of tensors, their gradients are lists of tensors.
+        once(): a static method that returns True if the gradients cannot be differentiated again (an error is raised).
+            If `once` returns True, no graph is needed for results that only backward uses.
     """
 
     def run(self) -> Result_co: ...
@@ -105,19 +107,21 @@ def declare(
         name: name of the operator.
         signature: a `typing.NamedTuple` class with the methods of `Signature`. The annotations of the class, and the
             return annotation of `run`, determine the schema.
-        mutates: arguments that `run` changes. An operator with `mutates` has no derivative, and Python makes its
-            decisions. The exception is a call made in C++ (repeated_calls.py), if nothing else refers to the argument.
+        mutates: arguments that `run` changes. An operator with `mutates` has no derivative, and Python makes the
+            decisions of each call. The exception is a call that C++ repeats (repeated_calls.py), if nothing else refers
+            to the changed argument.
         slopes: the number of leading results that have gradients; None: all. A list of tensors is one result.
-        derivative: `no_second_derivative(...)`, which raises, for a backward operator without a derivative.
+        derivative: `no_second_derivative(...)`, which raises an error, for a backward operator that cannot be
+            differentiated.
         known: whether all decisions of `run` depend only on shapes, strides, dtypes, alignment, device, and arguments
             that are not tensors. The decisions are then made once (known_calls.py). If decisions also depend on
             settings, pass a function from the arguments to a Python value of these settings. "itself": `run` itself
-            remembers its decisions.
+            caches its decisions.
     """
     made: Any = signature
     schema = torch.library.infer_schema(_prototype(made), mutates_args=mutates)
     _library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-    # faster than NamedTuple's constructor, which runs in Python
+    # faster than the constructor of the NamedTuple, which runs in Python
     fields, new = len(made._fields), partial(tuple.__new__, made)
 
     def run(*arguments: Any) -> Any:
@@ -192,8 +196,8 @@ def _cost_by_method(signature: Any) -> Callable[[Call], Cost]:
 
 
 def _call(run: Function, overload: Any, formula: Function | None, recorded: Function | None) -> Function:
-    """Make the function that calls an operator. That function uses the dispatcher only if a mode or transform must see
-    the call.
+    """Make the function that calls an operator. The returned function uses the dispatcher only if a mode or transform
+    must see the call.
     """
     differentiated = overload if recorded is None else recorded
 
@@ -233,7 +237,8 @@ def _differentiate(
     """Register an operator's derivative with the dispatcher, and return the function that autograd records without the
     dispatcher.
 
-    Every call runs the inner functions, so these do as little as possible. If `keep` is None, all arguments are kept.
+    The inner functions do as little as possible, because they run in every call. If `keep` is None, all arguments are
+    kept.
     """
     results = [str(each.type) for each in overload._schema.returns]
     lists = "List[Tensor]" in (*results, *(str(each.type) for each in overload._schema.arguments))
@@ -305,7 +310,7 @@ def _differentiate(
 
 
 class WeakTensor:
-    """A weak reference to a tensor that backward uses if the tensor still exists unchanged.
+    """A weak reference to a tensor, which backward uses if the tensor still exists and was not changed.
 
     Args:
         tensor: the tensor, or None for a tensor that no longer exists.
@@ -316,13 +321,15 @@ class WeakTensor:
         self._version = 0 if tensor is None else tensor._version
 
     def __call__(self) -> Tensor | None:
-        """The tensor; None if it no longer exists or was changed."""
+        """Return the tensor, or None if the tensor no longer exists or was changed."""
         tensor = None if self._reference is None else self._reference()
         return tensor if tensor is not None and tensor._version == self._version else None
 
 
 def _not_views(output: Any) -> Any:
-    """Return the results, with views detached, because autograd would refuse in-place changes of views made here."""
+    """Return the results, with views detached, because autograd would refuse in-place changes of views that the
+    operator made.
+    """
     if isinstance(output, Tensor):
         return output.detach() if output._is_view() else output
     if any(isinstance(each, Tensor) and each._is_view() for each in output):
@@ -338,8 +345,8 @@ _NONE = {type(None)}
 
 
 class _Places(NamedTuple):
-    """Split a tuple into tensors, which autograd saves, and other values. `together` restores the order from the
-    tensors followed by the other values.
+    """How to split a tuple into tensors, which autograd saves, and other values. `together` restores the original tuple
+    from the tensors followed by the other values.
     """
 
     tensors: Callable[[Kept], Kept]
@@ -348,7 +355,9 @@ class _Places(NamedTuple):
 
 
 def _are_values(kept: Any) -> bool:
-    """Whether an object that is kept for backward has only plain values, so that it is equal in equal calls."""
+    """Whether an object that is kept for backward consists only of plain values, so that equal calls keep equal
+    objects.
+    """
     if isinstance(kept, list | tuple):
         return all(map(_are_values, kept))
     if isinstance(kept, dict):
@@ -365,8 +374,8 @@ def _places_of(kinds: tuple[type, ...]) -> _Places:
 
 
 def _taking(places: Sequence[int]) -> Callable[[Kept], Kept]:
-    """A function that returns the items at these indices as a tuple. (`itemgetter` returns a tuple only for two or more
-    indices.)
+    """Make a function that returns the items of a tuple at the indices `places`, as a tuple. (`itemgetter` returns a
+    tuple only for two or more indices.)
     """
     if len(places) >= 2:
         return itemgetter(*places)
@@ -393,8 +402,8 @@ def _gradients_of(
     """Compute the needed gradients, by index of the argument, from the gradients of the results."""
     again = torch.is_grad_enabled()  # create_graph
     with torch.enable_grad():
-        # Each argument gets its own view, so that the derivative does not follow a path from one argument to
-        # another.
+        # A separate view of each argument, so that the derivative does not include a dependence of one argument on
+        # another argument.
         places = {i: arguments[i].view_as(arguments[i]) if again else arguments[i].detach() for i in wanted}
         places = {i: t if t.requires_grad else t.requires_grad_() for i, t in places.items()}
         results = formula(*(places.get(i, argument) for i, argument in enumerate(arguments)))
@@ -412,7 +421,8 @@ def _gradients_of(
 
 
 def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Run a PyTorch formula with float32 sums outside autocast, which would round the products of its backward.
+    """Decorate a PyTorch formula with float32 sums, so that it runs outside autocast. Autocast would round the products
+    in the formula's backward.
 
     The first argument is a tensor or a list of tensors.
     """
@@ -430,7 +440,8 @@ def without_autocast(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _refuse_derivatives(name: str) -> None:
-    """Refuse transforms of an operator without a formula, except `vmap`, which calls it for each element of the batch.
+    """Refuse transforms of an operator without a formula, except `vmap`, which calls the operator for each element of
+    the batch.
 
     Raises:
         NotImplementedError: the transform is not `vmap`.
@@ -446,11 +457,11 @@ def _refuse_derivatives(name: str) -> None:
 
 
 def keeps_for_backward(*tensors: Tensor | None) -> bool:
-    """Whether forward must keep values for backward: autograd tracks one of the tensors, and no tracer records the
-    call.
+    """Whether forward must keep values for backward, because autograd tracks one of the tensors, and no tracer records
+    the call.
 
-    A traced program (torch.jit.trace, torch.export, make_fx) may run with or without gradients, whatever the grad mode
-    was during tracing. So the forward of such a program keeps nothing, and the backward computes the values again.
+    A traced program (torch.jit.trace, torch.export, make_fx) may run with or without gradients, independent of the grad
+    mode during tracing. So the forward of a traced program keeps no values, and the backward recomputes the values.
     torch.compile compiles separately for each grad mode.
     """
     if not torch.is_grad_enabled() or not requires_grad(tensors):
@@ -462,12 +473,12 @@ def keeps_for_backward(*tensors: Tensor | None) -> bool:
 
 
 def no_second_derivative(name: str, instead: str | None = None) -> Callable[..., NoReturn]:
-    """Make the `derivative` of a backward operator that has no derivative. The function raises an error, since a second
-    derivative would be silently wrong.
+    """Make the argument `derivative` of `declare` for a backward operator that cannot be differentiated. The returned
+    function raises an error, since a second derivative would be silently wrong.
 
     Args:
         name: name of the public function.
-        instead: an alternative that has a second derivative; by default PyTorch's function of the same name.
+        instead: an alternative that has a second derivative; by default, PyTorch's function with the name `name`.
     """
     other = instead or f"torch.nn.functional.{name}"
 
@@ -504,14 +515,14 @@ def no_tangents(name: str, *tensors: Tensor | None, instead: str | None = None) 
 def _decompose(overload: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
     _decompositions[overload] = function
     torch._decomp.decomposition_table[overload] = function
-    torch._decomp.meta_table[overload] = function  # so FakeTensor takes strides from the operator's own `fake`
+    torch._decomp.meta_table[overload] = function  # so that FakeTensor uses the strides of the operator's `fake`
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Decompositions of Rooftop's operators into PyTorch's, for `ExportedProgram.run_decompositions`.
+    """Decompositions of Rooftop's operators into PyTorch's operators, for `ExportedProgram.run_decompositions`.
 
-    The resulting program runs without Rooftop and its kernels. Operators without a decomposition (tables of sparse
-    convolutions, pages, random numbers, backward) raise NotImplementedError if a program contains them.
+    The resulting program runs without Rooftop and its kernels. If a program contains an operator without a
+    decomposition (tables of sparse convolutions, pages, random numbers, backward), NotImplementedError is raised.
     """
     overloads = {name: getattr(torch.ops.rooftop, name).default for name in _declared}
     without = {each: _refuse_decomposition(name) for name, each in overloads.items() if each not in _decompositions}

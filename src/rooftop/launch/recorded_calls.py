@@ -14,25 +14,27 @@ from rooftop.launch.lessons import ANY, FIRST, NONE, Lesson, Record
 from rooftop.launch.row_counts import Count
 
 BACKWARD_LESSON_AT = 1
-"""The first of the backward calls with the same facts is observed."""
+"""The number of the backward call that is observed, among the calls with the same facts (shapes, dtypes and so on): the
+first.
+"""
 
 
 class Backward:
-    """The backward, in Python, of a call that autograd recorded in C++. This object also makes a plan of the backward
-    for the C++ part.
+    """The backward in Python of a call that autograd recorded in C++. A `Backward` also makes a plan of the backward,
+    so that C++ code can repeat the backward.
 
-    This object keeps no tensor of the call from which it was made.
+    A `Backward` keeps no tensor of the call from which it was made.
 
     Attributes:
-        recording: a handle of the C++ part, which is a weak reference.
-        owned: indices of the kept tensors to which nothing else refers, so that backward may change them.
-        varying: for each kept tensor and each slope (gradient of a result), which of its sizes varies. An empty list
-            means that no size varies.
+        recording: a weak reference to the C++ object that records the call.
+        owned: indices of the kept tensors that backward may change, because nothing else refers to these tensors.
+        varying: for each kept tensor and each slope (gradient of a result), which of the tensor's sizes varies. An
+            empty list means that no size varies.
     """
 
     def __init__(self, name: str, record: Record, owned: frozenset[int]) -> None:
         self.name, self._again = name, record.gradients
-        # for each argument of the operator: how many tensors it has, and whether it is a list
+        # for each argument of the operator: the number of tensors in the argument, and whether the argument is a list
         self._counts = [len(a) if _is_list(a) else int(isinstance(a, Tensor)) for a in record.arguments]
         self._lists = [_is_list(a) for a in record.arguments]
         self.recording: Any = None
@@ -71,7 +73,7 @@ class Backward:
     def _plan_of(self, lesson: Lesson, found: list[Tensor | None]) -> Any:
         places = Places(lesson)
         if any(each is not None and each.requires_grad for each in found) or lesson.records:
-            raise Unplanned("its gradients have gradients")
+            raise Unplanned("autograd records the backward itself")
         return plan_of(lesson, places, [places.of_gradient(each) for each in found], "[")
 
     def _gradients(
@@ -105,7 +107,7 @@ def recording_of(
     Args:
         name: name of the function.
         found: the function's results.
-        results: the memory of each result.
+        results: the location of each result in memory.
 
     Raises:
         Unplanned: the call cannot be planned.
@@ -133,7 +135,7 @@ def recording_of(
     for i, each in enumerate(record.kept):
         about = tuple(each.shape), each.dtype
         if each.numel() == 0 and not each.requires_grad and not lesson.varies:
-            kept.append((-1, False, *about))  # any empty tensor will do
+            kept.append((-1, False, *about))  # backward can use any empty tensor of this shape
             continue
         place = places.of(each)
         if place is None:
@@ -157,7 +159,7 @@ def recording_of(
         "kept": [
             (source, output, ANY if source in lesson.shapes else shape, dtype) for source, output, shape, dtype in kept
         ],
-        # -1 for a tensor that belonged only to this call, and so no longer exists
+        # -1 for a tensor that only this call used, and which therefore no longer exists
         "weak": [next((i for i, given in enumerate(lesson.given) if given is each), -1) for each in record.weak],
         "edges": edges,
         "edge_sizes": [ANY if place in lesson.shapes else tuple(lesson.given[place].shape) for place in edges],
@@ -175,8 +177,8 @@ def recording_of(
 
 
 def _varying_of(lesson: Lesson, kept: Sequence[int], of_operator: Sequence[int | None]) -> tuple[list[int], list[int]]:
-    """Which size varies, for each kept tensor (by its source) and for each gradient of a result; empty lists if no size
-    varies in this call.
+    """Return which size varies for each kept tensor (given by its source), and which size varies for each gradient of a
+    result. Both lists are empty if no size varies in this call.
 
     Raises:
         Unplanned: a size other than the first one varies.

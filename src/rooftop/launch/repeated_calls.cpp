@@ -1,10 +1,11 @@
 // Repeat observed calls of public functions without Python: allocations, launches and autograd (repeated_calls.py).
 //
-// Facts identify a call: each tensor's kind, shape, strides, dtype, device, alignment and requires_grad; the values of
-// other arguments; and PyTorch's modes on this thread (grad mode, inference mode, autocast). For known facts, a `Plan`
-// has the allocations and launches. Other calls run in Python, which may give `Calls` a plan for the next call.
+// *Facts* identify a call: each tensor's kind, shape, strides, dtype, device, alignment and requires_grad; the values
+// of other arguments; and PyTorch's modes on this thread (grad mode, inference mode, autocast). If there is a `Plan`
+// for the facts of a call, the plan lists the allocations and launches of the call. Otherwise the call runs in Python,
+// which may add a plan for the next call to `Calls`.
 //
-// All functions, including backward nodes, hold the GIL, so nothing here has a lock of its own.
+// All functions, including backward nodes, run with the GIL held, so this file needs no locks.
 
 #include <Python.h>
 #include <dlfcn.h>
@@ -52,7 +53,7 @@ namespace {
 constexpr size_t MOST_KNOWN = 4096;
 
 // ---- the driver -----------------------------------------------------------------------------------------------------
-// The few declarations that are needed, so that no CUDA headers are.
+// Declarations of the driver's functions and types, so that this file needs no CUDA headers.
 
 struct LaunchAttribute {  // CUlaunchAttribute
   int id;
@@ -108,8 +109,8 @@ struct Python {
   PyObject* captures = nullptr;       // () to whether the current stream is being captured
 } python;
 
-bool teaching = false;     // Python observes a call, so Python makes all calls
-bool in_python = false;    // Python makes all calls, as the user requested
+bool teaching = false;     // true while Python observes a call; Python then makes all calls
+bool in_python = false;    // true if the user requested that Python makes all calls
 uint64_t calls_made = 0;  // calls made without Python, including backward
 
 struct PythonError {};  // a Python exception is set
@@ -143,8 +144,8 @@ void put(Facts& facts, Value value) {
   facts.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-// Sizes that vary from call to call, such as the number of sites of a cloud. Facts contain which of them are equal
-// instead of their values.
+// Sizes that vary from call to call, such as the number of sites of a point cloud. Facts do not contain the values of
+// these sizes, but only which of them are equal.
 struct Varying {
   std::vector<int64_t> values;
 
@@ -173,7 +174,7 @@ void put_tensor(Facts& facts, const Tensor& tensor) {
   facts.append(reinterpret_cast<const char*>(strides.data()), strides.size() * sizeof(int64_t));
 }
 
-// Add the facts of a tensor of which one size varies. False: the call cannot be planned.
+// Add the facts of a tensor of which one size varies. Returns false if the call cannot be planned.
 bool put_varying(Facts& facts, const Tensor& tensor, int which, Varying& varying) {
   const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const auto sizes = impl.sizes();
@@ -197,7 +198,7 @@ bool is_plain(const Tensor& tensor) {
          tensor.has_storage() && !tensor.is_meta() && !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
-// Add the facts of an argument, and its tensors. False: the argument has an unsupported type, or is a proxy.
+// Add the facts and the tensors of an argument. Returns false if the argument has an unsupported type or is a proxy.
 bool put_argument(Facts& facts, Tensors& tensors, PyObject* each, Varying& varying, int which = NONE, int depth = 0) {
   PyTypeObject* type = Py_TYPE(each);
   if (type == reinterpret_cast<PyTypeObject*>(THPVariableClass) || type == python.parameter) {
@@ -250,7 +251,7 @@ bool put_argument(Facts& facts, Tensors& tensors, PyObject* each, Varying& varyi
 
 uint64_t plain_keys = 0, inference_keys = 0;  // dispatch keys included on a thread where nothing watches calls
 
-// Add PyTorch's modes on this thread. False: something watches or transforms calls.
+// Add PyTorch's modes on this thread. Returns false if a mode, transform or profiler must see the calls.
 bool put_modes(Facts& facts) {
   if (teaching || in_python) return false;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
@@ -275,7 +276,7 @@ bool put_modes(Facts& facts) {
 
 // ---- plans ----------------------------------------------------------------------------------------------------------
 
-// A formula of varying sizes (row_counts.py).
+// A formula of sizes that vary from call to call (row_counts.py).
 struct Formula {
   std::vector<int64_t> code;
 
@@ -321,7 +322,8 @@ struct Number {  // a parameter of a kernel
 struct Memory {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
-  // Number of the stream's zeroed counters; -1: the plan allocates this; -2: PyTorch's operator does, or nothing.
+  // The number of zeroed counters of the stream. -1: the plan allocates this memory. -2: an operator of PyTorch
+  // allocates this memory, or nothing uses it.
   int64_t zeros = -1;
   std::vector<Formula> formulas;  // of varying sizes; such memory is contiguous
 };
@@ -394,7 +396,7 @@ std::shared_ptr<Plan> find(const Known& known, const Facts& facts, const std::ve
   return nullptr;
 }
 
-// A tensor in the memory of another tensor, invisible to autograd and version counters.
+// Make a tensor in the memory of another tensor. Autograd and version counters do not see the new tensor.
 Tensor part_of(const Tensor& source, const View& view) {
   if (view.sizes == ANY)
     return source.requires_grad() ? Tensor(source.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true))
@@ -407,8 +409,8 @@ Tensor part_of(const Tensor& source, const View& view) {
   return part;
 }
 
-// A gradient in the memory of another tensor. A whole tensor stays the same object: autograd then sees other references
-// to it, and copies it before it accumulates in place.
+// Make a gradient in the memory of another tensor. If the gradient is the whole tensor, return that tensor object
+// itself: autograd then sees that there are other references, and copies the gradient before it accumulates in place.
 Tensor view_of(const Tensor& source, const View& view) {
   if (view.sizes == ANY) return source;
   if (source.sizes() == at::IntArrayRef(view.sizes) && source.strides() == at::IntArrayRef(view.strides) && !view.offset)
@@ -457,7 +459,7 @@ void launch(const Launch& step, const Tensors& sources, void* stream, const std:
     if (const int error = driver().replace(pointers[map.parameter], address)) driver_failed("a tensor descriptor", error);
   }
   for (const Number& each : step.numbers) {
-    const int64_t value = each.formula.of(*counts);  // little-endian: its first bytes are the narrow number
+    const int64_t value = each.formula.of(*counts);  // little-endian: the first bytes are the narrower number
     std::memcpy(pointers[each.parameter], &value, each.size);
   }
   LaunchConfig config = step.config;
@@ -473,7 +475,8 @@ void launch(const Launch& step, const Tensors& sources, void* stream, const std:
   if (const int error = driver().launch(&config, step.function, pointers, nullptr)) driver_failed("launch of a kernel", error);
 }
 
-// Zeroed counters of a stream, or a captured launch's own counters. Undefined: no counters are available.
+// Zeroed counters of a stream, or separate counters of a captured launch. Returns an undefined tensor if no counters
+// are available.
 Tensor zeros(at::Device device, void* stream, int64_t count) {
   static std::unordered_map<std::string, Tensor> of_streams;  // counters by stream, never freed
   Facts key;
@@ -490,7 +493,7 @@ Tensor zeros(at::Device device, void* stream, int64_t count) {
   return captured ? found : of_streams[key] = found;
 }
 
-// Execute a plan. False: another device is current, or no counters are available.
+// Execute a plan. Returns false if the current device is not the plan's device, or no counters are available.
 bool run(const Plan& plan, const Tensors& tensors, Made& made, const std::vector<int64_t>& values) {
   void* stream = nullptr;
   if (plan.device.is_cuda()) {
@@ -619,7 +622,8 @@ variable_list by_python(const Recording& how, const Facts& facts, const Tensors&
   return results;
 }
 
-// Give gradients the shapes of the call's tensors; the operator's tensors are views of these.
+// View gradients of the operator's tensors in the shapes of the call's tensors. (The operator's tensors are views of
+// the call's tensors.)
 variable_list shaped(const Recording& how, variable_list& results) {
   for (size_t i = 0; i < results.size(); ++i)
     if (results[i].defined() && how.edge_sizes[i] != ANY && results[i].sizes() != at::IntArrayRef(how.edge_sizes[i]))
@@ -710,7 +714,7 @@ struct Recorded : torch::autograd::Node {
       }
     }
     for (size_t i = 0; i < how->edges.size(); ++i) put(facts, char(task_should_compute_output(i)));
-    // If the graph is not kept, backward may change the tensors that it holds.
+    // If the graph is not kept, backward may change the tensors that the node saved.
     put(facts, char(torch::autograd::get_current_graph_task_keep_graph()));
     if (plain) {
       Made made;
@@ -726,7 +730,7 @@ struct Recorded : torch::autograd::Node {
   }
 
 #ifdef COMPILED_AUTOGRAD
-  // For compiled autograd: everything on which the compiled backward depends, and its tensors.
+  // For compiled autograd: collect all values on which the compiled backward depends, and the saved tensors.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(how->name);
     args.collect(static_cast<uint64_t>(how->number));
@@ -734,7 +738,7 @@ struct Recorded : torch::autograd::Node {
     args.collect(released);
   }
 
-  // The compiled backward calls `compiled_gradients`, with its own tensors in place of the saved ones.
+  // The compiled backward calls `compiled_gradients`, with tensors of its graph in place of the saved tensors.
   variable_list apply_with_saved(const variable_list& inputs, torch::dynamo::autograd::SwapSavedVariables& swap) override {
     using namespace torch::dynamo::autograd;
     for (SavedVariable& each : saved) swap.before(each);
@@ -822,7 +826,8 @@ struct Calls {
   std::vector<int>* varying;  // which size of each argument varies; a missing entry: none
 };
 
-// The result, if a plan is known; nullptr if Python has to make the call. `facts` is empty if no plan is possible.
+// The result of the call if there is a plan for its facts; nullptr if Python has to make the call. `facts` becomes
+// empty if no plan is possible.
 PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObject* names, Facts& facts, Tensors& tensors) {
   facts.reserve(256);
   bool plain = put_modes(facts);
@@ -838,7 +843,8 @@ PyObject* known_result(Calls* self, PyObject* const* given, size_t count, PyObje
     facts.clear();
     return nullptr;
   }
-  // Hooks see the same tensors on each call, as checkpointing expects. If a hook raises, the call is not repeated.
+  // Saved-tensor hooks get the same tensors in each call, as checkpointing expects. If a hook raises an error, the call
+  // is not repeated.
   const bool hooked = at::SavedTensorDefaultHooks::is_enabled() && at::SavedTensorDefaultHooks::get_hooks(false);
   const std::shared_ptr<Plan> plan = find(*self->known, facts, varying.values);
   if (!plan) {
@@ -970,7 +976,7 @@ std::shared_ptr<OperatorCall> operator_of(const py::dict& given) {
       made->arguments.emplace_back();
     } else if (argument.type()->kind() == c10::TypeKind::TensorType && PyNumber_Check(value.ptr())) {
       Tensor number = at::scalar_to_tensor(torch::jit::toIValue(value, c10::NumberType::get()).toScalar());
-      number.unsafeGetTensorImpl()->set_wrapped_number(true);  // so that it does not promote the other operand's dtype
+      number.unsafeGetTensorImpl()->set_wrapped_number(true);  // so that no operand is promoted
       made->arguments.emplace_back(number);
     } else {
       made->arguments.push_back(torch::jit::toIValue(value, argument.type()));
@@ -1074,7 +1080,7 @@ std::shared_ptr<Plan> plan_of(const py::dict& given) {
 
 constexpr size_t MOST_PLANS = 64;  // for calls that differ only in varying sizes
 
-// Add a plan. Returns whether all other plans were dropped first, because there were too many.
+// Add a plan. Returns true if all other plans were dropped first, because there were too many.
 bool keep(Known& known, const std::string& facts, std::shared_ptr<Plan> plan) {
   const bool full = known.size() >= MOST_KNOWN;
   if (full) known.clear();
@@ -1088,8 +1094,8 @@ struct PlanHandle {
   std::shared_ptr<Plan> plan;
 };
 
-// The handle by which a recording's `backward` adds plans. It holds a weak reference, since the recording holds
-// `backward`.
+// The handle by which the `backward` of a recording adds plans. The handle has a weak reference to the recording, since
+// the recording refers to `backward`.
 struct RecordingHandle {
   std::weak_ptr<Recording> recording;
 };

@@ -1,14 +1,14 @@
 """Repeat earlier calls of public functions without Python: C++ makes the allocations, the launches and autograd's node.
+A small kernel runs for less time than Python needs to check arguments, view them as rows and find the launch. This work
+has the same outcome for all calls with the same modes of PyTorch and the same *facts*: shapes, strides, dtypes,
+devices, alignment, and values that are not tensors. So one call is observed. If the call runs one operator that only
+allocates and launches, `repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls with the
+same facts. The results are identical bit for bit to those of Python.
 
-A small kernel runs for less time than Python needs to check arguments, view them as rows and find the launch. For
-arguments with the same facts (shapes, strides, dtypes, devices, alignment, values that are not tensors) and the same
-modes of PyTorch, this work has the same outcome. So a call is observed once. If the call runs one operator that only
-allocates and launches, `repeated_calls.cpp` gets a plan of the call, and executes this plan for later calls. The
-results of later calls are identical bit for bit.
-
-The C++ part is compiled in the background when a GPU first runs a known operator, and stored in Rooftop's cache. Until
-then, and on machines without a C++ compiler, Python makes the calls. `ROOFTOP_COMPILED_CALLS=0` disables the C++ part,
-and `ROOFTOP_COMPILED_CALLS=wait` waits for its compilation. `rooftop doctor` shows the state of the C++ part.
+The C++ code is compiled in the background when a GPU first runs an operator of `declare(..., known=...)`, and stored in
+Rooftop's cache. Until the C++ code is compiled, and on machines without a C++ compiler, Python makes the calls.
+`ROOFTOP_COMPILED_CALLS=0` disables the C++ code, and `ROOFTOP_COMPILED_CALLS=wait` waits for its compilation. `rooftop
+doctor` shows the state of the C++ code.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 LESSON_AT = 3
-"""The third of the calls with the same facts is observed, because by then the operator's own launches are compiled."""
+"""The number of the call that is observed, among the calls with the same facts (shapes, dtypes and so on). At the third
+call, the operator's launches are already compiled.
+"""
 _functions: list[_Function] = []
-_seen: dict[str, Counter[bytes]] = {}  # for each function: the number of Python calls, by facts
+_seen: dict[str, Counter[bytes]] = {}  # function name -> facts (shapes and so on) -> number of Python calls
 _blocks = 0  # number of open `in_python` blocks
 
 
@@ -43,8 +45,8 @@ class _Function(NamedTuple):
     """A function decorated by `repeated` or `repeated_rows`.
 
     Attributes:
-        now: a list of one item: the C++ object that makes the calls now, or None for Python.
-        compiled: a list of the C++ object, once the object exists.
+        now: a list of one item: the C++ object that currently makes the calls, or None if Python makes the calls.
+        compiled: a list that contains the C++ object, or that is empty as long as there is no C++ object.
         varying: see `repeated_rows`.
     """
 
@@ -58,10 +60,11 @@ class _Function(NamedTuple):
 
 
 def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a function, so that its repeated calls run without Python once the C++ part is loaded.
+    """Decorate a function, so that its repeated calls run without Python after the C++ code is loaded.
 
-    The function's own decisions must depend only on the facts of its arguments and on PyTorch's modes. A call that does
-    more than run one operator of `declare(..., known=...)` is always made in Python.
+    The decisions of the function may depend only on PyTorch's modes and on the facts of its arguments (shapes, strides,
+    dtypes and so on). A call that does more than run one operator of `declare(..., known=...)` is always made in
+    Python.
     """
     place = _place_of(function)
 
@@ -77,14 +80,16 @@ def repeated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
 
 def repeated_rows(*varying: int) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Decorate a function, so that its repeated calls run without Python, also if the numbers of rows differ.
+    """Decorate a function, so that its repeated calls run without Python, even if the number of rows differs from call
+    to call.
 
     The function's operators read varying sizes by `row_counts.size`, allocate memory of such sizes by
     `row_counts.allocate`, and compute with such sizes only by operations of `Count`. A call has positional arguments
     only.
 
     Args:
-        varying: for each argument, which of its sizes varies: FIRST, LAST, NONE; or ITSELF for a number.
+        varying: for each argument, which of the argument's sizes varies: FIRST, LAST or NONE. ITSELF: the argument is a
+            number, which varies.
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -137,7 +142,7 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
         try:
             with native_calls.teaching(given, varying=which) as lesson:
                 result = function(*arguments, **options)
-        except (TypeError, ValueError, RuntimeError):  # observation needs the dispatcher, whose messages differ
+        except (TypeError, ValueError, RuntimeError):  # the dispatcher's error messages would differ
             seen[facts] = HOPELESS
             return function(*arguments, **options)
         if lesson is None:
@@ -150,7 +155,7 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
             seen[facts] = HOPELESS
         else:
             if native_calls.module.keep(calls, facts, plan):
-                seen.clear()  # there were too many plans, so all were dropped
+                seen.clear()  # the C++ code dropped all plans, because there were too many
         return result
 
     calls = native_calls.module.make_calls(function, miss, list(varying))
@@ -159,7 +164,7 @@ def _calls_of(function: Callable[..., Any], varying: tuple[int, ...] = ()) -> An
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Within the block, Python makes all calls of all threads, including those of backward."""
+    """Within the `with` block, Python makes all calls of all threads, including calls of backward."""
     _enter(1)
     try:
         yield
@@ -201,7 +206,7 @@ def _plan_of(name: str, lesson: Lesson, result: Any) -> Any:
     found: list[Tensor | None] = list(result) if isinstance(result, tuple | list) else [result]
     kind = "[" if type(result) is list else "(" if type(result) is tuple else "t"
     if kind == "t" and type(result) is not Tensor:
-        raise Unplanned("its result is not a tensor")
+        raise Unplanned("the result is neither a tensor nor a list or tuple of tensors")
     places = Places(lesson)
     results = [places.of_result(each) for each in found]
     if len(places.shapes) < len(results) - found.count(None):

@@ -1,9 +1,9 @@
 """Sizes that vary from call to call, as integers that remember the formula by which they were computed.
 
 A point cloud has a different number of sites in each step. So a plan of a call (repeated_calls.py) must contain
-formulas instead of the numbers of the observed call. `size` returns the size of a tensor to launch code, and `allocate`
-allocates memory of such sizes. While a call is observed, varying sizes are `Count`s, and so are their sums, products
-and quotients. Comparisons are recorded as conditions under which the plan holds.
+formulas instead of the numbers of the observed call. Launch code reads such sizes by `size`, and allocates memory of
+such sizes by `allocate`. While a call is observed, varying sizes are `Count`s, and so are sums, products and quotients
+of varying sizes. Comparisons are recorded as conditions under which the plan is valid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Code = tuple[int, ...]
 """A formula in postfix order, as a sequence of pairs: (VARIABLE, its index), (NUMBER, its value), (operation, 0)."""
 VARIABLE, NUMBER, ADD, MULTIPLY, DIVIDE = range(5)
 BELOW_ZERO, IS_ZERO, BY_16 = range(3)
-"""Conditions on the value of a formula: negative, zero, a multiple of 16."""
+"""The kinds of conditions on the value of a formula: it is negative, zero, or a multiple of 16."""
 
 
 class Condition(NamedTuple):
@@ -61,7 +61,7 @@ class Count(int):
 
     @classmethod
     def of(cls, value: int, formula: Code, conditions: list[Condition]) -> Count:
-        """Make a count that records its comparisons in `conditions`."""
+        """Make a `Count` that records comparisons with it in `conditions`."""
         made = cls(value)
         made.formula, made.conditions = formula, conditions
         return made
@@ -132,7 +132,7 @@ class Count(int):
     def _refuse(self, *_: Any) -> Any:
         raise TypeError("no formula for this operation on a number of rows")
 
-    __hash__ = _refuse  # type: ignore[assignment]  # a cache would hide how a value was computed
+    __hash__ = _refuse  # type: ignore[assignment]  # a cached value would not have the formula of this count
     __mod__ = __rmod__ = __pow__ = __rpow__ = __truediv__ = __rtruediv__ = __divmod__ = _refuse
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __and__ = __or__ = __xor__ = bit_length = _refuse  # type: ignore[assignment]
 
@@ -148,7 +148,7 @@ def codes_of(numbers: Sequence[int]) -> list[Code]:
 
 
 def value_of(code: Code, values: Sequence[int]) -> int:
-    """Evaluate a formula with these values of its variables."""
+    """Evaluate a formula with the given values of its variables."""
     stack: list[int] = []
     for operation, operand in zip(code[::2], code[1::2], strict=True):
         if operation == VARIABLE:

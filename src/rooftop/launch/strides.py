@@ -7,20 +7,18 @@ from collections.abc import Sequence
 from torch import Tensor
 
 Dims = list[tuple[int, tuple[int, ...]]]
-"""(size, a stride of each tensor), the outermost dimension first."""
+"""Merged dimensions, the outermost first. For each dimension: (size, the stride of each tensor)."""
 
 
 def same_layout(one: Tensor, other: Tensor) -> bool:
-    """Whether both tensors have the same shape and the same offset of each element. The stride of a dimension of size 1
-    does not matter.
-    """
+    """Whether both tensors have the same shape and strides. Strides of dimensions of size 1 do not matter."""
     strides = zip(one.shape, one.stride(), other.stride(), strict=False)
     return one.shape == other.shape and all(a == b for size, a, b in strides if size != 1)
 
 
 def merged(sizes: Sequence[int], *strides: Sequence[int]) -> Dims:
-    """The dimensions of tensors of one shape, after merging: neighbouring dimensions are merged if every tensor can
-    step through both with one stride.
+    """Merge the dimensions of tensors of the same shape. Two neighbouring dimensions are merged if every tensor can
+    step through both with a single stride.
 
     Args:
         sizes: sizes of the dimensions, the outermost first. Dimensions of size 1 are omitted.

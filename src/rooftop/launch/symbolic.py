@@ -3,7 +3,7 @@
 `torch.fx.symbolic_trace` runs a model with proxies, which have neither shapes nor dtypes. So a function that reads
 shapes or dtypes cannot be traced. If `recorded_whole` decorates a function, or `module_recorded_whole` a module's
 forward, a call becomes one node, like a call of PyTorch's own functions. When the traced program runs, it calls the
-function with tensors, and the function checks its arguments. Functions that cannot be traced raise an error
+function with tensors, and the function checks these tensors. Modules whose forward cannot be traced raise an error
 (`refuse_proxies`).
 """
 
@@ -38,9 +38,8 @@ def recorded_whole(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 def module_recorded_whole(forward: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a method `forward`, so that a call with a proxy becomes one node that calls the module.
-
-    Tracing such a module alone raises an error, because no model contains it.
+    """Decorate a method `forward`, so that a call with a proxy becomes one node that calls the module. If torch.fx
+    traces the module itself instead of a model that contains the module, an error is raised.
     """
 
     @wraps(forward)
@@ -58,7 +57,7 @@ def module_recorded_whole(forward: Callable[Arguments, Result]) -> Callable[Argu
 
 
 def refuse_proxies(module: object, *arguments: object) -> None:
-    """Raise an error, which names the alternative, if torch.fx traces a forward that cannot be traced.
+    """Raise an error, which names an alternative, if torch.fx traces a module whose forward cannot be traced.
 
     Raises:
         NotImplementedError: an argument is a proxy.

@@ -20,10 +20,12 @@ from rooftop.errors import MissingExtraError
 from rooftop.launch.compiled_kernels import start
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton's kernels run on the CPU. Triton decides this when a kernel is defined, so it is fixed at import."""
+"""Whether Triton's interpreter runs the kernels on the CPU. Triton decides this when a kernel is defined, so the value
+is fixed at import.
+"""
 
 _counters: list[Counter[str]] = []
-_observer: Any = None  # observes a call (known_calls.py)
+_observer: Any = None  # the object that is observing a call (known_calls.py)
 
 
 @contextmanager
@@ -72,7 +74,7 @@ def _launch(
 
 
 class Repeated:
-    """A kernel that is launched repeatedly with different pointers, but otherwise the same arguments.
+    """A kernel that is launched repeatedly with different pointers. All other arguments are the same at each launch.
 
     Triton inspects all arguments at each launch to find the compiled kernel. This class inspects arguments only at the
     first launch.
@@ -112,7 +114,7 @@ class Repeated:
         record_launch(self.kernel.fn.__name__)
 
     def at(self, addresses: Sequence[int]) -> bool:
-        """Launch with addresses alone, if an earlier launch had pointers of the same divisibility by 16.
+        """Launch with addresses instead of tensors, if an earlier launch had pointers with the same divisibility by 16.
 
         Returns:
             Whether the kernel was launched; always False for interpreted kernels.
@@ -143,7 +145,7 @@ def _aligned(addresses: Iterable[int]) -> tuple[bool, ...]:
 
 
 def record_launch(name: str) -> None:
-    """Count a launch that `launch` did not make, in all active counts."""
+    """Count a launch that was not made by `launch`, in all active `count_launches` blocks."""
     if _observer is not None:
         _observer.foreign()
     _count(name)
@@ -178,12 +180,14 @@ def has_triton() -> bool:
 
 
 def processors(tensor: Tensor) -> int:
-    """Number of multiprocessors of the tensor's device; a small number for interpreted kernels."""
+    """Number of multiprocessors of the tensor's device. A small number if Triton's interpreter runs the kernels."""
     return int(_properties(tensor.device).multi_processor_count) if tensor.is_cuda else 2
 
 
 def shared_memory_bytes(tensor: Tensor) -> int:
-    """The maximum shared memory of a program on the tensor's device; a large number for interpreted kernels."""
+    """The maximum shared memory of a program on the tensor's device. A large number if Triton's interpreter runs the
+    kernels.
+    """
     return int(_properties(tensor.device).shared_memory_per_block_optin) if tensor.is_cuda else 1 << 20
 
 
@@ -194,5 +198,7 @@ def _properties(device: torch.device) -> Any:
 
 @cache
 def launches_early(device: torch.device) -> bool:
-    """Whether the device supports programmatic dependent launch: a kernel starts while the previous one still runs."""
+    """Whether the device supports programmatic dependent launch: a kernel starts while the previous kernel
+    still runs.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

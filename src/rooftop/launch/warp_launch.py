@@ -27,8 +27,8 @@ def start_warp(what: str, extra: str) -> ModuleType:
     """Import and initialize Warp, and return the module.
 
     Args:
-        what: the feature that needs Warp, in words, for the error if Warp is missing.
-        extra: the optional dependency of Rooftop that installs Warp.
+        what: the feature that needs Warp, as a plural noun phrase for the error message.
+        extra: the extra of the package `rooftop` that installs Warp.
 
     Raises:
         MissingExtraError: Warp is not installed.
@@ -41,7 +41,7 @@ def start_warp(what: str, extra: str) -> ModuleType:
     if first:  # only once: the user may change the setting later
         warp.config.log_level = warp.LOG_WARNING
     with _LOADING:
-        warp.init()  # only the first call has an effect; Warp needs this to use PyTorch's stream
+        warp.init()  # only the first call has an effect; without this call Warp could not use PyTorch's stream
     return warp
 
 
@@ -69,11 +69,11 @@ def launch_warp(kernel: Any, threads: tuple[int, ...], *arguments: Any, device: 
 
 
 class Launches:
-    """Launches of Warp kernels whose arguments are packed once, for one device and any stream.
+    """Launches of Warp kernels on one device and any stream. The arguments of a kernel are packed only once.
 
-    Each launch reads the current fields of structs, so a changed field takes effect. A launch with another struct,
-    array or vector packs the arguments again. One launch is kept for each combination of kernel, number of threads, and
-    numbers among the arguments.
+    Each launch reads the current fields of structs, so a changed field takes effect. If a struct, array or vector
+    differs from that of the previous launch, the arguments are packed again. One packed launch is kept for each
+    combination of kernel, number of threads, and numbers among the arguments.
 
     Args:
         device: the device of all launches.
@@ -102,7 +102,7 @@ class Launches:
         record_launch(kernel.key)
 
     def clear(self) -> None:
-        """Drop all launches, and with them the memory that their arguments hold."""
+        """Drop all packed launches, and thereby release the memory of their arguments."""
         self._kept.clear()
 
     def _packed(self, kernel: Any, threads: int, arguments: tuple[Any, ...]) -> Any:

@@ -17,7 +17,7 @@ from rooftop.mat.views import Header, is_integer
 
 
 class Block(ExportedHeader):
-    """A header that can take memory: new memory, another header's memory, or memory of another library's array."""
+    """A header that can get memory: new memory, another header's memory, or the memory of another library's array."""
 
     __slots__ = ()
 

@@ -42,7 +42,7 @@ def signed(x: Tensor) -> Tensor:
 
 class Numbers:
     """Build a program whose values have one dtype: loads of Mats' elements, constants, and the store. The program's
-    arguments are the Mats, then rows of numbers (one per channel), then single numbers.
+    arguments are the Mats, then rows of numbers (one number per channel), then single numbers.
 
     Args:
         dtype: the dtype of the computation.
@@ -151,15 +151,15 @@ class Numbers:
         return apply("nearest", apply("where", apply("gt", x, low), below, low))
 
     def within_limits(self, x: Expression, known: Bounds | None, depth: int) -> Expression:
-        """Round half to even and saturate to the range of a depth; NaN becomes its least value."""
+        """Round half to even and saturate to the range of a depth; NaN becomes the depth's least value."""
         if depth == CV_Bool:
             return self.cast(apply("ne", x, self.plain(0)))
         limits = depth_bounds(depth)
         assert limits is not None
         if self.floating and (known is None or known.unit):
             x = apply("round", x)
-        # An unnecessary limit costs time, and can be wrong: if both limits are applied to a 16-bit -x, ptxas saturates
-        # it wrongly for x = -32768.
+        # An unnecessary limit costs time, and can be wrong: if both limits are applied to a 16-bit -x, the code from
+        # ptxas saturates x = -32768 wrongly.
         low, high = map(self.plain, limits_in(self.dtype, depth))
         below = x
         if known is None or known.high > limits.high:
@@ -248,9 +248,9 @@ class ElementProgram(Numbers):
                 return apply("minimum" if operation == "min" else "maximum", a, b)
             if any(map(is_one, each._operands)):
                 kept = apply("le" if operation == "min" else "ge", a, b)  # a if both are zeros, as in torch.clamp
-                return apply("where", kept, a, apply("where", apply("ne", a, a), a, b))  # NaN if one of them is NaN
+                return apply("where", kept, a, apply("where", apply("ne", a, a), a, b))  # NaN if a or b is NaN
             chosen = apply("lt" if operation == "min" else "gt", a, b)
-            return apply("where", apply("bitwise_or", chosen, apply("ne", a, a)), a, b)  # NaN if one of them is NaN
+            return apply("where", apply("bitwise_or", chosen, apply("ne", a, a)), a, b)  # NaN if a or b is NaN
         return apply(operation, *of)
 
     def _bits(self, each: MatExpr, of: list[Expression]) -> Expression:

@@ -145,7 +145,7 @@ def _multiplied(root: MatExpr, target: Tensor, depth: int) -> bool:
 
 
 def _matrix(each: MatExpr) -> Tensor:
-    """The value as a tensor (rows, columns): a Mat's own memory, or new memory for any other node."""
+    """The value of a node as a tensor (rows, columns): a Mat's own memory, or new memory for any other node."""
     found = each if each._operation == "mat" else _computed(each)
     return tensor_of(found)[..., 0]
 
@@ -159,7 +159,7 @@ def _without_wide_bits(each: MatExpr, operands: tuple[MatExpr, ...]) -> MatExpr 
 
 
 def _computed(each: MatExpr) -> MatExpr:
-    """Compute the value into new memory, and return it as a leaf."""
+    """Compute the value of a node into new memory, and return a leaf for this memory."""
     m = new_block(each._sizes, each._type, each._device)
     if not m.empty():
         evaluate_into(each, m._writable(), each.depth())

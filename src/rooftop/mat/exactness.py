@@ -2,8 +2,8 @@
 values.
 
 The reference is float64: each operation is rounded to float64, and the final value is rounded once to the target's
-depth. If every value is known to be an integer (a multiple of 2^unit) that a narrower dtype holds exactly, computing in
-that dtype gives exactly the same numbers. So 8-bit images are added in int16, and `a * 0.5` in float32.
+depth. If every value is known to be a multiple of 2^unit that a narrower dtype represents exactly, computing in that
+dtype gives exactly the same numbers. So 8-bit images are added in int16, and `a * 0.5` in float32.
 
 Floating elements have no bounds. An expression of floating elements, computed in float32, gives the same bits as in
 float64 if no value is rounded twice before it is stored as float32. min, max, abs, negation and comparisons do not

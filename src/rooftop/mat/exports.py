@@ -19,8 +19,8 @@ class ExportedHeader(Header):
     __slots__ = ()
 
     def tensor(self, layout: Literal["hwc", "chw"] = "hwc") -> Tensor:
-        """The elements as a tensor on the same memory: (H, W, C), or (all sizes, C). With a single channel,
-        C is 1.
+        """The elements as a tensor on the same memory: (H, W, C), or (*sizes, C) for other numbers of dimensions. With
+        a single channel, C is 1.
 
         Args:
             layout: "chw" returns the same memory as (C, H, W).

@@ -163,7 +163,7 @@ class Arithmetic:
 
 
 class MatExpr(Arithmetic, Shaped):
-    """An expression to be computed, with its type and size. Operators of Mats create it; users do not.
+    """An expression to be computed, with its type and size. Operators of Mats create expressions; users do not.
 
     Each use evaluates the expression again, from the present contents of its Mats. The numbers in the expression are
     copies, made when the expression was built.
@@ -342,7 +342,7 @@ def _unary(operation: str, value: Any) -> MatExpr:
 def _of_two(operation: str, a: Operand, b: Operand) -> MatExpr:
     """Build an operation on two operands, with the same type and size checks as the operators."""
     if _are_numbers(a) and _are_numbers(b):
-        raise TypeError("one of the two must be a Mat or an expression")
+        raise TypeError("both operands are numbers: one of them must be a Mat or an expression")
     found = _binary(operation, a, b)
     if found is NotImplemented:
         raise TypeError(f"expected Mats, expressions or numbers, got {type(a).__name__} and {type(b).__name__}")

@@ -1,4 +1,5 @@
-"""Make headers on other libraries' arrays without a copy. If that is impossible, the error names the call that copies.
+"""Make headers on other libraries' arrays without a copy. If that is impossible, the error names a call that makes a
+copy.
 
 A Mat can be a header on memory whose elements are contiguous along the last dimension with all their channels. The
 steps of the other dimensions must be positive, must not make elements overlap, and must grow toward the first
@@ -29,7 +30,7 @@ from rooftop.mat.type_codes import (
 
 
 class Parts(NamedTuple):
-    """The parts of a header; `data` is None if there are no elements."""
+    """The fields of a header on another library's array; `data` is None if there are no elements."""
 
     data: MatData | None
     type: int
@@ -49,7 +50,7 @@ def is_foreign(thing: object) -> bool:
 
 
 def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
-    """A header on a NumPy array, a tensor, or an object with DLPack or one of the array interfaces.
+    """The fields of a header on a NumPy array, a tensor, or an object with DLPack or one of the array interfaces.
 
     Args:
         type: If the type has more than one channel, the array's last dimension is the channels. If `type` is None, a
@@ -96,7 +97,7 @@ def _of_tensor(x: Tensor, type: int | None, layout: str) -> Parts:
         raise TypeError(f"expected a strided tensor, got {x.layout}: use x.to_dense()")
     if x.requires_grad:
         raise ValueError("the tensor requires grad, but a Mat records no gradients: pass x.detach()")
-    code = type_code(x.dtype)  # raises for complex dtypes, so x is not a lazy conjugate below
+    code = type_code(x.dtype)  # raises an error for complex dtypes, so x is not a lazy conjugate below
     if x.is_neg():
         raise TypeError("the tensor is a lazy negative: pass x.resolve_neg()")
     x = _channels_last(x, layout)

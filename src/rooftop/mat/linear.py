@@ -38,7 +38,7 @@ def solve(a: MatLike, b: MatLike, method: Literal["lu", "cholesky", "qr", "svd"]
     independent columns and returns the least-squares solution. "svd" returns the shortest least-squares solution.
 
     Args:
-        a: (rows, cols), one channel of floating numbers.
+        a: (rows, cols), one channel of floating-point numbers.
         b: (rows, columns), of the same type as `a`.
 
     Returns:

@@ -2,7 +2,7 @@
 
 A loop is generated for each form of expression (its operations and types), and reused for other numbers and for other
 Mats of the same layout. Compiling takes some tenths of a second. So a form is compiled only after `row_programs.py` has
-spent about that much time on evaluating it. The total time is then at most twice the optimum.
+spent about that much time on evaluating the form. The total time is then at most twice the optimum.
 
 Some expressions are not compiled: expressions with transposed Mats (neighbours along a row are not adjacent in memory),
 with half precision (Numba lacks it on CPUs), with more Mats than the compiler checks for overlaps, with hundreds of
@@ -34,7 +34,7 @@ PATIENCE_SECONDS = 0.3
 """Approximate compile time of 20 operations. A form is compiled once its row-by-row evaluation has taken this long."""
 LEAST_COLUMNS = 32
 MOST_OPERATIONS = 200
-"""Maximum number of operations in one loop, because compile time grows superlinearly with it."""
+"""Maximum number of operations in one loop, because compile time grows superlinearly with this number."""
 MOST_LOOPS = 512
 """Maximum number of compiled loops in a process. Each loop takes about a megabyte of memory."""
 _MOST_ARRAYS = 7
@@ -56,7 +56,7 @@ def run(plan: ExpressionPlan, tensors: Sequence[Tensor], target: Tensor) -> None
 
     Args:
         tensors: tensors of the plan's leaves, (..., channels).
-        target: has the plan's depth. Any tensor that overlaps the target has exactly the same elements.
+        target: the output, with the plan's depth. Any tensor that overlaps the target has exactly the same elements.
     """
     _run(lambda: plan.elements, tensors, target, lambda: plan.rows.run(tensors, target))
 

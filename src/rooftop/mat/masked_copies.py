@@ -1,4 +1,4 @@
-"""Copy under a mask on a GPU, by one kernel that reads the mask and the selected elements, and writes only these
+"""Copy under a mask on a GPU, by one kernel that reads the mask and the selected elements, and writes only the selected
 elements.
 
 The kernel is memory-bound if the mask consists of contiguous areas, as most masks do. At the edges of areas, and

@@ -2,8 +2,8 @@
 
 The target is never read. A thread handles a group of marks (bytes of the mask) and the numbers that they select, as
 wide words. With pixels of three bytes, a group is 16 marks and three words of 16 bytes. Most groups are fully selected
-and are stored word by word. If no mark of a group is set, its numbers are not loaded. A partly selected group is stored
-number by number.
+and are stored word by word. If no mark of a group is set, the group's numbers are not loaded. A partly selected group
+is stored number by number.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Mat(Block, Arithmetic):
                 of any other shape gets one channel.
             value: written to every element of new memory; without it, new memory is not initialized.
             device: the device of new memory.
-            allocator: allocator of new memory; if None, the default one or the device's.
+            allocator: allocator of new memory; if None, the default allocator or the device's allocator.
             layout: "chw" for an array (C, H, W) whose channels are interleaved in memory (channels_last).
 
         Raises:
@@ -180,7 +180,7 @@ class Mat(Block, Arithmetic):
         """Evaluate an expression into this Mat, like `m = expression` in C++. The Mat keeps its memory if size and type
         stay the same.
 
-        If the argument is a Mat, this Mat shares its memory, as `Mat(other)` does.
+        If the argument is a Mat, this Mat shares the argument's memory, as `Mat(other)` does.
         """
         if isinstance(expression, Mat):
             self._become(expression)
@@ -299,7 +299,7 @@ class Mat(Block, Arithmetic):
         """Set all elements, or those whose mask is not 0.
 
         Args:
-            value: one number for all channels, one per channel, or a Scalar of up to 4.
+            value: one number for all channels, one number per channel, or a Scalar of up to 4 numbers.
         """
         bits = element(value, self._type).view(depth_of(self._type).carrier)
         if self.empty():
@@ -322,7 +322,7 @@ class Mat(Block, Arithmetic):
         return dot(self, as_mat(other))
 
     def cross(self, other: MatLike) -> Mat:
-        """The cross product of two vectors of three floating numbers."""
+        """The cross product of two vectors of three floating-point numbers."""
         found = cross(self, as_mat(other))
         result = Mat(self.size, self.type(), device=self.device)
         result._writable().copy_(found.view(result._writable().shape))
@@ -356,8 +356,8 @@ class Mat(Block, Arithmetic):
         """A copy on another device; if the Mat is on that device already, a header on the same memory.
 
         Args:
-            non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless its
-                memory comes from a pinned allocator. Synchronize the GPU's stream before you read that memory.
+            non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless
+                `allocator` is a pinned one; then synchronize the GPU's stream before you read the copy.
         """
         where = torch.device(device)
         if same_device(where, self._device) and allocator is None:

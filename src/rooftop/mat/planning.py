@@ -32,7 +32,7 @@ class ExpressionPlan:
     """A plan for expressions of one form whose values are stored in one depth. A plan has no references to Mats.
 
     Attributes:
-        root: the tree of elementwise operations; its leaves hold the Mats' types, not the Mats.
+        root: the tree of elementwise operations; its leaves have the Mats' types, not the Mats.
         leaves: the nodes for Mats, in the expression's order.
         bits: whether elements are read and written as integers of the same bits.
         depth: depth of the stored numbers.
@@ -65,8 +65,8 @@ class ExpressionPlan:
 
     @cached_property
     def has_wide_bits(self) -> bool:
-        """Whether the expression has bitwise operations on 64 bits, but is computed in a dtype that does not hold 64
-        bits."""
+        """Whether the expression has bitwise operations on 64 bits, but is computed in a dtype that cannot represent
+        all 64-bit integers."""
         wide = any(each._operation in BITWISE and DEPTHS[each.depth()].size_bytes == 8 for each in self.nodes)
         return wide and not self.bits and self.dtype != torch.int64
 

@@ -28,7 +28,8 @@ from rooftop.mat.exactness import Bounds, BoundsOf, depth_bounds, limits_in, tru
 from rooftop.mat.expressions import BITWISE, COMPARISONS, MatExpr, is_one, topological
 from rooftop.mat.type_codes import DEPTHS, CV_Bool
 
-# elements: torch uses one thread for up to this many. A block of one operand (32 KB to 256 KB) fits in L2
+# elements of a block: torch uses one thread for up to this many, and a block of one operand (32 KB to 256 KB) fits in
+# L2
 BLOCK = 1 << 15
 _LEAST_PER_THREAD = 1 << 18  # elements; with fewer elements per thread, an additional thread saves no time
 _TILE_COLUMNS = 256  # columns of a block if an operand is transposed, so that reads and writes use whole cache lines
@@ -236,7 +237,8 @@ class _Writer:
             self.step(_FUNCTIONS[operation], *places, out=self._result(each, target))
 
     def _extreme(self, each: MatExpr, target: int | None) -> None:
-        """Compute min or max, with constants as the second operand, because for two zeros torch may return either."""
+        """Compute min or max. A constant is always the second operand: of 0 and -0 torch may return either, so that the
+        order of the operands can affect the result."""
         mat, other = each._operands if each._operands[0]._operation != "numbers" else each._operands[::-1]
         if is_one(other):
             function = torch.clamp_max if each._operation == "min" else torch.clamp_min
@@ -363,8 +365,8 @@ def _store_64(into: Tensor, rounded: Tensor, depth: int) -> None:
 def store_half(into: Tensor, y: Tensor) -> None:
     """Store float64 as half precision, rounded once: first to float32, with rounding to odd.
 
-    If float32 cannot hold a value exactly, its last bit becomes odd, so that the value never lies halfway between two
-    numbers of half precision (Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums").
+    If float32 cannot represent a value exactly, the last bit of the float32 becomes odd, so that it never lies halfway
+    between two numbers of half precision (Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums").
     """
     near = y.float()
     rest = y - near.double()

@@ -86,7 +86,7 @@ def _numbers(value: ScalarLike) -> list[int | float]:
     if not all(isinstance(each, (bool, int, float)) for each in flat):
         raise TypeError(f"expected a number or a tuple of numbers, got {value!r}")
     if any(isinstance(each, int) and each.bit_length() > _MOST_BITS for each in flat):
-        raise ValueError(f"a number of more than {_MOST_BITS} bits is more than a Mat can hold")
+        raise ValueError(f"a number of more than {_MOST_BITS} bits is too large for a Mat")
     return list(flat)
 
 

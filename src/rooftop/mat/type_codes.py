@@ -218,7 +218,7 @@ def _depth_of_dtype(dtype: object) -> int:
     if isinstance(dtype, torch.dtype):
         if dtype in _BY_DTYPE:
             return _BY_DTYPE[dtype]
-        raise TypeError(f"no depth holds {dtype}: convert it, for example to torch.float32")
+        raise TypeError(f"no depth has the dtype {dtype}: convert it, for example to torch.float32")
     try:
         found = np.dtype(dtype)  # type: ignore[call-overload]
     except TypeError:
@@ -226,7 +226,7 @@ def _depth_of_dtype(dtype: object) -> int:
     if not found.isnative:
         raise TypeError(f"{found} has the other byte order: array.astype(array.dtype.newbyteorder('=')) copies it")
     if found not in _BY_NUMPY:
-        raise TypeError(f"no depth holds NumPy's {found}: convert it, for example array.astype('float32')")
+        raise TypeError(f"no depth has NumPy's dtype {found}: convert it, for example array.astype('float32')")
     return _BY_NUMPY[found]
 
 
@@ -286,65 +286,65 @@ CV_32UC4: Final = CV_32U | 3 << CV_CN_SHIFT
 
 
 def CV_8UC(n: int) -> int:
-    """`n` channels of CV_8U."""
+    """The type with `n` channels of CV_8U."""
     return CV_MAKETYPE(CV_8U, n)
 
 
 def CV_8SC(n: int) -> int:
-    """`n` channels of CV_8S."""
+    """The type with `n` channels of CV_8S."""
     return CV_MAKETYPE(CV_8S, n)
 
 
 def CV_16UC(n: int) -> int:
-    """`n` channels of CV_16U."""
+    """The type with `n` channels of CV_16U."""
     return CV_MAKETYPE(CV_16U, n)
 
 
 def CV_16SC(n: int) -> int:
-    """`n` channels of CV_16S."""
+    """The type with `n` channels of CV_16S."""
     return CV_MAKETYPE(CV_16S, n)
 
 
 def CV_32SC(n: int) -> int:
-    """`n` channels of CV_32S."""
+    """The type with `n` channels of CV_32S."""
     return CV_MAKETYPE(CV_32S, n)
 
 
 def CV_32FC(n: int) -> int:
-    """`n` channels of CV_32F."""
+    """The type with `n` channels of CV_32F."""
     return CV_MAKETYPE(CV_32F, n)
 
 
 def CV_64FC(n: int) -> int:
-    """`n` channels of CV_64F."""
+    """The type with `n` channels of CV_64F."""
     return CV_MAKETYPE(CV_64F, n)
 
 
 def CV_16FC(n: int) -> int:
-    """`n` channels of CV_16F."""
+    """The type with `n` channels of CV_16F."""
     return CV_MAKETYPE(CV_16F, n)
 
 
 def CV_16BFC(n: int) -> int:
-    """`n` channels of CV_16BF."""
+    """The type with `n` channels of CV_16BF."""
     return CV_MAKETYPE(CV_16BF, n)
 
 
 def CV_BoolC(n: int) -> int:
-    """`n` channels of CV_Bool."""
+    """The type with `n` channels of CV_Bool."""
     return CV_MAKETYPE(CV_Bool, n)
 
 
 def CV_64UC(n: int) -> int:
-    """`n` channels of CV_64U."""
+    """The type with `n` channels of CV_64U."""
     return CV_MAKETYPE(CV_64U, n)
 
 
 def CV_64SC(n: int) -> int:
-    """`n` channels of CV_64S."""
+    """The type with `n` channels of CV_64S."""
     return CV_MAKETYPE(CV_64S, n)
 
 
 def CV_32UC(n: int) -> int:
-    """`n` channels of CV_32U."""
+    """The type with `n` channels of CV_32U."""
     return CV_MAKETYPE(CV_32U, n)

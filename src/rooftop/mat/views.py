@@ -168,11 +168,11 @@ class Header(Shaped):
         return self._cut("col", {self._axis("cols"): _index(x, self._whole("cols"), "column")})
 
     def rowRange(self, start: int, end: int) -> Self:
-        """Rows from start to before end."""
+        """Rows from `start` up to, but not including, `end`."""
         return self._cut("rowRange", {self._axis("rows"): _range(slice(start, end), self._whole("rows"), "rows")})
 
     def colRange(self, start: int, end: int) -> Self:
-        """Columns from start to before end."""
+        """Columns from `start` up to, but not including, `end`."""
         return self._cut("colRange", {self._axis("cols"): _range(slice(start, end), self._whole("cols"), "columns")})
 
     def roi(self, x: int, y: int, width: int, height: int) -> Self:

@@ -220,7 +220,7 @@ def _saturated(digits: Digits, known: Bounds | None, depth: int) -> Tensor:
         return (~_is_zero(digits)).to(torch.int64)
     bits = digits[0]
     for place, digit in enumerate(digits[1:], 1):
-        if _BITS * place < 64:  # of a value within the limits, higher digits only repeat the sign
+        if _BITS * place < 64:  # higher digits of a value within the limits only repeat the sign
             bits = bits + (digit << _BITS * place)
     for limit, beyond in ((limits.low, known.low < limits.low), (limits.high, known.high > limits.high)):
         if beyond:

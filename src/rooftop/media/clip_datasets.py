@@ -4,7 +4,7 @@
     ClipLoader     batches of clips, in an order drawn from a seed; each decoding thread has its own stream
 
 A thread of the loader has its own decoder and CUDA stream. Each clip comes with an event. The stream that receives a
-batch waits on the GPU for the events of its clips. The host waits only for the decoding itself.
+batch waits on the GPU for the events of the batch's clips. The host waits only for the decoding itself.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class ClipDataset(Dataset[Clip]):
         skipped: (path, problem) for each skipped file.
 
     Raises:
-        InputError: as in `VideoReader`; also if no file has a clip, or if videos differ in size and `resize` is None.
+        InputError: as in `VideoReader`; or no file is long enough for a clip, or videos differ in size and `resize` is
+            None.
         DamagedVideoError: no frame of a file can be decoded.
     """
 
@@ -239,8 +240,8 @@ class ClipLoader:
     def __iter__(self) -> Iterator[ClipBatch]:
         """
         Raises:
-            DamagedVideoError: a clip cannot be decoded; raised at its batch. If the dataset skips such clips, their
-                batches are smaller, even with `drop_last`. Empty batches are skipped.
+            DamagedVideoError: a clip cannot be decoded; raised when the clip's batch is requested. If the dataset skips
+                such clips, batches that lack clips are smaller, even with `drop_last`. Empty batches are skipped.
         """
         order, self.epoch = self.order(self.epoch), self.epoch + 1
         groups = [order[start : start + self.batch] for start in range(0, len(order), self.batch)][: len(self)]

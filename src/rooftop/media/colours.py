@@ -104,7 +104,7 @@ def rgb_to_yuv(
     """Convert RGB to planes of luma and chroma.
 
     Args:
-        rgb: (3, H, W) floating, in 0..1.
+        rgb: (3, H, W) of a floating-point dtype, in 0..1.
         bits: bits of the result, in `dtype`.
         down, across: pixels per sample of chroma; they divide H and W.
 

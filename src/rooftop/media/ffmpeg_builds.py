@@ -1,7 +1,7 @@
 """Build FFmpeg from source for NVIDIA's video engines.
 
 Objects, log and state are in PREFIX.build, next to the install folder PREFIX, never in the source. The next call
-continues an interrupted build; with other options, the build starts from the beginning. When everything is built and
+continues an interrupted build; if its options differ, the build starts from the beginning. When everything is built and
 the new program has listed its decoders and encoders, PREFIX is created or replaced atomically.
 """
 
@@ -106,7 +106,10 @@ def build_ffmpeg(
     needs = find_requirements(source, headers)
     if needs.missing:
         names = "; ".join(each.what for each in needs.missing)
-        raise FFmpegBuildError(f"{len(needs.missing)} parts are missing to build FFmpeg: {names}", lines(needs.missing))
+        raise FFmpegBuildError(
+            f"{len(needs.missing)} tools or libraries for building FFmpeg are missing: {names}",
+            lines(needs.missing),
+        )
     arguments = (f"--prefix={prefix}", *COMMON, *needs.options, *(_minimal_options() if minimal else ()))
     with _Workshop(folder, source, prefix, headers) as shop:
         shop.configure(arguments, _key(source, arguments, needs))
@@ -381,5 +384,5 @@ def _checked_prefix(path: Path) -> Path:
 def _refuse_inside(source: Path, prefix: Path) -> None:
     if prefix.is_relative_to(source) or source.is_relative_to(prefix):
         raise InputError(
-            f"of the prefix {prefix} and the source {source}, one contains the other: choose a prefix elsewhere"
+            f"the prefix {prefix} and the source {source} must not contain one another: choose a prefix elsewhere"
         )

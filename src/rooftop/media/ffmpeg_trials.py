@@ -125,7 +125,7 @@ FILTERS = (
     FilterTrial("colorspace_cuda", "cuda", "colorspace_cuda=range=pc", _FULL, "setparams=range=tv,hwupload"),
     FilterTrial("scale_npp", "cuda", "scale_npp=160:120", "scale=160:120", size=_HALF),
     FilterTrial("transpose_npp", "cuda", "transpose_npp=clock", "transpose=clock", size=_TURNED),
-    FilterTrial("sharpen_npp", "cuda", "sharpen_npp", "null"),  # deinterlacing does not change a smooth picture
+    FilterTrial("sharpen_npp", "cuda", "sharpen_npp", "null"),  # sharpening hardly changes a smooth picture
     FilterTrial("scale_vaapi", "vaapi", "scale_vaapi=160:120", "scale=160:120", size=_HALF, download="nv12"),
     FilterTrial("scale_qsv", "qsv", "scale_qsv=160:120", "scale=160:120", size=_HALF, download="nv12"),
     FilterTrial("scale_vulkan", "vulkan", "scale_vulkan=160:120", "scale=160:120", size=_HALF),
@@ -134,7 +134,7 @@ FILTERS = (
 
 
 class Ran(NamedTuple):
-    """The output of a run of FFmpeg, and why it failed ("" if it succeeded)."""
+    """The output of a run of FFmpeg, and why the run failed ("" if it succeeded)."""
 
     output: bytes
     failure: str

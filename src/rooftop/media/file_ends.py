@@ -42,7 +42,8 @@ def _end_of_riff(file: BinaryIO, size_bytes: int) -> int | None:
 
 
 def _end_of_matroska(file: BinaryIO, size_bytes: int) -> int | None:
-    """The end of the segment. If its size is unknown, as in a live stream, the segment ends with its last element."""
+    """The end of the segment. If the segment's size is unknown, as in a live stream, the segment ends with its last
+    element."""
     place = 0
     while (found := _element(file, place)) is not None:
         name, begin, size = found

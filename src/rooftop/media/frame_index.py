@@ -21,7 +21,7 @@ class FrameIndex:
         keys: positions of the key frames.
         seekable: whether the file itself stores the times of frames; if not, decoding always starts at the first frame.
         damage: the damage that was found in the file's packets, or None.
-        discontinuity: a description of where the file's clock goes back or its parts are not consecutive, or None.
+        discontinuity: a description of where the file's clock goes back or its packets are not consecutive, or None.
     """
 
     pts: array[int]

@@ -218,7 +218,7 @@ def display_matrix(frame: av.VideoFrame) -> Any:
     """The display matrix in the frame's own data; None if there is none.
 
     This function avoids `frame.side_data`, which forms a reference cycle with the frame. The cycle would keep the
-    frame's memory, also on a GPU, until Python collects garbage.
+    frame's memory, including GPU memory, until Python collects garbage.
     """
     try:
         data = load_av().sidedata.sidedata.SideDataContainer(frame)

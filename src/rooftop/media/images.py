@@ -76,7 +76,7 @@ def find_images(paths: Sequence[ImagePath]) -> list[Path]:
         if path.is_dir():
             inside = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
             if not inside:
-                raise InputError(f"{path} holds no photographs ({', '.join(sorted(SUFFIXES))})")
+                raise InputError(f"{path} has no photographs ({', '.join(sorted(SUFFIXES))})")
             found += inside
         elif path.exists():
             found.append(path)
@@ -219,8 +219,8 @@ class ImageDecoder:
             colours differ most at colour edges with subsampled chroma.
         layout: "chw" for (3, H, W), or "hwc" for (H, W, 3), contiguous: `rooftop.mat.Mat` and OpenCV accept "hwc"
             directly (OpenCV's own order is blue, green, red).
-        threads: number of decoding threads; None: one for each CPU, at most 8 (4 of them with a GPU). At most two
-            photographs per thread are in memory on the CPU, and eight with a GPU.
+        threads: number of decoding threads; None: one for each CPU, at most 8. With a GPU, at most 4 threads are used.
+            At most two photographs per thread are in memory on the CPU, and eight with a GPU.
         on_error: "raise"; or "skip" unreadable files, with a warning for each.
 
     Attributes:
@@ -271,7 +271,7 @@ class ImageDecoder:
 
         Raises:
             InputError: a path does not exist, or a folder has no photographs (raised at once); or a file is unreadable
-                and not skipped (raised at its position).
+                and not skipped (raised when the iterator reaches the file).
         """
         return self._read(find_images(paths))
 

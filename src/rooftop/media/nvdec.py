@@ -29,7 +29,7 @@ Fewer cores were not measured."""
 
 BITS = {"nv12": 8, "p010le": 10, "p016le": 12, "yuv444p": 8, "yuv444p16le": 12}
 """Significant bits of a sample, by FFmpeg's names of NVDEC's output formats. Samples of 10 and 12 bits are in the upper
-bits of 16."""
+bits of 16-bit words."""
 
 
 class NoNvdecError(Exception):

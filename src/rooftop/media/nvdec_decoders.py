@@ -128,7 +128,7 @@ def release_decoders() -> int:
 
 def says_otherwise(packet: bytes, kind: Kind) -> bool:
     """Whether a packet has parameter sets that differ from its file's headers. The decoder would keep these sets for
-    its next video."""
+    the decoder's next video."""
     types = PARAMETER_SETS.get(kind.codec)
     if types is None:
         return False

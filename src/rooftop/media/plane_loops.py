@@ -181,7 +181,8 @@ def _whole(
     rgb: np.ndarray, height: int, width: int, down: int, across: int, numbers: np.ndarray, gains: np.ndarray,
     rounded: bool,
 ) -> None:  # fmt: skip
-    """Convert the rows from `first` to `last` of chroma, in the size of the video."""
+    """Convert the rows of chroma from `first` up to, but not including, `last`, and the rows of luma that they cover,
+    without resizing."""
     samples = (width + across - 1) // across
     differences, luma, row = np.empty((3, width), np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     for n in range(first, last):

@@ -62,7 +62,7 @@ class VideoInfo:
         audio: the file's streams of sound.
         damage: a problem with the packets, or None. Frames may be damaged even if `damage` is None, because not all
             frames were decoded.
-        discontinuity: a description of where the file's clock goes back, or of where parts of a transport stream are
+        discontinuity: a description of where the file's clock goes back, or of where packets of a transport stream are
             not consecutive, as in joined files. None if there is nothing to describe.
     """
 

@@ -147,7 +147,7 @@ class VideoReader:
         """Return why NVDEC cannot decode this video, found by decoding a frame; None if NVDEC can. The first pass over
         the video reuses this decoder and its frame."""
         reason = self._tried(device)
-        if reason is not None and release_decoders():  # idle decoders may hold the GPU memory that this decoder needs
+        if reason is not None and release_decoders():  # idle decoders may occupy memory that this decoder needs
             reason = self._tried(device)
         return reason
 

@@ -41,8 +41,8 @@ class Sound(NamedTuple):
     """Sound as a tensor.
 
     Attributes:
-        samples: (C, N) float32 in -1..1; codecs that store floating numbers (AAC, Opus, MP3) may exceed this range
-            slightly.
+        samples: (C, N) float32 in -1..1; codecs that store floating-point numbers (AAC, Opus, MP3) may exceed
+            this range slightly.
         rate_hz: samples per second.
         start_s: time of the first sample, in seconds on the clock of the file.
     """
@@ -107,7 +107,7 @@ class _Track:
 
     def __init__(self, container: Container, stream: av.AudioStream) -> None:
         self.container, self.stream, self.name = container, stream, container.source.name
-        self.rate, self.channels = 0, 0  # those of the first frame
+        self.rate, self.channels = 0, 0  # set from the first frame
         self.lossless = stream.codec_context.codec.canonical_name.startswith(LOSSLESS)
         self.position: int | None = None  # position of the next sample
         self.silence = 0
@@ -179,7 +179,7 @@ class _Track:
                 if gap > 0:
                     yield _Part(self.position, at, None)
                     self.position = at
-                count += min(gap, 0)  # overlaps sound that was returned already
+                count += min(gap, 0)  # the frame overlaps sound that was returned already
             end = self.position + max(count, 0)
             first = max(self.position, 0)  # sound before time 0 is dropped
             self.position = end

@@ -106,7 +106,7 @@ class CopiedSound:
             yield Timed(packet.pts * base, packet)
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Yield the remaining packets that begin before `seconds`, or all remaining packets if it is None."""
+        """Yield the remaining packets that begin before `seconds`, or all remaining packets if `seconds` is None."""
         while True:
             self._next = self._next or next(self._packets, None)
             if self._next is None or (seconds is not None and self._next.seconds >= seconds):
@@ -160,7 +160,7 @@ class EncodedSound:
         self._waiting: deque[av.Packet[av.AudioStream]] = deque()
 
     def write(self, samples: Tensor) -> None:
-        """Encode samples (C, N), floating."""
+        """Encode samples (C, N) of a floating-point dtype."""
         for part in samples.split(ENCODED_AT_ONCE, 1):
             array = part.to(torch.float32).contiguous().numpy()
             frame = self.av.AudioFrame.from_ndarray(array, format="fltp", layout=CHANNELS[self.channels])
@@ -169,7 +169,7 @@ class EncodedSound:
             self._waiting.extend(self._stream.encode(frame))
 
     def until(self, seconds: Fraction | None) -> Iterator[av.Packet[av.AudioStream]]:
-        """Yield the remaining packets that begin before `seconds`, or all remaining packets if it is None."""
+        """Yield the remaining packets that begin before `seconds`, or all remaining packets if `seconds` is None."""
         while self._waiting:
             packet = self._waiting[0]
             late = seconds is not None and packet.pts is not None and packet.pts * packet.time_base >= seconds

@@ -1,7 +1,7 @@
 """Convert luma and chroma in a GPU's memory to a tensor of red, green and blue, by one kernel.
 
 A surface is the output of a decoder: three planes, or a plane of luma and a plane of chroma pairs (NV12, P010). Rows in
-memory may be longer than the picture. Samples of 10 and 12 bits are in the upper bits of 16.
+memory may be longer than the picture. Samples of 10 and 12 bits are in the upper bits of 16-bit words.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Surface:
         y: (H, W) uint8 or uint16; a tensor or a `Plane`, like u and v.
         u, v: (H', W') of Cb and Cr, with equal strides. H' is H, or a half or a quarter of H, rounded up; W' is derived
             from W in the same way.
-        bits: significant bits of a sample, which are the upper bits of 8 or 16.
+        bits: significant bits of a sample, which are the upper bits of an 8-bit or 16-bit number.
         colours: matrix and range of the numbers.
     """
 
@@ -119,8 +119,8 @@ def all_to_rgb(
     mirrored: bool = False,
     into: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Convert each surface to (3, H, W), upright, in the requested form, on its device. Consecutive surfaces of one
-    layout share a launch.
+    """Convert each surface to (3, H, W), upright, in the requested form, on the surface's device. Consecutive surfaces
+    of one layout share a launch.
 
     Args:
         surfaces: pictures on a GPU (or on the CPU, if Triton's kernels are interpreted).
@@ -146,7 +146,7 @@ def all_to_rgb(
                 outs = [torch.empty(3, *upright, dtype=form.dtype, device=layout.device) for _ in some]
             else:
                 outs = list(into[len(found) : len(found) + len(some)])
-            # unused pointers repeat the first picture's
+            # unused pointer parameters repeat the pointers of the first picture
             filled = [*range(len(some)), *[0] * (MOST_AT_ONCE - len(some))]
             columns = ([each.y for each in some], [each.u for each in some], [each.v for each in some], outs)
             kernel(*[column[number] for column in columns for number in filled])  # type: ignore[index]

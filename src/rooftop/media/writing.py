@@ -252,7 +252,7 @@ class VideoWriter:
         times.
 
         Args:
-            samples: (C, N) floating in -1..1, on any device, with 1 to 8 channels.
+            samples: (C, N) of a floating-point dtype, in -1..1, on any device, with 1 to 8 channels.
             rate_hz: samples a second.
             codec: an FFmpeg encoder of sound: aac, libopus, libmp3lame, flac, pcm_s16le, ...; by default one that suits
                 the suffix of the file.
@@ -463,8 +463,8 @@ class VideoWriter:
             self._container.mux(packet)
 
     def _mux_sound(self, until: Fraction | None) -> None:
-        """Write the sound that begins before `until`, so that sound and pictures are interleaved; if None, write all
-        remaining sound."""
+        """Write the sound that begins before `until`, so that sound and pictures are interleaved. If `until` is None,
+        write all remaining sound."""
         if self._sound is not None and self._container is not None:
             for packet in self._sound.until(until):
                 self._container.mux(packet)

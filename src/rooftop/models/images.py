@@ -139,8 +139,8 @@ def normalized_pixels(pixels: Tensor, mean: Sequence[float] = MEAN, std: Sequenc
 
 
 def normalization(mean: Sequence[float], std: Sequence[float], device: torch.device) -> Tensor:
-    """The constants of `normalized_by`, (3, 3). For a GPU, this waits for all earlier work on the GPU."""
-    # a tensor, because PyTorch multiplies by the inverse of a Python number
+    """The constants of `normalized_by`, (3, 3). For a GPU, the host waits for all earlier work on the GPU."""
+    # a tensor: instead of dividing by a Python number, PyTorch multiplies by its rounded inverse
     return torch.tensor([[255.0] * 3, list(mean), list(std)], device=device)
 
 

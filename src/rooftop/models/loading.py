@@ -81,8 +81,8 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
         weights: a file from torch.save, safetensors (.safetensors) or Keras (.keras, .h5), with the keys of any known
             library; or a name of published weights, as for the builder. A `Path` is never a name.
         strict: whether every key of the model and of the file must match, with its shape. If False, weights that do not
-            fit are skipped, and the model keeps its initial values for them; use `num_classes=7, strict=False` for a
-            new head.
+            fit are skipped, and the model keeps its own initial values of these weights; use `num_classes=7,
+            strict=False` for a new head.
         part: which weights to load from a file that contains several sets of weights; `load_report` and errors name the
             sets. None: the averaged weights (EMA, SWA) if there are any, or the only weights.
             `models/weights/checkpoint_contents.py` lists the kinds of checkpoints.

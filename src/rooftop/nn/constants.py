@@ -1,11 +1,11 @@
-"""Cache results of modules that depend only on parameters and sizes, while the parameters do not change.
+"""Cache results of modules that depend only on parameters and sizes, as long as the parameters do not change.
 
     class Attention(nn.Module):
         @constant
         def position_bias(self) -> Tensor: ...
 
-A module cannot know whether its parameters will change, but its user can. So each call computes such a method until
-`keep_constants(model)` declares the parameters constant.
+A module cannot know whether its parameters will change, but the user of the module can. So a method with `@constant`
+computes its result in each call, until `keep_constants(model)` declares the parameters constant.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
 
 class _Kept(dict[tuple[Hashable, ...], Any]):
-    """Results, by the name and the arguments of the method."""
+    """Cached results. A key consists of the name and the arguments of the method."""
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()  # not copied: a copied or loaded model has other parameters, which may be cast or moved
+        return _Kept, ()  # without results, because the parameters of a copied or loaded model may be cast or moved
 
 
 def constant(
@@ -38,10 +38,10 @@ def constant(
 ) -> Callable[Concatenate[Module, Arguments], Result]:
     """Mark a method whose result, a tensor or a tuple of tensors, depends only on parameters, buffers and arguments.
 
-    Arguments are numbers, dtypes, devices and parameters; calls with keywords are not cached. The result must not be
-    changed in place. After `keep_constants` the result is cached for each of the first eight sets of arguments, and
-    computed in each call for other sets. No cached result is ever dropped, since CUDA graphs may read it. The cache is
-    not used in training mode, under autocast, if the result needs a gradient, or within a capture.
+    The arguments may be numbers, dtypes, devices and parameters; calls with keywords are not cached. The result must
+    not be changed in place. After `keep_constants`, results are cached for the first eight different sets of arguments,
+    and computed in each call for all further sets. No cached result is ever dropped, since CUDA graphs may read it. The
+    cache is not used in training mode, under autocast, if the result needs a gradient, or within a capture.
     """
 
     @wraps(method)
@@ -65,7 +65,8 @@ def constant(
 
 
 def keep_constants(model: nn.Module) -> tuple[str, ...]:
-    """Compute a model's constants only once from now on. The model's parameters and buffers must not change any more.
+    """From now on, compute results of the methods with `@constant` only once. The model's parameters and buffers must
+    not change any more.
 
     Modules that contain hooks are not cached, because a cached result would not call the hooks. Copies of the model are
     not cached either.
@@ -95,7 +96,9 @@ def _lasting(arguments: tuple[object, ...], options: dict[str, object]) -> bool:
 
 
 def _can_be_kept(tensor: Tensor) -> bool:
-    """Whether a result may be cached. This waits until its data are complete, so that any stream can use them."""
+    """Whether a result may be cached. The function waits until the result is computed, so that any stream can
+    use it.
+    """
     if type(tensor) is not Tensor or tensor.is_meta or tensor.requires_grad:
         return False
     if tensor.is_cuda:

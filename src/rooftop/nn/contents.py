@@ -20,10 +20,10 @@ from torch import Tensor, nn
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 REGISTERS = ("_parameters", "_buffers", "_modules")
 OWN = frozenset(vars(nn.Module())) - set(REGISTERS)
-"""Attributes that every module has: its mode, its hooks."""
+"""Attributes that every module has, such as its mode and its hooks."""
 OPAQUE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, logging.Logger)
 DEEPEST = 8
-"""Maximum number of nested objects to search through; modules and containers do not count."""
+"""Maximum depth of nested objects that are searched. Modules and containers do not count as levels."""
 
 
 @dataclass
@@ -31,8 +31,8 @@ class Contents:
     """The modules, tensors and plain values of a model.
 
     Attributes:
-        modules: each once, the model first.
-        tensors: each once, by its path: "layers.0.weight", "cache['keys']".
+        modules: all modules, each once; the first is the model itself.
+        tensors: all tensors, each once, by path, such as "layers.0.weight" or "cache['keys']".
         plain: numbers, strings and similar values, by path.
     """
 

@@ -15,7 +15,8 @@ def copy_sharing_tensors(model: nn.Module, name: str, unregistered: bool = False
 
     Args:
         name: name of the public function, for error messages.
-        unregistered: also share all unregistered tensors: attributes, and tensors of modules outside of `_modules`.
+        unregistered: also share all unregistered tensors, which are attributes, or belong to modules that are not in
+            `_modules`.
 
     Raises:
         TypeError: an object in the model cannot be copied, or the copy has its own tensors, or the copy shares modules

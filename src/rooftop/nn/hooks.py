@@ -1,4 +1,4 @@
-"""Detect hooks and overridden forwards: without these, a caller may fuse a module's call with other calls."""
+"""Detect hooks and overridden forwards of modules. If a module has neither, its call may be fused with other calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether this module itself has hooks on its calls."""
+    """Whether a module (not its submodules) has hooks on its calls."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

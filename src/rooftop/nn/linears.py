@@ -11,8 +11,8 @@ from rooftop.words import did_you_mean
 
 
 class LinearAct(torch.nn.Linear):
-    """`torch.nn.Linear` and an activation, with Linear's parameters and state dict, computed by
-    `rooftop.kernels.linear_act`.
+    """`torch.nn.Linear` followed by an activation, computed by `rooftop.kernels.linear_act`. Parameters and state dict
+    are those of `torch.nn.Linear`.
     """
 
     def __init__(
@@ -38,5 +38,5 @@ class LinearAct(torch.nn.Linear):
         return linear_act(input, self.weight, self.bias, self.activation, residual)
 
     def extra_repr(self) -> str:
-        """The text of `torch.nn.Linear`, and the activation."""
+        """The text of `torch.nn.Linear.extra_repr`, followed by the activation."""
         return f"{super().extra_repr()}, activation={self.activation}"

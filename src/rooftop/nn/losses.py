@@ -12,7 +12,7 @@ from rooftop.launch.symbolic import recorded_whole
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` computed by `rooftop.kernels.cross_entropy`, with z-loss.
+    """`torch.nn.CrossEntropyLoss` with z-loss, computed by `rooftop.kernels.cross_entropy`.
 
     For targets that are class probabilities, PyTorch computes the loss; with z-loss, such targets raise an error.
     """
@@ -30,8 +30,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         self.z_loss = z_loss
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of input (N, V), (V,) or (N, V, ...) and target (N,), () or (N, ...). The result is (), or
-        has target's shape without reduction.
+        """Compute the loss of input (N, V), (V,) or (N, V, ...) and target (N,), () or (N, ...). The result is a scalar
+        (); with reduction="none" it has the shape of target.
         """
         options = {
             "ignore_index": self.ignore_index,
@@ -43,7 +43,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 @recorded_whole
 def loss_of(input: Tensor, target: Tensor, weight: Tensor | None, z_loss: float, **options: Any) -> Tensor:
-    """The module's result; PyTorch computes it if the target is class probabilities."""
+    """Compute the result of `CrossEntropyLoss`. If the target is class probabilities, PyTorch computes the result."""
     if isinstance(target, Tensor) and target.is_floating_point() and z_loss == 0.0:
         return torch.nn.functional.cross_entropy(input, target, weight, **options)
     if isinstance(target, Tensor) and target.dtype == torch.uint8:  # PyTorch accepts uint8 targets

@@ -19,12 +19,12 @@ ROUND_S, MOST_ROUNDS = 0.1, 9
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of a step of the model before and after one kind of modules is replaced. Kinds accepted earlier are
-    replaced in both.
+    """Times of a step of the model before and after one kind of modules is replaced. In both measurements, kinds that
+    were accepted earlier are already replaced.
 
     Attributes:
-        before_ms, after_ms: medians.
-        pays: whether the gain exceeds the noise.
+        before_ms, after_ms: median times of a step.
+        pays: whether the replacement saves more time than the noise of the measurements.
     """
 
     before_ms: float
@@ -47,7 +47,7 @@ def worthwhile(
         model: the model, in the mode in which it will run. In training mode a step is forward and backward.
         kinds: the kinds that can be replaced in the model.
         inputs: a tensor, a tuple of arguments, or a dict of keyword arguments.
-        swap: a function that replaces these kinds in a model.
+        swap: a function of (model, kinds) that replaces the modules of these kinds in the model.
     """
     kept: list[str] = []
     found: dict[str, Measured] = {}

@@ -40,22 +40,22 @@ class RMSNorm(torch.nn.RMSNorm):
 
 @recorded_whole
 def layer_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """The result of a layer norm module. While torch.fx traces the module alone, it is unknown whether a residual will
-    be passed.
+    """Compute the result of a layer norm module. torch.fx records a call as one node, because a trace of the module
+    alone does not show whether a residual will be passed.
     """
     return layer_norm(input, *parameters) if residual is None else add_layer_norm(input, residual, *parameters)
 
 
 @recorded_whole
 def rms_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """The result of an RMS norm module, as in `layer_norm_of`."""
+    """Compute the result of an RMS norm module, as `layer_norm_of` does for a layer norm."""
     return rms_norm(input, *parameters) if residual is None else add_rms_norm(input, residual, *parameters)
 
 
 def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (norm(input + residual), input + residual), for any norm. One kernel computes the sum and the norm if the
-    norm is a `LayerNorm` or `RMSNorm` of this file, has no hooks and is not traced: torch.fx records each module's own
-    result.
+    """Return (norm(input + residual), input + residual), for any norm. One kernel computes both results if the norm is
+    a `LayerNorm` or `RMSNorm` of this file, has no hooks, and is not traced by torch.fx, which must record the result
+    of each module.
 
     Args:
         input, residual: tensors of the same shape. The sum has the dtype to which PyTorch promotes both dtypes.

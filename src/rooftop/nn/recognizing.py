@@ -1,13 +1,13 @@
-"""Recognize RMS norms of other libraries by what they compute instead of by their class.
+"""Recognize RMS norms of other libraries by the results of their forward instead of by their class.
 
 Each library has its own RMS norms (LlamaRMSNorm, Qwen2RMSNorm, T5LayerNorm, GemmaRMSNorm, ...). All these classes
 compute
 
-    y = x / sqrt(mean(x^2) + eps) * (offset + weight)        offset 0, or 1 where weights begin at 0
+    y = x / sqrt(mean(x^2) + eps) * (offset + weight)        offset: 0, or 1 if weights are initialized to 0
 
 Zhang and Sennrich 2019, "Root Mean Square Layer Normalization". A module that has only one parameter, and neither
-buffers nor submodules, is called on a few small inputs with random weights. If every result equals the formula's, the
-module is an RMS norm.
+buffers nor submodules, is called on a few small inputs with random weights. If every result equals that of the formula,
+the module is an RMS norm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RmsNorm(NamedTuple):
 
 
 def recognized(module: nn.Module) -> RmsNorm | None:
-    """The RMS norm that a module computes; None if it computes anything else."""
+    """The parameters of the RMS norm that a module computes; None if the module computes anything else."""
     weight = _only_weight(module)
     if weight is None or has_hooks(module) or "forward" in vars(module) or not _takes_one_argument(module):
         return None
@@ -71,7 +71,7 @@ def _only_weight(module: nn.Module) -> Tensor | None:
 
 
 def _takes_one_argument(module: nn.Module) -> bool:
-    """Whether forward takes a single argument; further arguments could change the result."""
+    """Whether forward has a single argument. Further arguments could change the result."""
     return len(inspect.signature(module.forward).parameters) == 1
 
 
@@ -113,8 +113,8 @@ def _by_formula(x: Tensor, weight: Tensor, norm: RmsNorm) -> Tensor:
 
 
 def substitute(module: nn.Module, norm: RmsNorm) -> None:
-    """Let `rooftop.kernels.rms_norm` compute a recognized module from now on. The module's class becomes a subclass of
-    its original class.
+    """From now on, let `rooftop.kernels.rms_norm` compute a recognized module. The module's class is replaced by a
+    subclass of that class.
     """
     kind: Any = type(module)
     module.__class__ = _class_below(kind)

@@ -39,8 +39,8 @@ class Replacement:
 
     Attributes:
         swapped: the kind of each module that Rooftop computes now.
-        left: for each remaining module of these kinds, why PyTorch still computes it.
-        measured: for each timed kind, times of a step before and after.
+        left: for each module of these kinds that was not replaced, the reason.
+        measured: for each timed kind, the times of a step before and after its replacement.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -57,10 +57,9 @@ class Replacement:
 def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs: Any = None) -> Replacement:
     """Make Rooftop compute a model's layer norms, RMS norms, softmaxes, embeddings and cross entropies, in place.
 
-    Without `only` and `inputs`, only modules that never get slower are replaced: on a GPU, RMS norms that other
-    libraries compute by several of PyTorch's operators. One launch replaces the seven launches of such a norm. For
-    other kinds, a call takes the host longer than a call of PyTorch's module, so the gain depends on sizes and on the
-    rest of the model.
+    Without `only` and `inputs`, only RMS norms of other libraries on a GPU are replaced, because they never get slower:
+    one launch replaces the seven launches of PyTorch's operators in such a norm. For all other kinds, a call takes the
+    host longer than a call of PyTorch's module, so the gain depends on sizes and on the whole model.
 
     Only the class of a module changes. Parameters (including shared ones), their names, dtypes and devices, hooks, the
     training flag, and optimizers of the parameters stay the same. Call `replace` before `torch.compile`. Second
@@ -68,15 +67,15 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
     a GPU have no second derivative.
 
     Args:
-        model: any module. Modules in the model whose class is itself in `torch.nn` are replaced, and RMS norms of
-            any library, recognized by what they compute (`recognizing.py`). Other subclasses and functions are not
-            replaced. A Linear is not fused with the operation after it, since modules do not show the order of calls:
-            use `rooftop.nn.LinearAct` there.
-        only: kinds to replace, some of `rooftop.nn.KINDS`. Without `inputs`, these kinds are replaced untimed, which
-            suits models that a CUDA graph replays.
-        inputs: inputs of a typical call: a tensor, a tuple of arguments, or a dict of keyword arguments. Each kind is
-            then timed in the whole model in its current mode (training mode: forward and backward), and replaced only
-            if that saves time. Weights, buffers and the random state stay as they are.
+        model: any module. Modules are replaced if their class is a class of `torch.nn` itself. RMS norms of any library
+            are recognized by their results (`recognizing.py`) and replaced as well. Subclasses of `torch.nn` classes,
+            and functions, are not replaced. A Linear is not fused with the operation after it, since a model does not
+            show the order of its calls: use `rooftop.nn.LinearAct` for this.
+        only: kinds to replace, some of `rooftop.nn.KINDS`. Without `inputs`, these kinds are replaced without being
+            timed, which suits models that a CUDA graph replays.
+        inputs: inputs of a typical call: a tensor, a tuple of arguments, or a dict of keyword arguments. With inputs,
+            each kind is timed in the whole model in the model's current mode (in training mode, forward and backward),
+            and replaced only if the replacement saves time. Weights, buffers and the random state do not change.
 
     Returns:
         A `Replacement`, which prints one line per module.
@@ -114,7 +113,7 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
 
 
 def _replace_what_pays(model: torch.nn.Module, wanted: list[str], inputs: Any) -> Replacement:
-    """Replace the kinds of modules that make a call with these inputs faster when replaced."""
+    """Replace the kinds of modules whose replacement makes a call with these inputs faster."""
     possible = replace(copy_sharing_tensors(model, "replace"), only=wanted)
     kinds = list(dict.fromkeys(possible.swapped.values()))
     measured = worthwhile(model, kinds, inputs, lambda same, names: replace(same, only=names))

@@ -1,7 +1,8 @@
 """The error of a changed model's results, relative to the error that is allowed.
 
 A result may have at most twice the original's error, measured against float64, plus one rounding
-(`rooftop.testing.assert_as_accurate`). The limit applies to the worst element and to the root mean square.
+(`rooftop.testing.assert_as_accurate`). The limit applies both to the worst element's error and to the root mean square
+of all errors.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Errors:
         return cls(got.numel(), *found.tolist())
 
     def relative_to(self, size: float) -> Errors:
-        """The errors divided by a size."""
+        """The errors divided by `size`, for example by the root mean square of a result."""
         return Errors(
             self.count,
             *(each / size for each in (self.worst, self.rounding, self.largest, self.plain)),
@@ -156,7 +157,7 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
 
 
 def _ratio(error: float, allowed: float) -> float:
-    """The error as a multiple of the allowed error. Returns 0 if the allowed error is 0, because squares of tiny
-    float64 numbers underflow; then the worst element decides.
+    """The error as a multiple of the allowed error. The allowed error may be 0, because squares of tiny float64 numbers
+    underflow. The result is then 0, and the worst element decides.
     """
     return error / allowed if allowed else 0.0

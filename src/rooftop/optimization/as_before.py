@@ -42,7 +42,9 @@ class _Was:
         return self.gradient is not None and self.gradient.differs()
 
     def restore(self) -> None:
-        """Write only if something differs: a write of the same values would still count as a change."""
+        """Restore the tensor if it differs from its earlier state. Even a write of equal values would count as a
+        change.
+        """
         tensor, gradient = self.tensor, self.gradient
         if not self.differs():
             return

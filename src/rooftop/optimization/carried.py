@@ -25,7 +25,7 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
     """Run a copy of a model on drawn inputs, and check that nothing except buffers changes from call to call.
 
     Args:
-        drawn: the given inputs first; the model may refuse the other draws.
+        drawn: the given inputs, then other inputs, which the model may refuse.
 
     Raises:
         TypeError: the model cannot be copied.
@@ -47,7 +47,7 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
     for draw in (*drawn[1:], drawn[0]):
         try:
             outcome_of(step, model, model, draw.given)
-        except Exception:  # the search reports the error when it tries the draw
+        except Exception:  # the search reports the error when it runs the model on these inputs
             continue
         if changed := _changed(before, _state(model)):
             raise ValueError(

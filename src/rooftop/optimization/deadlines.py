@@ -16,7 +16,7 @@ AGAIN_S = 5.0
 running."""
 
 ON_ITS_WAY_S = 0.01
-"""Python raises an exception that another thread has scheduled within microseconds."""
+"""Time to wait for an exception that another thread has scheduled. Python raises the exception within microseconds."""
 
 
 class StoppedError(BaseException):
@@ -94,15 +94,13 @@ class Deadline:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), raised)
 
     def _by_signal(self, number: int, frame: FrameType | None) -> None:
-        interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)  # Ctrl-C at the same moment goes first
+        interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)  # Ctrl-C takes precedence
         if not self._over.is_set() and not interrupted and not _is_ending(frame):
             raise StoppedError
 
 
 def _is_ending(frame: FrameType | None) -> bool:
-    """Whether a deadline is being ended in a frame or one of its callers: an exception there would leave the deadline
-    running.
-    """
+    """Whether a frame or one of its callers is ending a deadline. An exception there would leave it running."""
     while frame is not None:
         if frame.f_code in (Deadline.__exit__.__code__, Deadline.end.__code__):
             return True

@@ -1,13 +1,13 @@
 """Compare doubtful results on more inputs. A result is doubtful if its error is somewhat larger than allowed.
 
 A gradient with a few elements is a small sample of errors. Among the gradients of a hundred layers, some have twice the
-original's error by chance. If the errors are summed over more inputs, only a result that really is less accurate still
-has twice the original's error.
+original's error by chance. Summed over more inputs, only the errors of a result that really is less accurate stay twice
+as large as the original's.
 
-The best further inputs are neighbours of the first input, whose values differ from it by a few roundings. The results
-for neighbours have almost the same size as the first results, but other rounding errors. Without floating-point inputs
-there are no neighbours, so other inputs of the same shapes are drawn, and errors are compared relative to the size of
-the results.
+The best further inputs are neighbours of the first input: each value differs from the first input's by a few roundings.
+The results for neighbours have almost the same size as the first results, but different rounding errors. Without
+floating-point inputs there are no neighbours, so other inputs of the same shapes are drawn, and errors are compared
+relative to the size of the results.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ MORE_DRAWS, MOST_DRAWS = 8, 24
 """Doubtful results are compared on `MORE_DRAWS` more inputs. While an error is too large, the comparison continues with
 `MORE_DRAWS` inputs at a time, up to `MOST_DRAWS` in all."""
 LEAST_DRAWS = 3
-"""The number of further inputs if time is short."""
+"""If time is short, doubtful results are compared on only this number of further inputs."""
 HOPELESS, HOPELESS_OF_FEW, FEW = 8.0, 100.0, 16
 """An error above this multiple of the allowed error is wrong, not doubtful. `HOPELESS_OF_FEW` applies to results with
 at most `FEW` elements, because the original's error of a single element may be almost 0 by chance."""
 LUCK_IN_HALF = 3.0
-"""For uniform inputs in half precision, an error up to this multiple of the allowed error may be bad luck."""
+"""For half-precision inputs whose values are all equal, an error up to this multiple of the allowed error may be bad
+luck."""
 SAME_SIZE = 1.5
 """Two results have almost the same size if the ratio of their sizes is below this."""
 
@@ -43,9 +44,9 @@ def is_hopeless(error: InaccurateError) -> bool:
 
 
 def may_be_luck(error: InaccurateError, dtype: torch.dtype) -> bool:
-    """Whether a doubtful error for uniform inputs may be due to luck. If all elements have the same rounding error, the
-    original's error may be small by luck. A result that may be doubtful by bad luck is compared on the given inputs
-    instead.
+    """Whether a result for inputs whose values are all equal may be too inaccurate only by bad luck: all its elements
+    then have the same rounding error, which the original may avoid by luck. Such a result is compared on the given
+    inputs instead.
     """
     return torch.finfo(dtype).bits >= 32 or error.share <= LUCK_IN_HALF
 
@@ -83,7 +84,8 @@ class Doubts:
         """Add the errors on one input, relative to the size of each result.
 
         Args:
-            got, eager, truth: results of the change, of the original, and of the float64 model, if it runs.
+            got, eager, truth: results of the change, of the original, and of the float64 model. `truth` is None if the
+                float64 model does not run.
             what: a description of the input.
 
         Raises:
@@ -127,16 +129,16 @@ class MoreInputs:
     """The original's results for inputs that resemble those of a draw.
 
     Args:
-        known_of: runs the original on a draw.
-        more: draws other values for given arguments; None: nothing draws any.
+        known_of: returns the original's results for a draw.
+        more: draws other values for given arguments; None: other values cannot be drawn.
     """
 
     def __init__(self, known_of: Callable[[Draw], Known], more: Callable[[Arguments], Draw] | None) -> None:
         self._known_of, self._more = known_of, more
 
     def near(self, known: Known, doubtful: Collection[str]) -> Known | None:
-        """The original's results for inputs that differ from a draw's by a few roundings. None if a doubtful result
-        does not change with these inputs, or if its size changes and the draw is special.
+        """The original's results for inputs that differ from a draw's inputs by a few roundings. None if a doubtful
+        result is identical for these inputs, or if the draw is special and a doubtful result has another size.
         """
         other = self._neighbour(known.draw, 0)
         if other is None or other.truth is None or known.truth is None:
@@ -149,7 +151,7 @@ class MoreInputs:
 
     def following(self, draw: Draw, near: Known | None) -> Iterator[Known | None]:
         """Yield the original's results for the neighbours of a draw, beginning with `near`. If `near` is None, yield
-        them for inputs with other values. None instead of results: the original does not run on such inputs.
+        them for inputs with other values. Yield None for inputs on which the original does not run.
         """
         if near is None:
             while True:

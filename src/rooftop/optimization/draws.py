@@ -42,7 +42,7 @@ class Draw:
 def draws(given: Arguments, generator: torch.Generator) -> list[Draw]:
     """The given inputs, then other inputs of the same shapes and dtypes.
 
-    Floating-point values are drawn from the given ones, so that the draws have the same spread and range. Integers are
+    Floating-point values are drawn from the given ones, so that they have the given spread and range. Integers are
     permuted, so that an index stays valid.
     """
     found = [
@@ -64,8 +64,8 @@ def draws(given: Arguments, generator: torch.Generator) -> list[Draw]:
 
 
 def others(given: Arguments, generator: torch.Generator) -> Draw:
-    """The given arguments with other values. For a model that refuses these values, the alternatives keep the values of
-    one integer tensor each, and the last alternative keeps those of all integer tensors.
+    """The given arguments with other values. A model may refuse these values. So each alternative in `otherwise` keeps
+    the values of one integer tensor, and the last alternative keeps the values of all integer tensors.
     """
 
     def but(fixed: list[Tensor]) -> Arguments:
@@ -228,7 +228,7 @@ def without_shapes(key: Any) -> Any:
 
 def _kind(tensor: Tensor) -> Hashable:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.is_quantized:
-        raise TypeError(f"optimize: tensors must be plain tensors, got {_name(tensor)}: pass its parts")
+        raise TypeError(f"optimize: tensors must be plain tensors, got {_name(tensor)}: pass the plain tensors in it")
     return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
 
 

@@ -1,7 +1,8 @@
 """Forecast what a compiler could fuse in a step, from the time and the tensors of each operator.
 
 The rules of `rooftop.analysis.advice.fusion` find the operators that would share a kernel, and the memory traffic that
-remains. The memory bandwidth is measured only roughly: just its ratio to the rate of the step's own operators matters.
+remains. The memory bandwidth is measured only roughly, because only its ratio to the bandwidth of the step's operators
+matters.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _place() -> tuple[str, str]:
 
 
 class OperatorClock:
-    """Measure the time of each of many operators by a context around each operator. Contexts cannot be nested.
+    """Measure the time of each operator by a context around the operator. The contexts cannot be nested.
 
     On a GPU, CUDA events measure the time. Before each operator the GPU waits 0.2 ms, so that the host has launched the
     operator by then. With `earlier`, the GPU waits twice the host's time for this operator in the earlier run, at least

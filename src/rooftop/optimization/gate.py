@@ -2,7 +2,7 @@
 
 A change is correct if its results are as accurate as the original's, measured against the model in float64
 (`rooftop.testing.assert_as_accurate`). A change must not alter anything else: shapes, dtypes, strides, gradients,
-buffers, changed arguments, shared memory. If the float64 model does not run, only identical bits are correct.
+buffers, changed arguments, shared memory. If the float64 model does not run, only bit-identical results are correct.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ ROUNDED_64 = 1e-9
 MORE_CALLS = 6
 """Number of calls of the original that must agree before a change whose own calls differ is refused."""
 SHIFT = 16.0
-"""Relative change of special float32 inputs, in roundings. The difference that this change causes in a float64 result
-is allowed as an error, because some results are sensitive to rounding. For example, a layer norm of constant inputs
-divides the rounding error of a mean by almost 0, and the original's rounding error may be 0 by luck."""
+"""Relative change, in roundings, of float32 inputs with special values. The difference that this change causes in a
+float64 result is allowed as an error, because some results are sensitive to rounding. For example, a layer norm of
+constant inputs divides the rounding error of a mean by almost 0, and the original's rounding error may be 0 by luck."""
 SAME_DRAWS = 0.03
 """Two models have drawn the same random numbers if their results differ by at most this share. Rounding to half
 precision causes a much smaller difference, and another dropout mask a much larger one."""
 
 
 def check_taken(original: nn.Module, step: Step, drawn: Sequence[Draw]) -> None:
-    """Run the original on the given inputs, and on draws that it must accept, so that errors are raised before the
-    search.
+    """Run the original on the given inputs, and on the other inputs that it must accept, so that errors are raised
+    before the search.
 
     Args:
-        drawn: the given inputs come first.
+        drawn: the inputs of all draws; the given inputs come first.
 
     Raises:
         ValueError: the model refuses required inputs, or a training step has no gradients.
@@ -85,11 +85,11 @@ class Gate:
         dropped: draws that the original refuses or that there was no time for, with the reason.
         random: the original's results depend on the random state.
         repeats: the original returns identical bits in each call.
-        exact_only: the reason why only identical bits are correct, or "".
+        exact_only: the reason why only bit-identical results are correct; "" if other results can be correct.
         precise: the original in float64; None if that does not run, or is not needed.
         first_truth: the float64 outcome on the given inputs.
-        shifts: by draw, the float64 outcome on inputs changed by `SHIFT`; only for draws where this was needed.
-        in_tensor_floats: by draw, the original's outcome in TF32; only for draws where this was needed.
+        shifts: for each draw, the float64 outcome on inputs changed by `SHIFT`; only for draws where this was needed.
+        in_tensor_floats: for each draw, the original's outcome in TF32; only for draws where this was needed.
         lowered: the original in a lower precision, which the user has allowed. A change must be as accurate as this
             model.
         more: draws inputs that resemble given arguments, to compare doubtful results on them. None: doubtful results
@@ -130,7 +130,7 @@ class Gate:
             drawn: the given inputs come first.
             seconds: approximate time limit, after which draws with special values are skipped. Each comparison of
                 doubtful results on more inputs has the same limit.
-            exact: only identical bits are correct.
+            exact: only bit-identical results are correct.
             more: see the class.
         """
         gate = cls(original, step, more=more, more_s=seconds)
@@ -169,7 +169,7 @@ class Gate:
             return self._known(replace(draw, given=first, otherwise=tuple(rest)))
         try:
             truth = truth or self._truth(draw)
-        except Exception:  # for example out of memory: then only identical bits are correct on this draw
+        except Exception:  # for example out of memory: this draw then requires identical bits
             truth = None
         return Known(draw, eager, truth)
 
@@ -199,8 +199,9 @@ class Gate:
         self._check_sums(1)
 
     def _repeats_again(self) -> bool:
-        """Check with `MORE_CALLS` calls whether the original repeats its results. The order of its atomic additions
-        differs in some calls only, so two calls may have agreed by luck."""
+        """Check with `MORE_CALLS` calls whether the original repeats its results. The order of atomic additions may
+        differ in only some calls, so two calls may have agreed by luck.
+        """
         given = self.known[0].draw.given
         first, *others = (outcome_of(self.step, self.original, self.original, given) for _ in range(MORE_CALLS))
         self.repeats = all(_same_bits(first, other) for other in others)
@@ -213,8 +214,8 @@ class Gate:
             self.exact_only = "the model's results differ from call to call, so only bit-identical results count"
 
     def _repeats_in_float64(self) -> bool:
-        """Whether the float64 model repeats its results up to the order of sums, as a model without random numbers
-        does.
+        """Whether two calls of the float64 model agree except for the order of sums, as calls without random numbers
+        do.
         """
         first = self.known[0]
         again = self._truth(first.draw)
@@ -325,7 +326,10 @@ class Gate:
                 f"{what}: {name} has strides {got.strides.get(name)}, the original's {eager.strides[name]}"
             )
         if got.structure != eager.structure:
-            raise RefusedError(f"{what}: results or arguments differ in something other than tensors, or in layout")
+            raise RefusedError(
+                f"{what}: the results, or the arguments after the call, differ from the original's in a value that is "
+                "not a tensor, or in a tensor's layout or class"
+            )
         return self._compare_values({name: got.values[name] for name in eager.values}, known, candidate, what)
 
     def _compare_values(self, got: Mapping[str, Tensor], known: Known, candidate: Candidate, what: str) -> float:
@@ -399,7 +403,7 @@ class Gate:
 
     def _error_in_tensor_floats(self, known: Known, name: str) -> float:
         """The original's error with TF32 in all convolutions and matrix products for which PyTorch's settings allow
-        TF32; 0 if there are none.
+        TF32. The result is 0 if TF32 is allowed for none of them.
         """
         truth = known.truth.values.get(name) if known.truth is not None else None
         if truth is None or self.lowered is not None or known.eager.values[name].dtype != torch.float32:

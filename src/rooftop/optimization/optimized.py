@@ -41,8 +41,8 @@ class Change:
         verdict: "kept", "refused" (it cannot be applied, or is wrong), "no gain", "not tried", "failed".
         reason: the reason for the verdict.
         where: a description of the parts of the model that the rule changed.
-        predicted_ms: expected gain of a step.
-        measured_ms: measured gain of a step, compared with the best candidate so far.
+        predicted_ms: predicted time saved per step.
+        measured_ms: measured time saved per step, compared with the best candidate so far.
         error: largest error as a multiple of the allowed error, at most 1; None if it was not checked.
         first_call_s: time of the first call in seconds, including compilation and capture.
         bytes: additional peak memory of a step, on a GPU.
@@ -79,16 +79,16 @@ class Optimized:
 
     Attributes:
         module: the faster module, which runs the faster model for proven calls, and the original for all other calls.
-        optimizer: for a training step, the faster optimizer, or the given one.
+        optimizer: for a training step, the faster optimizer, or the given optimizer if no rule has replaced it.
         changes: the outcome of each rule, in the order of trials.
         before_ms, after_ms: times of a step of the original and of the faster module, timed in turns at the end.
-        noise: spread of these times, as a share of a step.
+        noise: spread of these measurements, as a share of a step's time.
         checked: inputs on which every change was compared with the original.
         unchecked: inputs that were skipped, with the reason.
         proven: shapes for which the faster module runs.
         surroundings: the model, inputs, device and versions of this result.
-        without_ms: time of a step without the kept rules that compile or capture graphs; None if no such rule is kept,
-            or if no other rule is kept.
+        without_ms: time of a step without the kept rules that compile or capture graphs. None unless both such rules
+            and other rules are kept.
         differs: how this machine, model and inputs differ from the plan's, if a plan was given.
     """
 
@@ -310,8 +310,8 @@ class _State:
         self._quick: set[Hashable] = set()  # quick keys of proven calls
         self.modules = contents.modules
         self.modes = [module.training for module in self.modules]
-        # On a GPU, the host launches the faster model first, and checks while that runs. If a check fails, a graph or a
-        # compiled model has run in vain, but has changed nothing.
+        # On a GPU, the host first launches the faster model, and checks the call while the GPU runs. If a check
+        # fails, a graph or a compiled model has run in vain, but has changed nothing.
         self.looks_first = self.candidate.training or self.candidate.device.type == "cpu"
         self._watch()
 
@@ -391,8 +391,8 @@ class _State:
         """What changed in the original since this module was proven; "" if nothing did."""
         if not self._as_it_was():
             if [module.training for module in self.modules] != self.modes:
-                return "because parts of it are in another mode: optimize the model in this mode"
-            return "because an attribute, a tensor or a part of it was replaced: optimize it again"
+                return "because some of its modules are in another mode: optimize the model in this mode"
+            return "because one of its attributes, tensors or modules was replaced: optimize it again"
         if self._addresses() != self.addresses:
             if self._kinds() != self.kinds:
                 return "because the model was moved or cast: optimize it again"
@@ -430,7 +430,7 @@ def _quick_key(given: Arguments) -> Hashable | None:
 
 
 def unusual_context() -> str:
-    """The context of a call for which no proof is valid: autocast, transforms or tracing; "" for none."""
+    """A description of the active context if proofs do not cover it: autocast, a transform, tracing; "" otherwise."""
     if torch._C._is_any_autocast_enabled():
         return "autocast is on"
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -2,9 +2,9 @@
 
 The changed and the original optimizer make some steps from the same state with the same gradients. The results of both
 are compared with those of the original optimizer in float64. Kernels may store settings in float32 (float64 for float64
-parameters), as PyTorch's fused steps on GPUs do. In float32, 1 - 0.999 is off by 1e-5, so a correct step can be off by
-much more than the original, which computes such numbers in Python. So the error that one rounding of a setting causes
-in a step is allowed, too.
+parameters), as PyTorch's fused steps on GPUs do. In float32, 1 - 0.999 has a relative error of 1e-5. So a correct step
+can have a much larger error than the original, which computes such numbers in Python. So the error that one rounding of
+a setting causes in a step is allowed, too.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ OF_FLOAT64 = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Rounded:
-    """A setting of an optimizer that is changed by one rounding in one step.
+    """An optimizer setting whose value is changed by one rounding in one step.
 
     Attributes:
         name: name of the setting in `param_groups`.
-        place: index in a tuple such as betas, else None.
+        place: index of the changed number if the setting is a tuple such as betas, otherwise None.
         step: index of the step in which the setting is changed.
     """
 
@@ -57,7 +57,7 @@ def parameters_after(
     not change.
 
     Args:
-        dtype: dtype of the copies; None: unchanged. The gradients have the same values in each dtype.
+        dtype: dtype of the copies; None: the parameters' dtypes. The gradients have the same values for every dtype.
         rounded: a setting to change.
     """
     own: dict[int, Tensor] = {}

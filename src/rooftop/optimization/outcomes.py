@@ -27,7 +27,8 @@ class Outcome:
     Attributes:
         values: copies of the values after the call, by name: "result 0", "gradient of fc.weight", "buffer
             bn.running_mean", "argument 0 afterwards". Sparse tensors are dense here.
-        structure: everything except tensors in the results, and in the arguments after the call.
+        structure: the results, and the arguments after the call, with the layout and class of each tensor instead of
+            the tensor.
         strides: strides of each result. The strides of results that are empty or have a dimension of size 1 are left
             out, because some of their strides do not matter.
         shared: pairs of values that share memory: ("result 0", "argument 0").

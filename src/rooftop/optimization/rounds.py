@@ -25,11 +25,11 @@ Late = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Gain:
-    """The gain of a candidate over the best one.
+    """The gain of a candidate over the best candidate so far.
 
     Attributes:
-        share: the gain, as a share of a step of the best candidate.
-        sure: whether the gain surely exceeds the required one.
+        share: the time saved per step, as a share of a step of the best candidate.
+        sure: whether the gain surely exceeds the required gain.
         best_ms: time of a step of the best candidate in the same rounds.
     """
 
@@ -65,7 +65,7 @@ class Rounds:
         return self.min_gain / 2 if predicted_share > self.min_gain else self.min_gain
 
     def gain(self, best: Candidate, candidate: Candidate, least: float, late: Late) -> Gain:
-        """Time a candidate and the best one in turns, until it is clear whether the gain exceeds `least`."""
+        """Time a candidate and the best one so far in turns, until it is clear whether the gain exceeds `least`."""
         shares: list[float] = []
         best_ms: list[float] = []
         while True:
@@ -83,7 +83,7 @@ class Rounds:
         """Time the candidates in more rounds if the first rounds do not show that "after" is faster than "before".
 
         Args:
-            late: returns whether the first rounds decide even if their gains are uncertain, because the time is up.
+            late: returns whether the time is up. If it is, the first rounds decide, even if their gains are uncertain.
 
         Returns:
             (ms of a step of "before", each candidate's gain over "before" in each round, as a share of a step)

@@ -88,7 +88,7 @@ def compare_steps(
 def times_of(
     candidate: Candidate, step: Step, given: Arguments, original: nn.Module, wall_ms: float, ceilings: Ceilings
 ) -> Times:
-    """The times of a step and of its operators, and what a compiler could fuse."""
+    """The times of a step and of its operators, and the operators that a compiler could fuse."""
     run = step_of(candidate, step, given)
     now, faster = OptimizerStep(), None
     with untouched(original, candidate):
@@ -125,7 +125,7 @@ def _copies_ms(candidate: Candidate, step: Step, given: Arguments) -> float:
 
 
 def _optimizer_step(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
-    """The times of an optimizer's step alone, with the gradients of the last run. A step before it creates the
+    """The times of an optimizer's step alone, with the gradients of the last run. An untimed first step creates the
     optimizer's state.
     """
     optimizer.step()
@@ -144,9 +144,10 @@ def ahead(
     """(device time of a step if the host is far ahead, host time of launching the step); None on a CPU.
 
     Before a run the GPU pauses for longer than the host needs to launch the step. A CUDA graph of the step would take
-    about the device time. After a pause the GPU is cooler, so it runs faster than in a long series of steps. To correct
-    for the cooler GPU, a run after a pause is compared with a run after another run, and `wall_ms` is scaled by their
-    ratio. But if the host takes longer than the GPU, `wall_ms` is the host's time, and the run after a pause counts.
+    about this device time. After a pause the GPU is cooler, so it runs faster than in a long series of steps. To
+    correct for the cooler GPU, a run after a pause is compared with a run after another run, and `wall_ms` is scaled by
+    their ratio. But if the host takes longer than the GPU, `wall_ms` is the host's time, and the run after a pause
+    counts.
 
     Args:
         alone_ms: device time of the operators timed one by one. This sum bounds the device time of a step that waits

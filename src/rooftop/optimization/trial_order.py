@@ -16,7 +16,8 @@ WHOLE, BLOCKS = "compile", "compile-blocks"
 LEAST_PACE, MOST_PACE = 0.25, 4.0
 """Bounds of measured compile times relative to the estimates."""
 WHOLE_FIRST = 2.0
-"""The whole model is compiled before its blocks if that is estimated to take at most this many times as long."""
+"""The whole model is compiled before its blocks if its estimated compile time is at most this multiple of the blocks'
+time."""
 LIMIT_OF_BLOCKS = 3.0
 """If blocks are compiled first, they may take this multiple of their estimated time, or all the time that compiling the
 whole model does not need, whichever is longer."""

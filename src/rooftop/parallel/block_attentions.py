@@ -127,7 +127,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Given:
-    """The queries' tensors that backward needs.
+    """Tensors of the queries that backward needs.
 
     Attributes:
         dout: gradient of the merged result, (B, H, S, D).
@@ -185,7 +185,7 @@ def runs_packed(query: Tensor) -> bool:
 
 def seen_positions(queries: int, keys: int, device: torch.device, window: int | None) -> Tensor:
     """A mask (queries, keys), True where a query attends to a key. A query attends to the keys up to its own position,
-    or to the last `window` of them. The queries are the last positions of the sequence.
+    or to the last `window` of these keys. The queries are the last positions of the sequence.
     """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return seen if window is None else seen.triu(keys - queries - window + 1)
@@ -258,7 +258,7 @@ class _Alone:
 
 
 def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
-    """Whether two of the places share a key. A place is (sequence, keys). A sequence of None means all sequences."""
+    """Whether two of the given pairs (sequence, keys) share a key. A sequence of None means all sequences."""
     rows = {row for row, _ in places}
     if None in rows and len(rows) > 1:
         return True
@@ -267,7 +267,7 @@ def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
 
 
 def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Group blocks, so that a group is either causal or not, and no two blocks of a group share a query."""
+    """Group blocks, so that in each group all blocks are causal or none is, and no two blocks share a query."""
     groups: dict[tuple[bool, int], list[Block]] = {}
     times = Counter[tuple[int | None, Span, bool]]()
     for block in blocks:
@@ -279,8 +279,8 @@ def _grouped(blocks: Sequence[Block]) -> list[list[Block]]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Several blocks that run in one launch as packed sequences. Either all are causal or none is, and no two share a
-    query."""
+    """Several blocks that run in one launch as packed sequences. Either all blocks are causal or none is, and no two
+    blocks share a query."""
 
     blocks: tuple[Block, ...]
     batch: int
@@ -293,8 +293,8 @@ class _Group:
         return self.blocks[0].causal
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor) -> None:
-        """Merge the results into out and lse. Causal blocks are the first blocks of their queries, so these blocks
-        store their results instead.
+        """Merge the results into out and lse. A causal block is the first block of its queries, so its results are
+        stored instead of merged.
         """
         part, part_lse, *_ = aten._flash_attention_forward(
             *(self._query_rows(query), self._key_rows(key), self._key_rows(value)),

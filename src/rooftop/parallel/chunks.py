@@ -136,7 +136,7 @@ class Chunks:
         ]
 
     def _progressions(self) -> Iterator[tuple[int, int, int]]:
-        """Group the places into runs (first, count, distance) of equally spaced places."""
+        """Group the chunk indices `places` into runs (first, count, distance) of equally spaced indices."""
         left = self.places
         while left:
             pace, count = left[1] - left[0] if len(left) > 1 else 1, 1

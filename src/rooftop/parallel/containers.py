@@ -48,8 +48,8 @@ class Opened:
 
 
 def opened(part: Any) -> Opened | None:
-    """Open a container: return its values, and a function that makes a similar container from as many other values.
-    Return None if the value is not a container.
+    """Open a container: return its values, and a function that makes a similar container from the same number of other
+    values. Return None if the value is not a container.
 
     Containers are tuples, named tuples, operators' return types (torch.return_types), lists, deques, UserLists,
     Mappings, UserDicts and dataclasses, with their subclasses. A PackedSequence does not count as a container, because
@@ -269,7 +269,8 @@ def _set(instance: Any, attributes: Mapping[str, Any]) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether the values are the same objects or share memory. This does not read tensors, which may be on a GPU."""
+    """Whether the values are the same objects or share memory. The function does not read tensors, which may be on a
+    GPU."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (
             (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

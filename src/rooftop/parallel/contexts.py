@@ -120,7 +120,7 @@ class Context:
 
 
 class ContextAttention:
-    """Attention of a rank's positions, used by all layers of a model (like `Remembered`).
+    """Attention of a rank's positions, used by all layers of a model. This class implements `Remembered`.
 
     Args:
         context: the ranks.
@@ -311,8 +311,8 @@ def _send(step: _Step, key: Tensor, value: Tensor, group: Group) -> Callable[[],
 
 
 def _send_back(step: _Step, dkey: Tensor, dvalue: Tensor, group: Group) -> Callable[[Tensor, Tensor], None]:
-    """Start to send the gradients of arrived rows back to their ranks. The returned function waits for the gradients of
-    this rank's own rows, and adds them.
+    """Start to send the gradients of arrived rows back to the ranks that sent the rows. The returned function waits for
+    the gradients of this rank's own rows, and adds them.
     """
     both = torch.cat([dkey, dvalue], 1).transpose(0, 2)  # (T, 2 H_k, B, D)
     out = torch.empty_like(both, memory_format=torch.contiguous_format)

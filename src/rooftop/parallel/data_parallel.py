@@ -44,8 +44,8 @@ class DataParallel(nn.Module):
     - Hooks of the module and its submodules run once for each replica, in separate threads.
     - Keys of `state_dict` begin with "module.".
     - A scalar output (such as a mean loss) becomes a vector with one value per replica. The mean of these losses is the
-      batch's mean loss only if all shares have the same size. To be exact, let the module return a value for each
-      sample.
+      batch's mean loss only if all shares have the same size. For an exact mean loss, let the module return a value for
+      each sample.
 
     This class differs from torch.nn.DataParallel in some ways. Shares differ by at most one sample. A parameter that no
     replica uses gets no gradient, instead of zeros. `parameters()` works in a replica, and tensors in attributes are

@@ -53,7 +53,7 @@ class Deferral:
         self.later: Later | None = None
 
     def add(self, weight: GradientEdge, make: Callable[[], Tensor]) -> None:
-        """Defer a weight's gradient within `collecting`; outside, compute it at once."""
+        """Defer a weight's gradient within `collecting`; outside `collecting`, compute the gradient at once."""
         if self.later is not None:
             self.later.add(weight, make)
         else:
@@ -61,8 +61,8 @@ class Deferral:
 
     @contextmanager
     def collecting(self) -> Iterator[Later]:
-        """Within the block, backward adds the gradients of linear layers' weights to the returned object, and does not
-        compute them.
+        """Within the block, backward does not compute the gradients of linear layers' weights, but adds them to the
+        returned object for later.
 
         Raises:
             RuntimeError: a `collecting` block is already active.

@@ -118,8 +118,8 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
 
 @torch.no_grad()
 def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors with their values and strides. Copies to the host block, since a pending copy is not safe to
-    read."""
+    """Copy tensors with their values and strides. For a copy to the host, the host waits, since a pending copy is not
+    safe to read."""
     to_gpu = device.type == "cuda"
     together: dict[torch.dtype, list[int]] = {}
     made: dict[int, Tensor] = {}

@@ -3,7 +3,7 @@
     documents = Documents.of_tokens(tokens, end=0)   # tokens (B, S): each token 0 ends a document
     documents.spans[0]                               # ((0, 5), (5, 9), ...) of the first sequence
 
-A query then attends only to positions of its own document. The borders are plain numbers on the host, because they
+A query attends only to positions of its own document. The borders are plain numbers on the host, because they
 decide which kernels run and which rows ranks exchange.
 """
 
@@ -25,7 +25,8 @@ class Documents:
 
     Attributes:
         length: number of positions in a sequence.
-        spans: for each sequence, (first, end) of its documents in order. Together they cover the whole sequence.
+        spans: for each sequence, (first, end) of its documents in order. The documents of a sequence cover the whole
+            sequence.
 
     Raises:
         ValueError: the spans do not follow each other from 0 to `length`.

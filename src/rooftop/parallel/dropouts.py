@@ -6,7 +6,7 @@ same in every layout of ranks.
     model(tokens, targets, step=7)
 
 Masks are not stored: backward and recomputation generate them again. If several micro-batches are in flight, recompute
-each with its own place:
+each micro-batch with the place of its forward pass:
 
     place = dropouts.place
     with dropouts.at(place):

@@ -122,7 +122,7 @@ def unfinished(dumps: Sequence[Mapping[str, Any]], groups: Mapping[str, tuple[in
 
     Args:
         dumps: the dumps of this rank.
-        groups: the ranks of each group, by name, for dumps that do not include them.
+        groups: the ranks of each group, by name, for dumps that do not include the ranks.
     """
     found = [
         (entry.get("time_created_ns") or 0, operation)
@@ -205,11 +205,11 @@ class Lack:
 
 
 def lacks(unfinished_of: Mapping[int, Sequence[Operation]]) -> list[Lack]:
-    """All collectives in which ranks wait. Collectives come first if a rank that lacks them is not itself waiting
-    elsewhere.
+    """All collectives in which ranks wait. The list begins with collectives that are lacked by a rank which is not
+    itself waiting in another collective.
 
-    A rank that lacks one collective may be waiting in another. A rank that waits in another collective is blocked, and
-    is not the cause.
+    A rank that lacks one collective may be waiting in another collective. A rank that waits in another collective is
+    blocked, and is not the cause.
 
     Args:
         unfinished_of: for each rank, its launched operations that have not ended.

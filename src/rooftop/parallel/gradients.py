@@ -60,7 +60,7 @@ class ModelGradients:
 
     Attributes:
         parameters: the parameters that have gradients, by name.
-        gradient_of: finds a parameter's gradient, in any dtype; None if there is none.
+        gradient_of: returns a parameter's gradient, in any dtype, or None if the parameter has no gradient.
         widen: called with a parameter before its gradient is changed. The call must leave the gradient in `.grad`.
     """
 
@@ -101,8 +101,8 @@ class ModelGradients:
 
     @contextmanager
     def summing(self) -> Iterator[None]:
-        """Within the block, backward starts to sum each gradient over the data ranks as soon as it is ready. `sum_`
-        later waits for the sums.
+        """Within the block, backward starts to sum each gradient over the data ranks as soon as the gradient is ready.
+        `sum_` later waits for the sums.
 
         All ranks must use `summing` for the last backward of a step. Do not change gradients before `sum_`.
 
@@ -145,7 +145,7 @@ class ModelGradients:
 
         Raises:
             RuntimeError: other tensors have replaced the model's parameters (`load_state_dict` with assign=True), so
-                their gradients are not known here.
+                this object cannot find their gradients.
         """
         self._places.check("ModelGradients.sum_")
         during, self._during = self._during or _During(self._in_order(), Sums(self.data)), None
@@ -193,7 +193,7 @@ class ModelGradients:
         Tensors that several ranks hold count once.
         """
         counted = list(self._counted())
-        every = list(self.parameters.values())  # ranks that count no gradient need the same dtype
+        every = list(self.parameters.values())  # ranks that add no gradient to the norm use the same dtype
         wide = torch.float64 if any(each.dtype == torch.float64 for each in every) else torch.float32
         device = every[0].device if every else torch.device("cpu")
         norms = _norms(counted, wide)

@@ -32,7 +32,7 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
         (B, H / ranks, ranks S, D), positions in ascending order.
 
     Raises:
-        ValueError: of the numbers of heads and of ranks, neither divides the other.
+        ValueError: the number of heads is neither a multiple nor a divisor of the number of ranks.
     """
     ranks, heads = place_in(group)[1], x.shape[1]
     if group is None or ranks == 1:

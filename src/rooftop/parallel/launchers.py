@@ -30,7 +30,7 @@ class Launch:
         local_rank: index of this rank among this machine's ranks.
         launcher: "torchrun", "slurm" or "alone".
         address, port: the rendezvous address of the ranks; meaningless for a single process.
-        served: whether the launcher runs the store at this address; if not, rank 0 runs it.
+        served: whether the launcher runs the store at this address; if not, rank 0 runs the store.
         attempt: how often the launcher has restarted the ranks. If there are several launchers, each has its own count.
         elastic: whether torchrun itself started this process, so that its parent process is the launcher.
     """

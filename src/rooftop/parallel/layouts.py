@@ -6,7 +6,7 @@
 
 `order` names the axes, fastest first. With "tp-cp-dp-pp", the rank is `tp + TP * (cp + CP * (dp + DP * pp))`, with
 small letters for coordinates and capitals for sizes. Tensor parallel ranks communicate most, so they are neighbours on
-one machine. Pipeline stages communicate least, so they may be on different machines. A layout is only arithmetic: just
+one machine. Pipeline stages communicate least, so they may be on different machines. A layout is only arithmetic: only
 `mesh` and `process_groups` need torch.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053); the order follows Megatron-Core's `parallel_state`.

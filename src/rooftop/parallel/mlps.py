@@ -98,8 +98,8 @@ class ParallelMLP(nn.Module):
         with made_again((activated,), lambda before: (activation_of(before, activation).view(shape),), before):
             return self.down(activated)  # type: ignore[no-any-return]
 
-    # Each position is independent here. So with sequence parallelism, rows stay in the order in which the ranks' parts
-    # arrive, which saves copies to sequence order and back.
+    # An MLP computes each position independently. So with sequence parallelism, rows stay in the order in which the
+    # ranks' parts arrive. This saves the copies that would reorder rows by position.
 
     def _rows(self, x: Tensor) -> Tensor:
         return x.flatten(0, -2) if self.up.sequence_parallel else x

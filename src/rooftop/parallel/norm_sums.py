@@ -99,8 +99,8 @@ _of_groups: WeakKeyDictionary[ProcessGroup, NormSums] = WeakKeyDictionary()
 
 
 def norm_sums(group: Group, device: torch.device) -> NormSums:
-    """Return the `NormSums` of a group. The first call creates it and waits for all ranks, so all ranks must make this
-    call."""
+    """Return the `NormSums` of a group. The first call creates the `NormSums` and waits for all ranks, so all ranks
+    must make this call."""
     if group is None or group.size() == 1:
         return NormSums(reason="there is one rank")
     if device.type != "cuda":

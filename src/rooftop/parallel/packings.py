@@ -101,7 +101,8 @@ class Packing:
             parts: number of equal parts into which a rank's positions must split, as for sequence parallelism.
 
         Raises:
-            ValueError: the length cannot be split over these ranks and parts, or the documents have another length.
+            ValueError: the length cannot be split over these ranks and parts, or the documents have another length than
+                the sequences.
         """
         if length < 1 or ranks < 1 or parts < 1:
             raise ValueError(f"Packing: length, ranks and parts must be positive, got {length}, {ranks} and {parts}")
@@ -131,8 +132,8 @@ class Packing:
 
     @property
     def spans(self) -> tuple[tuple[int | None, tuple[Span, ...]], ...]:
-        """The documents of each sequence, by row. If all sequences have the same documents, they are listed once, under
-        None."""
+        """The documents of each sequence, by row. If all sequences have the same documents, the documents are listed
+        once, under None."""
         if self.documents is None:
             return ((None, ((0, self.length),) if self.length else ()),)
         rows = self.documents.spans
@@ -280,7 +281,7 @@ def _balanced(documents: Documents, ranks: int) -> list[Chunks]:
 
 
 def _handed_out(documents: Documents, ranks: int, count: int) -> tuple[list[Chunks], float]:
-    """(positions of each rank, with `count` chunks per rank; the ranks' maximum work divided by their mean work)."""
+    """Return (the positions of each rank, with `count` chunks per rank; the maximum work divided by the mean)."""
     size = documents.length // (count * ranks)
     pairs = [0] * (count * ranks)
     for spans in documents.spans:

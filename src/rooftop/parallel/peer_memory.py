@@ -22,8 +22,8 @@ from rooftop.hardware.device import gpu_uuid
 from rooftop.parallel.process_states import Process
 
 ALIGNMENT_BYTES = 2 << 20
-"""Sizes are rounded up to multiples of this number. Smaller allocations may share a block, whose handle would expose
-their neighbours."""
+"""Sizes are rounded up to multiples of this number. Allocations smaller than this number may share a block, whose
+handle would expose all allocations in the block."""
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -57,10 +57,11 @@ def peer_memory(bytes: int, group: ProcessGroup, device: torch.device, lacking: 
     for all ranks and for the GPU.
 
     Args:
-        lacking: what this rank lacks to use the memory, or "". If any rank lacks something, all ranks are refused.
+        lacking: why this rank cannot use such memory (e.g. a missing compiler), or "" if it can. If any rank cannot use
+            it, all ranks are refused.
     """
     with torch.cuda.device(device):
-        torch.cuda.synchronize(device)  # makes the context current, since the driver allocates in it
+        torch.cuda.synchronize(device)  # makes the CUDA context current, in which the driver allocates
         own, offer = _offered(bytes, device, lacking)
         offers = of_all(offer, group)
         refused = refusal(offers)

@@ -8,7 +8,8 @@ flight, a rank keeps the tensors that autograd has saved and the stage's input. 
 is sent. `rooftop.parallel.transfers` orders sends and receives so that no rank waits forever.
 
 If a schedule splits backward, the model's linear layers defer their weights' gradients (`rooftop.parallel.deferred`).
-The gradients are summed in the same order of micro-batches as without deferral, with the same results.
+Deferred gradients are summed in the same order of micro-batches as gradients without deferral, so the results are
+equal.
 
 If a rank waits for another rank that will never answer, the wait fails like any communication within
 `rooftop.parallel.join`. The error names the awaited instruction and its rank. On a GPU, the error names the instruction
@@ -56,7 +57,8 @@ class Pipeline:
         program: this rank's work in a step.
 
     Raises:
-        ValueError: the schedule is for another number of ranks, or it splits backward and there is no deferral.
+        ValueError: the schedule is for another number of ranks than the group has, or the schedule splits backward and
+            there is no deferral.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def interrupted(words: str) -> None:
 
 
 def begin() -> None:
-    """Forget earlier reports and waits when a block begins."""
+    """Forget earlier reports and waits at the start of a `join` block."""
     _here.reported = _here.awaited = ""
 
 
@@ -117,7 +117,8 @@ def place_here(operations: tuple[Operation, ...]) -> Place:
 
 
 def _line() -> str:
-    """The innermost line of the main thread outside PyTorch and Python's library, preferably in the user's code."""
+    """The innermost line of the main thread outside PyTorch and Python's standard library, preferably in the user's
+    code."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     ours: FrameType | None = None
     while frame is not None:

@@ -111,7 +111,7 @@ def join(
     Raises:
         ValueError: the launcher's variables or the layout are wrong. Nothing has been communicated.
         RankError: a rank is missing, cannot start, has other settings, or failed within the block. The rank that failed
-            first raises its own exception instead.
+            first raises its own exception instead of RankError.
     """
     launch = launched()
     there = dist.is_available() and dist.is_initialized()

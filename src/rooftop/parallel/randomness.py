@@ -1,10 +1,10 @@
 """Random numbers that do not depend on the layout. Seed, name and global position determine initial values and dropout
 masks.
 
-For its part of a tensor, which a `Box` describes, a rank draws exactly the values that the whole tensor has there. So a
-model is bit for bit the same on CPU and GPU, on any number of ranks, and for any way of splitting the model. The
-dropout masks are also the same, even when forward is recomputed. `rooftop.kernels.random_normal`, `random_uniform` and
-`counter_dropout` generate the numbers.
+For its part of a tensor, which a `Box` describes, a rank draws exactly the values that the whole tensor has at the
+positions of this part. So a model is bit for bit the same on CPU and GPU, on any number of ranks, and for any way of
+splitting the model. The dropout masks are also the same, even when forward is recomputed.
+`rooftop.kernels.random_normal`, `random_uniform` and `counter_dropout` generate the numbers.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def materialize(
     meta parameter.
 
     Args:
-        module: the module, which is changed in place. A tensor with a box may have the shape of its part or of the
-            whole.
+        module: the module, which is changed in place. A tensor with a box may have the shape of the box or of the whole
+            tensor.
         rules: pairs (pattern, init). The first pattern that matches a tensor's name determines its init. Patterns are
             shell patterns, such as "*.bias". An init is Normal, Uniform, Constant or any function of (stream, tensor,
             name, box).
@@ -250,7 +250,7 @@ def _rule(name: str, rules: Sequence[tuple[str, Init]]) -> Init:
 
 
 def _local_shape(name: str, tensor: Tensor, box: Boxes | None) -> tuple[int, ...]:
-    """The local shape of a tensor, which has the shape of its part or of the whole."""
+    """The local shape of a tensor that has the shape of its boxes or of the whole tensor."""
     boxes = _listed(box)
     shape = tuple(tensor.shape)
     if not boxes or sum(math.prod(each.size) for each in boxes) == tensor.numel():

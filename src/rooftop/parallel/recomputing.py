@@ -115,11 +115,11 @@ def made_again(made: Sequence[Tensor], make: Callable[..., Sequence[Tensor]], *s
         with saved_tensors_hooks(keep, _needed):
             yield
     finally:
-        recipes.clear()  # PyTorch may keep the hooks alive, which must not keep the sources alive
+        recipes.clear()  # PyTorch may keep the hooks alive, but the hooks must not keep the sources alive
 
 
 def as_multiplied(x: Tensor) -> Tensor:
-    """Cast x to the dtype that linear layers use, which differs under autocast."""
+    """Cast x to the dtype in which linear layers compute under autocast. Without autocast, return x."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x

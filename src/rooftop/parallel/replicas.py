@@ -1,7 +1,7 @@
 """Replicate a module: create modules that are the same, but with tensors on other devices.
 
-A replica computes the same as the module. A replica's parameters are copies through which gradients flow back. A
-replica has the same hooks as the module, and shares everything that is not a tensor. A hook that a replica's forward
+A replica computes the same results as the module. A replica's parameters are copies through which gradients flow back.
+A replica has the same hooks as the module, and shares everything that is not a tensor. A hook that a replica's forward
 registers applies only to that replica. (Hugging Face's models register hooks when hidden states are first requested. If
 replicas shared hooks, each replica's hooks would run in all replicas.) Each forward creates the replicas and drops them
 afterwards, so writes to a replica are lost.

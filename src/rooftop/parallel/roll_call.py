@@ -36,8 +36,8 @@ from rooftop.parallel.watching import poll
 from rooftop.words import first_line
 
 JUDGING = 1.2
-"""Rank 0 decides the roll call when its patience ends. If rank 0 does not, another rank decides after this multiple of
-rank 0's patience.
+"""Rank 0 decides the roll call when its patience ends. If rank 0 does not decide, another rank decides after this
+multiple of rank 0's patience.
 """
 LINGER_S = 3.0
 """A rank that runs the store or has failed stays for this many seconds, so that the others can learn the reason. The

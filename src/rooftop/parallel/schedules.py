@@ -366,10 +366,10 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
     """1F1B with several stages per rank: a micro-batch passes through all ranks once per stage of a rank. The bubble is
-    smaller than in 1F1B, but there are more transfers.
+    smaller than in 1F1B, but there are more transfers than in 1F1B.
 
     Micro-batches pass through a rank's stages in groups of `ranks` micro-batches. If `ranks` does not divide
-    `micro_batches`, some groups are larger than `ranks`, and all are as equal as possible.
+    `micro_batches`, some groups are larger than `ranks`, and the sizes of the groups are as equal as possible.
     """
     rounds = max(1, micro_batches // ranks)
     groups = _shared_out(micro_batches, rounds)

@@ -8,8 +8,8 @@ FSDP2.
                         optimizer's state
 
 Each rank holds some rows of each parameter. A unit, such as a block, has whole parameters only while it computes.
-Meanwhile, the next unit's parameters are gathered. Tensor parallelism is independent of this sharding: data ranks shard
-a tensor parallel rank's part in the same way as a whole parameter.
+While a unit computes, the next unit's parameters are gathered. Tensor parallelism is independent of this sharding: data
+ranks shard a tensor parallel rank's part in the same way as a whole parameter.
 
 PyTorch's `fully_shard` implements this sharding. This file applies `fully_shard` so that results equal those of every
 other layout. Gradients are sums over the data ranks, as in `ModelGradients`, and each rank draws initial values only
@@ -50,7 +50,7 @@ def fully_sharded(
     instead of its parts, since only a call of the model gathers the model's own parameters.
 
     Args:
-        model: the model, preferably on the meta device, so that no rank ever holds the whole. `to_empty` later
+        model: the model, preferably on the meta device, so that no rank ever holds the whole model. `to_empty` later
             allocates the model's memory.
         units: modules in the model, in the order in which they run. Each module's parameters are gathered together,
             shortly before it runs. The model itself is the last unit, with the remaining parameters. Modules that share

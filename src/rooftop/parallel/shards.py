@@ -93,7 +93,7 @@ def rows_of(name: str, whole: tuple[int, ...], start: int, rows: int, blocks: in
         index, count: index of the rank, and number of ranks.
 
     Raises:
-        ValueError: of the numbers of blocks and of ranks, neither divides the other.
+        ValueError: the number of blocks is neither a multiple nor a divisor of the number of ranks.
     """
     if blocks % count == 0:
         holders, size, place = 1, rows // count, index

@@ -6,7 +6,7 @@ The formula computes the exposed time of a forward pass on the busiest rank, in 
     all_gather   the transfer of all rows minus the computation with the rank's own rows, plus one merge
     a2a          the whole transfer, since attention waits for it
 
-Backward takes about twice as long for every transport, so it does not change the choice.
+Backward takes about twice as long as forward for every transport, so it does not change the choice.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ class WeightPlaces:
         ]
 
     def check(self, who: str) -> None:
-        """Check that each place still has its original parameter.
+        """Check that each attribute that held a parameter still holds the original parameter.
 
         Raises:
-            RuntimeError: a place now has another parameter. The message begins with `who` and names a remedy.
+            RuntimeError: an attribute now holds another parameter. The message begins with `who` and names a remedy.
         """
         for name, _, found in self._replaced():
             what = "nothing" if found is None else "another tensor"

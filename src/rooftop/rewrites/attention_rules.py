@@ -17,7 +17,7 @@ BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-"""Back ends, by a word in the names of their operators."""
+"""Back ends of attention. Each key is a word in the names of the back end's operators."""
 
 
 class AttentionBackend(Rule):

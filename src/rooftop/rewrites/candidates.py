@@ -96,7 +96,9 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of GPU memory: the peak during a step, with all other allocations of this process, and the GPU's total."""
+    """Bytes of GPU memory: the peak during a step, including all other allocations of this process, and the GPU's
+    total.
+    """
 
     peak_bytes: int
     total_bytes: int
@@ -264,13 +266,13 @@ class Rule(ABC):
 
     Attributes:
         name: the rule's name for users, such as "fold-norms".
-        trains: whether it can be applied to a training step.
-        infers: whether it can be applied to inference.
-        exact: whether results are identical bit for bit by design.
-        opt_in: whether it is tried only if the user names it, because it lowers the precision.
+        trains: whether the rule can be applied to a training step.
+        infers: whether the rule can be applied to inference.
+        exact: whether the rule by design keeps results identical bit for bit.
+        opt_in: whether the rule is tried only if the user names it, because it lowers the precision.
         kind: at most one rule of each kind is kept.
-        opaque: whether it calls kernels that torch.compile cannot look into.
-        saves_memory: whether it is kept for the memory that it saves, although it makes a step slower.
+        opaque: whether the rule calls kernels that torch.compile cannot look into.
+        saves_memory: whether the rule is kept for the memory that it saves, although it makes a step slower.
     """
 
     name: str

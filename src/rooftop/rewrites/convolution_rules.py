@@ -51,8 +51,8 @@ class FoldNorms(Rule):
 class FuseConvolutions(Rule):
     """Fuse 2-D convolutions with norm, bias, sum and activation in one of Rooftop's kernels.
 
-    Batch norms are folded first. Folding alone can be slower, because the bias then takes a pass of its own; here the
-    kernel of the convolution adds the bias.
+    Batch norms are folded first. Folding alone can be slower, because the bias then takes a pass of its own. With this
+    rule, the kernel of the convolution adds the bias.
     """
 
     name = "fuse-convolutions"
@@ -126,8 +126,8 @@ def convolutions_of(calls: Sequence[Call]) -> list[Call]:
 
 def share_inside(convolutions: Sequence[Call]) -> float:
     """The share of the convolutions' outputs that come from kernels that also compute the operations after the
-    convolution. The share is that for relu on a Hopper GPU of 132 SMs; other activations and GPUs may have fewer such
-    kernels.
+    convolution. The share holds for relu on a Hopper GPU with 132 SMs. For other activations and GPUs, there may be
+    fewer such kernels.
     """
     results = {id(call): call.count * shape_of_result(call).numel() for call in convolutions}
     inside = sum(results[id(call)] for call in convolutions if _is_inside(call))
@@ -176,12 +176,14 @@ def _pooled(
 
 
 def _passed(input: Tensor, *_: Any) -> object:
-    """One pass over the images, to time it alone."""
+    """Run one pass over the images, so that the pass can be timed alone."""
     return input.relu_()
 
 
 def _bias_added(input: Tensor, weight: Tensor | None, *_: Any) -> object:
-    """The pass that adds the bias of a folded norm to images. A linear layer needs none: its product adds the bias."""
+    """The pass that adds the bias of a folded norm to images. A linear layer needs no such pass, because its product
+    adds the bias.
+    """
     if input.dim() < 4:
         return None
     return input.add_(input.new_ones(input.shape[1]).view(1, -1, *(1,) * (input.dim() - 2)))

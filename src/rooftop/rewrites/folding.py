@@ -158,7 +158,9 @@ def _empty(norm: nn.Module) -> None:
 
 
 def global_hooks() -> bool:
-    """Whether hooks run at every module's calls. Such hooks may change results, and a trace must not call them."""
+    """Whether hooks are registered that run at the calls of all modules. Such hooks may change results, and a trace
+    must not call them.
+    """
     hooks = torch.nn.modules.module
     return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
 
@@ -203,8 +205,8 @@ class Structure:
     Attributes:
         modules: modules by each of their names.
         calls: number of calls of each module (by id), over all traces.
-        before: for each module (by id), the node that calls it, and the name of the traced module, which is a prefix of
-            the names in its graph.
+        before: for each module (by id), the node that calls the module, and the name of the traced module. The node's
+            graph names modules relative to the traced module.
         read: modules (by id) whose parameters or buffers are read by code outside the module.
         untraced: the error for each module that could not be traced.
     """
@@ -350,7 +352,7 @@ def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Gr
     optional: set[nn.Module] = set()
     modules = dict(model.named_modules())
     with answered(model, lambda module: type(module) in CONVOLUTIONS):
-        for name, module in reversed(modules.items()):  # parts first
+        for name, module in reversed(modules.items()):  # submodules first
             if not any(True for _ in module.children()) or _is_container(module) or is_split(module):
                 continue
             try:
@@ -396,7 +398,8 @@ def _why_no_part(module: nn.Module) -> str | None:
 
 
 def _traced(module: nn.Module, opaque: set[nn.Module], doubtful: set[nn.Module]) -> fx.Graph:
-    """Trace a forward. If that fails, trace it again with the doubtful modules as single nodes, and keep them opaque.
+    """Trace a forward. If that fails, trace the forward again with the doubtful modules as single nodes, and add these
+    modules to `opaque`.
 
     Raises:
         Exception: any error that the forward raises for inputs that are not tensors.
@@ -557,9 +560,9 @@ class Sealing:
 
     Args:
         dimensions: number of dimensions of an output whose second dimension is the channels.
-        taken: numbers of dimensions that the norm accepts. An output whose number of dimensions is not `dimensions`
-            raises OtherPathError if the norm accepts that number, since the norm would use another dimension as
-            channels; else ValueError.
+        taken: numbers of dimensions that the norm accepts. If an output has another number of dimensions than
+            `dimensions`, and the norm accepts this number, the call raises OtherPathError, because the norm would use
+            another dimension as channels. If the norm does not accept it, the call raises ValueError.
     """
 
     def __init__(self, folded: nn.Module, dimensions: int, taken: tuple[int, ...], norm: str) -> None:

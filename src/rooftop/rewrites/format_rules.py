@@ -121,7 +121,7 @@ def gain_channels_last(calls: Sequence[Call]) -> float:
     """The gain in ms of convolutions and other image operators from channels last.
 
     Each operator is timed alone, in its own layout and channels last. The slowest operators are timed first, and timing
-    ends when most of the time is known, because libraries need long for the first call of each shape. Only the ratio of
+    ends when most of the time is known, because libraries take long for the first call of each shape. Only the ratio of
     both times is used: operators take longer in the model than alone, since caches contain other data there.
     """
     every_ms = sum(call.ms for call in calls)

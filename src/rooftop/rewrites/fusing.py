@@ -111,7 +111,7 @@ def fuse_convolutions(model: nn.Module) -> Fusing:
     left = {name: why for name, module in candidates.items() if (why := _why_not(module))}
     followers = Followers(model)
     steps: dict[str, tuple[str, ...]] = {}
-    for name, module in reversed(candidates.items()):  # if two convolutions are summed, the later one's kernel adds
+    for name, module in reversed(candidates.items()):  # the later of two summed convolutions computes the sum
         steps[name] = () if name in left else followers.of(module)
     for name, module in candidates.items():
         folded = _folded(module)
@@ -211,7 +211,7 @@ class Followers:
 
     def _opened(self, node: fx.Node, prefix: str) -> fx.Node | None:
         """The call of the folded norm that takes a folded convolution's result. None if this trace has no such call,
-        because it follows another path through the model than the trace by which the norm was folded.
+        because this trace follows another path through the model than the trace by which the norm was folded.
         """
         while (user := _only(node)) is not None and user.op == "call_module":
             if isinstance(vars(self._module(user, prefix)).get("forward"), Opening):
@@ -470,5 +470,5 @@ def _version(tensor: Tensor | None) -> int | None:
 
 
 def value_of(part: Any) -> Any:
-    """The tensor of a promise, or any other value itself."""
+    """The tensor that a promise stands for. Other values are returned unchanged."""
     return part.value() if isinstance(part, _Promise) else part

@@ -49,7 +49,7 @@ class CudaGraphs(Rule):
             return "forward and backward"
         buffers = [buffer for buffer in candidate.model.buffers() if not buffer.is_inference()]
         candidate.call = Replays(candidate.call, candidate.device, lambda: tuple(b._version for b in buffers))
-        candidate.frozen = True  # a graph reads parameters at their addresses during capture
+        candidate.frozen = True  # a graph reads parameters at the addresses that they had at the capture
         return "every call"
 
 

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 KINDS: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 PART = "rooftop_norm"
-"""The name of the part: the plain batch norm inside a split norm."""
+"""The name of the part: the plain batch norm that is a submodule of a split norm."""
 CHECKS = [kind._check_input_dim for kind in KINDS]
 TENSORS = ("weight", "bias", "running_mean", "running_var")
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -77,7 +77,8 @@ def is_split(module: nn.Module) -> bool:
 
 
 def split(norm: nn.Module) -> str | None:
-    """Split a subclass of a batch norm in place, if its forward is a chain; else return why it is not split.
+    """Split a subclass of a batch norm in place, if its forward normalizes and then only calls submodules in a chain.
+    Otherwise return why the norm is not split.
 
     The part shares the norm's tensors. `unsplit` undoes the split.
     """
@@ -124,8 +125,8 @@ class _Tracer(fx.Tracer):
 
 
 def _chain_of(norm: _BatchNorm) -> list[str] | None:
-    """Names of the modules that a norm's forward calls one after the other after `batch_norm`, without those that only
-    return their input; None if the forward does anything else.
+    """A norm's forward may call `batch_norm` and then a chain of modules. Return the names of these modules, without
+    plain `nn.Identity`; None if the forward does anything else.
     """
     try:
         copied = copy.deepcopy(norm)

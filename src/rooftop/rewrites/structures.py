@@ -17,7 +17,7 @@ def mapped(structure: Any, function: Callable[[Any], Tensor], strict: bool = Fal
     """Apply `function` to each tensor of a structure. A tensor that occurs twice is mapped once.
 
     Args:
-        of_type: the type that `function` takes, if not tensors.
+        of_type: the type of the objects to map.
         strict: True: refuse objects that may hide tensors. False: leave such objects unchanged.
 
     Raises:
@@ -27,7 +27,7 @@ def mapped(structure: Any, function: Callable[[Any], Tensor], strict: bool = Fal
 
 
 def _mapped(part: Any, function: Callable[[Any], Tensor], strict: bool, of_type: type, done: dict[int, Tensor]) -> Any:
-    """The recursion of `mapped`. As a closure it would refer to itself, and keep tensors alive until the next garbage
+    """The recursion of `mapped`. A closure would refer to itself, and keep tensors alive until the next garbage
     collection.
     """
     if isinstance(part, of_type):
@@ -56,8 +56,8 @@ def _mapped(part: Any, function: Callable[[Any], Tensor], strict: bool, of_type:
 def signature(structure: Any, kind: Callable[[Tensor], Hashable]) -> tuple[Hashable, list[Tensor]]:
     """(signature, distinct tensors in order) of a call. Calls with equal signatures do the same work.
 
-    The signature contains the `kind` of tensors (such as shape and dtype), which of them are identical, and the values
-    of numbers and strings.
+    The signature contains the `kind` of each tensor (such as shape and dtype), which arguments are the same tensor
+    object, and the values of numbers and strings.
 
     Raises:
         TypeError: an object may hide tensors, or may change between calls.

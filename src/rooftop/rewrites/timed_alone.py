@@ -37,7 +37,7 @@ def alone_ms(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _once(run: Callable[[], object], device: torch.device, ahead_ms: float) -> tuple[float, float]:
-    """(time of a call in ms, the host's part of it)"""
+    """(time of a call in ms, time in ms in which the host launched the call)"""
     if device.type != "cuda":
         began = time.perf_counter()
         run()
@@ -94,7 +94,9 @@ def repeated(call: Call) -> Callable[[], object]:
 
 
 def with_backward(make: Callable[..., object], given: Sequence[Any]) -> Callable[[], object]:
-    """A function that runs `make(*given)`, then backward from its first result to all tensors of floats in `given`."""
+    """A function that runs `make(*given)`, then backward from its first result to all floating-point tensors in
+    `given`.
+    """
     given = [each.requires_grad_() if _has_gradient(each) else each for each in given]
     leaves = [each for each in given if _has_gradient(each)]
 

@@ -1,5 +1,5 @@
-"""Render meshes that are too large for a rasterizer: a mesh is built once into levels of detail, and then the cost of a
-frame depends on its pixels, not on the number of triangles.
+"""Render meshes that are too large for a rasterizer. Each mesh is built once into levels of detail. After that, the
+cost of a frame depends on the number of pixels, not on the number of triangles.
 
     from rooftop import scene
 

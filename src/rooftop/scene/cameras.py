@@ -120,7 +120,8 @@ class Camera:
             world_to_camera: (4, 4) or (3, 4), [R | t].
 
         Raises:
-            ValueError: K has skew or another form, or the matrix is not a rotation and shift.
+            ValueError: K does not have this form (for example, it has skew), or `world_to_camera` is not a rotation and
+                a shift.
         """
         k = np.asarray(K, dtype=np.float64)
         if k.shape != (3, 3) or k[0, 1] or k[1, 0] or np.any(k[2] != (0, 0, 1)):
@@ -192,7 +193,7 @@ def checked_cameras(cameras: object) -> tuple[Camera, ...]:
 
 
 def same_size(cameras: Sequence[Camera]) -> tuple[int, int]:
-    """Check that the cameras of a batch have one size, and return it: (width, height).
+    """Check that all cameras of a batch have the same size, and return this size, (width, height).
 
     Raises:
         ValueError: there are no cameras, or their sizes differ.

@@ -1,4 +1,4 @@
-"""Find the pages that a page needs. With these pages in memory, the page can be drawn even if all others are absent.
+"""Find the pages that a page needs. If they are in memory, the page can be drawn even if all other pages are absent.
 
 A renderer switches between a group of clusters and the clusters that replace the group, so it must be able to draw
 both. So the page of a group needs the pages of all clusters that replace the group. Pages contain the groups from the
@@ -33,7 +33,7 @@ class PageNeeds:
         return self.pages[self.starts[page] : self.starts[page + 1]]
 
     def of_all(self, pages: Ints) -> tuple[Ints, Ints]:
-        """The pages that each of these pages needs directly, as concatenated lists, and the length of each list."""
+        """For each page of `pages`, the pages that it needs directly: concatenated lists, and the length of each."""
         counts = self.starts[pages + 1] - self.starts[pages]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return self.pages[np.repeat(self.starts[pages], counts) + within], counts
@@ -56,8 +56,8 @@ class PageNeeds:
         return cls(np.concatenate(starts), np.concatenate(pages))
 
     def wrong_at(self) -> int | None:
-        """The first page with an invalid entry: the page needs itself or a later page, or its list has a wrong
-        start."""
+        """The first page whose entry is invalid, or None. An entry is invalid if the page needs itself or a later page,
+        or if its list has a wrong start."""
         count = len(self.starts) - 1
         starts_fit = (self.starts[1:] >= self.starts[:-1]) & (self.starts[1:] <= len(self.pages))
         if self.starts[0] != 0:

@@ -30,7 +30,7 @@ def outline(world: Scene) -> Floats:
         placed = transforms[mesh_of == number]
         low, high = np.add(mesh.meta["bounds"], mesh.meta["origin"])
         points = np.array([np.where([k & 1, k & 2, k & 4], high, low) for k in range(8)])
-        # with one root, the first page covers the whole mesh
+        # if the mesh has a single root, the mesh's first page covers the whole mesh
         if mesh.meta.get("roots") == 1 and len(placed) <= FEW:
             clusters = range(int(mesh.page(0)[PAGE_CLUSTERS]))
             points = np.concatenate([mesh.decode(cluster).positions for cluster in clusters])

@@ -54,7 +54,7 @@ class StreamingStats:
 
 @dataclass(frozen=True)
 class FrameStats:
-    """The work of a frame.
+    """Counts and times of the work of a frame.
 
     Attributes:
         clusters, triangles: numbers drawn in all views. `clusters`, `triangles` and `levels` do not include shadow
@@ -67,8 +67,8 @@ class FrameStats:
         shadow_maps: number of shadow maps drawn for this frame; other maps are reused from earlier frames.
         stage_ms: milliseconds of each stage, if requested.
         streaming: statistics of the pages, if the renderer has a pool.
-        nodes: nodes of all instances' trees whose children culling visited.
-        groups: groups whose clusters culling tested; `clusters` counts the clusters that remain.
+        nodes: number of tree nodes, over all instances, whose children were visited by culling.
+        groups: number of groups whose clusters were tested by culling; `clusters` counts only the clusters that passed.
     """
 
     clusters: int
@@ -86,11 +86,11 @@ class FrameStats:
 
 @dataclass(frozen=True)
 class GBuffer:
-    """Pictures of (views, height, width[, C]); None for outputs that were not requested.
+    """The outputs of a frame, as tensors (views, height, width[, C]). Outputs that were not requested are None.
 
     Attributes:
         depth: float32, world units along the view's axis; inf is background.
-        normal: float32 (..., 3), in the world, of length 1; 0 is background.
+        normal: float32 (..., 3), in world coordinates, of length 1; 0 is background.
         instance: int32, the instance's number, in the order of addition; -1 is background, as in all other integer
             outputs except `overdraw`.
         cluster: int32, the cluster's number in the mesh's file.
@@ -99,7 +99,7 @@ class GBuffer:
         uv: float32 (..., 2); nan for background, and on meshes without uv.
         velocity: float32 (..., 2), pixels to the right and down since the renderer's previous frame. 0 is background;
             nan means that the point was behind the camera in that frame.
-        material: int32.
+        material: int32, the surface's material number.
         coverage: bool, whether a surface covers the pixel's centre. Use `coverage` as a stencil, or as a mask for other
             outputs.
         material_depth: float32, exactly (material + 1) / 65536: a depth value that is unique to the material; 0 is
@@ -112,7 +112,7 @@ class GBuffer:
             colours.
         overdraw: int32, the number of drawn triangles that covered the pixel; 0 is background.
         shadow: float32 (..., lights), the share of each light that reaches the surface, in the order in which lights
-            were added. 1 is full light, and 0 is none, as on surfaces that face away. nan is background.
+            were added. 1 is full light, and 0 is no light, as on surfaces that face away from it. nan is background.
     """
 
     stats: FrameStats

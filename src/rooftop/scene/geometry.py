@@ -1,6 +1,6 @@
 """Open geometry files. Opening reads and checks everything except the pages; a page is read and checked on request.
 
-`Geometry.decode` is the reference for a renderer's kernels. `decode` reads the same words as the kernels, in plain
+A renderer's kernels must decode clusters to the same values as `Geometry.decode`, which reads the same words in plain
 NumPy and float64.
 """
 
@@ -55,7 +55,7 @@ class DecodedCluster:
     Attributes:
         grid: (V, 3) int64, positions in steps of the grid.
         positions: (V, 3) float64, in object units, relative to the object's own origin.
-        triangles: (T, 3) int64, vertices of the cluster.
+        triangles: (T, 3) int64, the three vertices of each triangle, as rows of `positions`.
         normals: (V, 3) float64 of length 1, or None.
         uv: (V, 2) float64, or None.
         colors: (V, 3) float64 from 0 to 1, or None.
@@ -80,7 +80,7 @@ class Geometry:
         meta: the file's metadata (docs/scene-format.md).
         materials: each material by its number; None if the file has no materials.
         nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: start of the tree in the file, in bytes;
-            tree_depth: levels of the tree, counted, because `meta` may be wrong.
+            tree_depth: number of levels of the tree, counted when the file is opened, because `meta` may be wrong.
         pages: number of pages.
         page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: number of clusters of each page, according to
             the tree.
@@ -178,7 +178,7 @@ class Geometry:
             raise GeometryFileError(self.path, f"page {page}: {wrong}", start)
 
     def check_sum(self, page: int, words: Words) -> None:
-        """Check the checksum alone.
+        """Check only the checksum of a page, not its structure.
 
         Raises:
             GeometryFileError: the checksum is wrong.
@@ -208,7 +208,7 @@ class Geometry:
 
     @cached_property
     def group_pages(self) -> npt.NDArray[np.int64]:
-        """(groups,) the page of each group, according to the tree."""
+        """The page of each group, (groups,), according to the tree."""
         leaf = self.nodes[:, :, layouts.CHILD_KIND] > 0
         found = np.full(self.meta["groups"], -1)
         found[self.nodes[:, :, layouts.CHILD_GROUP][leaf]] = self.nodes[:, :, layouts.CHILD_AT][leaf]
@@ -219,8 +219,8 @@ class Geometry:
 
     @cached_property
     def root_pages(self) -> npt.NDArray[np.int64]:
-        """The pages that every complete picture needs, in ascending order: pages of clusters without a replacement, and
-        the pages that these need."""
+        """The pages that every complete picture needs, in ascending order: the pages of clusters without a replacement,
+        and all pages that those pages need."""
         children = self.nodes.reshape(-1, layouts.CHILD_WORDS)
         never = children[:, layouts.CHILD_ERROR].view(np.float32) == np.float32(layouts.NEVER)
         last = children[never & (children[:, layouts.CHILD_KIND] > 0), layouts.CHILD_AT]
@@ -247,7 +247,7 @@ class Geometry:
         return page, cluster - int(first[page])
 
     def first_clusters(self) -> npt.NDArray[np.int64]:
-        """(pages,): number of clusters before each page."""
+        """For each page, the number of clusters in all earlier pages, (pages,)."""
         return np.array([self._first_cluster(page) for page in range(self.pages)], dtype=np.int64)
 
     def decode(self, cluster: int) -> DecodedCluster:
@@ -473,7 +473,8 @@ def _are_numbers(values: object, shape: tuple[int, ...]) -> bool:
 def _corners(
     new: npt.NDArray[np.int64], explicit: npt.NDArray[np.bool_], references: list[int], separate: bool
 ) -> npt.NDArray[np.int64]:
-    """Decode the corners (T, 3) of triangles with `new` new corners each, by the table in `layouts.py`."""
+    """Decode the corners (T, 3) of triangles by the table in `layouts.py`. `new` is the number of new corners of each
+    triangle."""
     left, count, before = iter(references), 0, [0, 0, 0]
     found: list[list[int]] = []
     for its, is_explicit in zip(new.tolist(), explicit.tolist(), strict=True):
@@ -493,7 +494,8 @@ def _corners(
 def _values(
     bits: npt.NDArray[np.uint8], start: int, count: int, widths: list[int]
 ) -> tuple[npt.NDArray[np.int64], int]:
-    """Decode rows of values with these bit widths; also return the start of the next stream, in bits."""
+    """Decode rows of values whose columns have the bit widths `widths`. Also return the start of the next stream, in
+    bits."""
     end = start + count * sum(widths)
     rows = bits[start:end].reshape(count, sum(widths)).astype(np.int64)
     ends = np.cumsum([0, *widths])

@@ -1,7 +1,7 @@
 """Convert heads of clusters between rows of numbers in Python and words in a page.
 
 Version 4 packs heads: heads of the finest level have no words about replaced groups, and heads of a mesh without
-normals have no words for normals. docs/scene-format.md and `layouts.py` describe the positions.
+normals have no words for normals. docs/scene-format.md and `layouts.py` describe the fields of a head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def head_words(replaces: bool, normals: bool, uv: bool) -> int:
 
 
 def bit_lengths(values: npt.NDArray[np.integer]) -> Ints:
-    """The number of bits of each number (0 to 2^32 - 1): 0 for 0."""
+    """The number of significant bits of each integer from 0 to 2^32 - 1. The integer 0 has 0 bits."""
     return np.frexp(values.astype(np.float64))[1].astype(np.int64)
 
 
@@ -132,8 +132,8 @@ def unpacked_old(heads: Words, normals: bool) -> Words:
 
 
 def _rounded_up(extents: Ints) -> Ints:
-    """Encode extents below 2^31: the number of bits of each, and the mantissa bits after its leading bit, rounded
-    up."""
+    """Encode extents below 2^31, each as its number of bits and the mantissa bits after its leading bit. Decoded
+    extents are rounded up."""
     lengths = bit_lengths(extents)
     leading = 1 << np.maximum(lengths - 1, 0)
     below = np.maximum(lengths - 1 - layouts.MANTISSA_BITS, 0)

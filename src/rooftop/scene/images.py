@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TGA", "TIFF", "GIF", "DDS")  # Pillow's names of the formats
 MOST_SIDE = 1 << 14  # texels
-# maximum texels of an image: 0.5 GB on the device. Pillow itself refuses images with 1.3 times as many
+# maximum texels of an image, which take 0.5 GB on the device. (Pillow refuses images with 1.3 times as many texels.)
 MOST_TEXELS = 1 << 27
 _LIMIT = f"a texture has at most {MOST_SIDE} texels on a side and {MOST_TEXELS:,} in all: make it smaller"
 
@@ -47,7 +47,7 @@ class Texture:
 
         Raises:
             FileNotFoundError: the file does not exist.
-            InputError: the file is not an image that Pillow reads, or too large.
+            InputError: the file is not an image that Pillow reads, or the image is too large.
             TypeError, ValueError: the values have another shape, dtype or range.
         """
         if isinstance(image, Texture):
@@ -65,7 +65,7 @@ class Texture:
 
     @classmethod
     def of_bytes(cls, content: bytes, name: str) -> Texture:
-        """Make a texture from the bytes of an image file, of which only the header is read.
+        """Make a texture from the bytes of an image file. Only the file's header is read.
 
         Raises:
             InputError: the bytes are not an image that Pillow reads, or the image is too large.
@@ -74,7 +74,7 @@ class Texture:
 
     @property
     def is_file(self) -> bool:
-        """Whether the texture holds the original file instead of texels."""
+        """Whether the texture was made from an image file, and not from texels."""
         return self._encoded is not None
 
     def encoded(self) -> bytes:
@@ -136,8 +136,8 @@ def _check_size(size: tuple[int, int], name: str) -> None:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to red, green and blue of 8 bits. 16-bit grey is rounded; Pillow truncates 16-bit
-    colours."""
+    """Convert an image of any mode to red, green and blue of 8 bits. 16-bit grey is rounded to 8 bits, but Pillow
+    truncates 16-bit colours."""
     if image.mode in ("I;16", "I;16L", "I;16B", "I"):
         rounded = np.rint(np.asarray(image.convert("I")).clip(0, 65535) / 257)
         return Image.fromarray(rounded.astype(np.uint8)).convert("RGB")
@@ -153,7 +153,7 @@ def _in_rgb(image: Image.Image) -> Image.Image:
 def _of_array(image: Any) -> Bytes:
     """Convert an array or tensor to (H, W, 3) uint8."""
     detached = image.detach().cpu() if hasattr(image, "detach") else image
-    if str(getattr(detached, "dtype", "")) == "torch.bfloat16":  # NumPy lacks it
+    if str(getattr(detached, "dtype", "")) == "torch.bfloat16":  # NumPy has no bfloat16
         detached = detached.float()
     array = np.asarray(detached)
     if array.dtype.kind not in "uif":

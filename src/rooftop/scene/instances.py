@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Number = TypeVar("Number", bound=np.generic)
 
-REMOVED = -1  # stands for the mesh of a removed instance
+REMOVED = -1  # the mesh number of a removed instance
 GROWTH = 1.5  # factor by which a full array grows
-FEW_CHANGES = 1024  # maximum rows of the log in a small scene; a large scene allows half its number of instances
+FEW_CHANGES = 1024  # maximum rows of the log, or half the number of instances if that is larger
 
 
 class Instances:
@@ -56,7 +56,7 @@ class Instances:
     def move(self, numbers: NDArray[np.int64], transforms: Floats) -> None:
         """Set transforms (N, 4, 4) of existing, distinct instances. Unchanged transforms are not logged."""
         differ = (self._transforms[numbers] != transforms).reshape(-1, 16)
-        moved = differ.view(np.uint64).any(1)  # eight bytes at a time
+        moved = differ.view(np.uint64).any(1)  # compares eight booleans at a time
         self._transforms[numbers] = transforms
         self.changes.note(numbers[moved], self.count)
 
@@ -78,8 +78,8 @@ class Instances:
 
 
 class Changes:
-    """A bounded log of changed rows. Each change gets a new version. A reader that is too far behind must read all rows
-    again.
+    """A bounded log of changed rows. Each change gets a new version. A reader whose version is older than the log must
+    read all rows again.
 
     Attributes:
         version: the current version.
@@ -124,7 +124,7 @@ def grown(array: NDArray[Number], count: int) -> NDArray[Number]:
 
 
 def most_stretch(linear: Floats) -> Floats:
-    """(N,): the largest singular value of each linear map (N, 3, 3), in closed form."""
+    """The largest singular value (N,) of each linear map (N, 3, 3), computed in closed form."""
     squared = linear.transpose(0, 2, 1) @ linear
     mean = np.trace(squared, axis1=1, axis2=2) / 3
     rest = squared - mean[:, None, None] * np.eye(3)
@@ -136,8 +136,8 @@ def most_stretch(linear: Floats) -> Floats:
 
 
 def first_flat(linear: Floats, ratio: float, least: float) -> int | None:
-    """The first linear map (N, 3, 3) whose largest singular value is below `least`, or whose smallest is below `ratio`
-    times its largest; None if there is none."""
+    """The index of the first linear map (N, 3, 3) that is too flat or too small, or None. A map is too flat if its
+    smallest singular value is below `ratio` times its largest, and too small if its largest is below `least`."""
     # the Frobenius norm is at least the largest singular value, and at most sqrt(3) times that value
     size = np.sqrt((linear * linear).sum((1, 2)))
     # The smallest singular value is at least |determinant| / largest^2. If that bound suffices for a map, its singular

@@ -8,7 +8,8 @@ power of two, in object units.
 from __future__ import annotations
 
 MAGIC = b"ROOFTOPG"
-# readable versions: 2 added colours, 3 the lists of pages that a page needs, 4 short heads and fans
+# readable versions: version 2 added colours, version 3 the lists of pages that a page needs, version 4 short heads and
+# fans
 VERSIONS = (1, 2, 3, 4)
 VERSION = 4  # the version that is written
 PAGE_BYTES = 128 << 10  # maximum size of a page
@@ -50,17 +51,18 @@ GROUP_NUMBER = 7  # the group's number over all pages
 CLUSTER_WORDS = 21
 # 4 float32: the sphere of the group that the cluster replaces; zeros if the page does not store such spheres
 CLUSTER_SPHERE = 0
-# float32: error, the cluster's distance from the surface or the width of its parts; 0 at the finest level
+# float32: the cluster's error (docs/scene-format.md), from its distance from the original mesh or from the width of its
+# connected parts; 0 at the finest level
 CLUSTER_ERROR = 4
-CLUSTER_BASE = 5  # 3 int32: grid coordinates of the lowest corner
-CLUSTER_EXTENT = 8  # 3 uint32: size of the box; a stored position has as many bits as the size along its axis
+CLUSTER_BASE = 5  # 3 int32: grid coordinates of the lowest corner of the cluster's box
+CLUSTER_EXTENT = 8  # 3 uint32: size of the box; a stored coordinate has as many bits as the size along the same axis
 CLUSTER_EDGE = 11  # before version 4, float32: the longest edge
 CLUSTER_COUNTS = 12  # triangles - 1 (8 bits), vertices - 1 (8), bits of a reference (8), level (8), from the lowest bit
 CLUSTER_STREAMS = 13  # the start of the cluster's streams, in words from the page's beginning
 CLUSTER_GROUP = 14  # before version 4: the cluster's group, within the page
 CLUSTER_MATERIAL = 15  # the cluster's material; MIXED: each triangle has its own
 CLUSTER_SOURCE = 16  # number of the group that the cluster replaces, over all pages; -1 at the finest level
-# 2 int32 (lowest values) and 2 uint32 (ranges above these), as for positions
+# for u and v: 2 int32 (the lowest values) and 2 uint32 (the ranges above these values)
 CLUSTER_UV_BASE, CLUSTER_UV_EXTENT = 17, 19
 CLUSTER_REFERENCES = 21  # the number of the cluster's references
 CLUSTER_MASKS = 22  # how corners are stored: SEPARATE before version 4, FANS or FANS_AND_EXPLICIT from then on
@@ -96,14 +98,15 @@ NORMAL_WIDTH_BITS, UV_WIDTH_BITS = 4, 5
 #             attributes that the mesh lacks take no bits
 # materials   16 bits for each triangle, if MIXED
 #
-# How a triangle gets its corners: n is the number of vertices before it; each r is another reference.
+# How a triangle gets its corners: n is the number of vertices before the triangle; each r is the next reference of the
+# stream.
 #
 #   new   SEPARATE                            FANS
 #   0     n - 1 - r, n - 1 - r, n - 1 - r     n - 1, the last old corner of the triangle before, n - 2 - r
-#   1     n - 1 - r, n - 1 - r, n             the same as on the left
-#   2     n - 1 - r, n, n + 1                 the same
-#   3     n, n + 1, n + 2                     the same; with its bit in the third mask set, no corner is new:
-#                                             n - 1 - r, n - 2 - r, n - 2 - r
+#   1     n - 1 - r, n - 1 - r, n             as SEPARATE
+#   2     n - 1 - r, n, n + 1                 as SEPARATE
+#   3     n, n + 1, n + 2                     as SEPARATE; but if the triangle's bit in the third mask is set, no corner
+#                                             is new: n - 1 - r, n - 2 - r, n - 2 - r
 NEW_WORDS = 8
 EXPLICIT_WORDS = 4  # the third mask
 MOST_REFERENCE_BITS = 8  # a cluster has at most 255 vertices
@@ -118,7 +121,7 @@ NODE_CHILDREN = 8
 MAX_DEPTH = 48  # maximum nodes on the path from the root to a group
 CHILD_WORDS = 16
 CHILD_CENTER, CHILD_HALF = 0, 3  # float32: the box around all clusters below this child
-# float32: sphere around the spheres of all groups below, and the largest of their errors
+# float32: sphere around the spheres of all groups below this child, and the largest error of these groups
 CHILD_SPHERE, CHILD_ERROR = 6, 10
 CHILD_KIND = 11  # INNER for a node; for a group, its number of clusters; 0 for no child
 CHILD_AT = 12  # index of the child node, or of the group's page

@@ -27,10 +27,10 @@ from rooftop.scene.arguments import LEAST, MOST, number_in, real_numbers, short,
 from rooftop.scene.cameras import Camera, cross
 
 MOST_CASCADES = 8
-UNIFORM = 0.2  # how the borders of cascades are spaced: 0 is logarithmic, 1 is equal, other values mix both
+UNIFORM = 0.2  # spacing of the cascades' borders: 0 is logarithmic, 1 is uniform, other values are a mix of the two
 # start of the first cascade, as a share of the shadow distance, unless the camera's near plane is farther away
 NEAREST = 1 / 500
-MARGIN = 2  # texels at each edge of a map that no pixel of its cascade uses
+MARGIN = 2  # width of the border beyond the area that a map must cover, in texels
 NEAR_OF_RANGE = 1e-3  # distance from a spot or point light at which its shadows begin, as a share of its range
 
 Floats = NDArray[np.float64]
@@ -44,7 +44,7 @@ class DirectionalLight:
 
     Attributes:
         direction: the direction in which the light shines, in the world; a vector of any length.
-        color: (3,) the light on surfaces that face it, 0 or more; 1 is white.
+        color: (3,) red, green and blue light on surfaces that face the source, 0 or more; (1, 1, 1) is white.
         cascades: number of shadow maps for each camera, 1 to 8.
         size: texels along each edge of a map.
         distance: the distance from the camera up to which there are shadows, in world units; None chooses a power of
@@ -103,8 +103,8 @@ class SpotLight:
     Attributes:
         position: position in the world.
         direction: direction of the cone's axis, a vector of any length.
-        angle_degrees: angle of the whole cone, up to 160; there is no light outside it.
-        color: (3,) the light on surfaces that face it, one unit away.
+        angle_degrees: angle of the whole cone, up to 160; there is no light outside the cone.
+        color: (3,) red, green and blue light on surfaces that face the source from a distance of one unit.
         range: distance in world units at which the light has faded to nothing.
         size: texels along each edge of the light's map.
         soft: fraction of the cone, from its edge inwards, over which the light fades, 0 to 1.
@@ -128,7 +128,7 @@ class SpotLight:
         object.__setattr__(self, "soft", number_in("soft", self.soft, 0.0, 1.0))
 
     def maps(self, cameras: Sequence[Camera], bounds: Floats) -> list[Camera]:
-        """The view of the light's only map; it does not depend on the cameras. Arguments are as in
+        """The view of the light's only map; this view does not depend on the cameras. Arguments are as in
         `DirectionalLight`."""
         turn = _turn_along(np.asarray(self.direction))
         wide = math.tan(math.radians(self.angle_degrees) / 2)
@@ -138,7 +138,7 @@ class SpotLight:
 @dataclass(frozen=True)
 class PointLight:
     """A light that shines from a point in all directions. Attributes are as in `SpotLight`; `size` applies to each of
-    its six maps."""
+    the light's six maps."""
 
     position: Vector
     color: Vector = (1.0, 1.0, 1.0)
@@ -162,8 +162,8 @@ Light = DirectionalLight | SpotLight | PointLight
 
 
 def borders(near: float, far: float, count: int) -> list[float]:
-    """The distances at which `count` cascades begin and end, from near to far: a mix of equal steps and equal
-    factors."""
+    """The distances at which `count` cascades begin and end, from near to far: a mix of uniform and logarithmic
+    spacing."""
     if near >= far:
         return [near + (far if far > 0 else near) * k / count for k in range(count + 1)]
     shares = [k / count for k in range(count + 1)]
@@ -174,8 +174,8 @@ def borders(near: float, far: float, count: int) -> list[float]:
 def _spheres_of(
     width: int, height: int, fx: float, fy: float, cx: float, cy: float, orthographic: bool, ends: tuple[float, ...]
 ) -> tuple[Floats, Floats]:
-    """Compute spheres around the visible volume between each of N + 1 depths and the next: centres (N, 3) and radii
-    (N,), in a camera's coordinates. Callers must not write to these cached arrays."""
+    """Compute spheres in a camera's coordinates: centres (N, 3) and radii (N,). Sphere k encloses the visible volume
+    between the depths k and k + 1 of the N + 1 depths `ends`. Callers must not write to these cached arrays."""
     x = (np.array([-0.5, width - 0.5]) - cx) / fx
     y = (np.array([-0.5, height - 0.5]) - cy) / fy
     depths = np.array(ends)[:, None]
@@ -183,8 +183,8 @@ def _spheres_of(
     corners[:, :, 0], corners[:, :, 1], corners[:, :, 2] = np.repeat(x, 2), np.tile(y, 2), depths
     if not orthographic:
         corners[:, :, :2] *= depths[:, None]
-    # The centre lies on the line between the middles of the near and the far end: equally far from the corners of both
-    # ends, but not outside the visible part.
+    # The sphere's centre lies on the line between the middles of the near and the far end, at the point that is equally
+    # far from the corners of both ends. If that point is not between the ends, the centre is the middle of an end.
     middles = corners.mean(1)
     reach = np.linalg.norm(corners - middles[:, None], axis=2).max(1)
     between = middles[1:] - middles[:-1]
@@ -198,8 +198,8 @@ def _spheres_of(
 
 @lru_cache(maxsize=64)
 def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, Floats, float, float]:
-    """Compute the part of a map's view that does not depend on the camera, from the light's direction and the box (2,
-    3) around all casters.
+    """Compute the part of a map's view that does not depend on the camera. It depends on the light's direction and on
+    the box (2, 3) around all casters.
 
     Returns:
         (turn, corners, step, begin): a rotation whose rows point right, down and along the light; the box's corners
@@ -216,7 +216,8 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
 
 
 def _from_point(position: Floats, turn: Floats, wide: float, size: int, reach: float) -> Camera:
-    """Make a square perspective view with the tangent `wide` on each side of the axis, plus `MARGIN` texels."""
+    """Make a square perspective view. `wide` is the tangent of the angle between the axis and each edge; `MARGIN`
+    texels are added outside these edges."""
     matrix = np.eye(4)
     matrix[:3, :3], matrix[:3, 3] = turn, -turn @ position
     focal = (size - 2 * MARGIN) / 2 / wide

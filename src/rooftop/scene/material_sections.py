@@ -1,5 +1,5 @@
 """Read and write the material sections of a geometry file: a table in JSON, and images in their original encoding.
-docs/scene-format.md describes both."""
+docs/scene-format.md describes the material sections."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ MAGNIFIED = ("linear", "nearest")
 
 
 class Material:
-    """A material: the colour and texture of the faces with its number.
+    """The colour and texture of all faces that have the material's number.
 
     Args:
         color: red, green and blue from 0 to 1, as displayed (sRGB). The colour is multiplied with the texture and the
             colours of vertices, in linear light.
-        texture: an image over the mesh's `uv`, whose (0, 0) is the lower left corner: a path, a PIL image, or an array
-            or tensor (H, W), (H, W, 3) or (H, W, 4) of uint8, or of floats from 0 to 1. Alpha is ignored. An image has
-            at most 16384 texels on a side and 2^27 in all.
+        texture: an image: a path, a PIL image, or an array or tensor (H, W), (H, W, 3) or (H, W, 4) of uint8, or of
+            floats from 0 to 1. The image's lower left corner is at (0, 0) of the mesh's `uv`. Alpha is ignored. An
+            image has at most 16384 texels on a side and 2^27 in all.
         wrap: "repeat", "clamp" or "mirror", for u and v outside 0 to 1; or a pair, for u and for v.
         magnified: interpolation between texels where the texture is magnified: "linear" or "nearest".
         name: a readable name.
@@ -117,5 +117,5 @@ def to_displayed(values: Any) -> Any:
     """Convert values in linear light, 0 to 1, to displayed values (sRGB)."""
     values = np.asarray(values, np.float64)
     curved = 1.055 * np.maximum(values, 0) ** (1 / 2.4) - 0.055
-    # because 1.055 - 0.055 is not exactly 1
+    # 1 is returned exactly, because 1.055 - 0.055 is not exactly 1
     return np.where(values == 1, 1.0, np.where(values <= 0.0031308, values * 12.92, curved))

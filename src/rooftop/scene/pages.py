@@ -16,7 +16,7 @@ Words = npt.NDArray[np.int32]
 
 
 def groups_in(page: Words) -> int:
-    """The number of groups in a page. Before version 4 of the format, the word contains only the number of groups."""
+    """The number of groups in a page. Before version 4, the word PAGE_GROUPS contains nothing else."""
     return int(page[layouts.PAGE_GROUPS]) & (1 << layouts.PAGE_GROUP_BITS) - 1
 
 
@@ -45,8 +45,8 @@ def heads_of(page: Words, attributes: int) -> Words:
 
 
 def wrong_in_page(page: Words, attributes: int, all_groups: int) -> str | None:
-    """Describe what is wrong with a page, or return None. Code that reads a checked page's clusters stays inside the
-    page.
+    """Describe what is wrong with a page, or return None. If the result is None, code that reads the page's clusters
+    stays inside the page.
 
     Args:
         attributes: attributes of the file, see `Geometry.attributes`.
@@ -81,7 +81,7 @@ def wrong_in_page(page: Words, attributes: int, all_groups: int) -> str | None:
     if (extent >= 1 << 31).any() or (uv_extent >= 1 << 31).any():
         return "the extent of a cluster needs more than 31 bits"
     if (vertices > 3 * triangles).any() or (reference_bits > layouts.MOST_REFERENCE_BITS).any():
-        return "a cluster has more vertices than corners, or longer references than it has vertices"
+        return "a cluster has more vertices than corners, or its references have too many bits"
     if not _masks_fit(page, heads, triangles, vertices, references):
         return "the masks of a cluster do not match its vertices and references"
     if not attributes & layouts.SHORT_HEADS:
@@ -105,8 +105,8 @@ def _masks_fit(
     vertices: npt.NDArray[np.int64],
     references: npt.NDArray[np.int64],
 ) -> bool:
-    """Whether the masks of each cluster yield the numbers of vertices and references that the cluster's head gives. If
-    these numbers are equal, no reference points outside the stream.
+    """Whether the masks of each cluster imply the numbers of vertices and references that the cluster's head states. If
+    they do, no reference points outside the stream.
     """
     kind = heads[:, layouts.CLUSTER_MASKS]
     places = heads[:, layouts.CLUSTER_STREAMS, None] + np.arange(layouts.NEW_WORDS)

@@ -33,7 +33,7 @@ class Points:
 
     Attributes:
         xyz: (N, 3), positions in the world.
-        view: int32 (N,), the view that saw each point.
+        view: int32 (N,), the index of the view that shows each point.
         columns: other outputs of the frame by name, (N,) or (N, C), in their dtypes.
     """
 
@@ -113,7 +113,7 @@ def points(
         views, rows, across = depth.shape
         raise ValueError(
             f"{len(cameras)} cameras of {width} x {height} pixels for a frame of {views} views of {across} x {rows}: "
-            "expected the cameras that it was rendered with"
+            "expected the cameras that the frame was rendered with"
         )
     found = [_in_world(each, camera) for each, camera in zip(depth, cameras, strict=True)]
     covered = depth.isfinite()
@@ -134,7 +134,7 @@ def _in_world(depth: Tensor, camera: Camera) -> Tensor:
     x = (across.double() - camera.cx) / camera.fx * scale
     y = (rows.double() - camera.cy) / camera.fy * scale
     matrix = torch.tensor(camera.world_to_camera, device=depth.device)
-    # multiplying by the rotation from the right inverts it
+    # multiplying row vectors by a rotation matrix applies the inverse rotation
     return (torch.stack((x, y, z), 1) - matrix[:3, 3]) @ matrix[:3, :3]
 
 
@@ -149,7 +149,7 @@ def _any(values: Tensor) -> Tensor:
     return (values != 0).any(-1)
 
 
-# For each output, the function that finds the covered pixels. In outputs that are not listed, covered pixels are >= 0.
+# For each output, the function that finds the covered pixels. In other outputs, covered pixels are >= 0.
 _COVERED: dict[str, Callable[[Tensor], Tensor]] = {
     "depth": torch.isfinite,
     "normal": _any,
@@ -211,7 +211,7 @@ def _of_number(number: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The int64 with the same 64 bits: torch multiplies int64 modulo 2^64."""
+    """The int64 with the same 64 bits as `word`. (torch multiplies int64 modulo 2^64.)"""
     return word - (1 << 64) if word >> 63 else word
 
 

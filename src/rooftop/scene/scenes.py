@@ -114,7 +114,7 @@ class Scene:
         """Move many instances at once, given N numbers without duplicates, and N transforms (N, 4, 4).
 
         Raises:
-            ValueError: as in `move`. No instance is moved then.
+            ValueError: as in `move`. If any argument is invalid, no instance is moved.
         """
         matrices = _checked(transforms)
         self.placed.move(self._numbers(instances, len(matrices)), matrices)
@@ -132,7 +132,7 @@ class Scene:
         """Remove many instances at once, given their numbers, without duplicates.
 
         Raises:
-            ValueError: as in `remove`. No instance is removed then.
+            ValueError: as in `remove`. If any number is invalid, no instance is removed.
         """
         self.placed.remove(self._numbers(instances))
 
@@ -157,7 +157,9 @@ class Scene:
         if (np.diff(numbers) <= 0).any():
             found, times = np.unique(numbers, return_counts=True)
             if len(found) < len(numbers):
-                raise ValueError(f"instance={found[times.argmax()]} is given {times.max()} times: expected each once")
+                raise ValueError(
+                    f"instance={found[times.argmax()]} is given {times.max()} times: expected each number once"
+                )
         return numbers
 
     @property
@@ -216,8 +218,10 @@ def _given_by(method: str, name: str, number: object, count: int) -> int:
         ValueError: there is no such number.
     """
     if not count:
-        raise ValueError(f"{name}={short(number)}: there are none yet; {method} returns their numbers")
-    return whole_number(name, number, 0, count - 1, f"what {method} returned,")
+        raise ValueError(
+            f"{name}={short(number)}: the scene has no {name} yet: {method} adds one and returns its number"
+        )
+    return whole_number(name, number, 0, count - 1, f"a number that {method} returned,")
 
 
 def _light(light: object) -> Light:
@@ -242,7 +246,8 @@ def _checked(transforms: ArrayLike) -> NDArray[np.float64]:
     if abs(matrices).max(initial=0) > MOST_SCALE:
         at = int(np.argwhere(abs(matrices) > MOST_SCALE)[0, 0])
         raise ValueError(
-            f"transform {at} has entries beyond {MOST_SCALE:g}, which is too large for products in float32"
+            f"transform {at} has entries beyond -{MOST_SCALE:g}..{MOST_SCALE:g}, whose products can overflow in "
+            "float32: use larger units of length"
         )
     flat = first_flat(matrices[:, :3, :3], 1e-7, 1 / MOST_SCALE)
     if flat is not None:

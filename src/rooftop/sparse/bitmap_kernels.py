@@ -1,9 +1,10 @@
 """The Triton kernels that build the rulebook by bitmaps. `bitmaps.py` launches and explains them.
 
-A cell is the row-major index of (batch, four coordinates). Grids with fewer than four dimensions get leading
-dimensions of size 1. Bit cell % 32 of word cell // 32 is set if the cell has a site. `counts` has, for each
-word, the number of set bits in all words up to and including this word. So one word and its count are enough to find a
-site's rank among all sites. Offsets are numbered as in `rulebook.py`. `faults` has the flags of `Rulebook.faults`.
+A cell is numbered by the row-major index of its batch element and its four coordinates. Grids with fewer than four
+dimensions get leading dimensions of size 1. Bit cell % 32 of word cell // 32 is set if the cell has a site. `counts`
+has, for each word, the number of set bits in all words up to and including that word. So one word and its count are
+enough to find a site's rank among all sites. Offsets are numbered as in `rulebook.py`. `faults` has the flags of
+`Rulebook.faults`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def mark_sites(
     repeated = tl.max((inside & ((before & bit) != 0)).to(tl.int32))
     tl.store(faults, 1, mask=repeated != 0)
     named = row < 0  # False for all
-    for column in tl.static_range(1 + DIMS):  # reads raw values, since `_site` turns values that are not int32 into -1
+    for column in tl.static_range(1 + DIMS):  # reads raw values, because `_site` turns values outside int32 into -1
         named |= tl.load(sites + row * (1 + DIMS) + column, mask=there, other=-1) != -1
     outside = tl.max((there & named & (inside == 0)).to(tl.int32))
     tl.store(faults + 1, 1, mask=outside != 0)
@@ -111,7 +112,8 @@ def reach_outputs(
     KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
     DIMS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """For each site and offset, write the cell of the output, or -1, and set the cell's bit. `shift` is the padding."""
+    """For each site and offset, write the cell of the output that the site contributes to, or -1. Set that cell's bit
+    in `words`. `shift` is the padding."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, in_0, in_1, in_2, in_3)
@@ -140,8 +142,8 @@ def pair_outputs(
     rows, count, outputs,
     VOLUME: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Replace each cell in `cells` by its output row, and write the input rows and the cell of each output. If there
-    are more outputs than output rows, record a fault and write no outputs."""
+    """Replace each cell in `cells` by its output row. For each output, write its input rows and its cell. If there are
+    more outputs than the `outputs` rows of the table, record a fault and write no outputs."""
     fits = tl.load(counts + (count - 1)) <= outputs
     tl.store(faults + 2, 1, mask=fits == 0)
     row, there = _rows(rows, ROWS)
@@ -163,7 +165,7 @@ def name_outputs(
     rows, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the batch index and the coordinates of each output's cell, or only -1 if an output has no cell."""
+    """Write the batch index and the coordinates of each output's cell. If an output row has no cell, all are -1."""
     row, there = _rows(rows, ROWS)
     cell = tl.load(out_cells + row, mask=there, other=-1)
     none, place = cell < 0, sites + row * (1 + DIMS)
@@ -239,7 +241,8 @@ def _offsets(tap, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.cons
 
 @triton.jit
 def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return the coordinates that inputs (ROWS,) reach by shifts (TAPS,), and which are valid: (ROWS, TAPS) each."""
+    """Return the output coordinates that inputs (ROWS,) reach by shifts (TAPS,), and whether each is a whole multiple
+    of the stride; both results are (ROWS, TAPS)."""
     if TRANSPOSED:
         to = at[:, None] * STRIDE + shift[None, :]
         whole = to == to

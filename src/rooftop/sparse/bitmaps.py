@@ -5,7 +5,7 @@ stores, for each word, the number of set bits up to the end of this word. So one
 cell has a site, and the site's rank among all sites. Keys are neither searched nor sorted. The rank of
 a cell is:
 
-    rank(cell) = set bits of all words up to the cell's word - set bits of this word from the cell's bit on
+    rank(cell) = set bits of all words up to the cell's word - set bits of the cell's word from the cell's bit on
 
 A submanifold convolution marks its sites, counts them, stores the row of each rank, and reads the cells around each
 site. Other convolutions mark the cells that their sites reach. The rank of a marked cell is the output's row. In
@@ -34,7 +34,7 @@ MAX_STRIDE = 2**31 - 1  # since coordinates are int32
 # maximum number of offsets: CUDA limits a grid's second dimension, along which each program processes 32 offsets
 MAX_VOLUME = 32 * 65535
 CELLS_PER_SITE = 4096  # with more cells per site, clearing and counting words is predicted to take longer than hashing
-FEW_CELLS = 2**24  # 512 K words; clearing and counting them takes microseconds
+FEW_CELLS = 2**24  # the bits of 512 K words, which are cleared and counted in microseconds
 SITES, WORDS, PAIRS = 256, 1024, 1024  # per program: sites, words, and (site, offset) pairs
 WARPS = 4
 
@@ -99,8 +99,8 @@ def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Ta
 
 
 def reach_by_bitmap(indices: Tensor, shape: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the cell of each input's output at each offset, (N, K) int32, the words and counts of the outputs'
-    `Bitmap`, and the faults."""
+    """Return for each input and offset the cell of the output, (N, K) int32; the words and the counts of the `Bitmap`
+    of all outputs; and the faults."""
     require_triton()
     from rooftop.sparse import bitmap_kernels as kernels
 
@@ -123,7 +123,8 @@ def reach_by_bitmap(indices: Tensor, shape: Geometry) -> tuple[Tensor, Tensor, T
 def pair_by_bitmap(
     indices: Tensor, cells: Tensor, words: Tensor, counts: Tensor, faults: Tensor, shape: Geometry, outputs: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs' indices and neighbours. Each cell in `cells` is replaced by its output row."""
+    """Return the indices of the outputs and their table of input rows. Each cell in `cells` is replaced by its output
+    row."""
     from rooftop.sparse import bitmap_kernels as kernels
 
     count, volume, device = size(cells, 0), shape.kernel_volume, cells.device

@@ -9,10 +9,10 @@
 | `RSCK` | (*kernel, in, out) | spconv 1 |
 
 The shape of each layer's weight determines its layout. If a shape fits several layouts, for example if there are as
-many input as output channels, the network's other layers decide. In a plain `load_state_dict`, a layer knows only its
-own weight. The layer converts the weight if the shape determines the layout. The layer refuses an ambiguous weight
-(such as three output channels and kernel size three), unless the version in the state dict shows that this library
-saved the weight.
+many input as output channels, the layouts of the network's other layers decide. In a plain `load_state_dict`, a layer
+knows only its own weight. The layer converts the weight if the shape determines the layout. The layer refuses an
+ambiguous weight (such as three output channels and kernel size three), unless the version in the state dict shows that
+this library saved the weight.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from rooftop.words import did_you_mean
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """The layouts of the weights in a state dict.
+    """The layouts of the convolution weights in a state dict, and the keys that did not match the module.
 
     Attributes:
         layouts: layout of each convolution weight in the state dict, by key.
-        missing_keys: keys that the module has and the state dict lacks; only if not strict.
-        unexpected_keys: keys in the state dict that were ignored; only if not strict.
+        missing_keys: keys that the module has and the state dict lacks; empty if `strict` was True.
+        unexpected_keys: keys in the state dict that were ignored; empty if `strict` was True.
     """
 
     layouts: Mapping[str, str]
@@ -115,8 +115,8 @@ def convert_state_dict(
             raise ValueError(
                 f"{key} has shape {tuple(state_dict[key].shape)}. The network needs {wanted[key]}, as (out, *kernel, "
                 f"in), and {'no layout of spconv' if layout is None else f'the layout {layout} does not'} "
-                f"{'turns' if layout is None else 'turn'} one into the other; check that the network is the one that "
-                "was saved"
+                f"{'turns' if layout is None else 'turn'} one shape into the other; check that the network is the one "
+                "that was saved"
             )
     certain = {found[0] for found in fits.values() if len(found) == 1}
     layouts = {}

@@ -5,9 +5,9 @@
 | class | outputs | definition |
 |---|---|---|
 | `SubMConv1d` to `4d` | the sites of the input | odd kernel, stride 1, and the padding that keeps sites in place |
-| `SparseConv1d` to `4d` | where an input reaches | `torch.nn.Conv3d` on the dense grid |
-| `SparseConvTranspose1d` to `4d` | where an input reaches | `torch.nn.ConvTranspose3d` on the dense grid |
-| `SparseInverseConv1d` to `4d` | the inputs of the layer with the same `indice_key` | that layer's kernel |
+| `SparseConv1d` to `4d` | cells to which an input contributes | `torch.nn.Conv3d` on the dense grid |
+| `SparseConvTranspose1d` to `4d` | cells to which an input contributes | `torch.nn.ConvTranspose3d` on the dense grid |
+| `SparseInverseConv1d` to `4d` | the input sites of the layer with the same key | that layer's pairs, reversed |
 
 Layers with the same `indice_key` share one rulebook. Such layers must have the same geometry and the same sites.
 """
@@ -49,7 +49,7 @@ class ConvAlgo(Enum):
 
 
 class SparseConvolution(SparseModule):
-    """Base class of all sparse convolutions; by default, a strided convolution. Use one of the subclasses.
+    """Base class of all sparse convolutions. Use one of its subclasses.
 
     Attributes:
         weight: (out_channels, *kernel_size, in_channels / groups).
@@ -102,8 +102,8 @@ class SparseConvolution(SparseModule):
             record_voxel_count: whether to record the maximum number of outputs of any call, for `get_max_num_voxels()`.
             name: name in error messages.
             output_padding: for a transposed convolution, as in `torch.nn.ConvTranspose3d`.
-            num_out_act_bound: the fixed number of output rows, of which the last may not be sites. With this bound, the
-                host does not wait for the device. None: one row per output site.
+            num_out_act_bound: the fixed number of output rows. If there are fewer sites, the last rows are not sites.
+                With this bound, the host does not wait for the device. None: one row per output site.
             device, dtype: device and dtype of weight and bias.
 
         Raises:
@@ -157,8 +157,8 @@ class SparseConvolution(SparseModule):
         with the same batch size and with `out_channels` channels.
 
         Raises:
-            TypeError, ValueError: x is not a sparse tensor of `ndim` dimensions, or the rulebook under `indice_key` has
-                another geometry or other sites; also the errors of `build_rulebook`.
+            TypeError, ValueError: x is not a sparse tensor of `ndim` dimensions, or the rulebook under `indice_key` is
+                for another geometry or for other sites than x's; or as in `build_rulebook`.
             MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
         self._check_input(x)
@@ -202,7 +202,8 @@ class SparseConvolution(SparseModule):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """Load like any module, but permute a weight whose shape shows that it is in another of spconv's layouts."""
+        """Load like any module, but permute the weight first if its shape shows that it is in one of spconv's other
+        layouts."""
         key, shape = prefix + "weight", tuple(self.weight.shape)
         weight = state_dict.get(key)
         if isinstance(weight, Tensor) and (local_metadata or {}).get("version", 1) < OWN_VERSION:
@@ -215,7 +216,7 @@ class SparseConvolution(SparseModule):
                     "with rooftop.sparse.load_spconv_state_dict, which decides by the other weights or by layout="
                 )
                 if tuple(weight.shape) == shape:
-                    state_dict[key] = self.weight  # otherwise, the load would overwrite the weight
+                    state_dict[key] = self.weight  # so that the load keeps the current weight
         count = prefix + VOXEL_COUNT
         if hasattr(self, VOXEL_COUNT) and count not in state_dict:
             state_dict[count] = getattr(self, VOXEL_COUNT)

@@ -242,7 +242,7 @@ def indice_subm_conv(
     """Compute `indice_conv` for a submanifold convolution, whose output sites are the input sites.
 
     Raises:
-        ValueError: num_activate_out is not N; also the errors of `indice_conv`.
+        ValueError: num_activate_out is not N; or as in `indice_conv`.
     """
     if num_activate_out != len(features):
         raise ValueError(
@@ -260,13 +260,14 @@ def indice_inverse_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute the inverse convolution of `indice_conv`, from the pairs' outputs to their num_activate_out inputs."""
+    """Compute the inverse convolution of `indice_conv`, from the outputs of the pairs back to their inputs, of which
+    there are num_activate_out."""
     return indice_conv(features, filters, indice_pairs.flip(0), indice_pair_num, num_activate_out, bias)
 
 
 def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Make a table (count, K) int32 that has `values` (K, P) at the given rows (K, P) of each offset, and -1
-    elsewhere."""
+    """Make a table (count, K) int32 from `values` and `rows`, both (K, P): column k has values[k] in the rows rows[k],
+    and -1 in all other rows."""
     offsets = len(rows)
     table = values.new_full((count + 1, offsets), -1)  # an additional row collects the entries that are not pairs
     at = torch.where(rows >= 0, rows, count).long()

@@ -33,7 +33,7 @@ class SparseModule(nn.Module):
 
 
 def is_spconv_module(module: nn.Module) -> bool:
-    """Whether a `SparseSequential` passes the sparse tensor to this module, instead of its features."""
+    """Whether a `SparseSequential` passes the whole sparse tensor to this module, not only the features."""
     return isinstance(module, SparseModule)
 
 
@@ -41,10 +41,10 @@ class SparseSequential(SparseModule):
     """Run modules in order. Pass modules as positional arguments, in one `OrderedDict`, or by keyword. `add` appends
     a module.
 
-    A `SparseModule` gets the sparse tensor, any other module gets its features (N, C). After `ToDense`, or any module
-    that returns a dense tensor, modules get that dense tensor. Empty inputs also pass through all modules, so that
-    results have the right channels. A `torch.nn.BatchNorm1d` is computed like `SparseBatchNorm`, except that a subclass
-    with its own `forward` runs that `forward`.
+    A `SparseModule` gets the sparse tensor; any other module gets only the features (N, C). After `ToDense`, or any
+    module that returns a dense tensor, modules get that dense tensor. Empty inputs also pass through all modules, so
+    that results have the right channels. A `torch.nn.BatchNorm1d` is computed like `SparseBatchNorm`, except that a
+    subclass with its own `forward` runs that `forward`.
     """
 
     def __init__(self, *modules: Any, **named: nn.Module) -> None:

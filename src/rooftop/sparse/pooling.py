@@ -66,8 +66,8 @@ class SparsePool(SparseModule):
             algo: ignored; see `ConvAlgo`.
             record_voxel_count: whether to record the maximum number of outputs of any call, for `get_max_num_voxels()`.
             name: name in error messages.
-            num_out_act_bound: the fixed number of output rows, of which the last may not be sites. With this bound, the
-                host does not wait for the device. None: one row per output site.
+            num_out_act_bound: the fixed number of output rows. If there are fewer sites, the last rows are not sites.
+                With this bound, the host does not wait for the device. None: one row per output site.
 
         Raises:
             TypeError, ValueError: invalid sizes or algo.
@@ -92,8 +92,8 @@ class SparsePool(SparseModule):
         """Pool x, whose grid has `ndim` dimensions. The result has the same batch and channels, on the output grid.
 
         Raises:
-            TypeError, ValueError: x is not a sparse tensor of `ndim` dimensions, or the rulebook under `indice_key` has
-                another geometry or other sites; also the errors of `build_rulebook`.
+            TypeError, ValueError: x is not a sparse tensor of `ndim` dimensions, or the rulebook under `indice_key` is
+                for another geometry or for other sites than x's; or as in `build_rulebook`.
             MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
         _check_input(self, x)
@@ -125,7 +125,8 @@ class SparsePool(SparseModule):
 
 
 class SparseMaxPool(SparsePool):
-    """The maximum of the sites in each window. As in spconv, all sites that equal the maximum get its whole gradient.
+    """The maximum of the sites in each window. As in spconv, each site that equals the maximum gets the whole
+    gradient.
 
     spconv 2.3 returns max(0, maximum). This equals the maximum if the features come from a ReLU.
     """
@@ -214,7 +215,7 @@ class SparseAvgPool3d(_OfDimensions, SparseAvgPool):
 class SparseGlobalMaxPool(SparseModule):
     """The maximum over all sites of each batch element: (batch_size, C), 0 for elements without sites.
 
-    All sites that equal the maximum share its gradient equally.
+    If several sites equal the maximum, they share the gradient equally.
     """
 
     def forward(self, x: SparseConvTensor) -> Tensor:

@@ -256,7 +256,8 @@ def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int 
 
 
 def _reached(sites: Tensor, shape: Geometry) -> tuple[Tensor, Tensor]:
-    """Return the key of the output that each input reaches at each offset, (N, K) int64, and whether it is valid."""
+    """Return the key of the output that each input reaches at each offset, (N, K) int64, and whether that output
+    exists."""
     device = sites.device
     offset = torch.cartesian_prod(*(torch.arange(k, device=device) for k in shape.ksize)).view(-1, shape.dims)
     step, spread, pad, size = (
@@ -293,7 +294,7 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
         TypeError, ValueError: the shape, dtype or device of the indices is wrong, or the bound is invalid.
         ValueError: a site is out of range or repeated, or there are more outputs than the bound. On the CPU, this
             call raises the error. On a GPU, this call raises the error only if the host waits for the GPU anyway, or
-            with ROOFTOP_CHECK=1 in the environment. Otherwise, `Rulebook.check()` raises the error. Before the error is
+            with ROOFTOP_CHECK=1 in the environment. Otherwise, `Rulebook.check()` raises the error. Until the error is
             raised, a site out of range has no pairs, pairs of a repeated site may belong to either row, and all output
             rows are -1 if the bound is too small.
     """

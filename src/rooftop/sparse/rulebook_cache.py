@@ -69,8 +69,8 @@ def layer_rulebook(
     `on_outputs` stores a new rulebook under the key.
 
     Raises:
-        ValueError: the rulebook under the key has another geometry, other indices or another bound, or its indices were
-            later changed in place.
+        ValueError: the rulebook under the key has another geometry, other indices or another bound than this layer, or
+            its indices were changed in place after it was built.
         MissingExtraError, TypeError, ValueError: as `build_rulebook`.
     """
     found = x.find_indice_pair(indice_key)

@@ -6,7 +6,7 @@ or has the key. Threads compete by compare-and-swap, and no thread waits for ano
 later launches read the table.
 
 Sizes are passed as vectors of four, of which kernels use the first `dims` entries. `faults` has the
-flags of `Rulebook.faults`. A thread that finds a fault sets the flag to 1 and skips its site.
+flags of `Rulebook.faults`. A thread that finds a fault sets the fault's flag to 1 and skips the site.
 """
 
 import warp as wp

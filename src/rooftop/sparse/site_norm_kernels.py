@@ -130,7 +130,7 @@ def site_gradient(
     rows,
     CHANNELS: tl.constexpr, AFFINE: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient for sites, and 0 for other rows."""
+    """Write dx, the gradient of x, for rows that are sites, and 0 for all other rows."""
     wide: tl.constexpr = center.dtype.element_ty
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS

@@ -1,10 +1,10 @@
 """Batch norm over the rows that are sites: y = (x - mean) * rate * weight + bias, with rate = 1 / sqrt(var + eps).
 
-Mean and variance are over the rows (N, C) that `sites` (N,) marks, whose number only the device knows. With fewer than
-two sites, there is no variance, and the running statistics are used. Source: Ioffe and Szegedy 2015, "Batch
-Normalization". The kernels are memory-bound: forward reads x twice and writes y; backward reads dy and x twice and
-writes dx. Rows that are not sites may have any values. The kernels do not read these rows, and set their results and
-gradients to 0.
+Mean and variance are over the rows of x (N, C) that `sites` (N,) marks. Only the device knows the number of such rows.
+With fewer than two sites, there is no variance, and the running statistics are used. Source: Ioffe and Szegedy 2015,
+"Batch Normalization". The kernels are memory-bound: forward reads x twice and writes y; backward reads dy and x twice
+and writes dx. Rows that are not sites may have any values. The kernels do not read these rows, and set their results
+and gradients to 0.
 
 Sums and statistics are float64 (float32 for half precision). Each sum is computed in parts of equal length, which
 are merged in a fixed order, so results are the same bit for bit in each run.
@@ -27,7 +27,7 @@ from rooftop.launch.triton_launch import INTERPRETED, launch, processors, requir
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-# Predicted and not measured: a tile has 16 elements per thread, and there are twice as many parts as multiprocessors.
+# These sizes are predicted, not measured: 16 elements of a tile per thread, and two parts per multiprocessor.
 TILE, COLUMNS, PARTS_PER_SM, MERGED, WARPS = 2048, 64, 2, 64, 4
 
 # ---- reference -------------------------------------------------------------------------------------------------
@@ -239,5 +239,6 @@ def site_norm(
     x: Tensor, sites: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, eps: float,
 ) -> Six:  # fmt: skip
-    """Compute the results of `SiteNorm`. C++ replays recorded calls without Python, also for other numbers of rows."""
+    """Compute the results of `SiteNorm`. C++ replays recorded calls without Python, even if the number of rows
+    differs from the recorded call."""
     return _site_norm(x, sites, weight, bias, running_mean, running_var, eps)

@@ -37,7 +37,7 @@ def sites_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def check_sites(indices: Tensor, batch_size: int, shape: Sequence[int]) -> None:
-    """Raise `ValueError` for the first row out of range or, if there is none, for the first that repeats a row.
+    """Raise `ValueError` for the first row out of range or, if there is none, for the first row that repeats a site.
 
     Rows of -1 are not sites and are skipped. The host waits for the device.
     """

@@ -57,7 +57,7 @@ class RowOrder(NamedTuple):
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
         rows, taps = self.neighbours.shape
-        if free_unbacked_symbols(rows):  # known only at run time; with more rows, the result has no table
+        if free_unbacked_symbols(rows):  # above MOST_SORTED rows, the result would have no table
             torch._check(rows <= tables.MOST_SORTED)
         return self.neighbours.new_empty(sparse_conv_launches.row_order_shape(rows, taps))
 
@@ -130,7 +130,7 @@ def row_blocks(order: Tensor, taps: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(eq=False)
 class NeighbourTable:
-    """A neighbour table (M, T) of M rows among N sites, stored by row or, once a kernel needed an order, ordered.
+    """A neighbour table (M, T) of M rows among N sites. The table is stored by row, until a kernel needs it ordered.
 
     Attributes:
         by_row: the site at each tap, or -1, (M, T) int32, contiguous. None if only `ordered` contains the table.

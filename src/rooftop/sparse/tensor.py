@@ -193,7 +193,8 @@ class SparseConvTensor:
 
         Raises:
             ValueError: a site is repeated or out of range (checked on the CPU, and on a GPU with ROOFTOP_CHECK=1 in the
-                environment). Without this check, one of the repeated sites is used, and sites out of range are ignored.
+                environment). Without this check, only one row of a repeated site is used, and sites out of range are
+                ignored.
         """
         if _has_values(self.indices) and checks_values(self.indices):
             check_sites(self.indices, self.batch_size, self.spatial_shape)

@@ -278,7 +278,7 @@ def voxelize(
 
     Returns:
         Features (V, F) in the points' dtype, through which gradients flow back to the points. Points that tie for a
-        maximum share its gradient. Indices (V, 1 + dims) int32, (batch, z, y, x), sorted. Sums are float32 (float64 for
+        maximum share the gradient. Indices (V, 1 + dims) int32, (batch, z, y, x), sorted. Sums are float32 (float64 for
         float64) in the order of the points, so results are the same bit for bit in each run.
 
     Raises:
@@ -370,6 +370,6 @@ def _check_batch(points: Tensor, batch: Tensor | None, cells: int) -> None:
         )
     if cells >= 2**32 and batch.numel() and (int(batch.max()) + 1) * cells >= NO_KEY:
         raise ValueError(
-            f"voxelize: batch elements up to {int(batch.max())} of {cells} cells each give 2^63 cells or more, too "
-            f"many for int64 keys: use larger voxels or a smaller range"
+            f"voxelize: {int(batch.max()) + 1} batch elements with {cells} cells each are too many for int64 keys: use "
+            f"larger voxels or a smaller range"
         )

@@ -184,7 +184,7 @@ ARGUMENTS = dict(zip(("query", "key", "value"), inputs(2, 4, 5, 6, 8), strict=Tr
         (
             {"key": torch.zeros(2, 3, 6, 8), "value": torch.zeros(2, 3, 6, 8), "enable_gqa": True},
             ValueError,
-            "the 3 heads of the key do not divide the 4",
+            "the 3 heads of the key do not divide the 4 heads of the query",
         ),
         ({"attn_mask": torch.zeros(5, 5)}, ValueError, r"of shape \(5, 5\) does not broadcast to \(2, 4, 5, 6\)"),
         ({"attn_mask": torch.zeros(5, 6), "is_causal": True}, ValueError, "not both"),

@@ -276,7 +276,7 @@ PAGES, LENGTHS = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([1, 6])
         ({"keys": KEYS.to("meta")}, ValueError, "query is on cpu, keys on meta"),
         ({"query": QUERY[0]}, ValueError, r"expected query \(B, H, D\), D up to 256, got \(4, 8\)"),
         ({"query": QUERY[..., :7]}, ValueError, r"keys and values of one shape \(N, H_k, P, 7\)"),
-        ({"query": QUERY[:, :3]}, ValueError, "the 2 heads of keys must divide the 3 of query"),
+        ({"query": QUERY[:, :3]}, ValueError, "the 2 heads of keys must divide the 3 heads of query"),
         ({"lengths": LENGTHS[:1]}, ValueError, r"expected pages \(2, W\) and lengths \(2,\)"),
         (
             {"lengths": torch.tensor([1, 7])},

@@ -215,7 +215,7 @@ def test_what_is_no_move_is_refused(content: object, words: str) -> None:
         ({"rooftop_path": 1, "views": []}, "expected views, a list of 1 to"),
         ({"rooftop_path": 1, "views": "ab"}, "expected views, a list"),
         ({"rooftop_path": 1, "views": [EYES]}, "view 0: expected an object with seconds"),
-        ({"rooftop_path": 1, "views": [EYES | {"seconds": 1}] * 2}, "view 1: seconds is 1: expected more than before"),
+        ({"rooftop_path": 1, "views": [EYES | {"seconds": 1}] * 2}, "view 1: seconds is 1: expected more than in the"),
         ({"rooftop_path": 1, "views": [{"eye": [1, 2, 3], "seconds": 0}]}, "view 0: target is missing"),
     ],
 )

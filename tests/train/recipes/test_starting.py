@@ -70,7 +70,9 @@ def test_a_users_model_by_its_own_keys(tmp_path: Path) -> None:
     torch.save({**source.state_dict(), "extra": torch.zeros(1)}, path)
     started = start_from(model, path, 2)
     assert torch.equal(model[0].weight, source[0].weight)
-    assert str(started).endswith("new for 2 classes: 2.weight, 2.bias; 1 of the file are not in the model: extra")
+    assert str(started).endswith(
+        "new for 2 classes: 2.weight, 2.bias; 1 of the file's keys are not in the model: extra"
+    )
 
 
 def test_what_is_no_start(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rooftop.analysis.report_contents import Advice
 
 
 def advise(findings: Findings) -> list[Advice]:
-    """All useful advice, the largest gain first. The noise of the wall time gives each gain an interval."""
+    """All useful advice, the largest gain first. The noise of the wall time determines the interval of each gain."""
     advice = [item for rule in RULES for item in rule(findings)]
     least_ms = max(LEAST_GAIN * findings.summary.wall_ms, findings.noise_ms)
     worth_it = [_with_interval(item, findings) for item in advice if item.gain_ms >= least_ms]
@@ -28,7 +28,7 @@ def advise(findings: Findings) -> list[Advice]:
 
 
 def _with_interval(item: Advice, findings: Findings) -> Advice:
-    """Add an interval to a gain. The gain is as uncertain as the wall time, which it reduces."""
+    """Add an interval to a gain. The gain shortens the wall time, and is as uncertain as the wall time."""
     low_ms, high_ms = findings.summary.wall_low_ms, findings.summary.wall_high_ms
     if low_ms is None or high_ms is None:
         return replace(item, low_ms=None)

@@ -114,9 +114,9 @@ kernels."""
 
 
 def layer_norms_ms(rows: Sequence[OperatorRow]) -> list[float]:
-    """Time in ms of the calls in these rows of the table, with Rooftop's layer norm.
+    """Time in ms of the calls in each row, if Rooftop's layer norm computes them.
 
-    The longest rows are timed; other rows get the mean ratio of their direction (forward or backward).
+    The rows with the longest times are timed; other rows get the mean ratio of their direction (forward or backward).
     """
     by_direction: dict[str, list[OperatorRow]] = {}
     for row in sorted(rows, key=lambda row: -row.measured_ms):

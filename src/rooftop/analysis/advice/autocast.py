@@ -1,9 +1,9 @@
 """The effect of autocast on a float32 step: which tensors become bfloat16, and which casts autocast adds.
 
 Autocast decides operator by operator: matrix work takes bfloat16, sums and logarithms take float32, and all other
-operators keep their inputs' dtype. So this module follows the memory of a recorded step from operator to operator.
-Results of matrix work are bfloat16 until other values overwrite them. Autocast has a separate list of operators for
-each kind of device.
+operators keep their inputs' dtype. So this module tracks, from operator to operator, which memory of a recorded step
+contains bfloat16. Results of matrix work are bfloat16 until other values overwrite them. Autocast has a separate list
+of operators for each kind of device.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _recast(record: Record, kind: str, in_float32: bool, half: set[int], written
         return Recast(False, 1.0)
     name = record.name.removeprefix("aten::")
     matrix = name.removesuffix("_backward") in IN_BFLOAT16[kind]
-    if not record.outputs:  # only the profiler recorded it
+    if not record.outputs:  # only the profiler recorded the operator
         return Recast(matrix, 1.0 if in_float32 else 0.5)
     forward = record.phase == "forward"
     floats = [t for t in record.inputs if t.dtype == torch.float32 and t.shape]

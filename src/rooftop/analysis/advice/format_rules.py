@@ -20,7 +20,7 @@ from rooftop.words import counted
 
 
 def half_precision(findings: Findings) -> list[Advice]:
-    """Advise autocast to bfloat16. The gain excludes the time of the casts that autocast adds."""
+    """Advise autocast to bfloat16. The time of the casts that autocast adds is subtracted from the gain."""
     ceilings = findings.ceilings
     recasts = under_autocast((op.record for op in findings.operators), ceilings.kind)
     changed = [
@@ -62,7 +62,7 @@ def half_precision(findings: Findings) -> list[Advice]:
 
 
 def _casts_ms(recast: Recast, findings: Findings) -> float:
-    """Time of an operator's casts, including the casts of their gradients."""
+    """Time of an operator's casts, including the casts of the gradients in training."""
     each = sum(roof(Cost(4 * elements, 2 * elements), findings.ceilings).ms for elements in recast.casts)
     return 2 * each if findings.training else each
 

@@ -234,7 +234,9 @@ class _Traffic:
         self._again: dict[tuple[int, int], bool] = {}
 
     def of(self, group: int) -> int:
-        """The bytes of a group: each input is read once, and each result that is needed outside is written once."""
+        """The bytes that a group moves: each input is read once, and each result that is needed outside the group is
+        written once.
+        """
         read = dict[Value, int]()
         for value, size in self._read(group).items():
             source = self._group_of.get(value[0])
@@ -261,8 +263,9 @@ class _Traffic:
         return read
 
     def _is_kept(self, value: Value, group: int) -> bool:
-        """Whether a value must be written to memory: another kernel reads it, or no operator reads it, so the program
-        keeps it."""
+        """Whether a value must be written to memory: another kernel reads the value, or no operator reads it, so the
+        program keeps it.
+        """
         readers = [self._group_of.get(place) for place in self._readers[value]]
         return not readers or any(
             reader is None or (reader != group and not self._computed_again(group, reader)) for reader in readers

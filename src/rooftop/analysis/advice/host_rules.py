@@ -15,8 +15,8 @@ def launch_gap(findings: Findings) -> list[Advice]:
     same gap, so only one of them is advised.
 
     In a replayed graph, each kernel starts right after the previous one. A graph cannot contain a step in which the
-    host waits for values. For such a step a larger batch helps, because a larger batch takes no more host time, unless
-    the host itself computes on the samples.
+    host waits for values. For such a step a larger batch helps, because the host launches a larger batch in the same
+    time as a smaller one, unless the host itself computes on the samples.
     """
     if findings.ceilings.kind != "cuda" or findings.gaps.launch_gap_ms <= 0 or not findings.summary.busy_ms:
         return []
@@ -29,7 +29,7 @@ def _graph(findings: Findings) -> list[Advice]:
         f"launch gap {gap_ms:.2f} ms of {wall_ms:.2f} ms: the GPU waits while the host launches {kernels} kernels"
     )
     if findings.summary.samples and findings.batched and not findings.summary.device_bound:
-        evidence += f"; a batch of {2 * findings.summary.samples} would hide part of the same gap"
+        evidence += f"; a batch of {2 * findings.summary.samples} would hide part of this gap"
     if findings.refuses_capture:
         evidence += "; for this the optimizer needs capturable=True, and fused=True to launch no extra kernels"
     gain_ms = gap_ms - (findings.traced_more_ms or 0.0)
@@ -53,7 +53,7 @@ def _larger_batch(findings: Findings) -> list[Advice]:
         Advice(
             f"Double the batch to {2 * samples}",
             f"the GPU is busy for {busy_ms:.2f} ms of {wall_ms:.2f} ms and could do the work of two steps while the "
-            "host launches one, if its memory holds them; the gain compares times for the same number of samples",
+            "host launches one, if the GPU's memory holds both; the gain compares times for the same number of samples",
             wall_ms - doubled_ms,
         )
     ]
@@ -118,7 +118,7 @@ def data_loading(findings: Findings) -> list[Advice]:
         return []
     # the loading time is from a single step, which may have been slow
     loading_ms = gain_ms = min(findings.plain.loading_ms, findings.summary.wall_ms)
-    if findings.on_gpu:  # work that overlaps the GPU's is already hidden
+    if findings.on_gpu:  # loading that overlaps the GPU's work is already hidden
         gain_ms = min(loading_ms, findings.gaps.launch_gap_ms)
     return [
         Advice(

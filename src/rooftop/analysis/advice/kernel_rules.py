@@ -32,7 +32,7 @@ def pointwise_fusion(findings: Findings) -> list[Advice]:
     kernels = f"{found.kernels} fused kernels" if found.kernels > 1 else "one fused kernel"
     evidence = (
         f"{found.operators} activations, sums, norms, casts and copies take {found.now_ms:.2f} ms; {kernels} would "
-        f"take {found.after_ms:.2f} ms and move only what other kernels need"
+        f"take {found.after_ms:.2f} ms and move only values that other kernels need"
     )
     labelled_ms = found.now_ms - found.after_ms
     laid_out_ms, padding_ms = saved_by_layout_ms(findings), saved_by_padding_ms(findings)

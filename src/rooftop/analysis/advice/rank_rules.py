@@ -1,4 +1,4 @@
-"""Advice about several ranks: exposed communication, and a rank for which the others wait."""
+"""Advice about several ranks: exposed communication, and a rank for which the other ranks wait."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def rank_advice(ranks: Ranks) -> list[Advice]:
         Advice(
             "Overlap communication with computation",
             f"collectives take {fmean(row.communication_ms for row in rows):.2f} ms of a step of "
-            f"{ranks.wall_ms:.2f} ms; for {ranks.transfer_ms:.2f} ms, without waits for other ranks, nothing else runs "
-            "on any rank: reduce gradients in buckets while the backward pass runs, or less often over larger "
+            f"{ranks.wall_ms:.2f} ms; for {ranks.transfer_ms:.2f} ms, not counting waits for other ranks, nothing else "
+            "runs on any rank: reduce gradients in buckets while the backward pass runs, or less often over larger "
             "micro-batches",
             min(ranks.transfer_ms, max(0.0, late.own_ms)),  # communication can hide behind this rank's own work only
             "DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=25)",
@@ -29,7 +29,7 @@ def rank_advice(ranks: Ranks) -> list[Advice]:
             Advice(
                 f"Make rank {late.rank} ({late.device}) as fast as the others",
                 f"without communication this rank needs {late.own_ms:.2f} ms a step, the next slowest rank "
-                f"{second_ms:.2f} ms; the others wait for it, up to {ranks.waited_ms:.2f} ms a step",
+                f"{second_ms:.2f} ms; the other ranks wait for it, up to {ranks.waited_ms:.2f} ms a step",
                 min(late.own_ms - second_ms, ranks.waited_ms),
             )
         )

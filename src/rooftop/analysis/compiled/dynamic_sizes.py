@@ -76,8 +76,8 @@ def strides_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def size_sources(graph: fx.Graph) -> tuple[SizeSource, ...] | None:
-    """The sources of the graph's symbols in each call; () if it has no symbols. None if the inputs of a call do not
-    determine a symbol.
+    """The sources of the graph's symbols in each call; () if the graph has no symbols. None if the inputs of a call do
+    not determine a symbol.
     """
     sources: dict[Any, SizeSource] = {}
     for number, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):
@@ -128,8 +128,8 @@ def kept(graph: fx.Graph) -> fx.Graph:
 
 
 def with_known_sizes(graph: fx.Graph, sizes: Mapping[Any, int] | None = None) -> fx.Graph:
-    """The graph with numbers for its symbols (symbol -> number). If `sizes` is None, use the numbers for which the
-    graph was compiled.
+    """The graph with its symbols replaced by numbers. `sizes` maps each symbol to its number. If `sizes` is None, use
+    the numbers for which the graph was compiled.
 
     Raises:
         ValueError: the graph's sizes depend on data, or on symbols that `sizes` lacks.

@@ -100,7 +100,7 @@ class DynamicGraph:
             return _unreadable(error, backward)
 
 
-# numbers keys over the whole process, since code compiled by an earlier analysis keeps its key
+# counts the keys of the whole process, since code that an earlier analysis compiled keeps its key
 _numbers = itertools.count()
 _RECORDED: dict[str, CompiledGraph] = {}
 """The graphs of all analyses. Code that one analysis has compiled is not compiled again for the next analysis."""
@@ -233,7 +233,7 @@ class _Listener(logging.Handler):
 
 
 class _listening:
-    """Pass a logger's messages to a function instead of the terminal, and restore its settings at the end."""
+    """Pass a logger's messages to a function instead of the terminal, and restore the logger's settings at the end."""
 
     def __init__(self, name: str, note: Callable[[str], None]) -> None:
         self._logger, self._handler = logging.getLogger(name), _Listener(note)

@@ -5,7 +5,7 @@ calls. From the outside in, the first event that has a cost becomes an operator:
 
     a kernel of a compiled graph      the work of its nodes in the graph (see `kernel_work`)
     an operator with a formula        its call, repeated on meta tensors (see `reconstruction`)
-    an operator without a formula uncovered
+    an operator without a formula     listed as uncovered
 
 A replayed CUDA graph is one event with all the graph's kernels. Rooftop matches these kernels, in order, with the
 compiled graph's list of kernels. The names of generated kernels serve as anchors.
@@ -287,7 +287,7 @@ class _Walk:
                 works[0].scope,
                 phase,
                 sum(costs, FREE) if known else None,
-                "" if known else "no formula for a part of it",
+                "" if known else "no formula for some of its kernels",
             )
             self.operators.append((at_ns + number, JoinedOperator(record, 0.0, list(members))))
         return orphans

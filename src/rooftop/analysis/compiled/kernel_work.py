@@ -2,7 +2,7 @@
 
     read    each value from outside the kernel, once: the part that the kernel's operators use
     write   each value that is used outside the kernel, once
-    flops of every operator in the kernel, even if another kernel computes that operator again
+    flops   of every operator in the kernel, even if another kernel computes that operator again
 
 Inductor splits large reductions into two kernels with the same nodes. The second kernel only combines the first
 kernel's partial results. Partial results are not necessary work, so only the second kernel's writes count.
@@ -79,8 +79,8 @@ def _laying_out(name: str, served: Sequence[fx.Node]) -> KernelWork:
 
 
 def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
-    """Only the library call among a library kernel's nodes. Inductor also lists nodes that only change the layout of
-    its operands.
+    """Return only the library call among the nodes of a library's kernel. Inductor also lists nodes that only change
+    the layout of the call's operands.
     """
     plain = plain_name(name)
     return [node for node in group if plain_name(_operator(node)) == plain] or group

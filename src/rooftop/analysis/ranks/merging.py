@@ -2,10 +2,10 @@
 
 Communication is *exposed* while nothing else runs on the device. Exposed communication makes the step longer.
 
-All ranks leave a collective together, so all need the same time for a step, even if one rank is late. Ranks differ in
-their *own* time, the wall time without the exposed communication. When a late rank arrives, the others are already
-waiting. So the late rank has the least exposed communication and the largest own time. If another rank has more exposed
-communication than the late rank, it *waited* for the difference.
+All ranks leave a collective together, so all ranks need the same time for a step, even if one rank is late. Ranks
+differ in their *own* time, the wall time without the exposed communication. When a late rank arrives, the other ranks
+are already waiting. So the late rank has the least exposed communication and the largest own time. If another rank has
+more exposed communication than the late rank, it *waited* for the difference.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Examples:
   rooftop ceilings                    measure once, then read the cache
   rooftop ceilings --refresh          measure again and keep the best of all measurements
   rooftop ceilings --forget           discard earlier measurements and measure again
-  rooftop ceilings -o h200.json       save them, for --predict on another machine
+  rooftop ceilings -o h200.json       save the ceilings, for --predict on another machine
 """
 
 
@@ -29,5 +29,6 @@ def command() -> None:
     """Measure the limits of this machine: bandwidth over the working set, matrix rates, launches, transfers.
 
     Each ceiling is the best of many patterns, shapes and short bursts, and of all measurements so far. `rooftop
-    analyze` compares programs with these ceilings. Takes under 30 s. Leaves clocks and settings as they are.
+    analyze` compares programs with these ceilings. The measurement takes under 30 s, and leaves clocks and settings as
+    they are.
     """

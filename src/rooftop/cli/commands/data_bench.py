@@ -30,7 +30,7 @@ What to do if a stage is the slowest:
   augment  fewer operations of RandAugment; smaller images.
   collate  smaller batches for each rank; smaller images.
   copy     its rate should be far above that of model. If not, see `rooftop ceilings`.
-  model    the data keep up: speed up the model. See `rooftop analyze`.
+  model    the data are loaded fast enough: speed up the model. See `rooftop analyze`.
 """
 
 

@@ -23,6 +23,6 @@ Examples:
 def command() -> None:
     """Check what works on this machine, and print the command that fixes each problem.
 
-    Runs tiny kernels on each GPU. Installs and changes nothing, except with --install-kernel. Lists missing optional
-    packages and how to install them. The exit status is 1 if something required is broken.
+    The command runs tiny kernels on each GPU. It installs and changes nothing, except with --install-kernel. It lists
+    missing optional packages and how to install them. The exit status is 1 if something required is broken.
     """

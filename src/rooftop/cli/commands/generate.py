@@ -33,7 +33,7 @@ heads. The text is the same as on one GPU, up to rounding. The first rank prints
 Output: the text goes to standard output, the figures to standard error. Percent of roof compares the measured time of a
 token with the shortest possible time, which reads all weights and the keys and values of all positions once. Each rank
 reads its part; communication counts as free. A machine without stored ceilings is measured at the end, in under 30 s;
---no-roof skips that.
+--no-roof skips this measurement.
 """
 
 

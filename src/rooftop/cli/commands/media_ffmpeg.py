@@ -29,7 +29,8 @@ def check_command() -> None:
     """Test FFmpeg's decoders, encoders and filters on this machine, on GPUs and in software.
 
     Runs every decoder, encoder and filter that FFmpeg lists, and compares its frames with those of the software codecs.
-    "works" means correct frames. Takes 15 s or more. The exit status is 0 even without a GPU, and 1 without FFmpeg.
+    "works" means correct frames. The command takes 15 s or more. The exit status is 0 even without a GPU, and 1 without
+    FFmpeg.
     """
 
 

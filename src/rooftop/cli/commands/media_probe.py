@@ -17,5 +17,6 @@ from rooftop.cli.outputs import json_option
 def probe_command() -> None:
     """Show what is in a video (codec, size, colours, frames, times), and check that it is complete.
 
-    Decodes one frame and reads all packets. Marks the values that are missing in the file and that Rooftop assumes.
+    The command decodes one frame and reads all packets. It marks the values that are missing in the file and that
+    Rooftop assumes.
     """

@@ -35,8 +35,8 @@ Examples:
   {"eye": [3, 0, 1], "target": [0, 0, 0], "up": [0, 0, 1], "fov_y_degrees": 60}
   {"eye": [3, 0, 1], "target": [0, 0, 0], "view_height": 2}
   {"K": [[800, 0, 320], [0, 800, 240], [0, 0, 1]], "world_to_camera": [[1, 0, 0, 0], ...]}
-Each may also have width, height and near. K and world_to_camera follow OpenCV: x right, y down, z forward, and the
-centre of the first pixel at (0, 0).
+Each object may also have width, height and near. K and world_to_camera follow OpenCV: x right, y down, z forward, and
+the centre of the first pixel at (0, 0).
 """
 
 
@@ -112,6 +112,6 @@ def render_command() -> None:
     """Render geometry files (.rtg, from `rooftop scene build`) into pictures.
 
     All FILEs form one scene in common coordinates. The first frame is rendered twice (on a GPU three times), and only
-    the last rendering is reported. By then the kernels are loaded, the hidden parts are known, and a CUDA graph
-    contains the launches.
+    the last rendering is reported. At the last rendering, the kernels are loaded, the hidden parts are known, and a
+    CUDA graph contains the launches.
     """

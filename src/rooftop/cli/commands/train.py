@@ -35,7 +35,7 @@ Examples:
   torchrun --nproc-per-node 2 -m rooftop.train gpt --preset llama-1b --data-path tokens.bin --seq-length 65536 \\
     --context-parallel-size 2 --recompute --eod-token 2 --reset-position-ids
 
-Layout: the ranks are divided by the tensor, pipeline and context parallel sizes, and data parallelism takes the rest. 8
+Layout: the number of ranks, divided by the tensor, pipeline and context parallel sizes, is the data parallel size. 8
 processes with --tensor-parallel-size 2 are 4 x 2 ranks; with --pipeline-parallel-size 2 as well, 2 x 2 x 2. Each data
 parallel group runs micro-batches of --micro-batch-size sequences until --global-batch-size is reached.
 
@@ -58,7 +58,7 @@ To mix several: --data-path 0.7 A 0.3 B gives each path its share of the sequenc
 The printed line of a step has the loss before the step, the norm of the gradient, tokens per second of all ranks, MFU,
 percent of roof, and the peak memory of rank 0. MFU: the model's flops per second over the fastest matrix product
 measured on this machine. Percent of roof: the shortest possible time of the step over the measured time. A machine
-without stored ceilings is measured first, in under 30 s; --no-roof skips that.
+without stored ceilings is measured first, in under 30 s; --no-roof skips this measurement.
 
 With --save, SIGTERM or Ctrl-C makes all ranks save after the same step and exit with status 143 or 130. Start with
 --save run/ --load run/, and the same command line resumes where the last run stopped. `rooftop checkpoint` shows what

@@ -24,7 +24,7 @@ Start with:
   rooftop train my_pkg.task:build --data FOLDER
 
 my_pkg.task:build is your own function, build(data, recipe). It returns a rooftop.train.tasks.task.Task: a model, its
-loss, its data and its metrics. docs/train.md shows one in 30 lines.
+loss, its data and its metrics. docs/train.md shows such a task in 30 lines.
 """
 
 DATA = {
@@ -79,9 +79,9 @@ In the folder of a run:
   checkpoints/         what --resume continues from
   best.safetensors     weights of the best evaluation; last.safetensors has those of the last step
 
-Recipe: each task has its own recipe, which also depends on --data and the device. --config replaces some of its values,
-and --set replaces values of both. --epochs, --seed, --weights and --num-classes are short forms of --set.
-docs/train-recipes.md explains each switch.
+Recipe: each task has its own recipe, which also depends on --data and the device. --config replaces values of this
+recipe, and --set replaces values of the task and of --config. --epochs, --seed, --weights and --num-classes are short
+forms of --set. docs/train-recipes.md explains each switch.
 
 \b
 Switches, as --set SECTION.NAME=VALUE:
@@ -89,8 +89,8 @@ Switches, as --set SECTION.NAME=VALUE:
 
 Ablation: --ablate trains the recipe, and the recipe without each of the switches, with --repeats seeds each. "Without"
 means with the default, which is off for most switches, or with the value given as SECTION.NAME=VALUE. The table shows
-the effect of each switch on the validation data, and whether it exceeds the noise. After an interruption, --resume
-continues the ablation.
+the effect of each switch on the validation data, and whether this effect exceeds the noise. After an interruption,
+--resume continues the ablation.
 
 Ctrl-C and SIGTERM save and end the training. --resume continues with the same numbers as without the interruption.
 """

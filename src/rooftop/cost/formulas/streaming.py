@@ -31,7 +31,7 @@ from rooftop.cost.formulas.sparse_operands import elementwise_bytes
 from rooftop.cost.registry import Formula, cost_of
 
 Flops = int | Callable[[Call], int]
-"""Flops per element, or a function of the call if they depend on its arguments."""
+"""Flops per element, or a function of the call if the flops depend on the call's arguments."""
 
 
 def streaming(

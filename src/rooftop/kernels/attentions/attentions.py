@@ -1,8 +1,8 @@
 """Scaled dot-product attention by the fastest of PyTorch's back ends, with the log-sum-exp of each row of scores.
 
 The results are softmax(Q K^T scale + mask) V and L = log(sum(exp(...))) of each row. The back ends are flash (Dao 2023,
-"FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021). Attention is bound by
-flops above a few hundred positions. `attention_plan` names the back end of a call and the reason.
+"FlashAttention-2"), cuDNN's fused kernels and the memory-efficient ones (Rabe and Staats 2021). For more than a few
+hundred positions, attention is bound by flops. `attention_plan` names the back end of a call and the reason.
 
 The gradient with respect to L: dS = P (dO V^T - delta + dL), where P are the probabilities and delta = rowsum(dO O).
 The back ends compute delta from dO and O, and use O for nothing else. So the operator replaces O by an O' with
@@ -11,8 +11,8 @@ rowsum(dO O') = delta - dL:
     O' = O - dL dO / |dO|^2
 
 If dO is 0 or negligible next to dL, one element of dO becomes dL / 2^40 and the same element of O' becomes -2^40: only
-their product matters. Both values need the range of bfloat16 or float32, so in float16 the gradient with respect to L
-raises.
+their product matters. The values 2^40 and dL / 2^40 need the range of bfloat16 or float32, so in float16 the gradient
+with respect to L raises an error.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def scores_of(
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """The probabilities; masked keys have probability 0. The function does not compute exp(scores - lse), because the
-    rounding of lse would cost accuracy."""
+    """Attention probabilities; masked keys have probability 0. The function does not compute exp(scores - lse), because
+    the rounding of lse would cost accuracy.
+    """
     return scores.softmax(-1).masked_fill((lse == -math.inf)[..., None], 0.0)
 
 
@@ -143,8 +144,8 @@ def _forward(
     bias = _bias(mask, query, key)
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     found = aten._scaled_dot_product_efficient_attention(query, keys, values, bias, True, 0.0, is_causal, scale=scale)
-    lse = found[1].narrow(-1, 0, query.shape[2])  # this back end pads lse to multiples of 32 queries
-    if mask is not None:  # for a row that attends to nothing, PyTorch returns +inf or 0, depending on its version
+    lse = found[1].narrow(-1, 0, query.shape[2])  # the memory-efficient back end pads lse to multiples of 32 queries
+    if mask is not None:  # if no key is visible, PyTorch's version decides whether lse is +inf or 0
         sees = (mask if mask.dtype == torch.bool else mask != -math.inf).any(-1)
         lse = lse.masked_fill(~sees, -math.inf)
     return found[0], lse.contiguous()
@@ -202,7 +203,7 @@ def _in_order_of(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask as a bias on the scores, (B, H, S_q, S_k); its rows begin at multiples of 16 elements."""
+    """Convert a mask to a bias on the scores, (B, H, S_q, S_k), whose rows begin at multiples of 16 elements."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -214,7 +215,9 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _with_lse_gradient(dout: Tensor, dlse: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (dout', out') with rowsum(dout' out') = rowsum(dout out) - dlse. The module's docstring explains this."""
+    """Return (dout', out') with rowsum(dout' out') = rowsum(dout out) - dlse. The module's docstring derives dout' and
+    out'.
+    """
     new_dout, new_out = like_rows(dout), like_rows(out)
     require_triton()
     from rooftop.kernels.attentions.triton_kernels.states import fold_lse_gradient
@@ -359,9 +362,10 @@ _attention_backward = declare(
 def _gradients_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the gradients of query, key and value: in the memory layout of each tensor, or in the layout that the
-    back end returns. The choice ignores PyTorch's settings, which may change between the trace of a program and its
-    run."""
+    """Allocate the gradients of query, key and value, in the memory layout of each tensor or in the layout that the
+    back end returns. The layout does not depend on PyTorch's settings, which may change between tracing and running a
+    program.
+    """
     plan = plan_of(shape_of(query, key, value, mask, is_causal), query.device, "backward", settings=False)
     if plan.backend == "efficient" and key.shape[1] == query.shape[1]:
         return _by_positions(query), _by_positions(key), _by_positions(value)
@@ -369,13 +373,15 @@ def _gradients_of(
 
 
 def _by_positions(x: Tensor) -> Tensor:
-    """Memory for a result with the shape of x (B, H, S, D) and the order (B, S, H, D)."""
+    """Allocate a result with the shape of x (B, H, S, D), stored in memory in the order (B, S, H, D)."""
     batches, heads, positions, features = x.shape
     return x.new_empty((batches, positions, heads, features)).transpose(1, 2)
 
 
 def _laid_out(gradient: Tensor | None, target: Tensor) -> Tensor:
-    """The gradient in the strides of `target`, as the fake implementation promises; copied if its strides differ."""
+    """The gradient with the strides of `target`, which the fake implementation promises. A gradient with other strides
+    is copied into `target`.
+    """
     assert gradient is not None
     return gradient if gradient.stride() == target.stride() else target.copy_(gradient)
 
@@ -395,7 +401,7 @@ def _mask_gradient(dscores: Tensor | None, mask: Tensor | None, query: Tensor) -
 
 
 def _flops(call: Attention | AttentionBackward, products: int, others: int) -> dict[str, int]:
-    """Flops of `products` products (multiplication and addition) and `others` other operations per pair."""
+    """Flops, if each pair of a query and a key takes `products` multiply-adds and `others` other operations."""
     query = call.query
     batches, heads, queries, _ = query.shape
     pairs = batches * heads * visible_pairs(queries, call.key.shape[2], call.is_causal)
@@ -467,21 +473,22 @@ def attention(
 
     Args:
         query: (B, H, S_q, D), bfloat16, float16, float32 or float64, any strides.
-        key, value: (B, H, S_k, D) and (B, H, S_k, D_v). With `enable_gqa`, keys and values may have fewer heads; their
-            number must divide H.
+        key, value: (B, H, S_k, D) and (B, H, S_k, D_v). With `enable_gqa`, keys and values may have fewer heads than
+        queries; the number of heads of keys must divide H.
         attn_mask: broadcastable to (B, H, S_q, S_k). A numeric mask is added to the scores; in a boolean mask, False
             excludes a key. A mask cannot be combined with `is_causal`.
         is_causal: query i attends to the keys 0 to i.
         scale: factor of the scores; 1 / sqrt(D) if not given.
         enable_gqa: each head of the keys serves a group of heads of the queries.
         return_lse: also return the log-sum-exp of each row's scores, for `merge_attention_states`. The log-sum-exp is
-            differentiable, too (not in float16 on a GPU).
+            differentiable, except in float16 on a GPU.
 
     Returns:
-        (B, H, S_q, D_v), or with `return_lse` also (B, H, S_q) in float32 (float64 for float64). In a row that attends
-        to no keys, the output is 0 and the log-sum-exp -inf. Under autocast the result has autocast's dtype, as in
-        PyTorch. The last bits of gradients may differ from run to run, because the back ends add up gradients of
-        queries or keys atomically. `torch.use_deterministic_algorithms(True)` makes gradients reproducible.
+        The output (B, H, S_q, D_v). With `return_lse`, a tuple of the output and the log-sum-exp (B, H, S_q), which is
+        float32 (float64 for float64 inputs). In a row that attends to no keys, the output is 0 and the log-sum-exp
+        -inf. Under autocast the output has autocast's dtype, as in PyTorch. The last bits of gradients may differ from
+        run to run, because the back ends add up gradients of queries or keys atomically.
+        `torch.use_deterministic_algorithms(True)` makes gradients reproducible.
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
@@ -538,7 +545,7 @@ def _under_autocast(
 
 
 def _padded(x: Tensor) -> Tensor:
-    """The tensor with zeros after the features, up to a multiple of eight."""
+    """Pad the features of a tensor with zeros, to a multiple of eight features."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
 
 
@@ -586,7 +593,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
             f"attention: query has {heads} heads, key {key.shape[1]}: for grouped queries, give enable_gqa=True"
         )
     if key.shape[1] == 0 or heads % key.shape[1]:
-        raise ValueError(f"attention: the {key.shape[1]} heads of the key do not divide the {heads} of the query")
+        raise ValueError(f"attention: the {key.shape[1]} heads of the key do not divide the {heads} heads of the query")
 
 
 def _check_mask(query: Tensor, key: Tensor, mask: Tensor, is_causal: bool) -> None:

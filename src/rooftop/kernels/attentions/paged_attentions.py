@@ -1,10 +1,10 @@
-"""Paged attention: one new position of each sequence attends to keys and values in pages.
+"""Paged attention: one new position of each sequence attends to keys and values that are stored in pages.
 
 softmax(q K^T scale) V over the positions that a page table lists for each sequence: Kwon et al. 2023, "Efficient Memory
 Management for Large Language Model Serving with PagedAttention". The kernel is bound by memory: it reads each page once
-for all query heads that share a key head (Ainslie et al. 2023, "GQA"). One sequence has too few heads to fill a GPU. So
-several programs divide the positions of a sequence, and a second kernel merges their results by log-sum-exps in float32
-(Dao et al. 2023, "Flash-Decoding for long-context inference").
+for all query heads that share a key head (Ainslie et al. 2023, "GQA"). The heads of one sequence are too few to fill a
+GPU. So several programs divide the positions of a sequence, and a second kernel merges their results by log-sum-exps in
+float32 (Dao et al. 2023, "Flash-Decoding for long-context inference").
 
 The operator is for inference and has no gradient. The lengths are in a tensor, and the launch does not depend on their
 values. So a CUDA graph can be replayed while sequences grow.
@@ -62,8 +62,8 @@ def paged_attention_reference(
 
 
 def _gathered(stored: Tensor, pages: Tensor) -> Tensor:
-    """The keys or values (B, H_k, W * P, D) at all positions of pages (B, W), in order. Values of pages outside the
-    cache are arbitrary.
+    """Gather the keys or values (B, H_k, W * P, D) at all positions of `pages` (B, W), in order. Where a page index is
+    outside the cache, the result is arbitrary.
     """
     found = stored[pages.long().clamp(0, stored.shape[0] - 1)]  # (B, W, H_k, P, D)
     return found.transpose(1, 2).flatten(2, 3)
@@ -82,7 +82,9 @@ def _attend_one_by_one(
     window: int | None,
     out: Tensor,
 ) -> None:
-    """Compute what the reference computes, one sequence at a time, from checked pages and lengths as Python numbers."""
+    """Compute the same as `paged_attention_reference`, one sequence at a time. Page tables and lengths are Python
+    numbers that the caller has checked.
+    """
     _, kv_heads, page, width = keys.shape
     for row, length in enumerate(lengths):
         if length == 0:
@@ -98,8 +100,8 @@ def _attend_one_by_one(
 
 
 def _side_by_side(stored: Tensor, own: Sequence[int]) -> Tensor:
-    """The keys or values (H_k, T, D) at all positions in the pages `own` of a cache (N, H_k, P, D). If these pages are
-    adjacent, as in a new cache, the function slices the cache instead of copying pages by index.
+    """The keys or values (H_k, T, D) at all positions in the pages `own` of a cache (N, H_k, P, D). If the pages of the
+    sequence are adjacent, as in a new cache, the function slices the cache instead of copying pages by index.
     """
     if len(own) == 1:
         return stored[own[0]]
@@ -115,10 +117,10 @@ MOST_FEATURES = 256
 
 
 def splits_of(programs: int, room: int, tile: int, multiprocessors: int) -> int:
-    """Number of parts into which the positions of a sequence are split.
+    """Number of parts into which `paged_attention` splits the positions of a sequence.
 
     Args:
-        programs: number of programs without splitting.
+        programs: number of programs if the positions were not split.
         room: the maximum number of positions of a sequence.
         tile: positions that a program reads in one step.
         multiprocessors: the GPU's number of multiprocessors.
@@ -185,7 +187,7 @@ def _attend(
 
 class PagedAttention(NamedTuple):
     """The operator of `paged_attention`. `positions`: the number of positions that the queries attend to, if known;
-    only the cost depends on it.
+    only the cost depends on this number.
     """
 
     query: Tensor
@@ -206,8 +208,8 @@ class PagedAttention(NamedTuple):
         return self.query.new_empty(self.query.shape)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: two products, and 5 operations of softmax for each pair. Only positions that a query attends to
-        count.
+        """Flops: two matrix products, and 5 operations of softmax for each pair of a query and a position to which that
+        query attends.
         """
         query, keys, _, pages, lengths, _, positions, _ = self
         (batch, heads, width), kv_heads = query.shape, keys.shape[1]
@@ -237,20 +239,20 @@ def paged_attention(
     positions: int | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """softmax(q K^T scale) V of one query position of each sequence, for inference.
+    """Compute softmax(q K^T scale) V for one query position of each sequence, for inference.
 
     Args:
         query: (B, H, D), bfloat16, float16, float32 or float64; D up to 256.
         keys, values: (N, H_k, P, D) each, N pages of P positions, with the dtype of the queries. H is a multiple of
             H_k; the H / H_k query heads from h * H / H_k on share key head h. Positions that no query attends to may
-            hold any values.
+            contain any values.
         pages: (B, W) int32 or int64, the pages of each sequence in order.
-        lengths: (B,) int32 or int64, the number of positions that each query attends to, up to W * P; with 0 the result
-            is 0.
+        lengths: (B,) int32 or int64, the number of positions that each query attends to, from 0 to W * P. If a length
+            is 0, the result of that query is 0.
         scale: factor of the scores; None: 1 / sqrt(D).
         positions: the sum of `lengths`, or with a window the sum of the positions inside each window, if known. Only
-            the cost depends on this sum. With None, the cost counts one position per sequence, the least possible.
-        window: each query attends to at most the last `window` positions; None: to all.
+            the cost depends on `positions`. With None, the cost counts one position per sequence.
+        window: each query attends only to the last `window` positions of its sequence; None: to all positions.
 
     Returns:
         (B, H, D), dtype of the queries; scores, softmax and merging are float32 (float64 for float64).
@@ -258,8 +260,9 @@ def paged_attention(
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match. On the CPU, ValueError is also raised if a page is outside the
-            cache, or a length exceeds the page table. On a GPU, the result of such a sequence is NaN.
-        NotImplementedError: a tensor that needs a gradient, or forward-mode differentiation.
+            cache, or a length exceeds the page table. On a GPU, the result of a sequence with such a page or length is
+            NaN.
+        NotImplementedError: a tensor requires a gradient, or forward-mode differentiation is active.
     """
     tensors = {"query": query, "keys": keys, "values": values, "pages": pages, "lengths": lengths}
     _check(tensors)
@@ -300,7 +303,7 @@ def _check(tensors: dict[str, Tensor]) -> None:
         )
     heads, kv_heads = query.shape[1], keys.shape[1]
     if (heads % kv_heads if kv_heads else heads) != 0:
-        raise ValueError(f"{name}: the {kv_heads} heads of keys must divide the {heads} of query")
+        raise ValueError(f"{name}: the {kv_heads} heads of keys must divide the {heads} heads of query")
     if pages.dim() != 2 or pages.shape[0] != query.shape[0] or tensors["lengths"].shape != query.shape[:1]:
         raise ValueError(
             f"{name}: expected pages ({query.shape[0]}, W) and lengths ({query.shape[0]},) beside query, "
@@ -309,7 +312,7 @@ def _check(tensors: dict[str, Tensor]) -> None:
 
 
 def _checked_values(keys: Tensor, pages: Tensor, lengths: Tensor) -> tuple[list[list[int]], list[int]]:
-    """Check the lengths, and the pages within each length. Return pages and lengths as Python numbers."""
+    """Check the lengths, and the page indices that lie within each length. Return both as Python numbers."""
     count, page, room = keys.shape[0], keys.shape[2], pages.shape[1] * keys.shape[2]
     depends("pages and lengths are checked at each call")
     numbers: list[int] = lengths.tolist()

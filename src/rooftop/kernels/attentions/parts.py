@@ -1,4 +1,5 @@
-"""Attention to a part of the keys: its results are merged later, and its gradients follow from the merged results.
+"""Attention to a part of the keys. The results of all parts are merged later; the gradients of a part are computed from
+the merged results.
 
 Forward returns a part's result and log-sum-exp, which `merge_attention_states` merges. Backward reads the merged
 results: with L over all keys, exp(S - L) are the probabilities of the whole row, and rowsum(dO O) is the sum over the
@@ -26,7 +27,7 @@ def attention_part(
     Args:
         query: (B, H, S_q, D).
         key, value: (B, H_k, S_k, D), where H_k divides H.
-        mask: (S_q, S_k) bool, True where a query attends to a key; None: all.
+        mask: (S_q, S_k) bool, True where a query attends to a key; None: each query attends to all keys.
         is_causal: as in `attention`.
         scale: factor of the scores.
     """
@@ -47,7 +48,7 @@ def attention_part_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (dquery, dkey, dvalue) of a part; `out` and `lse` are the merged results of all parts."""
+    """Compute (dquery, dkey, dvalue) of one part of the keys; `out` and `lse` are the merged results of all parts."""
     mask = None if mask is None else mask[None, None]
     shape = shape_of(query, key, value, mask, is_causal)
     if plan_of(shape, query.device, "backward").backend == "reference":

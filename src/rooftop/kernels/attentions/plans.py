@@ -42,17 +42,17 @@ class Rule:
 
     direction: Direction
     order: tuple[str, ...]
-    capability: tuple[int, int] = (0, 0)  # least compute capability
+    capability: tuple[int, int] = (0, 0)  # minimum compute capability
     most_features: int = MOST_FEATURES
-    least_positions: int = 0  # least number of queries
+    least_positions: int = 0  # minimum number of queries
     causal: bool | None = None
     dtype: torch.dtype | None = None
 
 
 # Measured on an H200 at 64 to 16384 positions of 32 to 128 features (benchmarks/results/h200/tune_attentions.json).
 # cuDNN's kernels, which use Hopper's matrix instructions, are the fastest in forward and backward, causal or not. Next
-# is flash-2, which does not use these instructions, and then the memory-efficient kernels. For few positions with few
-# features, the memory-efficient kernels are the fastest.
+# fastest is flash-2, which does not use these instructions, and then the memory-efficient kernels. For few positions
+# with few features, the memory-efficient kernels are the fastest.
 _CUDNN_FIRST, _EFFICIENT_FIRST = ("cudnn", "flash", "efficient"), ("efficient", "cudnn", "flash")
 RULES = (
     Rule("forward", _CUDNN_FIRST, capability=(9, 0), least_positions=128),

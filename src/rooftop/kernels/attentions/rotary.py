@@ -2,8 +2,8 @@
 
 (a, b) -> (a cos - b sin, b cos + a sin). Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position
 Embedding". Pairs are (i, i + R / 2), as in GPT-NeoX and Llama, or neighbours (2 i, 2 i + 1), as in the paper. The
-operator is bound by memory: one kernel reads and writes queries and keys once, and reads the tables once for each group
-of heads. The gradient is the rotation by the negative angle.
+operator is bound by memory: one kernel reads and writes queries and keys once, and reads the tables of cosines and
+sines once for each group of heads. The gradient is the rotation by the negative angle.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _rotate(
     interleaved: bool,
     conjugate: bool,
 ) -> None:
-    """Fill y with the rotated x, (B, H, S, D), for one or two pairs (x, y); y may be x itself."""
+    """Write the rotated x to y, both (B, H, S, D), for one or two pairs (x, y) of tensors; y may be x itself."""
     x, y = tensors[0]
     if by_reference(x):
         for source, target in tensors:
@@ -112,7 +112,7 @@ def _rotate(
 
 
 def _like(x: Tensor) -> Tensor:
-    """Memory for a result: with x's strides if the features of x are contiguous, else contiguous."""
+    """Allocate a result for x: with x's strides if the features of x are contiguous, else contiguous."""
     return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
 
 
@@ -120,7 +120,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 class Rope(NamedTuple):
-    """Rotate x and other, by the negative angles if `conjugate`."""
+    """Rotate x and `other` (a second tensor or None); if `conjugate`, by the negative angles."""
 
     x: Tensor
     other: Tensor | None
@@ -145,7 +145,7 @@ class Rope(NamedTuple):
         return rope_reference(x, *tables), x.new_empty(0) if other is None else rope_reference(other, *tables)
 
     def keep(self, made: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
-        """Keep the shapes and dtypes of x and other, and all other arguments."""
+        """Keep the shapes and dtypes of the rotated tensors, and the remaining arguments, for backward."""
         return (*(None if t is None else (t.shape, t.dtype) for t in self[:2]), *self[2:])
 
     @staticmethod
@@ -153,7 +153,7 @@ class Rope(NamedTuple):
         kept: tuple[Any, ...], wanted: Sequence[bool], dy: Tensor | None, dother: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The gradient is the rotation by the negative angles. The rotation is linear, so second derivatives are
-        correct, too.
+        correct.
         """
         (shape, dtype), of_other, *tables, conjugate = kept
         if dy is None:
@@ -172,7 +172,7 @@ class Rope(NamedTuple):
 
 
 class RopeInPlace(NamedTuple):
-    """Rotates x and other in place."""
+    """Rotate x and `other` (a second tensor or None) in place."""
 
     x: Tensor
     other: Tensor | None
@@ -200,7 +200,7 @@ _rope_in_place = declare("rope_", RopeInPlace, mutates=("x", "other"))
 def _cost(
     x: Tensor, other: Tensor | None, cos: Tensor, sin: Tensor, starts: Tensor | None, written: Sequence[Tensor | None]
 ) -> Cost:
-    """Flops: 6 per rotated pair. Of the tables, only the rows of the S positions count as read."""
+    """Flops: 6 per rotated pair. Only those rows of the tables that belong to the S positions count as read."""
     (batches, heads, positions, _), pairs = x.shape, cos.shape[-1]
     rows = positions * (batches if cos.shape[0] > 1 or starts is not None else 1)
     table_bytes = min(rows, cos.shape[0] * cos.shape[1]) * pairs * (cos.element_size() + sin.element_size())
@@ -228,12 +228,12 @@ def rope(
     Args:
         x: (B, H, S, D), bfloat16, float16, float32 or float64; any strides (the transposed view of (B, S, H, D) is read
             and written without a copy). (H, S, D) and (S, D) are accepted as well.
-        cos, sin: (T, R / 2), or (B, T, R / 2) for one table per sequence: T positions, and R <= D rotated features. The
-            other features are copied. The tables have half or single precision; with float64 x, any precision. The
-            tables get no gradient.
+        cos, sin: (T, R / 2), or (B, T, R / 2) for one table per sequence: T positions, and R <= D rotated features.
+        Features that are not rotated are copied. The tables have half or single precision; if x is float64, the tables
+        may have any precision. The tables get no gradient.
         interleaved: whether pairs are neighbours (2 i, 2 i + 1) instead of (i, i + R / 2).
         offset: position of x's first row in the tables: an int for all sequences, or a tensor of (B,) integers.
-        inplace: write the result to x; not possible if autograd tracks x.
+        inplace: write the result to x. Not allowed if autograd tracks x.
 
     Returns:
         A tensor like x, or x itself if `inplace`. The arithmetic is float32 (float64 for float64). If the offset is an
@@ -244,7 +244,7 @@ def rope(
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: a shape, device or position is wrong. With `inplace`, ValueError is also raised if x has overlapping
             memory, or if autograd tracks x.
-        NotImplementedError: tables that require a gradient, or forward-mode differentiation.
+        NotImplementedError: the tables require a gradient, or forward-mode differentiation is active.
     """
     return _apply("rope", (x,), cos, sin, interleaved, offset, inplace)[0]
 

@@ -75,7 +75,7 @@ MOST_FEATURES = 8192
 
 
 def rows_tile(config: ElementsConfig, width: int) -> Constants:
-    """Launch parameters for rows of `width` elements."""
+    """Launch parameters of the merging kernels for rows of `width` elements."""
     block = power_of_two(width)
     return {"WIDTH": width, "BLOCK": block, "ROWS": max(1, config.elements // block), "num_warps": config.warps}
 
@@ -84,8 +84,8 @@ def rows_tile(config: ElementsConfig, width: int) -> Constants:
 
 
 def row_places(*tensors: Tensor) -> tuple[int, int, list[int]]:
-    """The kernel arguments that locate a row by its number: heads, positions, and each tensor's strides of batch, head
-    and position.
+    """The kernel arguments from which a kernel computes the address of a row: the numbers of heads and positions, and
+    each tensor's strides of batch, head and position.
 
     If the rows of every tensor are equally spaced, each row counts as a batch element with one head and one position,
     because Triton omits divisions by 1.
@@ -103,7 +103,7 @@ def unit_features(x: Tensor) -> Tensor:
 
 
 def like_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for a result: with the strides of x (B, H, S, D) if its features are contiguous, else contiguous."""
+    """Allocate a result: with the strides of x (B, H, S, D) if the features of x are contiguous, else contiguous."""
     dtype = dtype or x.dtype
     return torch.empty_like(x, dtype=dtype) if x.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)
 
@@ -177,8 +177,8 @@ class MergeAttentionStatesBackward(NamedTuple):
         return like_rows(self.out_a), dlse_a, like_rows(self.out_b), dlse_b
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: 5 for each element (two gradients and a sum over their difference), and 15 for the weights of each
-        row.
+        """Flops: 5 for each element (two gradients, and a sum over the difference of the outputs), and 15 for the
+        weights of each row.
         """
         flops = 5 * self.dout.numel() + 15 * self.lse_a.numel()
         return Cost(distinct_bytes(self), distinct_bytes(made), {precision_of(self.lse_a.dtype): flops})
@@ -247,7 +247,7 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
     Args:
         out_a, out_b: (B, H, S, D), bfloat16, float16, float32 or float64, any strides.
         lse_a, lse_b: (B, H, S), the log-sum-exp of each row's scores; float32, or float64 with float64 outputs. -inf
-            means attention to no keys: the merge ignores that row of the output.
+        means that the row attends to no keys of this part: the merge ignores that row of the part's output.
 
     Returns:
         (out, lse). The output has the wider dtype of out_a and out_b, so that an output accumulated in float32 stays
@@ -265,7 +265,7 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a part into `out` and `lse`, in place and without gradients.
+    """Merge the attention results of a part of the keys into `out` and `lse`, in place and without gradients.
 
     Args:
         out, lse: (B, H, S, D) and (B, H, S); views with contiguous features.

@@ -9,8 +9,8 @@ from rooftop.kernels.operands.launch_data import ElementsConfig, power_of_two
 # ---- merging partial results ---------------------------------------------------------------------------------------
 
 
-# The fastest of the parameters measured on an H200, with 128 features in half precision: a thread holds 16 elements of
-# each tensor in forward and 8 in backward, both as loaded and as float32.
+# The fastest of the parameters measured on an H200, with 128 features in half precision. A thread processes 16 elements
+# of each tensor in forward and 8 in backward; its registers contain the elements as loaded and as float32.
 MERGE_FORWARD = ElementsConfig(elements=1024, warps=1)
 MERGE_BACKWARD = ElementsConfig(elements=1024, warps=4)
 
@@ -32,17 +32,17 @@ class WindowConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# These parameters follow the compiler's report of spills for sm_90, and are not measured yet. Forward: no spills in
-# half precision; for windows of more than 64 positions, a program has 16 query positions. Backward: no spills in half
-# precision with plain scores. Cosine attention and float32 spill a few hundred bytes a thread in backward, with any of
-# 4, 8 or 16 warps.
+# These parameters were chosen by the compiler's report of spilled registers for sm_90, and are not measured yet.
+# Forward does not spill in half precision; for windows of more than 64 positions, a program has 16 query positions.
+# Backward does not spill in half precision without cosine attention. In backward, cosine attention and float32 spill a
+# few hundred bytes a thread with 4, 8 and 16 warps.
 WINDOW_FORWARD = (
     WindowConfig(positions=64, features=64, queries=64, warps=4, measured=False),
     WindowConfig(positions=64, features=128, queries=64, warps=8, measured=False),
     WindowConfig(positions=256, features=64, queries=16, warps=4, measured=False),
 )
 WINDOW_BACKWARD = (WindowConfig(positions=64, features=64, queries=64, warps=8, measured=False),)
-WINDOW_PROGRAMS_PER_SM = 4  # programs per SM in backward; each program stores its sums over windows once
+WINDOW_PROGRAMS_PER_SM = 4  # in backward; each program stores its sums over windows once
 
 # ---- rotary embeddings ---------------------------------------------------------------------------------------------
 
@@ -58,8 +58,9 @@ class RotaryConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# These parameters are not measured yet. In half precision, each thread holds 16 bytes of each half of a head, for each
-# of the program's heads. A longer head needs more registers, so its programs compute fewer positions.
+# The parameters in ROTARY are not measured yet. In half precision, each thread loads 16 bytes of each half of a head,
+# for each of the program's heads. Programs for longer heads compute fewer positions, because a longer head needs more
+# registers.
 ROTARY = (
     RotaryConfig(pairs=16, positions=64, heads=2, warps=4, measured=False),
     RotaryConfig(pairs=32, positions=32, heads=4, warps=4, measured=False),
@@ -74,7 +75,7 @@ ROTARY = (
 
 @dataclass(frozen=True)
 class PagedConfig:
-    """Launch parameters of a program: query heads, positions of a tile, warps, and tiles in flight."""
+    """Launch parameters of paged attention: query heads per program, positions per tile, warps, and pipeline stages."""
 
     rows: int
     keys: int
@@ -93,8 +94,8 @@ def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
     sm_90 without spills, and are not measured yet.
 
     With one query head per key head, the kernel adds up products in registers. With several query heads, the kernel
-    uses matrix products of 16 rows or more. Float32 matrix products do not use the tensor cores, so their tiles are the
-    smallest.
+    uses matrix products of 16 rows or more. Float32 matrix products do not use the tensor cores, so float32 uses the
+    smallest tiles of all dtypes.
     """
     block = max(16, power_of_two(width))
     keys = max(16, min(MOST_KEYS, TILE_BYTES // (block * element_bytes)))
@@ -108,7 +109,7 @@ def paged_config(group: int, width: int, element_bytes: int) -> PagedConfig:
 
 
 PROGRAMS_PER_PROCESSOR = 4
-"""Programs per multiprocessor that suffice to keep the GPU's memory busy. Positions are split into parts until there
-are this many programs, if there are enough tiles.
+"""Programs per multiprocessor that suffice to keep the GPU's memory busy. The positions of a sequence are split until
+there are this many programs, if there are enough tiles.
 """
 MOST_SPLITS = 128

@@ -4,14 +4,14 @@
     softmax(c Q K^T / (|Q| |K|) + bias + mask) V  with cosine attention
 
 Liu et al. 2021, "Swin Transformer", sections 3.1 and 3.2; cosine attention: Liu et al. 2022, "Swin Transformer V2". The
-map is shifted cyclically before it is cut, so a window at the map's end may contain parts that are not neighbours on
-the map. Pairs of positions from two different parts get a mask of -100, as in the original. The shifted, padded and cut
-map is never written to memory: a program reads the positions of its window directly from the original map. The operator
-is bound by memory at the sizes of Swin (49 positions of 32 features): forward reads the map and writes a third as many
-bytes.
+map is shifted cyclically before it is cut into windows, so a window at the map's end may contain regions that are not
+neighbours on the map. A pair of positions from two such regions gets a mask of -100, as in the original model. The
+shifted, padded and cut map is never written to memory: a program reads the positions of its window directly from the
+original map. The operator is bound by memory at the sizes of Swin (49 positions of 32 features): forward reads the map,
+and writes a third as many bytes as it reads.
 
-Only the inputs are kept for backward, which computes the weights again. Backward uses no atomics, so gradients are
-deterministic.
+Only the inputs are kept for backward, which computes the attention weights again. Backward uses no atomics, so
+gradients are deterministic.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rooftop.launch.repeated_calls import repeated
 from rooftop.launch.symbolic import recorded_whole
 from rooftop.launch.triton_launch import INTERPRETED, launch, processors, require_triton
 
-MASKED = -100.0  # added to scores between parts that are not neighbours; weights become nearly 0, but not exactly 0
+MASKED = -100.0  # added to scores of positions that are not neighbours on the map: their weights become nearly 0
 PLAIN = "the formula in PyTorch (rooftop.kernels.attentions.window_attentions.window_attention_reference)"
-SHORTEST = 1e-12  # least norm that cosine attention divides a vector by, as in torch.nn.functional.normalize
+SHORTEST = 1e-12  # minimum norm by which vectors are divided, as in torch.nn.functional.normalize
 
 # ---- reference -------------------------------------------------------------------------------------------------
 
@@ -146,8 +146,9 @@ def _on_map(padded: Tensor, like: Tensor) -> Tensor:
 
 
 def _shift_mask(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tensor | None:
-    """The mask (windows, 1, N, N): MASKED for pairs in which only one position was shifted over from the other end of
-    the map, otherwise 0; None if there is no shift."""
+    """The mask (windows, 1, N, N): MASKED for pairs of positions of which only one was shifted in from the opposite end
+    of the map, 0 for all other pairs. None if there is no shift.
+    """
     if not any(shift):
         return None
     (down, across), (high, wide) = _windows(x, window), window
@@ -175,7 +176,7 @@ def _weights(left: Tensor, right: Tensor, factor: Tensor | float, bias: Tensor, 
 
 
 def _through_normalizing(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x, from the gradient of x / max(|x|, SHORTEST)."""
+    """The gradient of the vectors x, from the gradient of x / max(|x|, SHORTEST)."""
     length = x.norm(dim=-1, keepdim=True)
     divisor = length.clamp_min(SHORTEST)
     unit = torch.where(length < SHORTEST, 0.0, x / divisor)
@@ -186,7 +187,7 @@ def _through_normalizing(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def config_of(table: Sequence[WindowConfig], positions: int, features: int) -> WindowConfig | None:
-    """Launch parameters for windows of `positions` positions; None if the kernels do not support them."""
+    """Launch parameters for windows of `positions` positions; None if the kernels do not support such windows."""
     return next((c for c in table if positions <= c.positions and features <= c.features), None)
 
 
@@ -230,8 +231,8 @@ class Sizes:
 
 
 def _sizes(x: Tensor, heads: int, window: Sequence[int], shift: Sequence[int], scale: float) -> Sizes:
-    """The sizes in a call of the operator. The sizes are read at each call, because a traced program may run with
-    another map size.
+    """The `Sizes` of a call. The sizes are computed at each call, because the size of the map may differ between runs
+    of a traced program.
     """
     return Sizes(heads, window, _moved(x, window, shift), scale)
 
@@ -242,7 +243,7 @@ def _moved(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> list[int]:
 
 
 def _config(table: Sequence[WindowConfig], x: Tensor, sizes: Sizes) -> WindowConfig | None:
-    """Launch parameters; None if the reference computes the call."""
+    """Launch parameters of a kernel; None if the reference computes the call."""
     if by_reference(x):
         return None
     return config_of(table, sizes.window[0] * sizes.window[1], x.shape[3] // (3 * sizes.heads))
@@ -390,7 +391,7 @@ class WindowAttentionBackward(NamedTuple):
 
 
 def _precision(arguments: Sequence[Any]) -> str | None:
-    """The precision setting that the kernels' float32 products depend on; None for other dtypes."""
+    """The PyTorch setting for the precision of float32 products; None if the inputs are not float32."""
     return matrix_precision(arguments[0]) if arguments[0].dtype == torch.float32 else None
 
 
@@ -404,8 +405,8 @@ _window_attention_backward = declare(
 
 
 def _flops(x: Tensor, sizes: Sizes, products: int, of_pair: int, of_element: int) -> dict[str, int]:
-    """Flops of the matrix products, of `of_pair` operations for each pair (one more for a shifted map's mask), and of
-    `of_element` operations for each element of the queries.
+    """Flops of `products` matrix products, of `of_pair` operations for each pair of positions (one more if the map is
+    shifted, for the mask), and of `of_element` operations for each element of the queries.
     """
     window, heads = sizes.window, sizes.heads
     down, across = _windows(x, window)
@@ -441,18 +442,19 @@ def window_attention(
     Args:
         query_key_value: (B, H, W, 3 C), bfloat16, float16, float32 or float64. Each position has the queries of all
             heads, then the keys, then the values, as `torch.nn.Linear(C, 3 * C)` returns them. H and W are arbitrary: a
-            map whose size is not a multiple of the window's is padded below and on the right. Queries attend to
-            padding, too, as in the original model.
+            map whose size is not a multiple of the window's is padded below and on the right. Queries also attend to
+            the padded positions, as in the original model.
         bias: (heads, N, N) for the N = h * w positions of a window, row by row. The bias is added to the scores of
-            queries (second dimension) and keys (third). The bias may have another floating-point dtype than the map.
+            queries (second dimension) and keys (third). The bias may have a different floating-point dtype from
+            query_key_value.
         heads: the number of heads, which divides C.
         window: (h, w), the size of a window in positions.
         shift: (h, w), each at least 0 and below the window's size. A dimension that one window covers is not shifted,
             as in the original model.
-        padding: (3 C,), queries, keys and values of positions in the padding: the bias of the linear layer, because the
-            original model pads before that layer. None: zeros.
-        cosine_scale: (heads,), selects cosine attention: scores are products of normalized queries and keys, times this
-            factor.
+        padding: (3 C,), the queries, keys and values at padded positions; None: zeros. The original model pads before
+            its linear layer, so these values are the bias of that layer.
+        cosine_scale: (heads,). If given, attention is cosine attention: scores are products of normalized queries and
+            keys, times this factor.
         scale: without cosine attention, the factor of the products of queries and keys; 1 / sqrt(C / heads) if not
             given.
         dropout: probability with which an attention weight is set to zero; the other weights are divided by 1 -
@@ -467,7 +469,7 @@ def window_attention(
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match, the shift exceeds the window, both scales are given, a scale is not
             finite, or dropout is not a probability.
-        NotImplementedError: forward-mode differentiation, or a second derivative, without dropout.
+        NotImplementedError: forward-mode differentiation or a second derivative, if dropout is 0.
     """
     _check(query_key_value, bias, heads, window, shift, padding, cosine_scale, scale)
     if not 0 <= dropout <= 1:

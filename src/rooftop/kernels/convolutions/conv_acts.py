@@ -1,11 +1,11 @@
 """Convolutions fused with the operations that follow them: y = activation(conv2d(x, weight, bias) + residual).
 
-Once its batch norms are folded, a convolutional network consists of such operations (He et al. 2016, "Deep Residual
-Learning": the sum with the shortcut comes before the activation). Windows of 3 x 3 are bound by the tensor cores, and
-windows of 1 x 1 by memory. For 1 x 1, a separate pass for bias, sum and activation would move more bytes than the
-convolution. The kernel is an implicit matrix product (Chetlur et al. 2014, "cuDNN", section 3), channels last and in
-half precision. The kernel applies bias, residual and activation to the float32 sums before it stores them. No sum uses
-atomics, so results are deterministic.
+After its batch norms are folded into the weights, a convolutional network consists of such operations (He et al. 2016,
+"Deep Residual Learning": the sum with the shortcut comes before the activation). Convolutions with 3 x 3 windows are
+bound by the tensor cores, and convolutions with 1 x 1 windows by memory. For 1 x 1, a separate pass for bias, sum and
+activation would move more bytes than the convolution. The kernel is an implicit matrix product (Chetlur et al. 2014,
+"cuDNN", section 3) for images that are channels last, in half precision. The kernel applies bias, residual and
+activation to the float32 sums before it stores them. No sum uses atomics, so results are deterministic.
 
 For the shape of a call, `tables.py` chooses a kernel and its parameters, or cuDNN, or cuBLAS. `conv_act_plan` returns
 the choice and its reason; `launches.py` launches the kernel.
@@ -67,8 +67,8 @@ def conv_act_reference(
 
 
 class Kept(NamedTuple):
-    """The values that backward needs. `saved` is the result of the activation if `of_output`, else its input. `saved`
-    is None without an activation, and in a traced program, which keeps bias and residual instead.
+    """The values that backward needs. `saved` is the activation's result if `of_output`, else the activation's input.
+    `saved` is None if there is no activation, and in a traced program, which keeps bias and residual instead.
     """
 
     x: Tensor
@@ -131,7 +131,7 @@ class ConvAct(NamedTuple):
 
     @staticmethod
     def gradients(kept: Kept, wanted: Sequence[bool], dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph: the saved tensor does not record how it depends on x
+        if torch.is_grad_enabled():  # create_graph: autograd does not know how the saved tensor depends on x
             no_second_derivative("conv_act", "torch.nn.functional.conv2d")()
         x, weight, bias, residual, saved, options, biased, activation, of_output = kept
         dz = dy
@@ -147,8 +147,8 @@ class ConvAct(NamedTuple):
         return dx, dweight, dbias, dz if wanted[3] else None
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: the convolution, and bias, residual and activation for each result. Only pixels inside windows count
-        as read.
+        """Flops of the convolution, and of bias, residual and activation for each element of the result. Only pixels
+        inside windows count as read.
         """
         from rooftop.cost.formulas.windows import touched_bytes
 
@@ -203,7 +203,7 @@ def geometry_of(
 
 @without_autocast
 def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *options: Any) -> Tensor:
-    """Compute the input of the activation again."""
+    """Recompute the input of the activation, from the inputs of the convolution."""
     stride, padding, dilation, groups = options
     before = functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
     return before if residual is None else before + residual
@@ -242,8 +242,8 @@ def conv_act(
             "relu6", "hardswish" or "hardsigmoid".
 
     Returns:
-        (N, O, OH, OW), channels last if input or weight is. Bias, residual and activation are float32 (float64 for
-        float64); under autocast the operands are cast as those of `conv2d`.
+        (N, O, OH, OW), channels last if input or weight is. Bias, residual and activation are computed in float32
+        (float64 for float64). Autocast casts the operands as it casts those of `conv2d`.
 
     Raises:
         TypeError: a tensor is not dense, its dtype does not match, or a size is not an integer.
@@ -293,8 +293,8 @@ def _prepared(
     dilation: Pair, groups: int, activation: str | None,
 ) -> Prepared:  # fmt: skip
     """Check the arguments, and cast them as autocast does. Return the tensors, a residual to add after the operator (or
-    None), the shapes, and the activation's name. Under autocast a residual of another dtype is added later, because it
-    promotes the sum, as in PyTorch.
+    None), the shapes, and the activation's name. If the residual's dtype differs from autocast's, the residual is added
+    after the operator, because it promotes the dtype of the sum, as in PyTorch.
     """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     after = "none" if activation is None else activation

@@ -1,4 +1,5 @@
-"""Launch the kernels of `triton_kernels/`, and apply the operations after a convolution by cuDNN or cuBLAS.
+"""Launch the convolution and pooling kernels of `triton_kernels/`, or call cuDNN or cuBLAS and apply the operations
+after the convolution.
 
 `forward` and `max_pool` follow the plans of `tables.py`; `conv_acts.py` and `max_pools.py` have the operators.
 """
@@ -49,7 +50,7 @@ def plan_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, geometry: Geometry, activation: str,
     keep: bool,
 ) -> ConvPlan:  # fmt: skip
-    """The plan that `choose` makes for a call; `keep`: the kernel also writes the input of the activation."""
+    """The plan that `choose` returns for a call; `keep`: the kernel also writes the input of the activation."""
     kernels = x.is_cuda or INTERPRETED
     return choose(
         Problem(
@@ -67,15 +68,15 @@ def has_cudnn(x: Tensor) -> bool:
 
 
 def copied(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: Geometry) -> bool:
-    """Whether tensor descriptors can describe all operands. Channels must fill whole groups of 16 bytes, and the
-    convolution's strides must divide the image's sizes.
+    """Whether TMA tensor descriptors can describe all operands. The channels of a pixel must be a multiple of 16 bytes,
+    and the convolution's strides must divide the image's height and width.
     """
     group = GROUP_BYTES // x.element_size()
     aligned = all(t.data_ptr() % GROUP_BYTES == 0 for t in (x, weight, residual) if t is not None)
     if geometry.groups > 1 or geometry.out_channels % group or not aligned:
         return False
     if geometry.channels < LEAST_CHANNELS:
-        return True  # `packed` pads few channels to groups of 16 bytes
+        return True  # `packed` pads images of few channels to groups of 16 bytes
     if geometry.channels % (2 * group):
         return False
     strided = geometry.taps > 1 or geometry.padding != (0, 0)
@@ -191,7 +192,7 @@ class Boxes:
         base: the tensor that owns the memory.
         shape, strides: sizes and strides of the five dimensions.
         geometry: geometry of the convolution of this image.
-        batch, out: batch and size of the convolution's result as the kernels see it.
+        batch, out: batch size and (lines, pixels) of the convolution's result in these dimensions.
     """
 
     base: Tensor
@@ -203,7 +204,7 @@ class Boxes:
 
 
 def boxes_of(x: Tensor, geometry: Geometry) -> Boxes:
-    """Describe x, channels last, as `Boxes`. The channels of x must fill whole groups of 16 bytes, and the
+    """Describe x, channels last, as `Boxes`. The channels of a pixel must be a multiple of 16 bytes, and the
     convolution's strides must divide the height and width of x.
     """
     batch, channels, height, width = x.shape
@@ -222,11 +223,11 @@ def boxes_of(x: Tensor, geometry: Geometry) -> Boxes:
 
 
 def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor]:
-    """Pack an image of few channels and its weights, so that one line of a window is contiguous in memory.
+    """Pack an image of few channels, and the weights, so that one line of a window is contiguous in memory.
 
     Pixels get additional channels, so that neighbouring windows begin a multiple of 16 bytes apart. Lines are padded on
-    the left and right. Then KW pixels of CHANNELS channels act as one pixel of KW * CHANNELS channels, a power of 2,
-    and the window is KH x 1. Strides smaller than a pixel make the windows overlap.
+    the left and right. Then KW pixels of CHANNELS channels act as one wide pixel of KW * CHANNELS channels, a power of
+    2, and the window is KH x 1. Neighbouring wide pixels may overlap in memory.
     """
     pixel, run, _ = packing(geometry, x.element_size())
     if pixel == run:
@@ -247,7 +248,7 @@ def packed(x: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Boxes, Tensor
 
 
 def _widened(x: Tensor, weight: Tensor, geometry: Geometry, channels: int) -> tuple[Boxes, Tensor]:
-    """The image with additional zero channels, its height and width padded to multiples of the strides."""
+    """Pad the image with zeros: to `channels` channels, and to a height and width that are multiples of the strides."""
     down, right = geometry.stride
     height, width = -(-geometry.height // down) * down, -(-geometry.width // right) * right
     image = _pack(x, height, width, channels, 0).permute(0, 3, 1, 2)
@@ -325,8 +326,8 @@ def _copied(
 
 
 def _part_of(box: tuple[int, int, int], parts: int) -> tuple[int, int, int]:
-    """The size (images, lines, pixels) of each part, if a box is cut into `parts` equal parts: first along its images,
-    then along its lines and pixels.
+    """The size (images, lines, pixels) of each part if a box is cut into `parts` equal parts. Images are divided first,
+    then lines, then pixels.
     """
     images, lines, pixels = box
     while parts > 1:
@@ -439,8 +440,8 @@ def _early(tile: ConvTile) -> dict[str, bool]:
 
 
 def _shared_sums(tile: ConvTile, tiles: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate memory for the sums of each part of K, and zeroed counters of the stored parts, both indexed by tile.
-    Return (None, None) if K has one part.
+    """Allocate the sums of each part of K, and counters of the stored parts, set to zero. Both tensors are indexed by
+    tile. Return (None, None) if K has one part.
     """
     if tile.split == 1:
         return None, None
@@ -453,7 +454,7 @@ def _shared_sums(tile: ConvTile, tiles: int, device: torch.device) -> tuple[Tens
 
 
 def pool_plan_of(x: Tensor, geometry: Geometry) -> PoolPlan:
-    """The plan that `choose_pool` makes for a call."""
+    """The plan that `choose_pool` returns for a call."""
     last = x.is_contiguous(memory_format=torch.channels_last)
     return choose_pool(geometry, x.dtype, x.device.type, not without_kernels(x.device), last)
 

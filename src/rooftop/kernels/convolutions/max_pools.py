@@ -1,8 +1,8 @@
 """Max pooling of images for inference: y = the largest value in each window, without its position.
 
 The operator is bound by memory: the kernel reads the image once, and writes one result for each window. PyTorch's
-operator also writes the position of each maximum, which only backward needs: 8 bytes, in addition to 2 bytes for a
-value in half precision.
+operator also writes the position of each maximum, which only backward needs. A position has 8 bytes, while a value in
+half precision has 2 bytes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def max_pool2d(
         input: (N, C, H, W), bfloat16, float16, float32 or float64.
         kernel_size, stride, padding, dilation: a number, or a pair (vertical, horizontal). A stride of None means the
             kernel size. Padding has the value -inf, and is at most half of the kernel size.
-        ceil_mode: round the size of the result up, not down. The last window may then reach beyond the padded image.
+        ceil_mode: round the size of the result up instead of down. If the size is rounded up, the last window may reach
+            beyond the padded image.
 
     Returns:
         (N, C, OH, OW), channels last if input is. A result is NaN if its window contains a NaN.

@@ -1,8 +1,8 @@
-"""Choose the kernel and its parameters, or the library, by the shape of a convolution and the operations after it.
+"""Choose a kernel and its parameters, or a library, by the shape of a convolution and the operations after it.
 
 `MEASURED_ON_HOPPER` contains measurements on an H200 (`benchmarks/tuning/conv_acts.py` prints its lines). A call uses
 the fastest choice for the nearest measured shape of the same kind. If no measured shape is near, `_predicted` returns
-the choice that should be the fastest. Nothing is measured at run time.
+the choice that is expected to be the fastest. Nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ class ConvTile:
         kernel: "persistent": each program computes many boxes, copied by TMA. "single": each program computes one box.
             "gathered": programs load by pointers. "depthwise": programs load by pointers and compute no matrix
             product; each channel is a group.
-        rows, columns, depth: pixels and channels of a tile of the result, and channels of a tap per step; powers of 2.
+        rows, columns, depth: pixels of a tile of the result, channels of that tile, and channels of a tap per step;
+        powers of 2.
             For "depthwise", `rows` counts lines of the result, and `depth` is the number of neighbouring pixels
             computed in each line, which need not be a power of 2.
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
-        group: number of rows of tiles in a band of tiles; L2 caches the operands of a band.
+        group: height of a band of tiles, in tiles. Programs compute tiles band by band, so that the operands of a band
+            stay in the L2 cache.
         parts: number of parts in which the epilogue stores a tile's pixels (not for "gathered").
         split: number of parts of K, each summed by a separate program (not for "persistent"); no part is empty.
         programs_per_sm: number of persistent programs on an SM. With two programs on an SM, one program computes while
             the other stores.
-        early: whether the kernel may start while the previous kernel still runs, and then waits for the previous kernel
-            (not for "persistent").
+        early: whether the kernel may start while the previous kernel still runs, and then waits on the device for the
+            previous kernel (not for "persistent").
     """
 
     kernel: Kernel
@@ -64,7 +66,7 @@ class ConvTile:
 class Geometry(NamedTuple):
     """The shapes of a convolution: x (batch, channels, height, width) and weight (out_channels, channels / groups,
     *kernel). `kernel`, `stride`, `padding` and `dilation` are pairs (vertical, horizontal). The class is a tuple,
-    because each call creates and hashes a geometry, and tuples do both fast.
+    because each call creates and hashes a geometry, and both are fast for tuples.
 
     Attributes:
         ceil: whether the size of the result is rounded up, as `ceil_mode` of a pool does (pools only).
@@ -84,7 +86,7 @@ class Geometry(NamedTuple):
 
     @property
     def out(self) -> tuple[int, int]:
-        """The number of lines of the result and of pixels per line; negative if the window does not fit."""
+        """(number of lines of the result, number of pixels per line); negative if the window does not fit."""
         sides = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
         height, width = (_windows(*side, self.ceil) for side in sides)
         return height, width
@@ -100,7 +102,7 @@ class Geometry(NamedTuple):
 
     @property
     def depthwise(self) -> bool:
-        """Whether each channel is a group of its own, with one output channel."""
+        """Whether there are several groups, each with one input channel and one output channel."""
         return 1 < self.groups == self.channels == self.out_channels
 
     @property
@@ -110,13 +112,15 @@ class Geometry(NamedTuple):
 
     @property
     def pointwise(self) -> bool:
-        """Whether the convolution is a matrix product: its window is a single pixel and visits every pixel."""
+        """Whether the convolution is a matrix product: its window is a single pixel, its stride is 1, and it has no
+        padding.
+        """
         return self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """The number of windows along one side. With `ceil`, the last window may end behind the image and its padding, but
-    it starts before the padding behind the image.
+    """The number of windows along one side of the image. With `ceil`, the last window may end beyond the padded image,
+    but it must start before the padding at the image's end.
     """
     after_first = size + 2 * padding - dilation * (kernel - 1) - 1
     if not ceil:
@@ -128,8 +132,8 @@ def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, c
 @dataclass(frozen=True)
 class Entry:
     """The choice for convolutions near `shape`: (rows, out channels, channels, taps, stride, whether there is a
-    residual). `ms`: time of the fastest choice. `library_ms`: time of cuDNN and a pass for the operations after it, in
-    the same run.
+    residual). `ms`: time of the fastest choice. `library_ms`: time of cuDNN with a separate pass for the operations
+    after it, measured in the same run.
     """
 
     shape: tuple[int, int, int, int, int, bool]
@@ -196,23 +200,23 @@ MEASURED_ON_HOPPER: tuple[Entry, ...] = (
     Entry((50176, 256, 256, 9, 1, False), "cudnn", None, 0.08549, 0.09615),
     Entry((50176, 1024, 256, 1, 1, True), "cudnn", None, 0.08275, 0.1266),
 )
-NEAR = 2.0  # maximum `_distance` of a shape from a measured shape whose entry is used
-# Results of few pixels were not measured yet. Two programs of 128 x 128 run on each SM, as in linear_act: one computes
-# while the other stores.
+NEAR = 2.0  # maximum `_distance` at which the entry of a measured shape is used
+# Results of few pixels were not measured yet. With tiles of 128 x 128, two programs run on each SM, as in linear_act:
+# one program computes while the other stores.
 MANY = SQUARE_IN_TWO
-MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also takes shared memory
+MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also occupies shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
-# Numbers of channels per group for which cuDNN's fused call takes about as long as its convolution alone. For other
-# numbers the fused call takes up to 21 times as long as the convolution and a separate pass for the operations after it
-# (benchmarks/results/h200/tune_grouped_convs.json).
+# Numbers of channels per group for which cuDNN's fused call takes about as long as its convolution alone. For numbers
+# that are not in this list, the fused call takes up to 21 times as long as the convolution and a separate pass for the
+# operations after it (benchmarks/results/h200/tune_grouped_convs.json).
 GROUPS_OF_CUDNN = (4, 8, 16, 32, 64, 128)
-LEAST_OF_GROUP = 16  # smallest operand of a tensor-core instruction
-# For other numbers of channels per group (also in tune_grouped_convs.json), the kernel takes 0.15 to 1.18 times as long
-# as cuDNN with a separate pass at batch 1. At batch 128 the kernel takes 0.62 to 0.84 times as long as cuDNN with a
-# separate pass, but 1.3 to 1.7 times as long for the groups of `_library_is_faster`.
+LEAST_OF_GROUP = 16  # minimum size of an operand of a tensor-core instruction
+# For numbers of channels per group that are not in GROUPS_OF_CUDNN (also in tune_grouped_convs.json), the kernel takes
+# 0.15 to 1.18 times as long as cuDNN with a separate pass at batch 1. At batch 128 the kernel takes 0.62 to 0.84 times
+# as long as cuDNN with a separate pass, but 1.3 to 1.7 times as long for the groups of `_library_is_faster`.
 FEW_OF_GROUPS = ConvTile("gathered", 64, 64, 64, 4, 4)
 MANY_OF_GROUPS = ConvTile("gathered", 128, 64, 64, 8, 3)
-FEW_TILES = 8  # up to this many tiles per SM count as few; no batch between 1 and 128 was measured
+FEW_TILES = 8  # up to this many tiles per SM count as few; only batches of 1 and 128 were measured
 # Depthwise convolutions (tune_depthwise.json). The kernel takes 0.53 to 0.85 times as long as cuDNN with a separate
 # pass at batch 128, and 0.59 to 0.68 times as long at batch 1. A program computes a run of pixels in each of several
 # adjacent lines.
@@ -304,17 +308,17 @@ def _of_groups(problem: Problem, library: Backend) -> ConvPlan:
 
 
 def _library_is_faster(geometry: Geometry) -> bool:
-    """Whether cuDNN and a separate pass should be faster than the kernel for many pixels. Measurements showed this for
-    two groups of 24 channels, and for 4 to 16 groups of 56 channels with a stride of 1; the bounds extend the result to
-    similar groups.
+    """Whether, at many pixels, cuDNN followed by a separate pass should be faster than the kernel "gathered".
+    Measurements showed this for two groups of 24 channels, and for 4 to 16 groups of 56 channels with a stride of 1.
+    The bounds in the code also include similar groups.
     """
     channels, _ = geometry.of_group
     return geometry.groups < 4 if channels <= 32 else channels <= 64 and geometry.stride == (1, 1)
 
 
 def depthwise_tile(geometry: Geometry, sms: int) -> ConvTile:
-    """The tile of a depthwise convolution. Runs are short if there are few programs, or if the horizontal stride is
-    above 1.
+    """The tile of a depthwise convolution. A thread computes a short run of pixels if there are few programs, or if the
+    horizontal stride is above 1.
     """
     channels = geometry.channels
     columns = min(MOST_COLUMNS_OF_RUNS, max(8, power_of_two(channels)))
@@ -328,8 +332,8 @@ def depthwise_tile(geometry: Geometry, sms: int) -> ConvTile:
 
 
 def _nearest(problem: Problem) -> Entry | None:
-    """The nearest measured shape of the same kind, if it is near enough. Shapes of one kind have the same number of
-    taps, the same stride, and a residual in both or neither.
+    """The entry of the nearest measured shape of the same kind, or None if its distance exceeds `NEAR`. Two shapes are
+    of the same kind if they have the same number of taps and the same stride, and if both or neither have a residual.
     """
     found = [(_distance(entry, problem), entry) for entry in MEASURED_ON_HOPPER if _same_kind(entry, problem)]
     distance, entry = min(found, key=lambda pair: pair[0], default=(math.inf, None))
@@ -340,7 +344,7 @@ def _same_kind(entry: Entry, problem: Problem) -> bool:
     geometry = problem.geometry
     *_, taps, stride, residual = entry.shape
     same = (taps, (stride, stride), residual) == (geometry.taps, geometry.stride, problem.residual)
-    return same and (entry.backend != "product" or geometry.pointwise)  # other convolutions are not matrix products
+    return same and (entry.backend != "product" or geometry.pointwise)  # "product" needs a matrix product
 
 
 def _distance(entry: Entry, problem: Problem) -> float:
@@ -396,11 +400,11 @@ def _reason(entry: Entry) -> str:
 
 
 LEAST_CHANNELS = 8  # `launches.packed` packs images of fewer channels into groups
-GROUP_BYTES = 16  # a tensor descriptor's strides and addresses are multiples of this
+GROUP_BYTES = 16  # strides and addresses of tensor descriptors must be multiples of 16 bytes
 
 
 def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
-    """(channels of a pixel, channels of a tap, taps) of an image of few channels after packing."""
+    """Return (channels of a pixel, channels of a tap, number of taps) after an image of few channels was packed."""
     group = GROUP_BYTES // element_bytes
     if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:
         # The taps of a line are not contiguous, so each tap is read separately, and each pixel is padded to whole
@@ -417,7 +421,7 @@ def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """A program's block of the result (lines, pixels and channels), and its warps."""
+    """A program's block of the result (lines, pixels and channels), and the program's warps."""
 
     lines: int
     pixels: int
@@ -427,7 +431,7 @@ class PoolConfig:
 
 # Measured on an H200 (benchmarks/results/h200/tune_max_pools.json): within 3% of the fastest at the three sizes timed.
 MAX_POOL = PoolConfig(lines=2, pixels=8, channels=64, warps=4)
-MOST_TAPS = 25  # elements of a window; the kernel is unrolled over them
+MOST_TAPS = 25  # maximum number of elements of a window, over which the kernel is unrolled
 
 
 @dataclass(frozen=True)
@@ -437,7 +441,7 @@ class PoolPlan:
     Attributes:
         backend: "kernel", or "reference" (plain PyTorch).
         reason: why this plan was chosen.
-        sizes: the number of lines of the result, and of pixels per line.
+        sizes: (number of lines of the result, number of pixels per line).
         grid, constants: grid and constants of the kernel.
     """
 

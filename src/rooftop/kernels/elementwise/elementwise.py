@@ -3,9 +3,9 @@
 A Python function is traced once into a tree (`expressions.py`). `expression_sources.py` writes a Triton kernel for that
 tree. The kernel is bound by memory: it reads every input once and writes every result once, for any function.
 Intermediate values stay in float32 registers. The gradient is the tree's symbolic derivative. The derivative is again
-an expression with one kernel, so it can be differentiated, too. That kernel also sums the gradient of a broadcast
-input, which is therefore not stored at full size. For large inputs the kernel writes partial sums, which a second
-kernel adds. Results are deterministic, since there are no atomics.
+an expression with one kernel, so the derivative can be differentiated as well. If an input was broadcast, the kernel of
+the derivative also sums that input's gradient, so the gradient is never stored at the broadcast size. For large inputs
+the kernel writes partial sums, which a second kernel adds. Results are deterministic, since there are no atomics.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Function = Callable[..., Any]
 def fused_reference(
     outputs: Sequence[Expression], results: Sequence[torch.dtype], types: Types, arguments: Sequence[Argument | None]
 ) -> list[Tensor]:
-    """Compute the trees' values in plain PyTorch, each node in the dtype in which a kernel computes that node."""
+    """Compute the values of expression trees in plain PyTorch, each node in the dtype in which a kernel computes it."""
     device = next(each.device for each in arguments if isinstance(each, Tensor))
     values: dict[int, Argument] = {}
 
@@ -108,7 +108,7 @@ def fused_reference(
 
 
 class Like(NamedTuple):
-    """An argument that gets a gradient: its number, and the gradient's dtype, shape and device."""
+    """An argument that gets a gradient: the argument's number, and the gradient's dtype, shape and device."""
 
     number: int
     dtype: torch.dtype
@@ -117,7 +117,7 @@ class Like(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The values, besides tensors, that a program's backward needs.
+    """The values that a program's backward needs in addition to tensors.
 
     Attributes:
         numbers, program: the operator's arguments.
@@ -131,8 +131,8 @@ class Kept(NamedTuple):
     summed: dict[int, torch.Size]
 
     def gradients(self, tensors: Sequence[Tensor | None], given: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Compute the gradients by argument number, from the gradients of outputs that all have the same shape. Each
-        gradient is summed to its argument's shape.
+        """Compute the gradients of the arguments from the gradients of outputs that all have the same shape. The result
+        maps argument numbers to gradients, each summed to its argument's shape.
         """
         full = next(iter(given.values())).shape
         outputs = tuple([(i, g.dtype) for i, g in given.items()])
@@ -157,8 +157,9 @@ class BackwardCall(NamedTuple):
         program: text of the program; "" if nothing is computed.
         tensors, slopes, numbers: indices of the tensors, of the outputs' gradients and of the numbers that the call
             takes.
-        found: for each gradient, its `Like` and the number of the output whose gradient (summed to the argument's
-            shape) it equals. The number is None if the call computes the gradient.
+        found: for each gradient, its `Like`, and the number of an output or None. If it is a number, the gradient
+            equals the gradient of that output, summed to the argument's shape. If it is None, the call computes the
+            gradient.
     """
 
     program: str
@@ -169,7 +170,7 @@ class BackwardCall(NamedTuple):
 
 
 def _remembered(function: Any, *arguments: Any) -> Any:
-    """The result of a cached function, or of the uncached one for symbolic shapes, which have no hash."""
+    """Call a cached function. If an argument is a symbolic shape, which has no hash, call it without the cache."""
     try:
         return function(*arguments)
     except TypeError:
@@ -180,7 +181,9 @@ def _remembered(function: Any, *arguments: Any) -> Any:
 def _backward_call(
     text: str, outputs: tuple[tuple[int, torch.dtype], ...], wanted: tuple[Like, ...], full: torch.Size
 ) -> BackwardCall:
-    """The call for gradients of `outputs` (number, dtype), whose elements have the shape `full`."""
+    """The call that computes gradients of arguments, given the gradients of `outputs` (number, dtype), which all have
+    the shape `full`.
+    """
     plan = gradients_of(text, outputs, tuple((like.number, like.dtype) for like in wanted))
     found = tuple((like, passed) for like, passed, there in zip(wanted, plan.passed, plan.there, strict=True) if there)
     if not plan.program:
@@ -202,8 +205,8 @@ def _needs(
     likes: tuple[tuple[torch.Size, torch.device, torch.dtype, bool], ...],
     results: tuple[torch.dtype, ...],
 ) -> tuple[tuple[bool, ...], tuple[Like, ...], dict[int, torch.Size]]:
-    """(which tensors backward needs, the arguments that get a gradient, the shapes of summed outputs before the sum).
-    `likes`: each tensor's shape, device, dtype, and whether it requires a gradient.
+    """Return (whether backward needs each tensor, the arguments that get a gradient, the shapes of summed outputs
+    before the sum). `likes`: each tensor's shape, device, dtype, and whether it requires a gradient.
     """
     program = program_of(text)
     places = program.places("t")
@@ -259,7 +262,7 @@ class FusedProgram(NamedTuple):
         return self.in_pytorch()
 
     def keep(self, made: list[Tensor]) -> tuple[Any, ...]:
-        """The tensors to keep for backward (None for a tensor that no gradient needs), and then a `Kept`."""
+        """Return the tensors to keep for backward (None for a tensor that no gradient needs), followed by a `Kept`."""
         likes = tuple([(t.shape, t.device, t.dtype, t.requires_grad) for t in self.tensors])
         needed, wanted, summed = _remembered(_needs, self.program, likes, tuple([y.dtype for y in made]))
         kept = [t if needs else None for t, needs in zip(self.tensors, needed, strict=True)]
@@ -270,7 +273,7 @@ class FusedProgram(NamedTuple):
         kept: tuple[Any, ...], wanted: Sequence[Any], slopes: list[Tensor | None]
     ) -> tuple[list[Tensor | None], list[None] | None]:
         tensors, rest = kept[:-1], kept[-1]
-        # one group per shape: a kernel that sums would compute outputs of a smaller shape repeatedly
+        # one kernel per shape, because a common kernel would compute outputs of smaller shapes repeatedly
         groups: list[dict[int, Tensor]] = []
         for i, slope in enumerate(slopes):
             if slope is not None:
@@ -286,8 +289,8 @@ class FusedProgram(NamedTuple):
         return [sums.get(i) for i in program_of(rest.program).places("t")], None if rest.numbers else []
 
     def cost(self, made: list[Tensor]) -> Cost:
-        """Each operation counts once per element of its operands' broadcast shape. A value that is broadcast later
-        counts at its smaller shape. A sum costs one addition per element.
+        """Each operation counts once per element of its operands' broadcast shape. A value counts at its own shape,
+        even if it is broadcast later. A sum costs one addition per element.
         """
         plan, arguments = planned(*self)
         flops: Counter[str] = Counter()
@@ -311,7 +314,7 @@ also_forget(_known.clear)
 
 
 def _memory(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Memory for the results. `shapes`: for each result, the shape of its elements before the sum."""
+    """Allocate the results. `shapes`: for each result, its shape before the result is summed."""
     like = next(each for each in arguments if isinstance(each, Tensor))
     return [
         empty(summed_shape(shape, kept), None if kept else strides_of(shape, arguments, used), dtype, like)
@@ -320,7 +323,9 @@ def _memory(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[t
 
 
 def _values(plan: Plan, arguments: Sequence[Argument | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The results in plain PyTorch. Summed results may have a wider dtype than the kernel stores."""
+    """Compute the results in plain PyTorch. The dtype of a summed result may be wider than the dtype that a kernel
+    stores.
+    """
     nodes = [summand(y, plan.types) if kept else y for y, kept in zip(plan.outputs, plan.kept, strict=True)]
     dtypes = [computed_in(dtype) if kept else dtype for dtype, kept in zip(plan.results, plan.kept, strict=True)]
     values = fused_reference(nodes, dtypes, plan.types, arguments)
@@ -485,7 +490,7 @@ def fused(function: Function) -> Fused:
 
 
 def _autocasts(tensors: Sequence[Tensor]) -> bool:
-    """Whether a GPU's autocast is on, under which PyTorch computes some functions in float32."""
+    """Whether autocast is on for the tensors' GPU. Under autocast, PyTorch computes some functions in float32."""
     return tensors[0].device.type == "cuda" and torch.is_autocast_enabled("cuda")
 
 

@@ -1,8 +1,9 @@
 """Generate the Triton source of one kernel from an elementwise expression, given dtypes and a class of memory layouts.
 
 A kernel has one of two forms. The flat form steps through all tensors in the same way. The tiled form has rows and
-columns, for tensors that are broadcast or strided and for results that are summed. The class of layouts states along
-which dimensions each tensor has a nonzero stride, and which tensors are contiguous. Sizes and strides are arguments.
+columns; it is for broadcast or strided tensors, and for results that are summed. A class of memory layouts states along
+which dimensions each tensor has a nonzero stride, and which tensors are contiguous. Sizes and strides are arguments of
+the kernel.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class Access:
 
     Attributes:
         outer: for each dimension except the last, whether the tensor's stride is nonzero.
-        column: the stride along the last dimension. 0: zero; 1: one; 2: larger; 3: `period` numbers repeat, read from a
-            table with one copy for each start (`stores.py`).
+        column: code of the stride along the last dimension. 0: the stride is 0; 1: the stride is 1; 2: the stride is
+            larger; 3: `period` numbers repeat along the dimension. For code 3 the kernel reads a table that contains
+            one copy of the numbers for each number at which a block can start (`stores.py`).
     """
 
     outer: tuple[bool, ...]
@@ -48,10 +50,10 @@ class Layout:
     """The class of memory layouts that a kernel supports.
 
     Attributes:
-        accesses: one `Access` for each argument, after dimensions were merged; None for a number or an unused argument.
+        accesses: one `Access` for each argument (over the merged dimensions); None for a number or an unused argument.
         wide: whether offsets exceed 2^31.
-        sums: for each output the axis over which a program sums, "rows" or "columns"; "" for an output that is not
-            summed. A kernel that sums over rows loops over the tiles of a column.
+        sums: for each output, the axis over which a program sums: "rows", "columns", or "" for no sum. A program that
+            sums over rows loops over tiles below each other.
         stored: layout of a result in the caller's memory (`stores.py`).
         lines: for a kernel of `stores.py`, whether each program computes elements of one row instead of a tile.
     """
@@ -73,10 +75,10 @@ def source_of(
     """The source of a module whose kernel is named `kernel_name(outputs)`.
 
     Args:
-        outputs: trees whose values have one shape.
+        outputs: expression trees whose values all have the same shape.
         results: the dtypes in which the outputs are stored.
         types: the types of all nodes.
-        kinds: the kinds of the arguments.
+        kinds: dtype and rank of each argument.
         layout: the layouts of the arguments.
     """
     body = Body(types, layout, precise=not all(dtype in HALVES for dtype in results))
@@ -88,8 +90,8 @@ def source_of(
 
 
 def module_of(lines: Sequence[str]) -> str:
-    """The source of a module: the given lines, and the functions of `operands/triton_kernels/scalars.py` that these
-    lines call.
+    """The source of a module: imports, followed by the given lines. The imports include the functions of
+    `operands/triton_kernels/scalars.py` that the lines call.
     """
     called = set(re.findall(r"\b\w+(?=\()", "\n".join(lines)))
     helpers = ", ".join(name for name in _HELPERS if name in called)
@@ -98,7 +100,7 @@ def module_of(lines: Sequence[str]) -> str:
 
 
 def kernel_name(outputs: Sequence[Expression]) -> str:
-    """The kernel's name in profiles: fused_mul_sigmoid_add."""
+    """The kernel's name, which profiles show: for example, fused_mul_sigmoid_add."""
     names = dict.fromkeys(n.operation for n in topological(outputs) if n.operands)
     return "_".join(["fused", *[name for name in names if name not in ("common", "base")][-5:]])
 
@@ -119,7 +121,7 @@ def _flat(
     body: Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
     used: list[int],
 ) -> list[str]:  # fmt: skip
-    """The flat kernel, which steps through all tensors in the same way, and the function that computes one block."""
+    """Source lines of the flat kernel, which steps through all tensors alike, and of its function for one block."""
     steps = [f"a{i}_step" for i in used if (access := body.layout.accesses[i]) and access.column == 2]
     arguments = ", ".join([*names, "elements", *steps])
     for i in used:
@@ -152,7 +154,9 @@ def flat_kernel(name: str, arguments: str, numbers: list[str], says: str, lines:
 
 
 def block_function(arguments: str, lines: Sequence[str]) -> list[str]:
-    """The function that computes the block beginning at `start`, out of `elements` in total."""
+    """Source lines of the function that computes the block of elements beginning at `start`, out of `elements`
+    in all.
+    """
     return [
         "@triton.jit",
         f"def block({arguments}, start, BLOCK: tl.constexpr, FULL: tl.constexpr):",
@@ -178,7 +182,7 @@ def _tiles(
     body: Body, outputs: Sequence[Expression], results: Sequence[torch.dtype], names: list[str], numbers: list[str],
     used: list[int],
 ) -> list[str]:  # fmt: skip
-    """The kernel in tiles of rows and columns."""
+    """Source lines of the tiled kernel, whose programs compute tiles of rows and columns."""
     layout = body.layout
     dims = layout.outer_dims
     sizes = [f"size{d}" for d in range(1, dims)]  # sizes of the outer dimensions except the first
@@ -231,8 +235,8 @@ def columns_of_tile(wide: str) -> list[str]:
 
 
 def _rows(lines: list[str], down: list[int], wide: str) -> list[str]:
-    """Add the row indices to the lines that compute a tile. If outputs are summed over rows, put all these lines in a
-    loop over the program's tiles; the sums follow after the loop.
+    """Prepend the computation of row indices to the lines that compute a tile. If outputs are summed over rows, put all
+    these lines in a loop over the program's tiles, followed by the lines that store the sums.
     """
     if not down:
         return [f"    {line}" for line in [f"row = part{wide} * ROWS + tl.arange(0, ROWS)", *lines]]
@@ -306,7 +310,7 @@ class Body:
             operands = [self._operand(each, compute, rounded_to=common) for each in node.operands]
         else:
             operands = [self._operand(each, compute) for each in node.operands]
-        # next to a tensor operand, a plain number is already float32
+        # if the other operand is a tensor, a plain number is already float32
         if compute == torch.float32 and node.operation != "pow":
             plain = [_plain(each, text) for each, text in zip(node.operands, operands, strict=True)]
             if sum(a != b for a, b in zip(plain, operands, strict=True)) < min(2, len(operands)):
@@ -349,7 +353,7 @@ class Body:
 
 
 def _plain(node: Expression, text: str) -> str:
-    """The number in a text such as `tl.full((), number, dtype)`."""
+    """Extract the number from a text such as `tl.full((), number, dtype)`."""
     return text.split(", ")[1] if node.operation == "constant" and text.startswith("tl.full") else text
 
 
@@ -364,7 +368,7 @@ _UP_TO_32_BITS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 def _literal(value: int | float | bool, dtype: torch.dtype) -> str:
-    """The literal of a number in a dtype; an integer that does not fit wraps around."""
+    """The source text of a number in a dtype. An integer out of the dtype's range wraps around."""
     if not dtype.is_floating_point:
         number = int(value) if dtype == torch.bool else wrapped(int(value), dtype)
         return f"tl.full((), {number}, {_tl(dtype)})"

@@ -2,10 +2,10 @@
 text.
 
 Grammar: statements `t0 = expression`, separated by `;`, and at the end one or more expressions, separated by commas.
-Expressions contain arguments a0, a1, ..., names defined before, numbers, inf, nan, True, False, operators, calls of
-`OPERATIONS` and parentheses. Operators bind as in Python; comparisons are not chained. The parser evaluates nothing,
-and uses two stacks instead of recursion (Dijkstra 1961, the shunting-yard algorithm). So only memory limits how deeply
-expressions can be nested.
+Expressions contain arguments a0, a1, ..., names that an earlier statement defines, numbers, inf, nan, True, False,
+operators, calls of `OPERATIONS` and parentheses. The precedence of operators is that of Python. Comparisons cannot be
+chained. The parser evaluates nothing, and uses two stacks instead of recursion (Dijkstra 1961, the shunting-yard
+algorithm). So only memory limits how deeply expressions can be nested.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TOKEN = re.compile(
 )
 _LEVELS = ("< <= > >= == !=", "|", "^", "&", "+ -", "* /", "prefix", "**")
 _BINDING = {symbol: level for level, symbols in enumerate(_LEVELS, 1) for symbol in symbols.split()}
-"""The binding strengths of operators, as in Python; "prefix" is for operators with one operand."""
+"""Operators of each precedence, the weakest first, as in Python; "prefix" stands for operators with one operand."""
 _WORDS = {"inf": math.inf, "nan": math.nan, "True": True, "False": False}
 
 

@@ -1,8 +1,9 @@
 """Dtypes of elementwise expressions, promoted as in PyTorch.
 
-Tensors with dimensions decide the result's dtype. Tensors without dimensions, and then numbers, count only if their
-category is higher (bool, integer, floating point), as in `torch.result_type`. PyTorch rounds to half precision between
-two operators; a fused kernel keeps values in float32. Integers wrap around as in PyTorch.
+Tensors with dimensions decide the result's dtype. A tensor without dimensions changes the result's dtype only if its
+category is higher (bool < integer < floating point), as in `torch.result_type`. The same is true for a Python number
+next to any tensor. PyTorch rounds to half precision between two operators; a fused kernel keeps values in float32.
+Integers wrap around as in PyTorch.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def summand(node: Expression, types: Types) -> Expression:
-    """The node whose values a sum adds. A final cast to half precision is skipped, because the sum is float32 and is
-    rounded afterwards.
+    """The node whose values a sum over `node` adds. If `node` is a cast to half precision, return the operand of the
+    cast, because the sum is float32 and is rounded afterwards.
     """
     if DTYPES.get(node.operation) in HALVES and types[id(node.operands[0])].inside == torch.float32:
         return node.operands[0]
@@ -62,8 +63,8 @@ def summand(node: Expression, types: Types) -> Expression:
 
 
 OF_LIMITS = ("maximum", "minimum", "clamp_min", "clamp_max", "where")
-"""Operations that return one of their operands. An operand outside the range of an integer dtype would become another
-number in these operations, while sums only wrap around.
+"""Operations that return one of their operands. In these operations a number outside the range of an integer dtype
+would silently become another number, so such a number raises an error. In sums it wraps around.
 """
 
 
@@ -85,7 +86,7 @@ def check_limit(value: int | float | bool, dtype: torch.dtype) -> None:
     if dtype == torch.bool:
         return
     limits = torch.iinfo(dtype)
-    least = limits.min or -limits.max  # PyTorch converts -1 to 255
+    least = limits.min or -limits.max  # in an unsigned dtype: PyTorch converts -1 to 255
     if not least <= value <= limits.max:
         raise ValueError(f"fused: {value} is outside of the range of {dtype}, {limits.min} to {limits.max}")
 
@@ -97,7 +98,7 @@ def wrapped(value: int, dtype: torch.dtype) -> int:
 
 
 def number_kind(value: bool | int | float) -> Kind:
-    """The torch dtype of a Python number: bool, int64 or the default dtype."""
+    """The kind of a Python number, with the dtype bool, int64 or the default dtype."""
     if isinstance(value, (bool, torch.SymBool)):
         return Kind(torch.bool, NUMBER)
     return Kind(torch.int64 if isinstance(value, (int, torch.SymInt)) else torch.get_default_dtype(), NUMBER)

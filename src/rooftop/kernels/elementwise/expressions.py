@@ -165,8 +165,8 @@ def _gradients_of_power(g: Expression, y: Expression, a: Expression, b: Expressi
 
 
 def _nearest(a: Tensor) -> Tensor:
-    """The lower 32 bits of the nearest integer, with ties to even, for |a| up to 2^22 in float32 and 2^51 in float64.
-    Beyond these limits kernels return other bits.
+    """The lower 32 bits of the nearest integer, with ties to even. Kernels return the same bits only for |a| up to 2^22
+    in float32 and 2^51 in float64.
     """
     return a.round().to(torch.int64).to(torch.int32)
 
@@ -254,7 +254,7 @@ def _node(operation: str, operands: Operands, value: Any = None) -> Expression:
     key = (operation, tuple(map(id, operands)), type(value), repr(value))
     found = _NODES.get(key)
     if found is None:
-        with _lock:  # without the lock, two equal nodes could exist, each with only a part of the gradient
+        with _lock:  # without the lock, two threads could create equal nodes, each with a part of the gradient
             found = _NODES.get(key)
             if found is None:
                 found = object.__new__(Expression)
@@ -380,7 +380,7 @@ def _bare(text: str) -> str:
 def _power(a: Any, b: Any) -> Expression:
     """A power; small constant exponents become products, as in PyTorch."""
     if type(b) in (int, float) and b in (1, 2, 3, 4):
-        # a power of booleans is an integer, or a float if the exponent is a float
+        # a boolean to an integer power is an integer, and to a float power a float
         a = apply("base", a, type(b)(1))
         square = apply("mul", a, a)
         return {1: lambda: a, 2: lambda: square, 3: lambda: square * a, 4: lambda: square * square}[int(b)]()
@@ -392,7 +392,7 @@ def _power(a: Any, b: Any) -> Expression:
 
 
 def _with_alpha(operation: str) -> Callable[..., Expression]:
-    """input + alpha * other; alpha does not affect the result's dtype."""
+    """Build input + alpha * other. The dtype of the result does not depend on alpha."""
 
     def build(input: Any, other: Any, *, alpha: Any = 1) -> Expression:
         return apply(operation, input, _times(apply("common", other, input), alpha) if _not_1(alpha) else other)
@@ -401,7 +401,7 @@ def _with_alpha(operation: str) -> Callable[..., Expression]:
 
 
 def _with_value(operation: str) -> Callable[..., Expression]:
-    """input + value * (a * b) or input + value * (a / b); value does not affect the dtype."""
+    """Build input + value * (a * b) or input + value * (a / b). The dtype of the result does not depend on `value`."""
 
     def build(input: Any, a: Any, b: Any, *, value: Any = 1) -> Expression:
         return apply("add", input, _times(apply(operation, apply("common", a, input), b), value))
@@ -428,7 +428,7 @@ def _divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Expr
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Expression:
-    """min(max(input, min), max), with only the bounds that are given."""
+    """min(max(input, min), max). A bound that is None is omitted."""
     if min is None and max is None:
         raise ValueError("fused: clamp needs min, max or both")
     bounded = input if min is None else apply("clamp_min", input, min)
@@ -447,7 +447,7 @@ def _gelu(input: Any, approximate: str = "none") -> Expression:
 def _softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Expression:
     """log(1 + exp(beta x)) / beta, and x itself above the threshold."""
     scaled = input if beta == 1.0 else input * beta
-    # clamped: above the threshold, exp could overflow and the gradient become inf * 0
+    # clamped, because above the threshold exp could overflow, and the gradient could become inf * 0
     soft = apply("log1p", apply("exp", apply("clamp_max", scaled, threshold)))
     return where(scaled > threshold, input, soft if beta == 1.0 else soft / beta)
 
@@ -538,7 +538,7 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Expression]] = {
 
 
 def _define_methods() -> None:
-    """Define Expression's methods and operators, from the tables."""
+    """Define the methods and operators of `Expression` from the tables of this module."""
     for name, build in _METHODS.items():
         setattr(Expression, name, build)
     both = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow"}
@@ -565,8 +565,8 @@ def derivatives(
     """The gradients of sum(outputs * gradients) with respect to the arguments `wanted`; None for arguments without a
     gradient.
 
-    The gradients have the shape of the outputs: the caller still sums the gradient of a broadcast argument. Reverse
-    accumulation over the tree visits only nodes that depend on the wanted arguments.
+    The gradients have the shape of the outputs: the caller must sum the gradient of a broadcast argument. The function
+    traverses the tree from the outputs, and visits only nodes that depend on the wanted arguments.
     """
     nodes = topological(outputs)
     depends: set[int] = set()

@@ -1,7 +1,8 @@
-"""Repeat the allocations and launches of a fused program for arguments of known shapes, strides and dtypes.
+"""Repeat the allocations and launches of a fused program for arguments with the shapes, strides and dtypes of an
+earlier call.
 
-On the host, planning a call takes longer than launching it. A plan depends only on shapes, strides and dtypes, so it is
-made once.
+On the host, planning a call takes longer than launching it. A plan depends only on shapes, strides and dtypes, so calls
+with equal shapes, strides and dtypes share one plan.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Facts = tuple[Any, ...]
 
 def facts_of(tensors: Sequence[Tensor], numbers: Sequence[Number], program: str) -> Facts | None:
     """The properties of a call on which plans and launches depend: program, default dtype, device, and the shapes,
-    strides and dtypes of the arguments. None for tensors on several devices or without strides.
+    strides and dtypes of the arguments. None if the tensors are on several devices, or if a tensor has no strides.
     """
     facts: list[Any] = [program, torch.get_default_dtype()]
     device = tensors[0].device if tensors else None
@@ -49,7 +50,7 @@ class Known(NamedTuple):
     def of(
         program: Program, shapes: Sequence[torch.Size], plan: Plan, arguments: Sequence[Any], steps: Sequence[Step]
     ) -> Known:
-        """Record the allocations and launches of a first call, none of whose results is summed."""
+        """Record the allocations and launches of a first call. No result of the call may be summed."""
         order = [*program.places("t"), *program.places("n")]
         results = [
             (shape, strides_of(shape, arguments, used), dtype)

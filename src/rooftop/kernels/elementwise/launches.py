@@ -1,4 +1,4 @@
-"""Launch the kernels of fused elementwise expressions: merge dimensions, and take parameters from tables.
+"""Launch the kernels of fused elementwise expressions: merge dimensions, and choose launch parameters from tables.
 
 `elementwise.py` has the operator. `expression_sources.py` writes one kernel for each combination
 of program, dtypes and class of memory layouts.
@@ -62,8 +62,8 @@ class Step(NamedTuple):
 def run(
     plan: Plan, arguments: list[Any], shapes: Sequence[torch.Size], results: Sequence[Tensor]
 ) -> tuple[Step, ...] | None:
-    """Fill the results. `shapes`: for each result, the shape of its elements before the sum. One kernel computes all
-    results of one shape.
+    """Compute all results of a program, with one kernel for all results of one shape. `shapes`: for each result, its
+    shape before the result is summed.
 
     Returns:
         The launches; None if the call also copied arguments or added partial sums.
@@ -101,7 +101,7 @@ def launch_program(
     marks = [_mark(y, plan.kept[i]) for i in chosen] if any(plan.kept) else []
     dims = merged_dims(y, [*tensors.values(), *marks])
     copied = len(dims) > MOST_DIMS
-    if copied:  # copies with the results' strides, so that all dimensions can be merged
+    if copied:  # give the copies the strides of the results, so that all dimensions can be merged
         tensors = {
             i: t if t.dim() == 0 else torch.empty_strided(y.shape, y.stride(), dtype=t.dtype, device=t.device).copy_(t)
             for i, t in tensors.items()
@@ -142,10 +142,11 @@ def launch_program(
 def _launch_tiles(
     kernel: Any, given: list[Any], results: list[Tensor], tensors: dict[int, Tensor], layout: Layout, dims: Dims
 ) -> tuple[tuple[int, ...], tuple[int, ...], Constants]:
-    """Launch the tiled kernel, for tensors that are broadcast or strided and for sums. Return its grid, sizes and
-    constants.
+    """Launch the tiled kernel, for tensors that are broadcast or strided and for sums. Return the grid, sizes and
+    constants of the kernel.
 
-    `dims` contain the strides of the tensors, then of the outputs; an output has stride 0 in summed dimensions.
+    `dims` contain the strides of the tensors, followed by the strides of the outputs. In summed dimensions, the stride
+    of an output is 0.
     """
     *outer, (columns, steps) = dims
     group, values = columns, []
@@ -212,8 +213,8 @@ def _mark(y: Tensor, kept: str) -> Tensor:
 def _summed_over(y: Tensor, kept: str, dims: Dims, mark: int) -> str:
     """The axis over which the tiled kernel can sum a result: "columns", "rows", or "" for neither.
 
-    The kernel writes sums in the order of y's memory. This is also the order of the result if y is contiguous or one
-    dimension is kept.
+    The kernel writes the sums in the order of y's memory. The elements of the result have this order if y is
+    contiguous, or if one dimension is kept.
     """
     if not kept or len(dims) > MOST_DIMS:
         return ""
@@ -232,8 +233,8 @@ def flat_config(tensors: Sequence[Tensor]) -> FlatConfig:
 
 
 def merged_dims(y: Tensor, tensors: Sequence[Tensor]) -> Dims:
-    """The dimensions in the order of y's memory. Neighbouring dimensions are merged if each tensor can step through the
-    merged dimension with a single stride.
+    """The dimensions of y, sorted by their strides in y. Neighbouring dimensions are merged if each tensor can step
+    through the merged dimension with a single stride.
     """
     if all((t.shape == y.shape and t.is_contiguous()) or t.dim() == 0 for t in tensors) and y.is_contiguous():
         return [(y.numel(), tuple(int(t.dim() > 0) for t in tensors))]
@@ -257,7 +258,7 @@ def layout_of(dims: Dims, tensors: dict[int, Tensor], arguments: int, y: Tensor,
 
 
 def source_like(plan: Plan, arguments: list[Any]) -> str:
-    """The source of the kernel that computes the first result and all results of the same shape."""
+    """The source of the kernel that computes the first result, and all other results of that shape."""
     used = plan.used[0]
     shape = shape_of(arguments, used)
     of = {i: arguments[i] for i in sorted(used) if isinstance(arguments[i], Tensor)}

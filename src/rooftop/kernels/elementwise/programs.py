@@ -1,9 +1,10 @@
 """Programs of fused elementwise expressions: trees, the kinds of their arguments, and properties derived from both.
 
-The operator accepts a program as text, "tnt: a0 * a1 + a2": letters for tensor and number arguments, and the trees
-(`expression_texts.py`). "tt 1=01: a0, a0 * a1" sums result 1 over the first of two dimensions, whose size becomes 1. A
-plan is a program together with the dtypes of its arguments. Programs are cached by their text, plans by the program and
-the arguments' dtypes. Shapes and the results' layouts are computed at each call.
+The operator accepts a program as text, such as "tnt: a0 * a1 + a2". The letters before the colon state which arguments
+are tensors (t) and which are numbers (n); the trees follow after the colon (`expression_texts.py`). The text "tt 1=01:
+a0, a0 * a1" sums result 1 over the first of two dimensions, whose size becomes 1. A plan is a program together with the
+dtypes of its arguments. Programs are cached by their text, plans by the program and the arguments' dtypes. Shapes and
+the results' layouts are computed at each call.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Argument = Tensor | Number
 
 @dataclass(frozen=True)
 class Program:
-    """The kinds of the arguments, and the trees.
+    """A program: which arguments are tensors or numbers, and the expression trees of the results.
 
     `kinds` has a letter for each argument: t for a tensor, n for a number, - for an unused argument. `kept` has a digit
     for each dimension of a summed output: 1 if the dimension stays, 0 if its size becomes 1. For an output that is not
@@ -95,11 +96,11 @@ def program_of(text: str) -> Program:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The properties that follow from a program and its arguments' dtypes. Launches are cached by the plan's
-    identity.
+    """A program with the dtypes of its arguments, and properties that follow from both. The cache of launches has plan
+    objects as keys, compared by identity.
     """
 
-    outputs: tuple[Expression, ...]  # kept alive here, because `types` has the ids of nodes as keys
+    outputs: tuple[Expression, ...]  # kept alive here, because the keys of `types` are the ids of these nodes
     kept: tuple[str, ...]
     kinds: tuple[Kind | None, ...]
     types: Types
@@ -203,8 +204,8 @@ def summed_shape(shape: torch.Size, kept: str) -> torch.Size:
 
 
 def strides_of(shape: torch.Size, arguments: Sequence[Argument | None], used: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of the results, as in PyTorch: the strides of the first tensor of the full shape if it is dense, or None
-    for contiguous.
+    """Strides of the results, as in PyTorch. If the first tensor that has the full shape is dense, these are its
+    strides; otherwise None, which means contiguous.
     """
     for i in used:
         tensor = arguments[i]
@@ -216,7 +217,7 @@ def strides_of(shape: torch.Size, arguments: Sequence[Argument | None], used: Se
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor fill a piece of memory without gaps or repetition, in any order of the
+    """Whether the elements of a tensor fill a memory range without gaps and without overlap, in any order of the
     dimensions.
     """
     expected = 1
@@ -229,7 +230,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def empty(shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Memory for a result, with the strides from `strides_of`."""
+    """Allocate a result, with the strides from `strides_of`."""
     if strides is None:
         return like.new_empty(shape, dtype=dtype)
     return like.new_empty_strided(shape, strides, dtype=dtype)
@@ -245,10 +246,11 @@ class ProgramGradients:
     Attributes:
         passed: for each argument, the output whose gradient is also the gradient of the argument; None if the gradient
             must be computed.
-        there: for each argument, whether it has a gradient.
+        there: for each argument, whether a gradient with respect to that argument exists.
         used: indices of the arguments that `program` needs. The gradient of output i has the index n + i, where n is
             the original program's number of arguments.
-        program: text of the program that computes the gradients that exist and are not passed; "" if there are none.
+        program: text of the program that computes the existing gradients for which `passed` is None; "" if there are
+            none.
     """
 
     passed: tuple[int | None, ...]
@@ -281,8 +283,9 @@ def gradients_of(
 
 
 def kept_dims(shape: torch.Size, full: torch.Size) -> str:
-    """One digit for each dimension of `full`: 1 if the broadcast tensor has that dimension, 0 if its gradient is summed
-    over it. "" if nothing is summed."""
+    """Return one digit for each dimension of `full`: 1 if a tensor of shape `shape` has that dimension, 0 if the
+    tensor's gradient is summed over that dimension. Return "" if nothing is summed.
+    """
     missing = len(full) - len(shape)
     kept = [size == 1 for size in full[:missing]] + [a == b for a, b in zip(shape, full[missing:], strict=True)]
     return "" if all(kept) else "".join("1" if keep else "0" for keep in kept)

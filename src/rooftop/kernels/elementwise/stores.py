@@ -1,15 +1,16 @@
 """Store elementwise expressions into existing memory: y[...] = f(a, b, ...), in one kernel.
 
 `fused` (`elementwise.py`) allocates its results. `store_fused` writes to the caller's strided tensor, and its kernels
-also compute float64. No product is fused with a sum, so each operation is rounded as in PyTorch. Some numbers may
-repeat along the last dimension (`rows`, from `operands/repeating_numbers.py`), such as one for each channel of images.
+also compute float64. The kernels use no fused multiply-add, so each operation is rounded as in PyTorch. A list of
+numbers may repeat along the last dimension (`rows`, from `operands/repeating_numbers.py`), such as one number for each
+channel of an image.
 
-The kernel is bound by memory: it reads every operand once and writes the result once. Tensors with the same layout are
-treated as one flat dimension, for any shape. A program reads a strided region one block of a row at a time, or as a
-tile of several short rows. A thread handles 16 bytes of the narrowest tensor. Triton vectorizes only if a pointer is a
-multiple of 16 bytes, but a region may begin anywhere. So pointers are rounded down to a multiple of 16 bytes. The
-kernel's arguments count the remaining offsets and all strides in `UNIT`, the largest number of elements that divides
-all of these values. Loads and stores are one unit wide.
+The kernel is bound by memory: it reads every operand once and writes the result once. If all tensors have the same
+layout, the kernel treats them as one-dimensional, for any shape. A program reads a strided region one block of a row at
+a time, or as a tile of several short rows. A thread handles 16 bytes of the narrowest tensor. Triton vectorizes only if
+a pointer is a multiple of 16 bytes, but a region may begin anywhere. So pointers are rounded down to a multiple of 16
+bytes. The kernel's arguments give the remaining offsets and all strides as multiples of `UNIT`, the largest number of
+elements that divides all these offsets and strides. Loads and stores are UNIT elements wide.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ FAST = frozenset(
 
 
 class Row(NamedTuple):
-    """Numbers of a dtype as bytes, because as bytes -0.0 differs from 0.0, and NaN equals itself."""
+    """A list of numbers of one dtype, stored as bytes. As bytes, -0.0 differs from 0.0, and NaN equals itself."""
 
     bits: bytes
     dtype: torch.dtype
@@ -80,21 +81,21 @@ def store_fused(
     Args:
         program: a tree, or its text "ttn: a0 * a1 + a2", with t for tensors and n for numbers.
         tensors: tensors of the shape of `out`, with any strides, on the device of `out`.
-        numbers: Python numbers. Floats are float32; a float64 number is passed as an integer with the same bits,
-            `float64_of_bits(a0)`.
+        numbers: Python numbers. Floats are passed as float32. To pass a float64 number, pass the integer with the same
+            bits, and write `float64_of_bits(a0)` in the program.
         out: the memory of the result. `out` may be the memory of an input tensor, but must not overlap an input
             partially.
         rows: numbers that repeat along the last dimension of `out`. The size of the last dimension must be a multiple
-            of the count of the numbers. In the program's arguments, rows come after the tensors.
+            of the count of the numbers. Among the program's arguments, rows follow the tensors.
 
     Returns:
-        The launch, which can be repeated on other memory. None if there was no launch, or several launches, or a launch
-        with temporary memory.
+        The launch, which can be repeated with different memory. None if there was no launch, or several launches, or a
+        launch with temporary memory.
 
     Raises:
         TypeError: the result's dtype differs from that of `out`, or an operation does not support float64 here.
         ValueError: the arguments do not match the program.
-        RuntimeError: a row is used for the first time while a CUDA graph is captured.
+        RuntimeError: an element of `rows` is used for the first time while a CUDA graph is captured.
     """
     tables = [table_of(each.bits, each.dtype, out.device) for each in rows]
     plan, arguments = planned([*tensors, *(each.numbers for each in tables)], numbers, program)
@@ -122,12 +123,12 @@ def _check_double(plan: Plan) -> None:
 
 
 class Stored(NamedTuple):
-    """A past launch, which can be repeated with other tensors of the same layout and the same offset from a multiple of
-    16 bytes.
+    """A past launch, which can be repeated with tensors of the same layout and the same addresses modulo 16 bytes.
 
     Attributes:
         launch: the kernel with its arguments.
-        tensors: for each pointer of the launch, the number of its tensor; -1 for the result.
+        tensors: for each pointer of the launch, the number of the tensor to which the pointer points; -1 for the
+            result.
         leads: for each pointer of the launch, the number of bytes from the pointer to the beginning of its tensor.
     """
 
@@ -136,15 +137,15 @@ class Stored(NamedTuple):
     leads: tuple[int, ...]
 
     def again(self, addresses: Sequence[int]) -> bool:
-        """Repeat the launch with the same rows on tensors at these addresses, the result's address last. Return whether
-        that was possible (see `Repeated.at`).
+        """Repeat the launch with the same rows on tensors at these addresses; the last address is that of the result.
+        Return whether the launch could be repeated (see `Repeated.at`).
         """
         return self.launch.at([addresses[n] - lead for n, lead in zip(self.tensors, self.leads, strict=True)])
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and its arguments other than tensors, which follow from a program and the layout of its tensors."""
+    """A kernel and its arguments that are not tensors, which follow from a program and the layout of its tensors."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -170,7 +171,7 @@ def _store(plan: Plan, arguments: list[Any], out: Tensor, periods: dict[int, int
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         _launches[key] = found = _launch_of(plan, moving, out, leads, periods)
-    if found is None:  # too many dimensions: launch once for each index of the first one
+    if found is None:  # too many dimensions: launch once for each index of the first dimension
         for n in range(out.shape[0]):
             parts = [each[n] if i in moving else each for i, each in enumerate(arguments)]
             _store(plan, parts, out[n], periods)
@@ -235,8 +236,8 @@ def _launch_of(
 
 
 def _unit(dims: Dims, every: Sequence[Access], leads: Sequence[int]) -> int:
-    """The widest possible load or store in elements, up to 16: it divides the offsets, strides and columns of all
-    contiguous tensors.
+    """The width of loads and stores in elements, up to 16: the largest power of two that divides the offsets, strides
+    and columns of all contiguous tensors.
     """
     *outer, (columns, _) = dims
     unit = math.gcd(LINE_BYTES, columns)
@@ -274,7 +275,7 @@ def _source_of(plan: Plan, layout: Layout) -> tuple[str, str]:
 
 
 def _flat(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """A flat kernel over all tensors, and the function that computes one block."""
+    """Source lines of a flat kernel over all tensors, and of the function that computes one block."""
     names, lines = _block(body, plan, used)
     return flat_kernel(name, ", ".join(names), numbers, text_of(plan.outputs), lines)
 
@@ -300,7 +301,9 @@ def _block(body: Body, plan: Plan, used: list[int]) -> tuple[list[str], list[str
 
 
 def _lines(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """The lines that compute a block of one row; values that depend only on the row are computed once."""
+    """Source lines of a kernel that computes a block of one row. Values that depend only on the row are
+    computed once.
+    """
     layout = body.layout
     given, lines = _block(body, plan, used)
     names, every = _names(layout, used)
@@ -328,7 +331,7 @@ def _lines(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str
 
 
 def _names(layout: Layout, used: list[int]) -> tuple[list[str], dict[str, Access]]:
-    """The arguments of row kernels before the constants, and the accesses of all tensors, by name."""
+    """The arguments of a row kernel that precede its constants, and the `Access` of each tensor by its name."""
     assert layout.stored is not None
     every = {**{f"a{i}": access for i in used if (access := layout.accesses[i])}, "y0": layout.stored}
     names = [*(f"a{i}" for i in used), "y0", "rows", "units", *(f"size{d}" for d in range(1, layout.outer_dims))]
@@ -341,7 +344,7 @@ def _names(layout: Layout, used: list[int]) -> tuple[list[str], dict[str, Access
 
 
 def _row_of(tensor: str, access: Access) -> str:
-    """The text of the offset from a tensor's pointer to its first element in one row, or in each of several rows."""
+    """Source text of the offset from a tensor's pointer to the first element of one row, or of each of several rows."""
     terms = [f"{tensor}_lead", *(f"index{d} * {tensor}_stride{d}" for d, moves in enumerate(access.outer) if moves)]
     return f"({' + '.join(terms)})" + (" * UNIT" if access.column == 1 else "")
 
@@ -351,7 +354,7 @@ def _leads(every: Mapping[str, Access]) -> list[str]:
 
 
 def _tiles(body: Body, plan: Plan, used: list[int], name: str, numbers: list[str]) -> list[str]:
-    """A kernel in tiles of rows and columns."""
+    """Source lines of a kernel that computes tiles of rows and columns."""
     layout = body.layout
     names, every = _names(layout, used)
 

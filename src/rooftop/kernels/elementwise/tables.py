@@ -27,17 +27,18 @@ class TileConfig:
     warps: int
 
 
-# Measured on an H200 with up to four inputs. The parameters are used for any number of inputs, since the differences
-# are small, with two exceptions. Activations of one tensor in half precision need 16 elements a thread. Transposed
-# tensors need large tiles; tiles larger than `SQUARE` gain little, and spill registers with more tensors.
+# Measured on an H200 with up to four inputs. The parameters do not depend on the number of inputs, since the
+# differences were small, with two exceptions. Activations of one tensor in half precision need 16 elements a thread.
+# Transposed tensors need large tiles. Tiles larger than `SQUARE` are hardly faster, and spill registers if there are
+# many tensors.
 FLAT = (
     FlatConfig(element_bytes=4, block=2048, warps=4),
     FlatConfig(element_bytes=1 << 30, block=1024, warps=4),
 )
 TILES = TileConfig(elements=4096, columns=1024, warps=8)
-SQUARE = TileConfig(elements=8192, columns=64, warps=8)  # for a tensor that is contiguous along rows (transposed)
+SQUARE = TileConfig(elements=8192, columns=64, warps=8)  # for transposed tensors
 
-# Sums over columns need whole rows in a tile; sums over rows need several tiles per program.
+# A sum over columns needs whole rows in a tile. A sum over rows needs several tiles per program.
 SUMS = TileConfig(elements=4096, columns=4096, warps=4)
 LONG_SUMS = TileConfig(elements=4096, columns=1024, warps=8)
 # a program that sums over rows reads many tiles for each sum that it writes
@@ -62,4 +63,4 @@ STORES = (
     StoreConfig(bytes=1, elements=2048, columns=2048, warps=4),
     StoreConfig(bytes=8, elements=1024, columns=1024, warps=4),
 )
-TURNED = StoreConfig(bytes=8, elements=4096, columns=64, warps=4)  # for an operand that is contiguous along rows
+TURNED = StoreConfig(bytes=8, elements=4096, columns=64, warps=4)  # for transposed operands

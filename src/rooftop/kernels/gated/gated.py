@@ -1,8 +1,8 @@
 """SwiGLU: silu(gate) * up, the activation of the feed-forward layers of Llama and most models after it.
 
 Shazeer 2020, "GLU Variants Improve Transformer". The operator is bound by memory: forward reads two tensors and writes
-one; backward reads three and writes two. Backward computes the sigmoid again, which takes no additional time, so only
-the inputs are kept.
+one; backward reads three and writes two. Backward recomputes the sigmoid, which takes no additional time, so only the
+inputs are kept.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Swiglu(NamedTuple):
         return dgate, None if kept.up is None else dup
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: negation, exponential, sum and division of the sigmoid, and two products."""
+        """Flops: four for the sigmoid (negation, exponential, sum and division), and two products."""
         return Cost(distinct_bytes(self), distinct_bytes([made]), {precision_of(made.dtype): 6 * made.numel()})
 
 

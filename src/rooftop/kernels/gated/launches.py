@@ -31,7 +31,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """Fills dgate and dup, (..., N); the stride between rows is the same in both."""
+    """Compute the gradients dgate and dup, (..., N). The stride between rows must be the same in dgate and dup."""
     require_triton()
     from rooftop.kernels.gated.triton_kernels import swiglu_backward
 

@@ -1,6 +1,7 @@
 """The Triton kernels of gated activations; `gated.py` has the operators.
 
-`columns` and row strides count groups of UNIT elements, so that the compiler knows that UNIT divides these numbers.
+`columns` and the row strides are given in units of UNIT elements, so that the compiler knows that they are multiples of
+UNIT.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def swiglu_backward(
     rows, columns, dy_stride, gate_stride, up_stride, gradient_stride,  # the common stride of dgate and dup
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Both gradients of one tile; the sigmoid is computed again."""
+    """Compute both gradients of one tile, and recompute the sigmoid for them."""
     row, column, inside = tile_of_program(rows, columns * UNIT, ROWS, COLUMNS)
     gradient = tl.load(dy + row * (dy_stride * UNIT) + column, mask=inside, other=0.0).to(tl.float32)
     gates = tl.load(gate + row * (gate_stride * UNIT) + column, mask=inside, other=0.0).to(tl.float32)
@@ -45,5 +46,5 @@ def swiglu_backward(
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)), for any shape, divided with correct rounding."""
+    """1 / (1 + exp(-x)) for a tensor of any shape; the division is rounded correctly."""
     return tl.div_rn(1.0, 1.0 + tl.exp(-x))

@@ -1,7 +1,7 @@
 // Trilinear interpolation between the eight corners of a point's cell (rooftop.kernels.lookups.cuda_interpolations).
 //
 // A row of threads computes one point, WIDTH channels per thread at a time. Neighbouring threads read neighbouring
-// addresses, and each thread has loads of eight corners in flight.
+// addresses, and each thread loads all eight corners at the same time.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -82,8 +82,8 @@ __global__ void trilinear_forward(
     }
 }
 
-// Gradients of the features, of the points, or of both; the pointer of an unwanted gradient is null. The lanes of a
-// point, a power of two up to 32, sum over its channels by shuffles, so results are deterministic.
+// Compute the gradients of the features and of the points; the pointer of a gradient that is not needed is null. The
+// lanes of a point (a power of two, up to 32) sum over the point's channels by shuffles, so results are deterministic.
 template <typename T, typename P, int WIDTH>
 __global__ void trilinear_backward(
     const T* __restrict__ gradient, const T* __restrict__ features, const P* __restrict__ points,  // (B, C), (B, 8, C), (B, 3)

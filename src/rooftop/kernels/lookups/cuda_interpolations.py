@@ -7,9 +7,9 @@ The point (u, v, w) is in [-1, 1]. Tutorials of PyTorch's CUDA extensions use th
 volume rendering applies it to grids of features. Outside of [-1, 1] the operator extrapolates linearly.
 
 The operator is bound by memory: forward reads eight corners and writes one result; backward writes eight corners and,
-for the points' gradient, reads eight. Backward needs no atomics, because each corner belongs to one point. If points
-share corners, the caller gathers their features first, and the gradient of that gather adds the shared gradients.
-`interpolations.py` has the same operator in Triton.
+for the points' gradient, reads eight. Backward needs no atomics, because each row of corners belongs to one point. If
+points share corners, the caller first gathers the corners' features for each point; the gradient of that gather adds
+the gradients of shared corners. `interpolations.py` has the same operator in Triton.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def trilinear_backward_reference(
 
 
 def _ends(points: Tensor) -> Tensor:
-    """The weights (B, 3, 2) of the lower and the upper end in each dimension."""
+    """The weights (B, 3, 2) of the cell's lower and upper end in each dimension."""
     upper = (points + 1) * 0.5
     return torch.stack((1 - upper, upper), 2)
 
@@ -78,12 +78,12 @@ def _weights(points: Tensor) -> Tensor:
 
 # ---- launch ----------------------------------------------------------------------------------------------------
 
-THREADS = 256  # threads of a block; a row of lanes computes one point; not yet tuned by measurement
+THREADS = 256  # threads per block; a row of lanes computes one point. Not yet tuned by measurement.
 TYPES = CPP_TYPES | {torch.float64: "double"}
 
 
 def kernel_for(name: str, points: Tensor, tensors: Sequence[Tensor]) -> tuple[str, int, tuple[int, int]]:
-    """The kernel's name, grid and block, for tensors (..., C) that it reads and writes in packs of elements."""
+    """The kernel's name, grid and block, for tensors (..., C) that the kernel reads and writes in packs of elements."""
     channels = tensors[0].shape[-1]
     width = math.gcd(16 // tensors[0].element_size(), channels)
     while any(t.data_ptr() % (width * t.element_size()) for t in tensors):
@@ -125,7 +125,9 @@ class TrilinearCuda(NamedTuple):
         return only(wanted, _trilinear_backward(dout, *kept, list(wanted)))
 
     def cost(self, made: Tensor) -> Cost:
-        """A multiplication and an addition for each corner and channel; the weights are negligible."""
+        """Flops: a multiplication and an addition for each corner and channel. The flops of the weights
+        are negligible.
+        """
         flops = {precision_of(self.features.dtype): 2 * self.features.numel()}
         return Cost(distinct_bytes(self), distinct_bytes([made]), flops)
 
@@ -157,7 +159,7 @@ class TrilinearCudaBackward(NamedTuple):
         return features.new_empty(features.shape if mask[0] else 0), points.new_empty(points.shape if mask[1] else 0)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Backward reads the features only for the points' gradient."""
+        """The features count as read only if the gradient of the points is requested."""
         dout, features, points, mask = self
         flops = {precision_of(features.dtype): (mask[0] + 2 * mask[1]) * features.numel()}
         return Cost(distinct_bytes([dout, points, features if mask[1] else None]), distinct_bytes(made), flops)
@@ -172,7 +174,7 @@ _trilinear_backward = declare(
 
 
 def only(wanted: Sequence[bool], found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The wanted gradients, with None for the others."""
+    """The gradients that `wanted` selects, with None for gradients that are not wanted."""
     return tuple(t if each else None for t, each in zip(found, wanted, strict=True))
 
 
@@ -189,12 +191,12 @@ def trilinear_interpolate_cuda(features: Tensor, points: Tensor) -> Tensor:
             0, and coordinate 1 at corner index 1.
 
     Returns:
-        (B, C), the dtype of features; added up in float32 (float64 for float64).
+        (B, C), the dtype of features. The sums over corners are float32 (float64 for float64).
 
     Raises:
         TypeError: a tensor is not dense, or its dtype is not floating point.
         ValueError: shapes or devices do not match.
-        MissingExtraError: on a GPU, without NVRTC or `cuda.core`.
+        MissingExtraError: the tensors are on a GPU, and NVRTC or `cuda.core` is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     check_arguments("trilinear_interpolate_cuda", features, points)

@@ -1,14 +1,14 @@
 """Embeddings: look up rows of a table. The gradient is deterministic, and fast for any distribution of tokens.
 
-Forward copies rows and is memory-bound; a program copies some columns of several rows. Backward adds up the gradients
-of equal tokens. For few tokens, the program of a token's first position looks for the token's later positions and adds
-their rows. For more tokens, backward sorts the tokens (stably, so that equal tokens keep their order). Each program
-adds the runs of equal tokens in one chunk, in float32. The sum of a run that lies within one chunk is then complete.
-Runs that cross a chunk's boundary leave at most two partial sums per chunk. The partial sums form a sorted list again,
-which is 16 times shorter than the previous list. The same kernel adds up the shorter list, and so on until one chunk is
-left. In this way, several programs share the work on a frequent token. No addition is atomic, and the order of
-additions depends only on the tokens. Backward is bound by memory: it reads the gradients once, fills the table of
-gradients with zeros once, and writes the table's non-zero rows again.
+Forward copies rows, and is bound by memory. Each program copies some columns of several rows. Backward adds up the
+gradients of equal tokens. For few tokens, each token has one program, which finds all positions of the token and adds
+their rows of gradients. For many tokens, backward sorts the tokens (stably, so that equal tokens keep their order), and
+splits the sorted list into chunks. Each program adds the runs of equal tokens in one chunk, in float32. The sum of a
+run that lies within one chunk is then complete. Runs that cross a chunk's boundary leave at most two partial sums per
+chunk. The partial sums form a sorted list again, which is 16 times shorter than the previous list. The same kernel adds
+up the shorter list, and so on until one chunk is left. So several programs share the work on a frequent token. No
+addition is atomic, and the order of additions depends only on the tokens. Backward is bound by memory: it reads the
+gradients once, fills the table of gradients with zeros, and then writes the rows of looked-up tokens.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Embedding(NamedTuple):
         return None, _embedding_backward(dy, *kept)
 
     def cost(self, made: Tensor) -> Cost:
-        """The cost of `aten::embedding`: all looked-up rows are assumed to differ, up to the size of the table."""
+        """The same cost as `aten::embedding`: all looked-up rows count as different, up to the size of the table."""
         read = min(distinct_bytes([self.weight]), made.numel() * made.element_size())
         return Cost(read + distinct_bytes([self.input]), distinct_bytes([made]))
 
@@ -101,7 +101,7 @@ class EmbeddingBackward(NamedTuple):
         return values.new_zeros(self.rows, dy.shape[1]).index_add(0, tokens, values).to(dy.dtype)
 
     def _flat(self) -> tuple[Tensor, Tensor]:
-        """dy as (N, D), and tokens as (N,)."""
+        """View dy as (N, D), and tokens as (N,)."""
         tokens = self.input.reshape(-1)
         return self.dy.reshape(tokens.shape[0], self.dy.shape[-1]), tokens
 

@@ -1,7 +1,7 @@
-"""Trilinear interpolation between the eight corners of a cell, in Triton: the same operator as in
-`cuda_interpolations.py`.
+"""Trilinear interpolation between the eight corners of a cell, in Triton. `cuda_interpolations.py` has the same
+operator in CUDA C++.
 
-`cuda_interpolations.py` has the formula, the reference, the checks and the cost. The operator is bound by memory:
+The formula, the reference, the checks and the cost are in `cuda_interpolations.py`. The operator is bound by memory:
 forward reads eight corners and writes one result; backward writes eight corners and, for the points' gradient, reads
 eight.
 """
@@ -84,7 +84,7 @@ def trilinear_interpolate(features: Tensor, points: Tensor) -> Tensor:
     Raises:
         TypeError: a tensor is not dense, or its dtype is not floating point.
         ValueError: shapes or devices do not match.
-        MissingExtraError: on a GPU, without Triton.
+        MissingExtraError: the tensors are on a GPU, and Triton is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     check_arguments("trilinear_interpolate", features, points)

@@ -15,7 +15,9 @@ from rooftop.launch.triton_launch import launch, require_triton
 
 
 def gather(input: Tensor, weight: Tensor) -> Tensor:
-    """The rows `input` of weight (V, D). The size of a row must be a multiple of 16 bytes."""
+    """Gather the rows of weight (V, D) whose numbers are in `input`. The size of a row must be a multiple of
+    16 bytes.
+    """
     require_triton()
     from rooftop.kernels.lookups.triton_kernels.embeddings import gather_rows
 
@@ -45,7 +47,7 @@ def add_rows(dy: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
 
 
 def _add_few(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
-    """Add the rows of few tokens: each program looks for the rows of one token."""
+    """Sum the rows of each token, for few tokens: each program finds and adds the rows of one token."""
     from rooftop.kernels.lookups.triton_kernels.embeddings import add_equal
 
     (rows, width), items, config = table.shape, tokens.numel(), tables.FEW
@@ -56,7 +58,7 @@ def _add_few(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
 
 
 def _add_sorted(table: Tensor, dy: Tensor, tokens: Tensor, padding: int) -> None:
-    """Add the rows of many tokens. The tokens are sorted, and each program adds the rows of runs of equal tokens."""
+    """Sum the rows of each token, for many tokens: sort the tokens, then add the rows in each run of equal tokens."""
     from rooftop.kernels.lookups.triton_kernels.embeddings import add_runs
 
     (rows, width), runs = table.shape, tables.RUNS
@@ -112,7 +114,7 @@ def interpolate_backward(
 
 
 def block_of(table: tuple[CornersConfig, ...], channels: int, element_bytes: int) -> Constants:
-    """Launch parameters for C channels."""
+    """Launch parameters of the interpolation for `channels` channels."""
     config = next(config for config in table if channels * element_bytes <= config.row_bytes)
     width = min(config.channel_bytes // element_bytes, power_of_two(channels))
     points = max(1, config.block_bytes // element_bytes // width)

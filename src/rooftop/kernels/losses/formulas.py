@@ -36,9 +36,9 @@ def cross_entropy_reference(x: Tensor, target: Tensor, terms: Terms) -> tuple[Te
 
 
 def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, terms: Terms) -> Tensor:
-    """Compute dx (N, V) in plain PyTorch. `factor`: (N,) or (), the factor of each row's derivative.
-
-    The statistics are computed again, because the saved float32 statistics would round each probability.
+    """Compute dx (N, V) in plain PyTorch. `factor`: (N,) or (), by which the gradient of each row's loss is multiplied.
+    The statistics are recomputed, because the saved statistics are float32, which would make the probabilities less
+    exact.
     """
     values = x.to(reference_dtype(x.dtype))
     counted = target != terms.ignore_index
@@ -47,7 +47,7 @@ def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, 
     weights = _class_weights(values, terms)
     kept, spread = weights[label] * (1 - terms.label_smoothing), terms.label_smoothing / x.shape[1]
     power = (values - maximum[:, None]).exp() / total[:, None]
-    # Each term is computed separately: subtracting 1 from a probability near 1 is then exact.
+    # Each term is computed separately, so that subtracting 1 from a probability near 1 is exact.
     dx = power.scatter_add(1, label[:, None], power.new_full((len(label), 1), -1.0)) * kept[:, None]
     if spread:
         dx = dx + spread * (power * weights.sum() - weights)
@@ -57,7 +57,7 @@ def cross_entropy_gradient_reference(factor: Tensor, x: Tensor, target: Tensor, 
     return dx.where(counted[:, None], 0.0).to(x.dtype)
 
 
-BLOCK = 1 << 20  # logits of a block: in float64 they fit in the CPU's cache
+BLOCK = 1 << 20  # number of logits in a block, which fits in the CPU's cache in float64
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
@@ -69,7 +69,7 @@ def _blocks(x: Tensor) -> Iterator[slice]:
 def losses_by_reference(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The results of `losses_of_rows`, in plain PyTorch."""
+    """Compute the results of `losses_of_rows` in plain PyTorch."""
     losses = x.new_empty(x.shape[0], dtype=reference_dtype(x.dtype))
     kept = x.new_empty((2, x.shape[0]), dtype=accumulator_dtype(x.dtype)) if dx is None else None
     factor = inverse if inverse is not None else losses.new_ones(())
@@ -100,8 +100,8 @@ def _statistics(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reference_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the reference computes losses of these logits, so wide that only the result's rounding
-    matters.
+    """The dtype in which the reference computes losses of logits of this dtype. The dtype is so wide that the
+    reference's error is only the rounding of the result.
     """
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
@@ -114,7 +114,7 @@ def _class_weights(values: Tensor, terms: Terms) -> Tensor:
 
 
 def loss_formula(x: Tensor, target: Tensor, terms: Terms, reduction: str) -> Tensor:
-    """The loss in PyTorch's functions, reduced according to `reduction`."""
+    """Compute the loss with PyTorch's functions, reduced according to `reduction`."""
     values = x.to(accumulator_dtype(x.dtype))
     weight = None if terms.weight is None else terms.weight.to(values.dtype)
     losses = functional.cross_entropy(

@@ -36,7 +36,7 @@ class Terms(NamedTuple):
 
 
 def inverse_of_targets(target: Tensor, classes: int, terms: Terms) -> Tensor:
-    """1 / sum of the weights of the valid targets, a float32 tensor (); 0 without valid targets."""
+    """Compute 1 / (sum of the valid targets' weights) as a float32 tensor (). The result is 0 if no target is valid."""
     require_triton()
     from rooftop.kernels.losses.triton_kernels import inverse_of_target_weights
 
@@ -66,8 +66,8 @@ def losses_of_rows(
     x: Tensor, target: Tensor, terms: Terms, inverse: Tensor | None, dx: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (losses (N,), statistics (2, N)) of logits x (N, V). If `dx` is given, the kernel fills dx instead of the
-    statistics. The rows of dx need not be contiguous. For float32 logits, losses are float64; cluster kernels return
-    float32 losses.
+    statistics. The rows of dx need not be contiguous. For float32 logits, losses are float64, except that cluster
+    kernels always return float32 losses.
     """
     require_triton()
     from rooftop.kernels.losses import triton_kernels as kernels
@@ -104,8 +104,8 @@ def losses_of_rows(
 
 
 def _is_shifted(x: Tensor, dx: Tensor | None, terms: Terms) -> bool:
-    """Whether the kernel must shift its loads: the tensors are contiguous, but only their first row is sure to begin at
-    a multiple of 16 bytes.
+    """Whether the kernel must shift its loads: the tensors are contiguous and begin at multiples of 16 bytes, but the
+    length of a row is not a multiple of 16 bytes.
     """
     elements = 16 // x.element_size()
     as_one = all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (x, dx) if t is not None)
@@ -135,8 +135,8 @@ def gradient(
 
 
 def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
-    """result = gradient * factor. If `result` is `gradient` itself and the factor is 1, the kernel only reads the
-    factor.
+    """Compute result = gradient * factor. If `result` is `gradient` itself and the factor is 1, the kernel reads only
+    the factor.
     """
     require_triton()
     from rooftop.kernels.losses.triton_kernels import scale_unless_one
@@ -148,7 +148,9 @@ def scale(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """The tensor, or a placeholder for an unused argument of a kernel."""
+    """Return `tensor`, or `other` as a placeholder if `tensor` is None, because a kernel's argument must be
+    a tensor.
+    """
     return other if tensor is None else tensor
 
 

@@ -1,9 +1,10 @@
-"""Cross entropy of hidden states and a weight, without storing all logits.
+"""Cross entropy of a linear layer (hidden states and a weight), without storing all logits.
 
 The forward pass computes the logits of a chunk of rows at a time, turns them into their gradient in place, and
 immediately multiplies this gradient by weight and hidden (as in Hsu et al. 2024, "Liger Kernel"). Backward only scales
-the gradients. The three matrix products take most of the time. `losses.py` defines the loss of a row. Results are
-deterministic: chunks are added up in order, and their size depends only on the shapes.
+the gradients. The three matrix products of the forward pass take most of the time. `losses.py` defines the loss of a
+row. Results are deterministic: the results of the chunks are added in order, and the size of a chunk depends only on
+the shapes.
 
 In float16 the gradient of the logits is not divided by the number of rows before the products, because the gradient
 would underflow before a loss scale can help. Backward divides by the number of rows while the gradient of the weight is
@@ -51,17 +52,17 @@ from rooftop.launch.symbolic import recorded_whole
 
 # ---- chunks ----------------------------------------------------------------------------------------------------
 
-MOST_CHUNK_ROWS = 8192  # above this number of rows the matrix products do not get faster
-LEAST_CHUNK_ROWS = 4096  # fewer rows make the products slower, with more passes over the weight's gradient
+MOST_CHUNK_ROWS = 8192  # with more rows, the matrix products take as long per row as with this number
+LEAST_CHUNK_ROWS = 4096  # with fewer rows, products are slower per row, and the weight's gradient is read more often
 # Up to this many logits form one chunk, since their memory is negligible. On a CPU, PyTorch's matrix product of few
-# rows adds in a different order than its product of many rows. With chunks of 3 and 2 rows, half of all random inputs
-# of 5 x 768 failed the numerics gate.
+# rows adds in a different order from its product of many rows. With chunks of 3 and 2 rows, the results for half of all
+# random inputs of 5 x 768 differed too much from the reference.
 ONE_CHUNK_LOGITS = 1 << 20
 
 
 def chunk_rows(rows: int, features: int, classes: int) -> int:
-    """The number of rows whose logits are computed at a time. The number is chosen such that these logits take as much
-    memory as the weight (V, H), but from `LEAST_CHUNK_ROWS` to `MOST_CHUNK_ROWS`.
+    """The number of rows whose logits are computed at a time. The number is at least `LEAST_CHUNK_ROWS` and at most
+    `MOST_CHUNK_ROWS`. Between these limits, the logits take as much memory as the weight (V, H).
 
     More than `ONE_CHUNK_LOGITS` logits are split into at least two chunks of about the same size.
     """
@@ -76,8 +77,9 @@ def chunk_rows(rows: int, features: int, classes: int) -> int:
 
 
 class LinearCrossEntropy(NamedTuple):
-    """The operator: returns (loss (), dhidden, dweight, dbias, factor). Forward already computes the gradients that
-    `wanted` selects; backward only multiplies these gradients by `factor`."""
+    """The operator of `linear_cross_entropy`, which returns (loss (), dhidden, dweight, dbias, factor). Forward
+    computes the gradients that `wanted` selects; backward only multiplies these gradients by `factor`.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -114,7 +116,7 @@ class LinearCrossEntropy(NamedTuple):
             real = logits[:, :classes]
             gradient = real if any(self.wanted) else None
             losses[start:stop] = losses_of_rows(real, target[start:stop], terms, within, gradient)[0]
-            logits[:, classes:] = 0.0  # in padding classes, rows with inf or NaN in hidden have nonzero values
+            logits[:, classes:] = 0.0  # padding classes are not 0 in rows with inf or NaN in hidden
             if dhidden is not None:
                 torch.mm(logits, weight, out=dhidden[start:stop])
             if dweight is not None:
@@ -136,7 +138,7 @@ class LinearCrossEntropy(NamedTuple):
 
     @without_autocast
     def in_pytorch(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The loss with all the logits in memory."""
+        """Compute the loss and the gradients with all logits in memory at once."""
         hidden, weight, bias, target, terms = *self[:4], self.terms
         wide, late = accumulator_dtype(hidden.dtype), _scaled_late(hidden)
         logits = functional.linear(hidden, weight, bias)
@@ -174,7 +176,7 @@ class LinearCrossEntropy(NamedTuple):
     def gradients(kept: tuple[Any, ...], wanted: Sequence[bool], dloss: Tensor) -> list[Tensor | None]:
         call, made = LinearCrossEntropy(*kept[:11]), kept[11:]
         needed = [int(each) for each in wanted[:3]]
-        if torch.is_grad_enabled():  # create_graph: values saved by forward are detached from hidden and weight
+        if torch.is_grad_enabled():  # create_graph: autograd does not know how saved values depend on hidden
             slopes = call.gradients_formula(dloss)
             return [slope if need else None for slope, need in zip(slopes, needed, strict=True)]
         if any(need and not there for need, there in zip(needed, call.wanted, strict=True)):  # in a traced program
@@ -188,15 +190,17 @@ class LinearCrossEntropy(NamedTuple):
 
     @without_autocast
     def gradients_formula(self, dloss: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The gradients of hidden, weight and bias in PyTorch's operators, with all the logits in memory."""
+        """Compute the gradients of hidden, weight and bias by PyTorch's operators, with all logits in memory
+        at once.
+        """
         hidden, weight, bias, target, *_ = self
         logits = functional.linear(hidden, weight, bias)
         slope = reduced_gradient_formula(dloss, logits, target, self.terms, self.mean)  # (N, V)
         return slope @ weight, slope.t() @ hidden, None if bias is None else slope.sum(0)
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: one matrix product for the logits, one for each gradient of hidden and weight. Logits do not
-        count as memory traffic.
+        """Flops: one matrix product for the logits, one for the gradient of hidden, and one for the gradient of the
+        weight. Logits do not count as memory traffic.
         """
         hidden, weight, bias, wanted = *self[:3], self.wanted
         logits = hidden.shape[0] * weight.shape[0]
@@ -211,7 +215,7 @@ _linear_cross_entropy = declare("linear_cross_entropy", LinearCrossEntropy, slop
 
 
 def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The weight, with zero rows for padding classes, so that rows of logits are aligned."""
+    """Append zeros to weight and bias as padding classes, so that the rows of the logits are aligned."""
     more = missing_columns(weight.shape[0], weight)
     if more == 0:
         return weight, bias
@@ -219,8 +223,8 @@ def _of_aligned_classes(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 
 def _scaled_late(hidden: Tensor) -> bool:
-    """Whether backward applies the factor 1 / rows. In forward, this factor would make float16 gradients of the logits
-    underflow before a loss scale can help.
+    """Whether backward instead of forward applies the factor 1 / rows. In float16, the factor 1 / rows in forward would
+    make gradients of the logits underflow before a loss scale can help.
     """
     return hidden.dtype == torch.float16
 
@@ -252,9 +256,9 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """cross_entropy(hidden @ weight.T + bias, target) without all the logits in memory at once.
+    """Compute cross_entropy(hidden @ weight.T + bias, target) without all logits in memory at once.
 
-    The forward pass computes the gradients too, chunk by chunk; backward only scales these gradients. The gradient of
+    The forward pass also computes the gradients, chunk by chunk; backward only scales these gradients. The gradient of
     the weight is added up in float32.
 
     Args:
@@ -269,7 +273,7 @@ def linear_cross_entropy(
             chunk has 4096 to 8192 rows, chosen so that the logits take as much memory as the weight.
 
     Returns:
-        () in the dtype of hidden, float32 under autocast.
+        The loss, a tensor () in the dtype of hidden, or float32 under autocast.
 
     Raises:
         TypeError, ValueError: as in `cross_entropy`.

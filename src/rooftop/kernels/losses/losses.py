@@ -2,15 +2,16 @@
 
 loss of a row = w_t ((1 - e) (lse - x_t) + z lse^2) + e / V sum_c w_c (lse - x_c),   lse = log(sum_c exp(x_c))
 
-t: target, w: class weights (1), e: label smoothing (Szegedy et al. 2016), z: z-loss (Chowdhery et al. 2022, section 5),
-V: classes. "mean" divides the sum over rows by the sum of their w_t, as PyTorch does.
+t: target, w: class weights (default 1), e: label smoothing (Szegedy et al. 2016), z: z-loss (Chowdhery et al. 2022,
+    section 5), V: number of classes. The reduction "mean" divides the sum of the rows' losses by the sum of the rows'
+    w_t, as in PyTorch.
 
-The loss is bound by memory, and has two forms. *Separable* reads the logits and keeps two numbers for each row: the
-maximum, and the sum of exponentials relative to the maximum (a log-sum-exp would lose accuracy for large logits).
-Backward reads the logits again and writes the gradient. *Fused* writes the gradient in the forward pass. The fused form
-reads logits once and writes gradients once, as long as the rows in flight stay in registers or in L2. Backward
-multiplies the gradient in place by grad_output, unless grad_output is 1. float16 uses the separable form by default,
-because a gradient without the loss scale would underflow.
+The loss is bound by memory, and has two forms. The *separable* form reads the logits in forward, and keeps two numbers
+for each row: the maximum, and the sum of exponentials relative to the maximum (a log-sum-exp would lose accuracy for
+large logits). Backward reads the logits again and writes the gradient. The *fused* form writes the gradient in the
+forward pass. The fused form reads logits from memory once and writes gradients once, if the rows that all programs
+process at a time fit in registers or in L2. Backward multiplies the gradient in place by grad_output, unless
+grad_output is 1. float16 uses the separable form by default, because a gradient without the loss scale would underflow.
 
 Results are deterministic: the kernels use no atomics, and add in a fixed order.
 """
@@ -58,13 +59,13 @@ def inverse_dtype(x: Tensor) -> torch.dtype:
 
 
 def _checked(arguments: Sequence[Any]) -> str | None:
-    """The setting on which `check_targets` depends."""
+    """The state of ROOFTOP_CHECK, on which `check_targets` depends."""
     return os.environ.get("ROOFTOP_CHECK")
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Check that all targets are classes. On a CPU the check always runs; on a GPU it runs only with ROOFTOP_CHECK=1,
-    because it waits for the GPU.
+    """Check that all targets are classes. On a CPU the check always runs; on a GPU the check runs only with
+    ROOFTOP_CHECK=1, because the check waits for the GPU.
     """
     if target.device.type != "cpu" and os.environ.get("ROOFTOP_CHECK") != "1":
         return
@@ -78,8 +79,8 @@ def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
 
 
 def inverse_of_targets(target: Tensor, classes: int, terms: Terms, dtype: torch.dtype) -> Tensor:
-    """1 / sum of the weights of the valid targets, a tensor () in the dtype of the statistics; 0 without valid
-    targets.
+    """Compute 1 / (sum of the valid targets' weights) as a tensor () in the dtype of the statistics. The result is 0 if
+    no target is valid.
     """
     if dtype == torch.float64 or without_kernels(target.device):
         counted = target[target != terms.ignore_index]
@@ -207,7 +208,7 @@ class CrossEntropyBackward(NamedTuple):
         return cross_entropy_gradient_reference(factor, self.x, self.target, self.terms)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops per logit: subtraction, exponential and product, and one more subtraction with smoothing."""
+        """Flops per logit: a subtraction, an exponential and a product. Label smoothing adds one subtraction."""
         flops = (3 + (self.label_smoothing > 0)) * self.x.numel()
         return Cost(distinct_bytes(self[:6]), distinct_bytes([made]), {precision_of(self.x.dtype): flops})
 
@@ -215,8 +216,8 @@ class CrossEntropyBackward(NamedTuple):
 class KeptGradient(NamedTuple):
     """The values that backward needs if forward has computed the gradient. A second derivative also needs the logits.
 
-    Only a weak reference to the logits is kept, because the fused kernel exists to save the memory of the logits. A
-    caller who differentiates twice often still has a reference to the logits.
+    Only a weak reference to the logits is kept, because the fused kernel exists to save the memory of the logits.
+    Callers that need a second derivative usually still have a reference to the logits.
     """
 
     gradient: Tensor
@@ -229,8 +230,8 @@ class KeptGradient(NamedTuple):
 
 
 class CrossEntropyWithGradient(NamedTuple):
-    """The fused form: returns (loss (), its gradient (N, V)) for a mean or a sum. The loss is that of
-    `CrossEntropy`.
+    """The fused form of the cross entropy, for a mean or a sum. The operator returns (loss (), gradient of the logits
+    (N, V)), with the same loss as `CrossEntropy`.
     """
 
     x: Tensor
@@ -279,7 +280,7 @@ class CrossEntropyWithGradient(NamedTuple):
     def gradients(kept: KeptGradient, wanted: Sequence[bool], dloss: Tensor) -> tuple[Tensor]:
         if not torch.is_grad_enabled():
             return (scaled(kept.gradient, dloss),)
-        # create_graph: the gradient saved by forward is detached from the logits.
+        # create_graph: autograd does not know how the gradient saved by forward depends on the logits.
         x = kept.logits() if kept.x is None else kept.x
         if x is None:
             raise NotImplementedError(
@@ -290,9 +291,7 @@ class CrossEntropyWithGradient(NamedTuple):
         return (reduced_gradient_formula(dloss, x, kept.target, terms, kept.mean),)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops of the loss and its gradient. The exponential counts once: the gradient divides the same exponential by
-        the sum.
-        """
+        """Flops of the loss and its gradient. Each exponential counts once, because loss and gradient share it."""
         flops = (row_flops(self.terms) + 1 + (self.label_smoothing > 0)) * self.x.numel()
         return Cost(distinct_bytes(self[:3]), distinct_bytes(made), {precision_of(self.x.dtype): flops})
 
@@ -331,7 +330,7 @@ class ScaleGradientInPlace(NamedTuple):
         return None
 
     def cost(self, made: None) -> Cost:
-        """With a factor of 1 the gradient stays unchanged, so the least work is to read the factor."""
+        """Only the factor counts as read: if it is 1, the kernel does not read or write the gradient."""
         return Cost(distinct_bytes([self.factor]))
 
 
@@ -345,15 +344,15 @@ _scale_in_place = declare("scale_gradient_", ScaleGradientInPlace, mutates=("gra
 
 
 def row_flops(terms: Terms) -> int:
-    """Flops per logit: maximum, subtraction, exponential and sum. Smoothing adds a sum, and class weights with
-    smoothing a product.
+    """Flops per logit: maximum, subtraction, exponential and sum. Label smoothing adds a sum. Label smoothing with
+    class weights also adds a product.
     """
     return 4 + (terms.label_smoothing > 0) * (1 + (terms.weight is not None))
 
 
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient * factor: in place, unless the gradient is needed again (retain_graph, a batch of factors) or the call
-    is traced.
+    """Compute gradient * factor. The result replaces the gradient in memory, unless the gradient is needed again
+    (retain_graph, a batch of factors) or the call is traced.
     """
     again = torch._C._autograd._get_current_graph_task_keep_graph()
     if again or isinstance(gradient, FunctionalTensor) or transformed((factor,)):
@@ -366,7 +365,7 @@ def _scale_into(gradient: Tensor, factor: Tensor, result: Tensor) -> None:
     """Scale `gradient` into `result`; both are contiguous."""
     in_place = result is gradient
     if by_reference(gradient):
-        if gradient.is_cuda:  # float64: the factor stays on the GPU, so the host does not wait to read the factor
+        if gradient.is_cuda:  # float64: multiply on the GPU, so that the host does not wait for the factor
             torch.mul(gradient, factor, out=result)
         elif not in_place or float(factor) != 1.0:
             torch.mul(gradient, float(factor), out=result)
@@ -394,28 +393,29 @@ def cross_entropy(
     and `fused`.
 
     Args:
-        input: logits (N, V), (V,) or (N, V, d1, ...), bfloat16, float16, float32 or float64; for the last form, the
-            logits are copied with V last.
+        input: logits (N, V), (V,) or (N, V, d1, ...), bfloat16, float16, float32 or float64. Logits (N, V, d1, ...) are
+            copied so that V is the last dimension.
         target: class indices, int64, of the shape of `input` without V; on the device of `input`.
-        weight: (V,), the weight of each class; it gets no gradient.
+        weight: (V,), the weight of each class. `weight` gets no gradient.
         ignore_index: rows with this target are ignored.
         reduction: "mean" (divided by the sum of the targets' weights), "sum" or "none".
-        label_smoothing: from 0 to 1, the part of the target's probability that is spread over all classes.
-        z_loss: factor of the squared log-sum-exp of each row, weighted like the row.
+        label_smoothing: from 0 to 1, the fraction of the target's probability that is distributed evenly over all
+            classes.
+        z_loss: factor of each row's squared log-sum-exp, which is multiplied by the weight of the row's target.
         fused: compute the gradient in the forward pass. None: fused if `input` needs a gradient, the loss is reduced,
             and the dtype is not float16.
 
     Returns:
         () or the shape of `target`, in the dtype of `input`; float32 under autocast. The arithmetic is float32 (float64
-        for float64). The mean and its gradient are 0 if all targets are ignored. PyTorch returns NaN if all targets are
-        ignored, which would spoil a sum over micro-batches.
+        for float64). If all targets are ignored, the mean and its gradient are 0. PyTorch returns NaN if all targets
+        are ignored, which would make a sum over micro-batches NaN.
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype (class probabilities included).
-        ValueError: a shape, device or number is wrong; or a target is not a class (checked on the CPU and, with
-            ROOFTOP_CHECK=1 in the environment, on a GPU). On a GPU without ROOFTOP_CHECK=1, the losses of rows whose
-            target is not a class are NaN, and so is a reduced loss. The gradients of rows with valid targets stay
-            finite, since a mean is divided by the weights of valid targets.
+        ValueError: a shape, device or number is wrong; or a target is not a class. Targets are always checked on the
+            CPU, but on a GPU only with ROOFTOP_CHECK=1 in the environment. On a GPU without ROOFTOP_CHECK=1, the losses
+            of rows whose target is not a class are NaN, and so is a reduced loss. The gradients of rows with valid
+            targets stay finite, since a mean is divided by the weights of valid targets.
         NotImplementedError: a second derivative of the fused form on a GPU, if `input` is not (N, V), was changed in
             place or was freed, because the fused form does not keep the logits.
     """
@@ -455,7 +455,7 @@ class LogitsShape(NamedTuple):
 
 
 def check_index(name: str, ignore_index: int) -> None:
-    """Raise TypeError if `ignore_index` is not an int, because no target would ever equal such a value."""
+    """Raise TypeError if `ignore_index` is not an int, because no target could equal a value of another type."""
     if not isinstance(ignore_index, (int, torch.SymInt)):
         raise TypeError(f"{name}: ignore_index must be an int, got {type(ignore_index).__name__}")
 

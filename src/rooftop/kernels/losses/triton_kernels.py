@@ -2,15 +2,17 @@
 
 As in `softmaxes/triton_kernels.py`, rows that fit a program's registers are read once as tiles. Longer rows are read by
 persistent programs, block by block with an online maximum and sum. With GRADIENT the kernel also computes the gradient.
-The kernel then reads long rows a second time, mostly from L2, from the end to the beginning. The part of a row after
-its last full block stays in registers. `dx` may share memory with `x`: a program reads each element before writing it.
+With GRADIENT, long rows are read a second time, mostly from L2, from the end to the beginning. The elements of a row
+after its last full block stay in registers. `dx` may share memory with `x`: a program reads each element before writing
+it.
 
-WIDE, for float32 logits: exponentials are added up in float64, and losses are float64. Rounding a sum or a logarithm
-shifts all results of its row equally; in some small tensors that shift exceeds twice PyTorch's error.
+With WIDE, for float32 logits, exponentials are added in float64, and losses are float64. In float32, the rounding error
+of a row's sum or logarithm would change all results of that row, for some small tensors by more than twice PyTorch's
+error.
 
-Logits are taken relative to the row's maximum, or to the target's logit before the maximum is known. So a large common
-offset does not reduce the accuracy. A row whose target is ignored has loss 0 and gradient 0. A row whose target is not
-a class has NaN for loss and gradient; the kernel reads nothing out of bounds.
+The kernel subtracts the row's maximum from all logits, or the target's logit before the maximum is known. So a large
+common offset of the logits does not reduce the accuracy. A row whose target is ignored has loss 0 and gradient 0. A row
+whose target is not a class has NaN for loss and gradient; the kernel reads nothing out of bounds.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def cross_entropy_rows(
     WIDE: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute losses and statistics of ROWS rows, or losses and dx with GRADIENT. kept = 1 - smoothing, spread =
+    """Compute losses and statistics of ROWS rows; with GRADIENT, losses and dx. kept = 1 - smoothing, spread =
     smoothing / V.
     """
     columns = units * UNIT
@@ -99,11 +101,12 @@ def cross_entropy_rows_long(
     UNIT: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
     SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """Like `cross_entropy_rows`, for every P-th row, where P is the number of programs. Ignored rows are not read.
+    """Do the same as `cross_entropy_rows` for every P-th row, where P is the number of programs. Ignored rows are not
+    read.
 
-    SHIFTED: rows may begin at any address. The program loads the groups of GROUP elements that enclose a row: column =
-    position - shift. The program stores whole groups at once. Groups that neighbouring rows share are stored last,
-    element by element. Class weights are not supported.
+    SHIFTED: rows may begin at any address. The program loads the groups of GROUP elements that enclose a row, so the
+        element at a position has column = position - shift. The program stores whole groups at once. A group that
+        belongs to two rows is stored last, element by element. Class weights are not supported.
     """
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
@@ -136,8 +139,8 @@ def cross_entropy_rows_long(
             if SHIFTED:
                 last = tl.where((tail >= shift) & (tail < length), last, float("-inf"))
             row_weight, picked = _of_target(source, weight, label, True, columns, HAS_WEIGHT)
-            # If the target's logit is infinite or NaN, so is the loss. The sums below then subtract 0 instead of this
-            # logit.
+            # If the target's logit is infinite or NaN, the loss is infinite or NaN as well. The sums below then
+            # subtract 0 instead of the target's logit.
             origin = tl.where(tl.abs(picked) < float("inf"), picked, 0.0)
             largest = tl.full((COLUMNS // GROUP,), float("-inf"), tl.float32)
             total = tl.zeros((COLUMNS // GROUP,), tl.float32)
@@ -202,7 +205,7 @@ def cross_entropy_rows_long(
                         )  # fmt: skip
                     else:
                         tl.store(to_dx + column, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
-                if SHIFTED:  # the row's ends; stored now, after all loads, because dx may be x
+                if SHIFTED:  # store both ends of the row now, after all loads, because dx may be x
                     edge = tl.arange(0, 2 * GROUP)
                     column = tl.where(edge < GROUP, edge, length // GROUP * GROUP + edge - GROUP)
                     shared = tl.where(edge < GROUP, (shift > 0) & (edge >= shift), column < length)
@@ -211,7 +214,7 @@ def cross_entropy_rows_long(
                     if SMOOTH:
                         result -= factor * spread
                     tl.store(to_dx + column, result.to(dx.dtype.element_ty), mask=shared)
-                # Overwrite the target's element, so that the loop need not search for it.
+                # Overwrite the target's element here, so that the loop over columns need not search for the target.
                 tl.debug_barrier()
                 power = tl.div_rn(tl.exp(picked - maximum), total_sum)
                 valid = (label >= 0) & (label < columns)
@@ -227,7 +230,7 @@ def cross_entropy_gradient(
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, MEAN: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of ROWS rows and COLUMNS columns from the statistics."""
+    """Compute the gradient dx for ROWS rows and COLUMNS columns, from the statistics that forward saved."""
     columns = units * UNIT
     blocks = tl.cdiv(columns, COLUMNS)
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -260,7 +263,9 @@ def inverse_of_target_weights(
     rows, columns, ignored,
     HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """1 / sum of the weights of the valid targets; 0 without valid targets. One program adds in a fixed order."""
+    """Compute 1 / (sum of the valid targets' weights), or 0 if no target is valid. One program adds in a
+    fixed order.
+    """
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK).to(tl.int64)
@@ -274,7 +279,7 @@ def inverse_of_target_weights(
 
 @triton.jit
 def total_of_losses(losses, inverse, out, rows, HAS_INVERSE: tl.constexpr, BLOCK: tl.constexpr):  # (M,), (), ()
-    """The sum of losses, times `inverse`. One program adds in a fixed order, in float64."""
+    """Compute the sum of losses times `inverse`. One program adds the losses in a fixed order, in float64."""
     sums = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -291,7 +296,7 @@ def scale_unless_one(
     elements,
     IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """result = gradient * factor. With IN_PLACE, a program that reads a factor of 1 writes nothing."""
+    """Compute result = gradient * factor. With IN_PLACE, the kernel writes nothing if the factor is 1."""
     scale = tl.load(factor).to(tl.float32)
     if IN_PLACE:
         if scale != 1.0:
@@ -381,8 +386,8 @@ def _terms(factor, row_weight, log_sum_exp, kept, z_loss):
 def _gradient(
     power, is_target, at_target, squared, spread, whole, share, SMOOTH: tl.constexpr, Z: tl.constexpr
 ):  # fmt: skip
-    """dx from probabilities `power`. Each term is computed separately: subtracting 1 from a probability near 1 is then
-    exact.
+    """Compute dx from the probabilities `power`. Each term is computed separately, so that subtracting 1 from a
+    probability near 1 is exact.
     """
     result = tl.where(is_target, power - 1.0, power) * at_target
     if SMOOTH:

@@ -1,4 +1,4 @@
-"""Launch what a plan selects: a kernel of `triton_kernels.py`, or cuBLAS and a kernel for the operations after it.
+"""Launch a plan: a kernel of `triton_kernels.py`, or cuBLAS and a kernel for the operations after the product.
 
 `tables.py` makes the plans; `matmuls.py` has the operators.
 """
@@ -44,7 +44,7 @@ def forward(
     """Compute (y (M, N), input of the activation) with cuBLAS or a kernel, as `plan` selects. The input of the
     activation is empty unless `keep`. Operands may have any strides.
 
-    rounded: apply the activation to the rounded value that is kept, instead of to the value before rounding.
+    rounded: round the input of the activation to y's dtype before the activation is applied.
     """
     rows, columns = x.shape[0], weight.shape[0]
     nothing = x.new_empty(0)
@@ -99,7 +99,7 @@ def _by_library(
 
 
 def _with_aligned_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pad the operands with zeros, as if the layer had more inputs and outputs, so that rows are aligned."""
+    """Pad the operands with zeros, as if the layer had more inputs and outputs, so that their rows are aligned."""
     depth, columns = missing_columns(x.shape[1], x), missing_columns(weight.shape[0], x)
     if x.shape[0] * weight.shape[0] < LEAST_PADDED or not (depth or columns):
         return x, weight, bias
@@ -194,8 +194,8 @@ _RUN = {"descriptors": _with_descriptors, "single": _with_single_tiles, "pointer
 
 
 def _reach(t: Tensor, beyond: int) -> int:
-    """The largest offset that a kernel computes in a matrix, which may be up to `beyond` columns past the end of the
-    last row.
+    """The largest offset that a kernel computes in a matrix. The kernel may compute offsets up to `beyond` columns past
+    the end of the last row.
     """
     return (t.shape[0] - 1) * t.stride(0) + (t.shape[1] + beyond) * t.stride(1)
 
@@ -260,7 +260,7 @@ def activate(before: Tensor, activation: str) -> Tensor:
 
 
 def backward(dy: Tensor, saved: Tensor, activation: str, of_output: bool, sums: bool) -> tuple[Tensor, Tensor]:
-    """Compute (dz, the column sums of dz). dz is empty without an activation; the sums are empty unless `sums`."""
+    """Compute (dz, the column sums of dz). If there is no activation, dz is empty. The sums are empty unless `sums`."""
     dz = dy.new_empty(dy.shape if activation != "none" else 0)
     total = dy.new_empty(dy.shape[1] if sums else 0)
     if dy.numel() == 0:
@@ -304,6 +304,6 @@ def _described_or_copied(t: Tensor, rows_only: bool = False) -> Tensor:
 
 
 def _aligned_rows(rows: int, columns: int, like: Tensor) -> Tensor:
-    """Memory for (rows, columns) whose rows begin at multiples of 16 bytes."""
+    """Allocate a matrix (rows, columns) whose rows begin at multiples of 16 bytes."""
     group = 16 // like.element_size()
     return like.new_empty((rows, -(-columns // group) * group))[:, :columns]

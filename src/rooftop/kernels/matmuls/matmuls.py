@@ -1,10 +1,10 @@
 """Matrix products fused with the operations after them: y = activation(x @ weight.T + bias) + residual.
 
-Products of a few hundred rows or more are bound by the tensor cores, products of fewer rows by reading the weight.
-cuBLAS's product alone reaches the hardware's limit, but a separate pass for the activation adds a read and a write per
-element. The kernels here apply bias, activation and residual to the float32 sums before writing them. Bands of tiles
-share operands in L2, and persistent programs use tensor descriptors, as in Triton's tutorial on persistent products
-(Tillet, Kung and Cox 2019, "Triton"). No sum uses atomics, so results are deterministic.
+Products of a few hundred rows or more are bound by the tensor cores; products of fewer rows are bound by reading the
+weight. The product of cuBLAS reaches the hardware's limit, but a separate pass for the activation reads and writes each
+element of the result once more. The kernels here apply bias, activation and residual to the float32 sums before writing
+them. Tiles of a band share operands in L2, and persistent programs use tensor descriptors, as in Triton's tutorial on
+persistent matrix products (Tillet, Kung and Cox 2019, "Triton"). No sum uses atomics, so results are deterministic.
 
 For the shape of a call, `tables.py` chooses a kernel and its parameters, or cuBLAS and one pass for the operations
 after it. `linear_act_plan` returns the choice and its reason; `launches.py` launches the kernel.
@@ -62,8 +62,8 @@ def linear_act_reference(
 
 
 class Kept(NamedTuple):
-    """The values that backward needs. `saved` is the activation's result if `of_output`, else its input. `saved` is
-    None without an activation, and in a traced program.
+    """The values that backward needs. `saved` is the activation's result if `of_output`, else the activation's input.
+    `saved` is None if there is no activation, and in a traced program.
     """
 
     x: Tensor
@@ -78,7 +78,7 @@ class LinearAct(NamedTuple):
     """A linear layer with its activation, for x (M, K) and weight (N, K): returns (y, input of the activation). The
     input of the activation is empty unless `keep_`.
 
-    rounded: the input of the activation is rounded first, as if it had been kept.
+    rounded: round the input of the activation to the result's dtype before the activation is applied.
     """
 
     x: Tensor
@@ -117,7 +117,7 @@ class LinearAct(NamedTuple):
         x, weight, bias, saved, activation, of_output = kept
         for_x, for_weight, for_bias, _, for_residual = wanted[:5]
         dz, dbias = dy, None
-        if torch.is_grad_enabled():  # create_graph: saved tensors are detached from x
+        if torch.is_grad_enabled():  # create_graph: autograd does not know how saved tensors depend on x
             if activation != "none":
                 before = _product(x, weight, bias)
                 dz = activation_backward_reference(dy, before, activation, of_output=False).to(dy.dtype)
@@ -133,7 +133,7 @@ class LinearAct(NamedTuple):
         return dx, dweight, dbias if for_bias else None, None, dy if for_residual else None
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: the product, and bias, activation and residual for each result."""
+        """Flops of the product, and of bias, activation and residual for each element of the result."""
         x, weight, bias, activation, residual, *_ = self
         results = x.shape[0] * weight.shape[0]
         each = FORWARD_FLOPS[activation] + (bias is not None) + (residual is not None)
@@ -144,10 +144,8 @@ class LinearAct(NamedTuple):
 
 
 class LinearActBackward(NamedTuple):
-    """(dz, dbias): dy * activation' and its column sums. dz is empty if it equals dy; dbias is empty if it is not
-    needed.
-
-    saved: the activation's result if `of_output`, else its input.
+    """Compute (dz, dbias): dz = dy * activation', and dbias is the column sums of dz. dz is empty if it equals dy;
+    dbias is empty if it is not needed. saved: the activation's result if `of_output`, else the activation's input.
     """
 
     dy: Tensor
@@ -216,7 +214,7 @@ def _keeps(activation: str, residual: Tensor | None) -> bool:
 
 @without_autocast
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the input of the activation again."""
+    """Recompute the input of the activation."""
     return functional.linear(x, weight, bias)
 
 
@@ -256,7 +254,8 @@ def linear_act(
 
     Returns:
         (..., N). Sums, bias, activation and residual are float32 (float64 for float64) and rounded once. float32
-        products use TF32 only if PyTorch's settings allow it. Under autocast the operands are cast as in `linear`.
+        products use TF32 only if PyTorch's settings allow it. Autocast casts the operands as it casts those of
+        `torch.nn.functional.linear`.
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
@@ -271,18 +270,18 @@ def linear_act(
 def linear_act_and_before(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu"
 ) -> tuple[Tensor, Tensor]:
-    """Compute `linear_act`, and also return the input of the activation, without a gradient. `activation_of` recomputes
-    the result from that input.
+    """Compute `linear_act`, and also return the input of the activation. The returned input has no gradient;
+    `activation_of` recomputes the result from it.
 
-    The input of the activation is rounded before the activation, as in PyTorch, so in half precision the result is
-    rounded twice. Arguments and errors are as in `linear_act`. Only activations whose backward needs their input are
-    supported.
+    The input of the activation is rounded before the activation is applied, as in PyTorch, so in half precision the
+    result is rounded twice. Arguments and errors are as in `linear_act`. An activation is supported only if its
+    backward needs its input.
 
     Returns:
         (y, before), both of shape (..., N).
 
     Raises:
-        ValueError: also if the activation's backward does not need its input.
+        ValueError: as in `linear_act`, or the activation's backward does not need the activation's input.
     """
     if not _keeps(activation, None):
         others = ", ".join(name for name in ACTIVATIONS if name not in OF_OUTPUT)
@@ -313,10 +312,10 @@ def _linear_act_of(
     residual: Tensor | None,
     again: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y (..., N), the activation's input (M, N) or (..., N)). If the operator runs, the second result is an
-    empty tensor unless backward needs it or `again` is given.
+    """Compute (y (..., N), the activation's input (M, N) or (..., N)). The second result may be an empty tensor, unless
+    backward needs the activation's input or `again` is set.
 
-    again: whether the caller requests the input, to compute y from it again.
+    again: whether the caller needs the activation's input, to recompute y from that input later.
     """
     if _is_plain(input, weight, bias, activation, residual):
         return linear_act_reference(input, weight, bias, activation, residual)
@@ -332,8 +331,8 @@ def _linear_act_of(
 
 
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> bool:
-    """Whether all tensors are on the CPU and match, so that PyTorch's own functions compute the result with less
-    overhead. This check never raises.
+    """Whether all tensors are on the CPU and have matching shapes and dtypes, so that PyTorch's own functions compute
+    the result with less overhead. The function never raises an error.
     """
     if INTERPRETED or x is None or weight is None or not computed_on_cpu(x, weight, bias, residual):
         return False
@@ -354,7 +353,7 @@ MOST_KNOWN = 4096
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `torch.nn.functional.linear` computes the whole call with less work for the host: the plan is cuBLAS,
-    rows are aligned, and there is no bias whose gradient a kernel sums faster. This check never raises.
+    rows are aligned, and no bias needs a gradient, which a kernel sums faster. The function never raises an error.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if INTERPRETED or not all(isinstance(t, Tensor) and t.is_cuda and t.layout == torch.strided for t in tensors):
@@ -386,7 +385,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
             computes the products in batches.
 
     Returns:
-        As `torch.matmul`, with float32 sums (float64 for float64).
+        The result of `torch.matmul`, with sums in float32 (float64 for float64).
 
     Raises:
         TypeError, ValueError, NotImplementedError: as in `linear_act`.
@@ -440,7 +439,8 @@ def _prepared(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Prepared:
     """Check the arguments, and cast them as autocast does. Return the tensors, and a residual to add after the operator
-    (or None). Under autocast a residual of another dtype is added later, because it promotes the sum, as in PyTorch.
+    (or None). If the residual's dtype differs from autocast's, the residual is added after the operator, because it
+    promotes the dtype of the sum, as in PyTorch.
     """
     check_tensors(name, FLOATS, ("bias", "residual"), input=x, weight=weight, bias=bias, residual=residual)
     check_choice(name, "activation", activation, ACTIVATIONS)

@@ -1,4 +1,4 @@
-"""Choose the kernel and its parameters, or the library, by the shape of a product and the operations after it.
+"""Choose a kernel and its parameters, or cuBLAS, by the shape of a product and the operations after it.
 
 The tables contain measurements on an H200 (`benchmarks/tuning/matmuls.py`), and `plan_of` looks up a call in the
 tables. Nothing is measured at run time.
@@ -31,20 +31,21 @@ class Tile:
     Attributes:
         kernel: "descriptors" (persistent programs with tensor descriptors), "single" (tensor descriptors, one tile per
             program), or "pointers".
-        rows, columns, depth: rows and columns of a tile of the result, and length of a step through K.
+        rows, columns, depth: rows of a tile of the result, columns of that tile, and length of a step through K.
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
-        group: number of rows of tiles in a band of tiles; L2 caches the operands of a band.
+        group: height of a band of tiles, in tiles. Programs compute tiles band by band, so that the operands of a band
+            stay in the L2 cache.
         parts: number of parts in which the epilogue stores a tile's columns (only for "descriptors").
         split: number of parts of K, each summed by a separate program.
         programs_per_sm: number of persistent programs on an SM (only for "descriptors"). With two programs on an SM,
             one program computes while the other stores.
-        lag: delay of the second half of the programs (only for "descriptors"), in clock cycles per element of K.
-            Without a delay, the two programs of an SM would store at the same time. The delay is about half of a tile's
-            time.
+        lag: delay with which the second half of the programs starts (only for "descriptors"), in clock cycles per
+            element of K. Without a delay, the two programs of an SM would store at the same time. The delay is about
+            half of the time for one tile.
         early: programmatic dependent launch (only for "single"): the kernel may start while the previous kernel still
             runs, and waits for the previous kernel's results.
-        more: additional columns of a tile (only for "single"), 0 or `columns // parts`; for example 128 + 64 columns
-            make a tile of 192.
+        more: additional columns of a tile (only for "single"), 0 or `columns // parts`; for example, a tile of 192
+            columns has columns=128 and more=64.
     """
 
     kernel: Kernel
@@ -70,7 +71,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Entry:
-    """The choice for results of up to `tiles` tiles of 128 x 128 per SM.
+    """The choice for results that have up to `tiles` tiles of 128 x 128 per SM.
 
     `tile`: the kernel's tile; None for cuBLAS. `tile_ms`, `library_ms`: times of the best tile and of cuBLAS at `shape`
     (M, N, K) in the same run; None if not measured yet.
@@ -85,12 +86,12 @@ class Entry:
 
 # ---- tables ----------------------------------------------------------------------------------------------------
 
-# With two programs of 128 x 128 on an SM, one multiplies while the other stores. Two such programs hide more of the
-# stores' time than one program of 128 x 256.
+# With two programs of 128 x 128 on an SM, one program multiplies while the other stores. Two programs hide more of the
+# time for stores than one program of 128 x 256 does.
 TWO_AN_SM = Tile("descriptors", 128, 128, 64, 4, 3, group=16, parts=2, programs_per_sm=2)
 # With at most one tile per SM, the kernel starts while the previous kernel still runs.
 AHEAD = Tile("single", 128, 128, 64, 8, 6, parts=2, early=True)
-# Measured on an H200 (benchmarks/results/h200/tune_matmuls.json), the best of the candidates. relu, relu6, hardswish
+# The best of the candidates measured on an H200 (benchmarks/results/h200/tune_matmuls.json). relu, relu6, hardswish
 # and hardsigmoid use the entries of sigmoid. With less than half a tile per SM, K would have to be split into parts.
 # Two ways to split K were compared with cuBLAS: the first was 2% faster at 64 rows and 12% slower at 16 rows; the
 # second was 9% faster at 16 rows and 85% slower at 64 rows.
@@ -113,8 +114,8 @@ FUSED_ON_HOPPER = {
     "silu": (*_LIKE_SIGMOID[:3], Entry(math.inf, TWO_AN_SM, (2048, 4096, 4096), 0.1056, 0.1087)),
     **dict.fromkeys(("sigmoid", "relu6", "hardswish", "hardsigmoid"), _LIKE_SIGMOID),
 }
-# Loads of two bytes cannot be prefetched. Such loads take longer than copying the operands to aligned rows. Results
-# with fewer tiles than SMs were not measured.
+# If rows are not aligned, loads have two bytes and cannot be prefetched. Loads of two bytes take longer than copying
+# the operands to aligned rows. Results with fewer tiles than SMs were not measured.
 UNALIGNED_ON_HOPPER = (
     Entry(0.1, None),
     Entry(1.0, Tile("pointers", 128, 128, 64, 8, 3)),
@@ -125,14 +126,14 @@ FUSED_ELSEWHERE = (Entry(0.1, None), Entry(math.inf, Tile("pointers", 128, 128, 
 
 @dataclass(frozen=True)
 class FewRows(Entry):
-    """The choice for results of at most `tiles` tiles of 128 x 128 per SM, and K of at most `depth`."""
+    """The choice for results that have at most `tiles` tiles of 128 x 128 per SM, if K is at most `depth`."""
 
     depth: int = 0
 
 
 # Shapes of the layers of Swin-T and DETR at batch 1 (benchmarks/results/h200/tune_few_rows.json). The tiles are small,
-# so that each SM has one. cuBLAS with its own epilogue was slower than these tiles up to K = 256 (`EPILOGUE_DEPTH`),
-# and as fast at K = 1536.
+# so that each SM has a tile. cuBLAS with its own epilogue was slower than these tiles up to K = 256 (`EPILOGUE_DEPTH`),
+# and as fast as these tiles at K = 1536.
 FEW_ROWS_ON_HOPPER = (
     FewRows(0.6, Tile("single", 64, 128, 64, 4, 4, early=True), (3136, 384, 96), 0.005285, 0.006956, depth=128),
     FewRows(0.6, Tile("single", 64, 64, 64, 4, 6, early=True), (784, 768, 192), 0.003825, 0.006140, depth=256),
@@ -149,8 +150,8 @@ class LinearPlan:
     """How a call of `linear_act` is computed.
 
     Attributes:
-        backend: "descriptors", "pointers" or "single" (one Triton kernel), "library" (cuBLAS, and one more pass if its
-            epilogues lack an operation), "reference" (plain PyTorch).
+        backend: "descriptors", "pointers" or "single" (one Triton kernel), "library" (cuBLAS, followed by a separate
+            pass if no epilogue of cuBLAS computes the operations), "reference" (plain PyTorch).
         tile: the kernel's parameters.
         reason: why this plan was chosen.
     """
@@ -248,7 +249,7 @@ def plan_of(
 
 
 def finished_by_library(x: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, keep: bool) -> bool:
-    """Whether a cuBLAS epilogue computes all operations after the product, as exactly as PyTorch's operators.
+    """Whether a cuBLAS epilogue can compute all operations after the product, as accurately as PyTorch's operators.
 
     cuBLAS has no gelu_tanh in float32, and for K = 0 cuBLAS would omit the activation.
     """

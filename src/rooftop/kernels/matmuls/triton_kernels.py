@@ -1,22 +1,25 @@
 """Triton kernels of y = activation(x @ weight.T + bias) + residual; `launches.py` launches these kernels.
 
 Three kernels compute the product. Tiles of ROWS by COLUMNS accumulate in float32, in steps of DEPTH through K. Tiles
-are ordered in bands of GROUP rows of tiles, so that tiles in progress at the same time share operands in L2:
+are ordered in bands that are GROUP tiles high, so that tiles in progress at the same time share operands in L2.
 
 - `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. Its programs
   are persistent: the first copies of a tile are in flight while the previous tile is stored. A tile is stored in PARTS
-  groups of columns, which need less staging and leave more shared memory for copies. With two programs on an SM, one
-  program multiplies while the other stores. Programs that begin together would store together and leave the tensor
-  cores idle. So OUT_OF_STEP delays the second half of the programs.
-- `linear_act_single` also copies with TMA, one tile per program, for results with at most one tile per SM. This kernel
-  loads bias and residual before the product. MORE columns allow tiles whose width is not a power of two.
+  groups of columns. A group needs less shared memory for the store than a whole tile, which leaves more shared memory
+  for copies. With two programs on an SM, one program multiplies while the other stores. If both programs began at the
+  same time, they would store at the same time and leave the tensor cores idle. So OUT_OF_STEP delays the second half of
+  the programs.
+- `linear_act_single` also copies with TMA, one tile per program, for results with at most one tile per SM.
+  `linear_act_single` loads bias and residual before the product. MORE columns allow tiles whose width is not a power of
+  two.
 - `linear_act_pointers` supports any strides and any K, one tile per program.
 
-With SPLIT > 1 the K dimension is cut, and each part writes its own float32 sums. `linear_act_finish` adds these sums in
-order without atomics, so results are deterministic. `linear_act_finish` also computes the operations after cuBLAS's
-products.
+With SPLIT > 1 the dimension K is cut into SPLIT parts, and a separate program writes the float32 sums of each part.
+`linear_act_finish` adds the sums of all parts in order without atomics, so results are deterministic.
+`linear_act_finish` also computes the operations after cuBLAS's products.
 
-Either dimension of x and weight may be contiguous. X_ACROSS and W_ACROSS: K is not the contiguous dimension.
+Either dimension of x and weight may be contiguous. X_ACROSS means that K is not the contiguous dimension of x; W_ACROSS
+means the same for weight.
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ def linear_act_descriptors(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, OUT_OF_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute every P-th tile, where P is the number of programs. OUT_OF_STEP: the second half of the programs begins
-    `lag` cycles later. ROUNDED: the activation is applied to the value that KEEP stores, rounded to z's dtype.
+    """Compute every P-th tile of the product, where P is the number of programs. OUT_OF_STEP: the second half of the
+    programs begins `lag` cycles later than the first half. ROUNDED: the activation's input is rounded to z's dtype
+    first.
     """
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
@@ -101,16 +105,15 @@ def linear_act_single(
     PARTS: tl.constexpr, HALF: tl.constexpr, MORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of COLUMNS + MORE columns; MORE is 0 or the COLUMNS // PARTS columns that are stored at a time.
-
-    EARLY: programmatic dependent launch: this kernel may start while the previous kernel still runs, and waits for the
-    previous kernel's results.
+    EARLY selects programmatic dependent launch: this kernel may start while the previous kernel still runs, and waits
+    for the previous kernel's results.
     """
     if EARLY:
         gdc_wait()
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS + MORE)
     row_tile, column_tile = tile_place(tl.program_id(0), row_tiles, column_tiles, GROUP)
     row, column = row_tile * ROWS, column_tile * (COLUMNS + MORE)
-    # These loads are in flight while the product is computed.
+    # The loads of bias and residual start here, so that they run while the product is computed.
     if HAS_BIAS:
         offset = _ahead(bias, columns, column, COLUMNS)
     if HAS_RESIDUAL:
@@ -168,7 +171,7 @@ def linear_act_pointers(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of one part of K; WIDE: offsets within x and weight need 64 bits."""
+    """Compute one tile of the product over one part of K. WIDE: offsets within x and weight need 64 bits."""
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(depth, DEPTH)
     steps_of_part = tl.cdiv(steps, SPLIT)
@@ -179,7 +182,7 @@ def linear_act_pointers(
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     if WIDE:
         row, column = row.to(tl.int64), column.to(tl.int64)
-    # Rows and columns past the end read the last row or column: a mask in the loop would take longer.
+    # Rows and columns past the end read the last row or column, because a mask in the loop would take longer.
     left_row, right_row = tl.minimum(row, rows - 1), tl.minimum(column, columns - 1)
     lane = part * steps_of_part * DEPTH + tl.arange(0, DEPTH)
     if WIDE:
@@ -219,7 +222,7 @@ def linear_act_finish(
     SPLIT: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Compute y = activation(total + bias) + residual, where total adds the SPLIT parts of `sums`. z is the
-    activation's input. Strides count groups of UNIT elements."""
+    activation's input. Strides are in units of UNIT elements."""
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -250,11 +253,11 @@ def linear_act_backward(
     ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, SUM: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """dz = dy * activation', and with SUM the column sums of dz over a chunk of rows.
+    """Compute dz = dy * activation', and with SUM also the column sums of dz over a chunk of rows.
 
     `saved` is the activation's input or, with OF_OUTPUT, its result. Without an activation the kernel computes only the
-    sums. A chunk may have very many rows, so its sums are compensated. With HALF, the sums need no compensation,
-    because the final rounding is far coarser than the error of the sums.
+    sums. The sums are compensated (Kahan), because a chunk may have very many rows. With HALF, the sums need no
+    compensation, because the rounding of the result to half precision is far coarser than the error of the sums.
     """
     columns = units * UNIT
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -320,7 +323,7 @@ def _compensated(sums, lost, values):
 
 @triton.jit
 def _rows_from(source, row, step, ACROSS: tl.constexpr):
-    """Load a block of a matrix, rows by K. The descriptor's contiguous dimension is K, or the rows with ACROSS."""
+    """Load a block (rows, K) of a matrix. The contiguous dimension of the descriptor is K, or with ACROSS, the rows."""
     if ACROSS:
         block = source.load([step, row]).T
     else:

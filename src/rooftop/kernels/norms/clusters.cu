@@ -2,12 +2,13 @@
 //
 // The CLUSTER blocks of a cluster share a row: each block computes `share` of the row's groups of eight elements (16
 // bytes). A cluster computes every C-th row, where C is the number of clusters. One thread starts the copies of later
-// rows (cp.async.bulk), which complete on the mbarrier of their stage, without registers. The blocks of a cluster
+// rows (cp.async.bulk). A copy needs no registers, and completes on the mbarrier of its stage. The blocks of a cluster
 // exchange two floats per row through distributed shared memory. Sums are always added in the same order.
 //
-// Rows may begin at odd addresses: the copies load the groups that enclose a row, and column = 8 group + i - shift. All
-// rows of a cluster have the same shift, because eight divides N or the number of clusters. Only threads whose group
-// overlaps a neighbouring row process single elements. pieces.cu and operands/cluster_pieces.cu must precede this file.
+// Rows may begin at odd addresses: the copies load the groups that enclose a row, so element i of a group has column =
+// 8 group + i - shift. All rows of a cluster have the same shift, because eight divides N or the number of clusters.
+// Only threads whose group overlaps a neighbouring row process single elements. pieces.cu and
+// operands/cluster_pieces.cu must precede this file.
 
 constexpr int GROUP = 8;
 
@@ -19,7 +20,7 @@ struct Exchange {
     float4 of_blocks[2][8];
 };
 
-// A block's part of a row.
+// The part of a row that one block computes.
 struct Part {
     int shift, share, first, groups;  // first: index of the part's first group in the row
     int columns;
@@ -40,7 +41,7 @@ struct Part {
     // Whether the group is whole and aligned in a tensor whose rows begin at multiples of 16 bytes.
     __device__ bool is_aligned(int column) const { return is_whole(column) && column % GROUP == 0 && columns % GROUP == 0; }
 
-    // The number of columns of the block with this rank.
+    // The number of columns that the block with this rank in the cluster computes.
     __device__ int count(int rank) const {
         const int from = rank * share * GROUP - shift;
         return max(0, min(columns, from + share * GROUP) - max(0, from));
@@ -57,7 +58,7 @@ __device__ void start_copies(const Part& part, Pack<T, GROUP>* stage, const T* a
     if (b != nullptr) copy_bulk(stage + part.share, b + part.column(0), bytes, full);
 }
 
-// Load a parameter in the same groups of eight as the rows; `missing` replaces absent elements.
+// Load a parameter in the same groups of eight elements as the rows; `missing` replaces elements outside the parameter.
 template <typename P>
 __device__ void fetch_parameter(const Part& part, const P* from, P* to, float missing) {
     for (int group = threadIdx.x; group < part.groups; group += blockDim.x) {
@@ -74,7 +75,7 @@ __device__ void fetch_parameter(const Part& part, const P* from, P* to, float mi
     }
 }
 
-// The sum over the warps of a block, for every thread.
+// The sum over the warps of a block. Every thread gets the sum.
 template <int WARPS>
 __device__ float block_sum(float value, float (&scratch)[32]) {
     value = warp_sum(value);
@@ -99,8 +100,8 @@ __device__ float2 block_sums(float2 values, float (&scratch)[2][32]) {
 }
 
 // Each block of a cluster sends two floats to all blocks, and receives two floats from each block. Work between `send`
-// and `received` hides the time in which blocks wait for each other. `number` counts the exchanges. A block that is one
-// exchange ahead writes to the other set of `of_blocks`, and no block can be two exchanges ahead.
+// and `received` hides the time in which blocks wait for each other. `number` counts the exchanges. `of_blocks` has two
+// sets, used in turns, because a block may be one exchange ahead of another block, but not two exchanges.
 template <int CLUSTER>
 __device__ void send(float2 values, int rank, Exchange& shared, unsigned number) {
     unsigned long long* const arrived = &shared.arrived[number % 2];
@@ -117,8 +118,8 @@ __device__ const float4* received(Exchange& shared, unsigned number) {
 }
 
 // The groups of a thread. Loops over these groups do not branch: for a group past the block's end, a loop reads the
-// last group and ignores the result. `edge`: a group overlaps a neighbouring row, so this thread processes single
-// elements.
+// last group and ignores the result. `edge`: whether a group of this thread overlaps a neighbouring row, so that the
+// thread processes single elements.
 template <int CHUNKS, int THREADS>
 struct Own {
     const Part& part;
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     int stage = 0;
     unsigned parity = 0, number = 0;
     Pack<T, GROUP> taken[CHUNKS];
-    const auto take = [&] {  // returns the sum over this thread's elements of the row
+    const auto take = [&] {  // returns the sum over the elements of the row that this thread has
         await_copies(&shared.full[stage], parity);
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) taken[chunk] = staged[stage * part.share + own.place(chunk)];
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
             squares = block_sum<WARPS>(squares, shared.of_warps[0][1]);
         }
         if constexpr (CLUSTER > 1) send<CLUSTER>({average, squares}, rank, shared, number);
-        const bool early = CLUSTER > 1 && stages > 1;  // take the next row while waiting for the other blocks
+        const bool early = CLUSTER > 1 && stages > 1;  // load the next row while waiting for the other blocks
         if (early && row + clusters < rows) sum = take();
         if constexpr (CLUSTER > 1) {  // merge means and squared deviations of all parts (Chan, Golub and LeVeque 1979)
             const float4* all = received<CLUSTER>(shared, number);
@@ -275,8 +276,8 @@ __global__ void __launch_bounds__(32 * WARPS) norm_forward_staged(
     }
 }
 
-// Compute dx, and each cluster's sums over its rows for weight and bias, which stay in registers until the end. weight
-// may be null. An RMS norm has no mean (null) and no sums for a bias.
+// Compute dx, and each cluster's sums over its rows for the gradients of weight and bias. These sums stay in registers
+// until the end. weight may be null. For an RMS norm, mean is null and there are no sums for a bias.
 template <typename T, typename P, int CHUNKS, int WARPS, int CLUSTER, bool RMS>
 __global__ void __launch_bounds__(32 * WARPS, WARPS > 16 ? 1 : 16 / WARPS) norm_backward_staged(
     const T* __restrict__ dy, const T* __restrict__ x, const P* __restrict__ weight,      // (M, N), (M, N), (N,)

@@ -1,4 +1,4 @@
-"""Launch the norms' CUDA C++ kernels for the sizes that a table lists, at which these kernels are faster than Triton's.
+"""Launch the CUDA C++ kernels of norms, for the row lengths at which these kernels are faster than Triton's kernels.
 
 The kernels are for rows whose sums do not fit in a block's registers, and for unaligned rows. A block, or a cluster of
 up to eight blocks, fetches the next rows to shared memory with Hopper's bulk copies, so that no thread spends
@@ -30,7 +30,7 @@ EXCHANGE_BYTES = 848  # `Exchange` in clusters.cu
 MOST_STAGES = 8
 SYSTEM_BYTES = 1024  # shared memory that the system reserves per block
 MOST_SHARED_BYTES = 232_448  # largest shared memory of a block on Hopper
-MOST_CHUNKS = 4  # groups per thread; more do not fit in registers
+MOST_CHUNKS = 4  # maximum number of groups per thread; more groups do not fit in registers
 
 
 class Staged(NamedTuple):
@@ -39,11 +39,12 @@ class Staged(NamedTuple):
     Attributes:
         kernel: the kernel's name with its template arguments, as NVRTC needs it.
         fused_multiply_add: whether the compiler may fuse products and sums.
-        most: the maximum number of clusters; 0 means as many as run on the device at a time.
+        most: the maximum number of clusters; 0 means as many as the device can run at the same time.
         multiple: the number of clusters is a multiple of this number. If `multiple` is eight, all rows of a cluster
             have the same shift.
         blocks, threads: blocks of a cluster, and threads of a block.
-        stages: stages of a block's pipeline of rows: the rows that are being loaded or computed at a time.
+        stages: stages of a block's pipeline of rows: the number of rows that a block loads or computes at the same
+            time.
     """
 
     kernel: str
@@ -70,7 +71,7 @@ def refused(
     rows: int, columns: int, dtypes: Sequence[torch.dtype], parameters: Sequence[torch.dtype | None],
     strides: Sequence[int], aligned: bool, device: Device,
 ) -> str | None:  # fmt: skip
-    """Why the cluster kernels cannot compute these rows; None if they can."""
+    """The reason why the cluster kernels cannot compute these rows; None if they can."""
     given = {dtype for dtype in parameters if dtype is not None}
     if rows == 0:
         return "there are no rows"
@@ -103,7 +104,7 @@ def staged(
     kernel: str, config: ClusterConfig, dtype: torch.dtype, parameter: torch.dtype, rows: int, columns: int, rms: bool,
     device: Device,
 ) -> Staged | None:  # fmt: skip
-    """The kernel and launch parameters for rows of x (in backward also of dy); None if shared memory or registers are
+    """The kernel and launch parameters for rows of x (in backward, of x and dy). None if shared memory or registers are
     too small.
     """
     backward = kernel == "norm_backward_staged"

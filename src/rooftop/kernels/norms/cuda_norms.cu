@@ -1,11 +1,12 @@
 // Layer norm of x + input_bias + residual; a block computes one or several rows (rooftop.kernels.norms.cuda_norms).
 //
-// A thread holds CHUNKS packs of WIDTH neighbouring elements of its row, in float32. Half precision is converted in
-// pairs (__half2, __nv_bfloat162), with one instruction for two elements. A row is summed by warp shuffles and then in
-// shared memory, always in the same order. pieces.cu must precede this file.
+// The registers of a thread contain CHUNKS packs of WIDTH neighbouring elements of a row, in float32. Half precision is
+// converted in pairs (__half2, __nv_bfloat162), with one instruction for two elements. A row is summed by warp shuffles
+// and then in shared memory, always in the same order. pieces.cu must precede this file.
 
-// The mean of a row as the sum of two floats. In a row far from zero, the rounding error of a single float would be in
-// all deviations. For half precision, whose results are rounded far more coarsely, `low` stays 0.
+// The mean of a row as the sum of two floats. If the values of a row are far from zero, the rounding error of a single
+// float would be in all deviations. For half precision, `low` stays 0, because this error is far smaller than the
+// rounding of the results.
 struct Mean {
     float high, low;
 
@@ -14,7 +15,7 @@ struct Mean {
 
 // ---- statistics of a row in registers ------------------------------------------------------------------------------
 
-// The mean, from the sum of this thread's values. Only float32 computes `low`, by a second sum.
+// Compute the mean of a row from the sum of this thread's values. Only for float32, a second sum computes `low`.
 template <typename T, int WARPS, int CHUNKS, int WIDTH>
 __device__ Mean mean_of_row(
     const float (&values)[CHUNKS][WIDTH], float sum, int columns, float* scratch, float* more_scratch) {
@@ -68,8 +69,9 @@ __device__ void finish(float (&values)[WIDTH], Mean average, float scale, const 
     store(values, y);
 }
 
-// Rows that fit in registers. A block is (32 * WARPS, rows of a block); a row of several warps has a block of its own.
-// residual, input_bias, weight, bias and total may be null; the kernel then skips that operation.
+// The kernel for rows that fit in registers. A block is (32 * WARPS, rows of a block); a row of several warps has a
+// separate block. residual, input_bias, weight, bias and total may be null; the kernel then skips the operation with
+// the null pointer.
 template <typename T, typename P, int WIDTH, int CHUNKS, int WARPS, typename Y = T>
 __global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_norm(
     const T* __restrict__ x, const T* __restrict__ residual,                             // (M, N), (M, N)
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(WARPS < 4 ? 128 : 32 * WARPS, 1) add_layer_nor
     const long long row = blockIdx.x * static_cast<long long>(blockDim.y) + threadIdx.y;
     if (row >= rows) return;  // whole warps exit, or whole blocks if a row has several warps
 
-    Pack<T, WIDTH> loaded[CHUNKS], added[CHUNKS];  // all loads are in flight before the first is used
+    Pack<T, WIDTH> loaded[CHUNKS], added[CHUNKS];  // all loads start before the first is used
     const T* source = x + row * x_stride;
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
@@ -135,8 +137,9 @@ __device__ void add_up(const T* x, const T* residual, const P* input_bias, int c
     if (residual != nullptr) add(load<T, WIDTH>(residual + column), values);
 }
 
-// Longer rows: a block reads its row twice, the second time mostly from L2. Each thread keeps its own mean and squared
-// deviations (Welford 1962). The statistics of all threads are merged at the end (Chan, Golub and LeVeque 1979).
+// The kernel for longer rows: a block reads its row twice, the second time mostly from L2. Each thread computes the
+// mean and squared deviations of its own elements (Welford 1962). The statistics of all threads are merged at the end
+// (Chan, Golub and LeVeque 1979).
 template <typename T, typename P, int WIDTH, int WARPS, typename Y = T>
 __global__ void __launch_bounds__(32 * WARPS) add_layer_norm_long(
     const T* __restrict__ x, const T* __restrict__ residual,  // shapes as above

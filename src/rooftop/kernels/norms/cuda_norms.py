@@ -1,13 +1,14 @@
 """Layer norm of a sum in CUDA C++: y = layer_norm(x + input_bias + residual). One pass computes the sum and the norm.
 
-The kernel fuses the end of a transformer's sublayer, as inference libraries for half precision do: the bias of the last
-linear layer, the residual connection and the norm (Ba, Kiros and Hinton 2016). The operator is bound by memory: the
-kernel reads x and residual once, and writes y and the sum (the residual of the next sublayer) once. The kernel rounds
-the sum once and keeps it in registers until it is normalized. The kernel reads and writes half precision 16 bytes at a
-time and converts in pairs. Row sums use shuffles within a warp and shared memory between warps (cuda_norms.cu).
+The kernel fuses the last operations of a transformer's sublayer, which are the bias of the last linear layer, the
+residual connection and the norm (Ba, Kiros and Hinton 2016). Inference libraries for half precision do the same. The
+operator is bound by memory: the kernel reads x and residual once, and writes y and the sum (the residual of the next
+sublayer) once. The kernel rounds the sum once and keeps it in registers until it is normalized. The kernel reads and
+writes half precision 16 bytes at a time and converts in pairs. Row sums use shuffles within a warp and shared memory
+between warps (cuda_norms.cu).
 
-`add_layer_norm`, whose forward kernel is in Triton, computes the same statistics and results, and has the same
-backward.
+`add_layer_norm`, whose forward kernel is in Triton, computes the same statistics and results as this operator, and
+shares its backward.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _forward(
 
 
 def alike(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-    """The parameters in one dtype: the dtype of the rows if all parameters have it, else float32."""
+    """The parameters in one dtype: if all parameters have the dtype of the rows, in that dtype, else in float32."""
     if any(t is not None and t.dtype != dtype for t in parameters):
         return [t.float() if t is not None else None for t in parameters]
     return list(parameters)
@@ -123,7 +124,7 @@ def add_layer_norm_cuda(
     """`add_layer_norm`, computed by the kernel in CUDA C++, with the same arguments, results and errors.
 
     Raises:
-        MissingExtraError: on a GPU, without NVRTC or `cuda.core`.
+        MissingExtraError: the tensors are on a GPU, and NVRTC or `cuda.core` is not installed.
     """
     name, parameters = "add_layer_norm_cuda", {"weight": weight, "bias": bias, "input_bias": input_bias}
     shape = check_norm(name, normalized_shape, input, residual, **parameters)

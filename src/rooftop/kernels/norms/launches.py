@@ -1,6 +1,7 @@
 """Launch the kernels of layer norm and RMS norm that the plans of `plans.py` select.
 
-`forward` and `backward` are for both norms, of x or of a sum. `norms.py` and `sum_norms.py` have the operators.
+`forward` and `backward` compute layer norm and RMS norm, of x or of a sum. `norms.py` and `sum_norms.py` have the
+operators.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rooftop.launch.triton_launch import launch, require_triton
 
 @cache
 def _kernel(name: str) -> Any:
-    """The Triton kernel with this name. All calls after the first are a dictionary look-up."""
+    """The Triton kernel with this name. Calls after the first call only look up the kernel in a dictionary."""
     require_triton()
     from rooftop.kernels.norms.triton_kernels import long_norms, norms
 
@@ -39,7 +40,7 @@ def forward(
     rms: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Compute (y, total, mean, rstd) with the plan's kernels, y in `dtype`.
+    """Compute (y, total, mean, rstd) with the kernels that the plan selects; y has the dtype `dtype`.
 
     total is None if nothing is added; mean is None for an RMS norm. x and residual (M, N) have unit column stride; the
     parameters (N,) are contiguous.
@@ -75,7 +76,8 @@ def backward(
     dweight: Tensor | None,
     dbias: Tensor | None,
 ) -> Tensor:
-    """Compute dx, with `dtotal` added. The plan's kernels also fill dweight and dbias, unless these are None.
+    """Compute dx, the gradient of x, including `dtotal`. The kernels also fill dweight and dbias, unless these are
+    None.
 
     dy, dtotal, x (M, N) have unit column stride, weight (N,) is contiguous. `mean` is None for an RMS norm.
     """

@@ -4,8 +4,8 @@ y = (x - mean) / sqrt(var + eps) * weight + bias (Ba, Kiros and Hinton 2016, "La
 y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"). Norms are
 bound by memory at every size: forward reads x and writes y, backward reads dy and x and writes dx. The backward kernel
 sums the gradients of weight and bias in the same pass, in float32 registers of persistent programs. The programs'
-partial sums are added in a fixed order, without atomics, so results are deterministic. `sum_norms.py` has both norms
-applied to a sum.
+partial sums are added in a fixed order, without atomics, so results are deterministic. `sum_norms.py` has the layer
+norm and the RMS norm of a sum.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class LayerNorm(NamedTuple):
         return y, mean.to(inside).reshape(-1), rstd.to(inside).reshape(-1)
 
     def formula(self) -> tuple[Tensor, None, None]:
-        """The formula is written out, because third derivatives of PyTorch's own function are wrong (PyTorch 2.13)."""
+        """The formula does not call PyTorch's layer norm, because that function's third derivatives are wrong in
+        PyTorch 2.13.
+        """
         values = self.x.to(accumulator_dtype(self.x.dtype))
         centred = values - values.mean(1, keepdim=True)
         y = centred * (centred.square().mean(1, keepdim=True) + self.eps).rsqrt()
@@ -150,8 +152,9 @@ class RmsNorm(NamedTuple):
 
 
 class NormBackward(NamedTuple):
-    """The gradients (dx, dweight, dbias) of any of the norms. mask: whether weight and bias need a gradient; a gradient
-    that is not needed is empty. dtotal: another gradient of x, which is added to dx. mean: None for an RMS norm.
+    """The gradients (dx, dweight, dbias) of a layer norm or an RMS norm. mask: whether weight and bias need a gradient;
+    a gradient that is not needed is empty. dtotal: a gradient of x from another use of x, which is added to dx. mean:
+    None for an RMS norm.
     """
 
     dy: Tensor
@@ -180,7 +183,7 @@ class NormBackward(NamedTuple):
         return self.x.new_empty(self.x.shape), *self._parameter_gradients()
 
     def _parameter_gradients(self) -> tuple[Tensor, Tensor]:
-        """Memory for the gradients of weight and bias; empty for a gradient that is not needed."""
+        """Allocate the gradients of weight and bias. A gradient that is not needed is an empty tensor."""
         weight, bias = (t if wanted else None for t, wanted in zip((self.weight, self.bias), self.mask, strict=True))
         nothing = self.x.new_empty(0)
         return (
@@ -206,8 +209,8 @@ class NormBackward(NamedTuple):
         return dx, dweight if mask[0] else None, dbias if mask[1] else None
 
     def formula(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A formula that is differentiable in dy, x and weight. The formula computes the statistics from x again,
-        because the statistics depend on x.
+        """Compute the gradients by a formula that is differentiable in dy, x and weight. The formula recomputes the
+        statistics, because they depend on x.
         """
         dy, dtotal, x, weight, bias, mean, rstd, mask = self
         slope, values = dy.to(rstd.dtype), x.to(rstd.dtype)
@@ -224,7 +227,7 @@ class NormBackward(NamedTuple):
 
     def cost(self, made: tuple[Tensor, Tensor, Tensor]) -> Cost:
         """Flops per element: 2 for normalizing (1 for RMS), 7 for dx (5 for RMS), 1 for the weight and 1 for dtotal.
-        The sums for the gradients of weight and bias add 2 and 1.
+        The gradient of the weight adds 2, and the gradient of the bias 1.
         """
         dy, dtotal, x, weight, _, mean, rstd, mask = self
         per_element = 9 if mean is not None else 6
@@ -252,8 +255,8 @@ def contiguous(parameter: Tensor | None) -> Tensor | None:
 
 
 def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | None:
-    """The weight in the statistics' dtype. Half precision input without a weight gets a weight of ones, because PyTorch
-    would otherwise round the statistics.
+    """The weight in the dtype of the statistics. If x is in half precision and there is no weight, return a weight of
+    ones, because without a weight PyTorch would round the statistics.
     """
     if weight is None and x.dtype != inside:
         return torch.ones(x.shape[1], dtype=inside, device=x.device)
@@ -263,8 +266,8 @@ def _alike(x: Tensor, weight: Tensor | None, inside: torch.dtype) -> Tensor | No
 def _layer_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute (dx, dweight, dbias) without rounding to half precision. Unlike PyTorch's operator, the function first
-    subtracts the terms that cancel each other.
+    """Compute (dx, dweight, dbias) without rounding to half precision. The function first subtracts the terms that
+    nearly cancel each other, which PyTorch's operator does not do.
     """
     centred = x - mean[:, None]
     normal = (centred - centred.mean(1, keepdim=True)) * rstd  # corrects the rounding error of the mean
@@ -356,12 +359,12 @@ def rows_of(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def one_row(parameter: Tensor | None) -> Tensor | None:
-    """A parameter as (N,); None stays None."""
+    """View a parameter as (N,); None stays None."""
     return parameter if parameter is None or parameter.dim() == 1 else parameter.reshape(-1)
 
 
 def shaped(y: Tensor, like: Tensor) -> Tensor:
-    """y (M, N) in the shape of another tensor."""
+    """View y (M, N) in the shape of the tensor `like`."""
     return y if like.dim() == 2 and y.shape == like.shape else y.reshape(like.shape)
 
 

@@ -5,7 +5,7 @@
 
 // ---- elements in memory -------------------------------------------------------------------------------------------
 
-// Neighbouring elements, as words, because the compiler would store a struct of elements element by element.
+// Neighbouring elements, stored as words, because the compiler would store a struct of elements one element at a time.
 template <typename T, int WIDTH, int BYTES = sizeof(T) * WIDTH>
 struct alignas(BYTES < 16 ? BYTES : 16) Pack {
     unsigned words[BYTES / 4];
@@ -66,7 +66,7 @@ __device__ Pack<T, WIDTH> narrowed(const float (&values)[WIDTH]) {
     return pack;
 }
 
-// Inline PTX for 16-byte stores, which the compiler would split into four.
+// Inline PTX for 16-byte stores, because the compiler would split such a store into four stores.
 template <typename T, int WIDTH>
 __device__ void store_pack(const Pack<T, WIDTH>& pack, T* to) {
 #ifdef __CUDACC__
@@ -129,7 +129,7 @@ __device__ float warp_sum(float value) {
     return value;
 }
 
-// The sum over the WARPS warps of a row, for every thread. `scratch`: WARPS floats that no other sum uses.
+// The sum over the WARPS warps of a row. Every thread gets the sum. `scratch`: WARPS floats that no other sum uses.
 template <int WARPS>
 __device__ float row_sum(float value, float* scratch) {
     value = warp_sum(value);

@@ -1,8 +1,8 @@
-"""Choose the kernels that compute a norm. A plan, with its reason, depends only on the tables and on the properties of
-a call.
+"""Choose the kernels that compute a norm. A plan and its reason depend only on the tables and on the properties of a
+call.
 
-`launches.py` launches exactly what a plan lists, so a plan always shows what runs. Plans are cached, since choosing
-takes the host longer than launching. Call `forget` after a change of the tables.
+`launches.py` launches exactly the kernels that a plan lists, so a plan shows which kernels run. Plans are cached, since
+choosing a plan takes the host longer than launching it. Call `forget` after a change of the tables.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Launch:
         sizes: the kernel's arguments after its tensors: rows, columns and strides in groups of UNIT elements.
         constants: the kernel's constants, and its number of warps.
         staged: the launch of a cluster kernel.
-        slots: rows of partial sums that the kernel writes in backward; a cluster kernel writes one row per cluster.
+        slots: number of rows of partial sums that the kernel writes in backward. `slots` is not used for cluster
+            kernels, which write one row per cluster.
     """
 
     kernel: str
@@ -57,10 +58,10 @@ class NormPlan:
     """How a norm or its gradients are computed.
 
     Attributes:
-        backend: "tiles" (a program holds whole rows), "shifted" (the same for unaligned rows, by loads of 16 bytes),
-            "long" (a program reads a row twice, block by block), "clusters" (CUDA C++: rows are staged in the shared
-            memory of a cluster of blocks), "reference" (plain PyTorch).
-        launches: the launches, in order. The last rows, up to seven, may use another kernel than the rows before them.
+        backend: "tiles" (a program keeps whole rows in registers), "shifted" (as "tiles", for unaligned rows, with
+            loads of 16 bytes), "long" (a program reads a row twice, block by block), "clusters" (CUDA C++: rows are
+            staged in the shared memory of a cluster of blocks), "reference" (plain PyTorch).
+        launches: the launches, in order. The last rows (up to seven) may need a different kernel from all other rows.
         reason: why this plan was chosen.
         refused: if the table lists a cluster kernel that cannot compute these rows, the reason.
     """
@@ -79,7 +80,8 @@ class NormPlan:
 
 
 class Forward(NamedTuple):
-    """The properties of a call for a norm of rows x (M, N), or of a sum of rows; rows have unit column stride.
+    """The properties of a call that computes a norm of rows x (M, N), or of a sum of rows. Rows have unit column
+    stride.
 
     Attributes:
         dtype, result: dtypes of x and y.
@@ -104,7 +106,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The properties of a call for the gradients of a norm of rows x (M, N).
+    """The properties of a call that computes the gradients of a norm of rows x (M, N).
 
     Attributes:
         dtype, slope, weight: dtypes of x, dy and the weight.
@@ -184,7 +186,7 @@ def without_kernels(dtype: torch.dtype, columns: int, triton: bool) -> str | Non
 
 @lru_cache(maxsize=4096)
 def choose_forward(call: Forward) -> NormPlan:
-    """The plan for a norm."""
+    """The plan that computes a norm."""
     why = without_kernels(call.dtype, call.columns, call.device.triton)
     if why is not None:
         return NormPlan("reference", (), why)
@@ -192,8 +194,8 @@ def choose_forward(call: Forward) -> NormPlan:
     fours = _fours(call, group)
     if fours is not None:
         reason = (
-            f"rows begin at multiples of 8 bytes, and up to {fours.columns} elements are faster in registers than "
-            "staged"
+            f"rows begin at multiples of 8 bytes, and rows of up to {fours.columns} elements are faster in registers "
+            "than staged"
         )
         return NormPlan("tiles", (_forward_tiles(call, group, fours),), reason)
     entry = clusters.config_for(tables.CLUSTER_FORWARD, columns)
@@ -241,7 +243,9 @@ def _staged_forward(call: Forward, entry: ClusterConfig) -> tuple[Launch, ...] |
 
 
 def _forward_unshifted(call: Forward, group: int, part: Part) -> tuple[Backend, Launch, str]:
-    """Launches for a part that needs no shift: with tiles if a program can hold a row, else block by block."""
+    """The launch for a range of rows that needs no shift: tiles if a row fits in a program's registers, else block by
+    block.
+    """
     columns, size = call.columns, call.dtype.itemsize
     narrow = group * size < 16 and columns > 256
     config = config_for(tables.FORWARD_NARROW, columns) if narrow else None
@@ -251,7 +255,7 @@ def _forward_unshifted(call: Forward, group: int, part: Part) -> tuple[Backend, 
         reason = f"a program holds a row of up to {config.columns if config else 0} elements"
     if config is None and group == 8 and size == 2 and not call.adds:
         config = config_for((tables.FORWARD_HELD,), columns)
-        reason = f"rows of whole groups of 16 bytes: {tables.FORWARD_HELD.warps} warps hold one"
+        reason = f"rows of whole groups of 16 bytes: {tables.FORWARD_HELD.warps} warps hold one row"
     if config is None:
         return "long", _forward_long(call, group, part), f"no program holds a row of {columns} elements"
     return "tiles", _forward_tiles(call, group, config, part), reason
@@ -343,7 +347,7 @@ def _backward_part(call: Backward, part: Part, pairs: BackwardConfig | None) -> 
     start, stop, shifted = part
     rows, columns, group = stop - start, call.columns, unit(call.columns, *call.strides)
     sizes = (rows, columns // group, *(stride // group for stride in call.strides))
-    # In dy * weight - mean(dy * weight), both products must be rounded in the same way. Otherwise equal terms do not
+    # In dy * weight - mean(dy * weight), both products must be rounded in the same way. Otherwise equal terms would not
     # cancel. Products of half precision are exact in float32; products of float32 must not be fused with the
     # subtraction.
     exact: Constants = {"enable_fp_fusion": all(t is None or t in HALVES for t in (call.slope, call.weight))}
@@ -421,7 +425,7 @@ def config_for(table: Sequence[Config], columns: int) -> Config | None:
 
 
 class Part(NamedTuple):
-    """A range of rows, and whether the kernel loads them with a shift."""
+    """A range of rows, and whether the kernel loads these rows with a shift (see `parts_of`)."""
 
     start: int
     stop: int
@@ -431,10 +435,12 @@ class Part(NamedTuple):
 def parts_of(
     rows: int, columns: int, dtypes: Sequence[torch.dtype], strides: Sequence[int], worthwhile: bool
 ) -> list[Part]:
-    """Split rows of (M, N) tensors into a part loaded with a shift and a part loaded without a shift. If `worthwhile`,
-    the shifted part is the largest multiple of eight rows.
+    """Split the rows of (M, N) tensors into a range that is loaded with a shift and a range that is loaded without a
+    shift. If `worthwhile`, the shifted range is the largest multiple of eight rows. A shift means that the kernel loads
+    the groups of 16 bytes that enclose an unaligned row.
 
-    No row is loaded with a shift if elements have four bytes, if four divides N, or if the rows are not contiguous.
+    No row is loaded with a shift if an element has four bytes, if N is a multiple of four, or if rows are not
+    contiguous.
     """
     odd = worthwhile and columns >= tables.SHIFTED_FROM and columns % 4 != 0 and rows >= 8
     if not odd or any(d.itemsize != 2 for d in dtypes) or any(stride != columns for stride in strides):
@@ -452,7 +458,7 @@ def tile(config: ForwardConfig | BackwardConfig, columns: int) -> Constants:
 
 
 def shifted_tile(config: BackwardConfig, columns: int, dtypes: Sequence[torch.dtype], device: Device) -> Constants:
-    """Launch parameters of kernels for unaligned rows. These kernels read at most seven elements of a neighbour row."""
+    """Launch parameters of the kernels for unaligned rows, which read at most seven elements of a neighbouring row."""
     constants = tile(config, columns + 7)
     del constants["EVEN"]
     fetched = stages(config, dtypes, columns + 7, device)
@@ -466,8 +472,8 @@ def long_tile(config: LongConfig, dtypes: Sequence[torch.dtype], device: Device)
 
 
 def stages(config: BackwardConfig | LongConfig, dtypes: Sequence[torch.dtype], columns: int, device: Device) -> int:
-    """The configuration's number of stages, or fewer if these stages and the scratch space of the sums do not fit in
-    shared memory.
+    """The number of stages in `config`, reduced if the stages do not fit in shared memory beside the scratch space of
+    the sums.
     """
     rows = config.rows if isinstance(config, BackwardConfig) else 1
     elements = rows * min(-(-columns // config.block) * config.block, power_of_two(columns))

@@ -2,8 +2,9 @@
 // other ranks, and reads their rows from its own mailbox. The rank adds all rows in the order of the ranks, and
 // normalizes the sum. pieces.cu and cuda_norms.cu must precede this file.
 //
-// A word in a mailbox has 8 bytes: data in the lower 4, and in the upper 4 the number of the call that sent it. A word
-// arrives atomically, so its number proves that its data is there, without a fence or a second trip.
+// A word in a mailbox has 8 bytes: the lower 4 bytes are data, and the upper 4 bytes are the number of the call that
+// sent the word. A word arrives atomically, so if the number of a word has arrived, the data has arrived as well. This
+// needs no fence and no second trip.
 //
 //     mailbox of a rank    unsigned long long [2: call % 2][ranks: sender][rows][words of a row]
 //
@@ -120,8 +121,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) norm_of_rank_sum(
             if (pack < packs) send(own[chunk], call, mailbox + pack * WORDS);
         }
     }
-    // Load residual and parameters while words are in flight. Weights come from DRAM, and are loaded ahead if registers
-    // suffice.
+    // Load residual and parameters while the words of other ranks arrive. Weights come from DRAM, and are loaded ahead
+    // if registers suffice.
     constexpr bool AHEAD = CHUNKS <= 2;
     Pack<P, WIDTH> scales[AHEAD ? CHUNKS : 1], shifts[AHEAD ? CHUNKS : 1];
 #pragma unroll

@@ -1,11 +1,12 @@
-"""Layer norm or RMS norm of a sum over ranks, in one CUDA C++ kernel: the end of a sublayer that is sharded over ranks.
+"""Layer norm or RMS norm of a sum over ranks, in one CUDA C++ kernel: the last operation of a sublayer that is sharded
+over ranks.
 
 total = partial of rank 0 + partial of rank 1 + ... + input_bias + residual, y = norm(total). The kernel replaces an
-all-reduce and the `add_layer_norm` or `add_rms_norm` after it. The kernel is for few rows, as in a decoding step, where
-latency matters more than bandwidth. Each rank writes its partial rows into the memory of all other ranks, 4 bytes at a
-time together with the number of the call. Then the rank waits until the other ranks' rows have arrived. This exchange
-takes one trip over the link, without a fence or a barrier, as in NCCL's protocol "LL". All ranks add in float32 in the
-order of the ranks, and round once, so their results are identical bit for bit.
+all-reduce followed by `add_layer_norm` or `add_rms_norm`. The kernel is for few rows, as in a decoding step, where
+latency matters more than bandwidth. Each rank writes its partial rows into the memory of all other ranks, in words of 4
+bytes of data and the number of the call. Then the rank waits until the other ranks' rows have arrived. The exchange of
+rows takes one trip over the link, without a fence or a barrier, as in NCCL's protocol "LL". All ranks add the rows in
+float32, in the order of the ranks, and round once, so the ranks' results are identical bit for bit.
 
 Source: Hu et al. 2025, "Demystifying NCCL" (arXiv:2507.04786), section 3.2, for words with flags.
 """
@@ -29,25 +30,26 @@ from rooftop.launch import cuda
 
 RANK_SUM_FILES = (*CUDA_FILES, "norms/rank_sums.cu")
 WORD_BYTES = 8
-"""The size of a word: four bytes of data, and four bytes for the number of the call."""
+"""The size of a word in a mailbox: four bytes of data, and four bytes for the number of the call."""
 MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
 class Mailboxes:
-    """The memory of each rank that the other ranks write to, by its addresses on this rank's GPU. A new mailbox is
-    filled with zeros.
+    """The mailboxes of all ranks. A mailbox is the memory of a rank to which the other ranks write; a new mailbox must
+    be filled with zeros.
 
-    All ranks make the same calls in the same order, on one stream at a time.
+    All ranks must make the same calls in the same order, on one stream at a time.
 
     Attributes:
-        addresses: (ranks + 1,), int64, on this rank's device: addresses of each rank's mailbox and of `stop`.
+        addresses: (ranks + 1,), int64, on this rank's device: the address of each rank's mailbox, followed by the
+            address of `stop`, all as this rank's GPU sees them.
         state: (2,), int32, zeros at first: the number of calls so far, and the number of blocks of the current call
             that have read the number of calls.
-        stop: (1,), int32, in pinned memory of the host. If this value is not 0, kernels no longer wait, and their
-            results are undefined.
+        stop: (1,), int32, in pinned memory of the host. If this value is not 0, kernels no longer wait for other ranks,
+            and the kernels' results are undefined.
         rank: index of this rank.
-        words: the maximum number of words of `WORD_BYTES` that a rank may send to a mailbox in one call.
+        words: the maximum number of words that a rank may send to a mailbox in one call; a word has `WORD_BYTES` bytes.
     """
 
     addresses: Tensor
@@ -72,7 +74,7 @@ class Mailboxes:
         return 2 * ranks * words * WORD_BYTES
 
     def refused(self, rows: int, columns: int, dtype: torch.dtype) -> str:
-        """The reason why the kernel cannot add rows of this size; empty if it can. All ranks get the same result."""
+        """The reason why the kernel cannot add these rows; empty if it can. The result is the same on all ranks."""
         if dtype not in CPP_TYPES:
             return f"the kernel adds float32 and half precision, not {dtype}"
         if not 0 < columns <= 32 * RANK_SUM_WARPS[-1] * width_of(columns, dtype) * _most_chunks(columns, dtype):
@@ -84,8 +86,8 @@ class Mailboxes:
 
 
 def width_of(columns: int, dtype: torch.dtype) -> int:
-    """The number of neighbouring elements, up to 16 bytes, that a thread loads at once. This width depends only on the
-    arguments, because all ranks must use the same width.
+    """The number of neighbouring elements, up to 16 bytes, that a thread loads at once. The number depends on nothing
+    but the arguments, because all ranks must use the same number.
     """
     return math.gcd(16 // dtype.itemsize, columns)
 
@@ -97,7 +99,7 @@ def words_of(columns: int, dtype: torch.dtype) -> int:
 
 
 def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: int, rms: bool) -> tuple[str, int]:
-    """The kernel's name, and the threads of a block."""
+    """Return (the kernel's name, the number of threads of a block)."""
     width = width_of(columns, dtype)
     packs = columns // width
     warps = next((each for each in RANK_SUM_WARPS if packs <= 32 * each), RANK_SUM_WARPS[-1])
@@ -107,7 +109,9 @@ def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: 
 
 
 def _most_chunks(columns: int, dtype: torch.dtype) -> int:
-    """The maximum number of packs per thread; a thread holds at most `RANK_SUM_CHUNKS[-1]` elements in all packs."""
+    """The maximum number of packs per thread, such that all packs of a thread have at most `RANK_SUM_CHUNKS[-1]`
+    elements.
+    """
     return RANK_SUM_CHUNKS[-1] // width_of(columns, dtype)
 
 
@@ -122,11 +126,11 @@ def norm_of_rank_sum(
     input_bias: Tensor | None = None,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Norm over the last dimension of the sum of all ranks' `partial`, `input_bias` and `residual`, and the sum itself.
+    """Compute the sum of `partial` over all ranks, plus `input_bias` and `residual`, and the norm of this sum.
 
     All ranks must call this function with the same shapes, and with the same values of all arguments except `partial`.
-    The kernel waits for the other ranks, like NCCL's kernels, until `mailboxes.stop` is set. The function does not
-    support autograd.
+    Like NCCL's kernels, the kernel waits for the other ranks; setting `mailboxes.stop` ends the wait. The function does
+    not support autograd.
 
     Args:
         partial: (..., N), float32 or half precision, on a GPU.
@@ -134,14 +138,14 @@ def norm_of_rank_sum(
         mailboxes: the mailboxes of this rank.
         weight, bias, input_bias: (N,).
         eps: added to the variance; None as in `torch.nn.functional.rms_norm`.
-        rms: RMS norm instead of layer norm; an RMS norm has no bias.
+        rms: compute an RMS norm, which has no bias, instead of a layer norm.
 
     Returns:
-        (y, total), both like partial. total is rounded once, and y is its norm.
+        (y, total), both like partial. total is the sum, rounded once, and y is the norm of total.
 
     Raises:
         TypeError, ValueError: dtypes, shapes or devices do not match, or `Mailboxes.refused` returns a reason.
-        MissingExtraError: without NVRTC or `cuda.core`.
+        MissingExtraError: NVRTC or `cuda.core` is not installed.
     """
     if rms and bias is not None:
         raise ValueError("norm_of_rank_sum: an RMS norm has no bias: leave out bias or rms")
@@ -167,7 +171,9 @@ def norm_of_rank_sum(
 
 
 def _aligned(tensor: Tensor | None, width: int) -> Tensor | None:
-    """The tensor, copied unless it is contiguous and so aligned that a thread can load `width` elements at once."""
+    """The tensor itself if it is contiguous and aligned to `width` elements, which a thread loads at once; else
+    a copy.
+    """
     if tensor is None:
         return None
     tensor = tensor.contiguous()
@@ -184,7 +190,7 @@ def norm_of_rank_sum_reference(
     input_bias: Tensor | None = None,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The sum and its norm in PyTorch, from the partial rows of all ranks, in any floating point dtype.
+    """Compute (norm, sum) in PyTorch from the partial rows of all ranks, in any floating point dtype.
 
     The sum is computed in float32 (float64 for float64), in the order of the ranks, and rounded once.
     """

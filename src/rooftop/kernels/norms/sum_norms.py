@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm of a sum that is returned too: the operation between the sublayers of a transformer.
+"""Layer norm and RMS norm of a sum, as between the sublayers of a transformer. The sum is returned as well.
 
 total = x + input_bias + residual, y = norm(total). One pass computes the bias of the last linear layer, the residual
 connection and the norm. The operators are bound by memory: forward reads x and residual once, and writes y and total
@@ -176,7 +176,7 @@ def add_reference(x: Tensor, residual: Tensor | None, input_bias: Tensor | None)
 
 
 def adds(residual: Tensor | None, input_bias: Tensor | None) -> bool:
-    """Whether anything is added, so that the sum is a new tensor and not x."""
+    """Whether a residual or an input bias is added, so that the sum is a new tensor instead of x itself."""
     return residual is not None or input_bias is not None
 
 
@@ -220,9 +220,9 @@ def add_layer_norm(
         input_bias: (*normalized_shape), added to each row of input.
 
     Returns:
-        (y, total), both like input. total is rounded once, and y is its norm. If nothing is added, total is input
-        itself. Under a GPU's autocast y is float32, as from PyTorch's norms, and total keeps the dtype of input, as
-        PyTorch's sums do.
+        (y, total), both like input. total is the sum, rounded once, and y is the norm of total. If nothing is added,
+        total is input itself. Under a GPU's autocast y is float32, like the results of PyTorch's norms, and total has
+        the dtype of input, like the results of PyTorch's sums.
 
     Raises:
         TypeError: a tensor is not dense, a dtype is not floating point, or the dtypes of residual and input differ.
@@ -274,17 +274,18 @@ def layer_norm_plan(
     rms: bool = False,
     direction: Literal["forward", "backward"] = "forward",
 ) -> NormPlan:
-    """Return the kernels that would compute a norm of these arguments, and the reason, without computing the norm.
+    """Return the kernels that would compute a norm with these arguments, and the reason for the choice, without
+    computing the norm.
 
     Args:
         input, normalized_shape, weight, bias: as in `layer_norm`.
         residual, input_bias: as in `add_layer_norm`, if given.
-        rms: plan `rms_norm` or `add_rms_norm`, which have no bias.
-        direction: "backward" plans the gradients of input and of all given parameters, from contiguous gradients of the
-            results.
+        rms: return the plan of `rms_norm` or `add_rms_norm`, which have no bias.
+        direction: "forward", or "backward" for the plan that computes the gradients of input and of all given
+            parameters, from contiguous gradients of the results.
 
     Raises:
-        TypeError, ValueError: as in the norms, or if a bias is given for an RMS norm, or the direction is unknown.
+        TypeError, ValueError: as in the norms, or a bias is given for an RMS norm, or the direction is unknown.
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"layer_norm_plan: direction must be 'forward' or 'backward', got {direction!r}")
@@ -302,8 +303,8 @@ def layer_norm_plan(
 def _is_plain_sum(
     x: Tensor, residual: Tensor | None, normalized_shape: int | Sequence[int], *parameters: Tensor | None
 ) -> bool:
-    """Whether all tensors are float32 on the CPU and match, so that PyTorch's layer norm computes the result with less
-    overhead.
+    """Whether all tensors are float32 on the CPU and have matching shapes, so that PyTorch's layer norm computes the
+    result with less overhead.
     """
     if INTERPRETED or x is None or not computed_on_cpu(x, residual, *parameters) or x.dim() == 0:
         return False

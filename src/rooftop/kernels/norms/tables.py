@@ -21,7 +21,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Launch parameters of backward: as in forward, and also programs per SM and stages of the pipeline of tiles."""
+    """Launch parameters of backward: those of `ForwardConfig`, programs per SM, and stages of the pipeline of tiles."""
 
     columns: int
     rows: int
@@ -30,13 +30,13 @@ class BackwardConfig:
     programs_per_sm: int
     stages: int
     hold: bool = False  # keep the weight in registers
-    again: bool = False  # load rows twice
+    again: bool = False  # load rows a second time instead of keeping them in registers
 
 
 @dataclass(frozen=True)
 class LongConfig:
-    """Launch parameters of kernels that read long rows block by block: elements of a block, warps, the largest number
-    of programs for each SM, and the number of blocks in flight (`stages`).
+    """Launch parameters of kernels that read long rows block by block: elements of a block, warps, the maximum number
+    of programs per SM, and the number of blocks loaded at the same time (`stages`).
     """
 
     block: int
@@ -46,9 +46,9 @@ class LongConfig:
     shifted: bool = True  # whether rows at odd addresses are loaded 16 bytes at a time
 
 
-# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). Loads must be wide (a block gives
-# each thread 16 bytes or more), and the masked part of the last block must be small. Backward must prefetch rows; a
-# weight in registers leaves more shared memory for this.
+# Chosen by benchmarks/kernels/norm_variants.py on an H200 (bfloat16, 2^27 elements). For the fastest loads, each thread
+# must load 16 bytes or more of a block, and the masked part of the last block must be small. Backward must prefetch
+# rows to shared memory; keeping the weight in registers leaves more shared memory for rows.
 FORWARD = (
     ForwardConfig(columns=128, rows=8, block=128, warps=2),
     ForwardConfig(columns=256, rows=8, block=256, warps=4),
@@ -70,8 +70,8 @@ FORWARD_NARROW = (
     ForwardConfig(columns=1024, rows=1, block=256, warps=1),
 )
 
-# These entries are for longer half precision rows that begin at multiples of 8 bytes. In rows of up to `columns`
-# elements, loads of 8 bytes are faster than staging in shared memory (`clusters`).
+# For half precision rows from `FOURS_FROM` to `columns` elements that begin at multiples of 8 bytes: loads of 8 bytes
+# are faster than staging the rows in shared memory (`clusters`).
 FORWARD_FOURS, FORWARD_FOURS_RMS = (
     (ForwardConfig(columns=16_384, rows=1, block=2048, warps=8),),
     (ForwardConfig(columns=24_568, rows=1, block=2048, warps=8),),
@@ -95,13 +95,13 @@ BACKWARD = (
     BackwardConfig(columns=16384, rows=1, block=4096, warps=16, programs_per_sm=1, stages=1, again=True),
 )
 
-# Half precision rows of up to 65536 elements, in groups of 16 bytes: reading them once is faster than reading them
-# twice.
+# For half precision rows of up to 65536 elements whose length is a multiple of 16 bytes: reading a row once is faster
+# than reading a row twice.
 FORWARD_HELD = ForwardConfig(columns=65536, rows=1, block=16384, warps=32)
 
-# Rows at odd addresses, loaded 16 bytes at a time. Forward with 381 to 1002, 2601 or 12287 elements is faster with
-# loads of two bytes, one warp for each row. In these rows the masks of the first and the last group cost more
-# instructions than the wide loads save.
+# For rows at odd addresses, which are loaded 16 bytes at a time. For rows of 381 to 1002, 2601 or 12287 elements,
+# forward is faster with loads of two bytes and one warp per row, because the masks of the first and the last group take
+# more instructions than the wide loads save.
 FORWARD_SHIFTED = (BackwardConfig(columns=256, rows=4, block=256, warps=4, programs_per_sm=8, stages=1),)
 BACKWARD_SHIFTED = (
     BackwardConfig(columns=512, rows=4, block=256, warps=4, programs_per_sm=4, stages=3),
@@ -112,12 +112,12 @@ BACKWARD_SHIFTED = (
     BackwardConfig(columns=6144, rows=1, block=2048, warps=16, programs_per_sm=1, stages=3),
 )
 
-# Short rows of an even length: one warp per row and twelve warps on an SM are faster than shifted loads.
+# For short rows of an even length: one warp per row and twelve warps on an SM are faster than loads with a shift.
 BACKWARD_PAIRS = (BackwardConfig(columns=512, rows=1, block=256, warps=1, programs_per_sm=12, stages=3, hold=True),)
-SHIFTED_FROM = 128  # minimum columns; shorter rows need only few loads even without a shift
+SHIFTED_FROM = 128  # minimum columns for loads with a shift; shorter rows need few loads even without a shift
 
-# Longer rows in forward have one program per row. Few persistent programs would find their rows in L2 in the second
-# pass, but were slower: 132 programs have too few loads in flight.
+# In forward, longer rows than those of FORWARD have one program per row. With few persistent programs, the second pass
+# would find a row in L2. But few persistent programs were slower, because 132 programs have too few loads in flight.
 MANY = 64
 FORWARD_LONG = LongConfig(block=8192, warps=16, programs_per_sm=MANY, stages=3)
 FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)
@@ -136,10 +136,9 @@ class ClusterConfig:
         blocks: blocks of a cluster, which share a row: 1, 2, 4 or 8.
         warps: warps of a block.
         blocks_per_sm: number of blocks on an SM, which divide its shared memory.
-        stages: number of a block's rows that are being loaded or computed at a time; fewer if shared memory is too
-            small.
-        odd: True if the entry is for rows that do not all begin at multiples of 16 bytes, False if it is for rows that
-            do, None if it is for both.
+        stages: number of rows that a block loads or computes at the same time; fewer if shared memory is too small.
+        odd: True if the entry is for rows of which some do not begin at a multiple of 16 bytes. False if the entry is
+            for rows that all begin at multiples of 16 bytes. None if the entry is for all rows.
     """
 
     least: int
@@ -177,7 +176,7 @@ CLUSTER_BACKWARD: tuple[ClusterConfig, ...] = (
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """Parameters for rows of up to `columns` elements.
+    """Launch parameters of the CUDA C++ norm for rows of up to `columns` elements.
 
     Attributes:
         elements: elements of a row in one thread.
@@ -192,8 +191,8 @@ class CudaConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# A thread has 16 to 64 bytes of half precision in flight. One warp holds a row of up to 1024 columns.
-# These parameters are not measured yet.
+# A thread loads 16 to 64 bytes of half precision at a time. One warp keeps a row of up to 1024 columns in registers.
+# The parameters in CUDA are not measured yet.
 CUDA = (
     CudaConfig(columns=256, elements=8, warps=1, rows=4, measured=False),
     CudaConfig(columns=512, elements=16, warps=1, rows=4, measured=False),
@@ -207,8 +206,8 @@ CUDA_LONG_WARPS = 32  # warps of a row that does not fit in registers
 
 # ---- CUDA C++, norms of sums over ranks ----------------------------------------------------------------------------
 
-# Each row has a block with the fewest warps that hold the row with one pack (16 bytes) per thread, so that all loads of
-# the row are in flight at once. Threads hold several packs of longer rows, up to 32 elements. These parameters are not
-# measured yet.
+# Each row has one block, which has as few warps as possible if each thread loads one pack (16 bytes), so that all loads
+# of a row run at the same time. For longer rows, each thread loads several packs, up to 32 elements. The parameters of
+# rank sums are not measured yet.
 RANK_SUM_WARPS = (4, 8, 16)
 RANK_SUM_CHUNKS = (1, 2, 4, 8, 16, 32)

@@ -8,12 +8,12 @@ from torch.nn import functional
 
 from rooftop.kernels.operands.dtypes import accumulator_dtype
 
-# numbered as in triton_kernels/activations.py
+# an activation's index is its number in triton_kernels/activations.py
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "relu6", "hardswish", "hardsigmoid")
 OF_OUTPUT = ("none", "relu", "sigmoid")
-"""Activations whose backward reads only their result; the backward of the others reads their input."""
+"""Activations whose backward reads only the activation's result. For all others, backward reads the input."""
 
-# Flops per element; an exponential, a division or an error function counts 1, like a product.
+# Flops per element; an exponential, a division and an error function count 1 each, like a product.
 FORWARD_FLOPS = {
     "none": 0, "relu": 1, "gelu": 5, "gelu_tanh": 8, "silu": 4, "sigmoid": 3, "relu6": 2, "hardswish": 5,
     "hardsigmoid": 4,
@@ -44,8 +44,8 @@ def activated(values: Tensor, activation: str) -> Tensor:
 
 
 def activation_backward_reference(dy: Tensor, saved: Tensor, activation: str, of_output: bool) -> Tensor:
-    """dy * activation' in float32 (float64 for float64). `saved`: the activation's result if `of_output`, else its
-    input.
+    """Compute dy * activation' in float32 (float64 for float64). `saved`: the activation's result if `of_output`, else
+    the activation's input.
     """
     gradient, value = dy.to(accumulator_dtype(dy.dtype)), saved.to(accumulator_dtype(dy.dtype))
     if activation == "none":

@@ -14,8 +14,7 @@ IN_FLOAT32 = {
     "cpu": frozenset({"cross_entropy"}),
     "cuda": frozenset({"cross_entropy", "layer_norm", "rms_norm", "softmax", "log_softmax", "sum", "norm"}),
 }
-"""For each kind of device, the functions whose result is float32 under autocast (`norm` is
-`torch.linalg.vector_norm`)."""
+"""For each device type, the functions whose result is float32 under autocast (`norm` is `torch.linalg.vector_norm`)."""
 
 
 def under_autocast(x: Tensor) -> bool:

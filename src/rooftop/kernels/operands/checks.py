@@ -72,7 +72,7 @@ def check_shape(name: str, argument: str, tensor: Tensor | None, shape: tuple[in
 
 
 def check_same_dtype(name: str, first: str, tensor: Tensor, hint: str, **others: Tensor | None) -> None:
-    """Raise TypeError if a tensor does not have the dtype of the first one."""
+    """Raise TypeError if one of `others` does not have the dtype of `tensor`."""
     for argument, other in others.items():
         if other is not None and other.dtype != tensor.dtype:
             raise TypeError(f"{name}: {first} is {tensor.dtype}, {argument} {other.dtype}: {hint}")

@@ -21,7 +21,7 @@ __device__ __forceinline__ int block_rank() {
     return rank;
 }
 
-// Barrier of all threads of a cluster; it makes their earlier writes visible to each other.
+// Barrier of all threads of a cluster. The threads' earlier writes become visible to all threads of the cluster.
 __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -71,7 +71,7 @@ __device__ __forceinline__ void await_eights() { asm volatile("cp.async.wait_all
 __device__ __forceinline__ void hand_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Store 16 bytes at the same address in the shared memory of another block, and count these bytes at that block's
-// barrier. Unlike a cluster barrier, this does not wait for outstanding stores to global memory.
+// barrier. Unlike a cluster barrier, this function does not wait for outstanding stores to global memory.
 __device__ __forceinline__ void send_to_block(float4* place, int rank, float4 value, unsigned long long* barrier) {
     unsigned there, signal;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(rank));
@@ -87,7 +87,7 @@ __device__ __forceinline__ void await_blocks(unsigned long long* barrier, unsign
 }
 #endif
 
-// Load 16 bytes at a time, because a warp would wait for each load of a single float.
+// Load floats 16 bytes at a time, because a warp would wait for each load of a single float.
 template <int COUNT>
 __device__ void load_fours(const float* from, float (&values)[COUNT]) {
 #pragma unroll

@@ -14,13 +14,13 @@ from rooftop.launch import cuda
 from rooftop.launch.triton_launch import processors, shared_memory_bytes
 
 Constants = dict[str, int | bool]
-"""Constants of a launch, by the names of the kernel's arguments."""
+"""A launch's values for the constants of a kernel, by argument name."""
 
 WordConstants = dict[str, int | bool | str]
-"""Constants of a launch, some of which are strings, such as a precision."""
+"""A launch's values for the constants of a kernel, some of which are strings, such as a precision."""
 
 ANY_BYTES = 1 << 62
-"""The limit of a table's last entry, which applies to rows of any length."""
+"""The limit in the last entry of a table, so that this entry applies to rows of any length."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,14 @@ class ElementsConfig:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`: sides of blocks must be powers of two."""
+    """The smallest power of two that is at least `size`. The sides of Triton's blocks must be powers of two."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def tile_of(elements: int, columns: int, warps: int) -> Constants:
-    """A tile of about `elements` elements for rows of `columns` columns; short rows share a tile."""
+    """Launch parameters of a tile of about `elements` elements, for rows of `columns` columns. Short rows share
+    a tile.
+    """
     width = min(elements, power_of_two(columns))
     return {"ROWS": elements // width, "COLUMNS": width, "num_warps": warps}
 
@@ -56,7 +58,7 @@ def is_wide(*tensors: Tensor) -> bool:
 
 @cache
 def capability(device: torch.device) -> int:
-    """The major compute capability; 9 (Hopper) for interpreted kernels."""
+    """The major compute capability of a device; 9 (Hopper) if Triton's interpreter runs the kernels."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
@@ -65,7 +67,7 @@ class Device(NamedTuple):
 
     Attributes:
         triton: whether Triton's kernels run on the device.
-        processors: multiprocessors.
+        processors: number of multiprocessors.
         shared_bytes: the maximum shared memory of a block, in bytes.
         cuda: the major compute capability; 0 if CUDA C++ kernels do not run on the device.
     """
@@ -78,7 +80,7 @@ class Device(NamedTuple):
 
 @cache
 def device_facts(device: torch.device) -> Device:
-    """The properties of a device of this machine."""
+    """The `Device` properties of a device of this machine."""
     nothing = torch.empty(0, device=device)
     major = capability(device) if cuda.runs_on(nothing) else 0
     return Device(not without_kernels(device), processors(nothing), shared_memory_bytes(nothing), major)

@@ -1,4 +1,4 @@
-"""Copy matrices so that each row is a multiple of 16 bytes, which fast tensor-core products need.
+"""Copy matrices so that the size of each row is a multiple of 16 bytes, which fast tensor-core products need.
 
 If rows are not multiples of 16 bytes, cuBLAS multiplies several times more slowly. A copy takes only one pass over
 memory.
@@ -13,7 +13,7 @@ from rooftop.kernels.operands.references import without_kernels
 from rooftop.launch.triton_launch import launch, require_triton
 
 ALIGNMENT, ROW_BYTES = 16, 128
-LEAST_PADDED = 1 << 17  # elements of the result; above this number, copies save more time than they take
+LEAST_PADDED = 1 << 17  # minimum number of elements of a result for which copies save more time than they take
 TILE = {"ROWS": 4, "COLUMNS": 1024, "num_warps": 4}
 
 
@@ -26,7 +26,7 @@ def missing_columns(columns: int, x: Tensor) -> int:
 
 
 def padded(x: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
-    """x (M, N), of any strides, with this many rows and columns of zeros appended; x itself if both numbers are 0."""
+    """Append `rows` rows and `columns` columns of zeros to x (M, N), of any strides. If both are 0, return x itself."""
     if rows == 0 and columns == 0:
         return x
     shape = (x.shape[0] + rows, x.shape[1] + columns)

@@ -14,7 +14,9 @@ def without_kernels(device: torch.device) -> bool:
 
 
 def by_reference(x: Tensor) -> bool:
-    """Whether the PyTorch formula computes the call: x is float64, or its device cannot run Triton kernels."""
+    """Whether the PyTorch formula computes a call with x: x is float64, or the device of x cannot run
+    Triton kernels.
+    """
     return why_reference(x.dtype, not without_kernels(x.device)) is not None
 
 

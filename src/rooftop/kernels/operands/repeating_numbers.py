@@ -1,8 +1,8 @@
-"""Tables of numbers that repeat along a row, for kernels to load: for example one number per channel of interleaved
-images.
+"""Tables on a device for numbers that repeat along a row, such as one number per channel of interleaved images.
 
-A program may begin at any channel. So a table has one row per first channel: row p repeats the numbers, beginning with
-number p. The numbers of a program are contiguous, so its loads of numbers are as wide as its loads of pixels.
+A program may begin at any channel. So a table has one row for each possible first channel: row p repeats the numbers,
+beginning with number p. The numbers that a program needs are then contiguous in memory, so the program loads numbers as
+wide as pixels.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 COLUMNS = 2048
 """The maximum number of values that a program reads from a table."""
-MOST_BYTES = 64 << 20  # limit of all tables in the cache
+MOST_BYTES = 64 << 20  # maximum size of all cached tables together
 
 _tables: dict[tuple[bytes, torch.dtype, torch.device], Tensor] = {}
 _making = Lock()
 
 
 class Table(NamedTuple):
-    """Numbers on a device.
+    """A table of repeating numbers on a device.
 
     Attributes:
         numbers: (period, COLUMNS): row p repeats the numbers, beginning with number p.
-        is_kept: whether the table stays in memory forever, for all streams and CUDA graphs. If False, its memory
-            belongs to the current stream, and is freed with the last reference.
+        is_kept: whether the table stays in memory forever, for all streams and CUDA graphs. If False, the table's
+            memory belongs to the current stream, and is freed with the last reference to the table.
     """
 
     numbers: Tensor
@@ -38,7 +38,8 @@ def table_of(numbers: bytes, dtype: torch.dtype, device: torch.device) -> Table:
     """Return the table of the given numbers. The table's contents are on the device when this function returns.
 
     Args:
-        numbers: the numbers as bytes, which are the cache's key: -0.0 differs from 0.0, and a NaN equals itself.
+        numbers: the numbers as bytes, which are the cache's key. As bytes, -0.0 differs from 0.0, and a NaN equals
+            itself.
         dtype: dtype of the numbers.
         device: the device for the table.
 

@@ -13,9 +13,9 @@ from rooftop.kernels.operands.launch_data import WordConstants, power_of_two
 @dataclass(frozen=True)
 class TileConfig:
     """Launch parameters for rows of up to `row_bytes` bytes: rows per program, bytes of a block of one row, and warps.
-    If several tensors are in registers, both numbers of bytes count all of these tensors together. `hold`: keep the
-    exponentials in float32 registers (for logarithms, the arguments of the exponentials) instead of computing them
-    twice.
+    If several tensors are in registers, `row_bytes` and the bytes of a block count all these tensors together. `hold`:
+    keep the exponentials in float32 registers instead of computing them twice. If the result is a logarithm, `hold`
+    keeps the arguments of the exponentials.
     """
 
     row_bytes: int
@@ -27,9 +27,9 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LongConfig:
-    """Launch parameters for rows of up to `row_bytes` bytes, in blocks that are prefetched in `stages`. The number of
-    programs per SM limits the data that L2 must hold. `again`: L2's eviction policy for data that is read a second
-    time.
+    """Launch parameters for rows of up to `row_bytes` bytes that are read in blocks. `stages` blocks are loaded at the
+    same time. The number of programs per SM limits the data that must fit in L2. `again`: L2's eviction policy for data
+    that is read a second time.
     """
 
     row_bytes: int
@@ -57,7 +57,7 @@ def tile_config(table: Sequence[Config], row_bytes: int) -> Config | None:
 
 
 def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -> tuple[int, WordConstants]:
-    """(programs per SM, constants of the kernels) for long rows of elements of `element_bytes`."""
+    """Return (programs per SM, constants of the kernels) for long rows whose elements have `element_bytes` bytes."""
     config = next(config for config in table if row_bytes <= config.row_bytes)
     block = config.block_bytes // element_bytes
     constants: WordConstants = {"COLUMNS": block, "STAGES": config.stages, "AGAIN": config.again}
@@ -65,7 +65,7 @@ def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -
 
 
 def group_of(elements: int, element_bytes: int) -> int:
-    """The number of neighbouring elements that a thread loads at once, at most 16 bytes. The thread computes one
-    maximum for these elements.
+    """The number of neighbouring elements, at most 16 bytes, that a thread loads at once. The thread computes one
+    maximum for all elements of a load.
     """
     return math.gcd(elements, 16 // element_bytes)

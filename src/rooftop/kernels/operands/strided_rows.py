@@ -1,4 +1,4 @@
-"""Views of strided tensors as rows and in groups of elements, for launches."""
+"""View strided tensors as rows, and count their sizes in groups of elements, for launches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def unit(*sizes: int) -> int:
-    """The largest group of up to 8 elements (16 bytes of half precision) that divides all sizes."""
+    """The largest number of elements, up to 8 (16 bytes of half precision), that divides all sizes."""
     return math.gcd(8, *sizes)
 
 
@@ -17,9 +17,9 @@ LINE_BYTES = 16
 
 
 def from_line(x: Tensor) -> tuple[Tensor, int]:
-    """Return (a view that begins at a multiple of 16 bytes before x, the number of elements from there to x). If the
-    storage of x begins after that multiple, return (x, 0). Triton's compiler knows only whether a pointer is a multiple
-    of 16 bytes.
+    """Return (view, offset). The view begins at the last multiple of 16 bytes before x, and x begins `offset` elements
+    after the view's beginning. If the storage of x begins after that multiple, return (x, 0). Triton's compiler knows
+    only whether a pointer is a multiple of 16 bytes.
     """
     size = x.element_size()
     beyond = x.data_ptr() % LINE_BYTES

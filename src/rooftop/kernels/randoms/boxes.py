@@ -1,8 +1,6 @@
-"""Boxes: the part of a whole tensor that a rank holds.
-
-A box describes a part of a tensor that is cut along rows, columns, heads or sequences. Along each dimension, the
-elements of a box are consecutive or equally spaced. For example, a rank may hold one chunk from the front and one from
-the back of a sequence, which balances causal attention.
+"""Boxes: a box describes the part of a whole tensor that is on one rank. A tensor may be cut along rows, columns, heads
+or sequences. Along each dimension, the elements of a box are consecutive or equally spaced. For example, a rank may
+have one chunk from the front of a sequence and one chunk from the back, which balances causal attention.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Box:
-    """The part of a whole tensor that a rank holds: indices start + i * stride for 0 <= i < size in each dimension.
+    """The part of a whole tensor that is on one rank: indices start + i * stride for 0 <= i < size in each dimension.
 
     `shape` may be any view of the whole tensor: for example (3, heads, features, hidden) for a packed projection whose
     weight is (3 * heads * features, hidden). The elements of the part are in the same order as in the whole tensor.
@@ -24,10 +22,10 @@ class Box:
         shape: shape of the whole tensor.
         start: the index of the first element, in each dimension.
         size: the number of elements, in each dimension.
-        stride: distance between elements; None: consecutive.
+        stride: the distance between neighbouring elements, in each dimension. None: elements are consecutive.
 
     Raises:
-        ValueError: the numbers of dimensions differ, or the part is not within the whole.
+        ValueError: the numbers of dimensions differ, or the part is not within the whole tensor.
     """
 
     shape: tuple[int, ...]
@@ -81,11 +79,13 @@ class Box:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The stride of each dimension; ones if `stride` is None."""
+        """The stride of each dimension. If `stride` is None, all strides are 1."""
         return (1,) * len(self.shape) if self.stride is None else self.stride
 
     def of(self, whole: Tensor) -> Tensor:
-        """Extract this part, of shape `size`, from a whole tensor with prod(shape) elements; a view if possible."""
+        """Extract this part, of shape `size`, from a whole tensor with prod(shape) elements. The result is a view if
+        possible.
+        """
         seen = whole.reshape(self.shape)
         ends = zip(self.start, self.size, self.strides, strict=True)
         return seen[tuple(slice(first, first + count * pace, pace) for first, count, pace in ends)]

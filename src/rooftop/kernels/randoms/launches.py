@@ -35,7 +35,7 @@ def drop(
     x: Tensor, y: Tensor, dropped: int, scale: float, key: int, step: int | Tensor, sizes: list[int],
     strides: list[int], offset: int,
 ) -> None:  # fmt: skip
-    """Write x * scale to y, or 0 where an element's word is below `dropped`. x and y are contiguous."""
+    """Write x * scale to y, or 0 for elements whose random word is below `dropped`. x and y are contiguous."""
     require_triton()
     from rooftop.kernels.randoms.triton_kernels import dropout_tile
 
@@ -48,9 +48,7 @@ def drop(
 
 
 def grouped(sizes: Sequence[int], strides: Sequence[int], offset: int) -> bool:
-    """Whether the part consists of whole groups of four elements. The elements of a group share one block of the
-    generator.
-    """
+    """Whether the part consists of whole groups of four elements, which share one block of the generator."""
     return strides[-1] == 1 and sizes[-1] % 4 == 0 and offset % 4 == 0 and all(s % 4 == 0 for s in strides[:-1])
 
 
@@ -73,7 +71,7 @@ def _signed(word: int) -> int:
 
 def _layout(sizes: list[int], strides: list[int], offset: int) -> tuple[int, ...]:
     """The kernel arguments of a part: (rows, columns, sizes of the second and third dimension, four strides, offset).
-    Columns, strides and the offset count groups of four elements if the part is `grouped`.
+    If the part is `grouped`, columns, strides and the offset are in units of four elements.
     """
     outer = [1] * (MOST_DIMENSIONS - len(sizes)) + sizes[:-1]
     paces = [0] * (MOST_DIMENSIONS - len(sizes)) + strides

@@ -1,10 +1,11 @@
 """Counter-based random numbers. Each number depends only on a key, a step and its position in the whole tensor.
 
 So an element gets the same number bit for bit, on any device and however the tensor is sharded. A dropout mask need not
-be kept, because backward computes it again. `words.py` explains the computation.
+be kept, because backward recomputes the mask. `words.py` explains the computation of the numbers.
 
 The operators are bound by integer arithmetic: ten rounds of two 64-bit products. If positions and sizes are multiples
-of four, the ten rounds compute the numbers of four elements at once; otherwise of one element.
+of four, ten rounds compute the numbers of four elements at once; otherwise, ten rounds compute the number of only one
+element.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class RandomNormal(NamedTuple):
 
 
 class CounterDropout(NamedTuple):
-    """Dropout of a part of a whole tensor. `sizes` and `strides` are empty for a whole tensor. `there` is the step as a
-    tensor on the device.
+    """Dropout of a part of a whole tensor. `sizes` and `strides` are empty for a whole tensor. `there` is the step if
+    the step is a tensor on the device.
     """
 
     x: Tensor
@@ -140,7 +141,7 @@ _random_uniform = declare("random_uniform", RandomUniform)
 _random_normal = declare("random_normal", RandomNormal)
 _counter_dropout = declare("counter_dropout", CounterDropout)
 
-# elements that the reference computes at a time: each needs several integers of 8 bytes
+# number of elements that the reference computes at a time, because each element needs several integers of 8 bytes
 REFERENCE_CHUNK = 1 << 18
 
 
@@ -167,7 +168,7 @@ def _by_reference(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _pieces(sizes: list[int], strides: list[int], offset: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of a flat part, and the positions of their elements in the whole tensor."""
+    """Yield slices of a flattened part, each with the positions of its elements in the whole tensor."""
     count = math.prod(sizes)
     for begin in range(0, count, REFERENCE_CHUNK):
         end = min(begin + REFERENCE_CHUNK, count)
@@ -186,7 +187,7 @@ def _cost(made: Tensor) -> Cost:
 
 @cache
 def _words_between(mean: float, std: float, low: float, high: float) -> tuple[int, int]:
-    """The first and the last 32-bit word whose normal numbers are between the bounds.
+    """The first and the last 32-bit word whose normal number is between the bounds `low` and `high`.
 
     The words are found by search. An error function would compute the words directly, but libraries' error functions
     differ in their last bits.
@@ -202,7 +203,7 @@ def _words_between(mean: float, std: float, low: float, high: float) -> tuple[in
 
 
 def _dropped_words(p: float) -> int:
-    """The number of the generator's 2^32 words that drop an element."""
+    """How many of the generator's 2^32 words drop an element, for the dropout probability p."""
     return 1 << 32 if p == 1 else min(round(p * 2**32), WORD)
 
 
@@ -213,7 +214,7 @@ def _kept_scale(p: float, inside: torch.dtype) -> float:
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """The nearest number in the dtype."""
+    """Round a number to the nearest number of the dtype."""
     return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype))
 
 
@@ -247,10 +248,10 @@ def random_uniform(
         box: the part, or the shape of a whole tensor.
         key: from -2^63 to 2^63 - 1; `random_key` computes a key from a seed and a name.
         step: from 0 to 2^63 - 1; each step has different numbers.
-        low, high: finite, rounded to float32 (except for float64).
+        low, high: finite bounds, which are rounded to float32 unless the dtype is float64.
         dtype: float32: low + (high - low) * u, where u has 24 random bits. bfloat16, float16: the float32 number,
-            rounded; a number that rounds to `high` becomes the next smaller number. float64: u has 53 random bits; the
-            first 24 are those of float32.
+            rounded; a number that rounds to `high` becomes the largest number below `high`. float64: u has 53 random
+            bits, of which the first 24 are the bits of float32.
         device: the numbers are identical on all devices.
 
     Returns:
@@ -286,8 +287,8 @@ def random_normal(
         key, step, device: as in `random_uniform`.
         mean, std: mean and standard deviation of the distribution before truncation; finite, rounded to float32.
         low, high: bounds of all numbers, as in `torch.nn.init.trunc_normal_`; rounded to float32.
-        dtype: the numbers are computed in float32, up to 6.3 standard deviations from the mean. bfloat16 and float16
-            round the numbers and the bounds; float64 has the float32 values.
+        dtype: the numbers are computed in float32, up to 6.3 standard deviations from the mean. For bfloat16 and
+            float16, the numbers and the bounds are rounded. For float64, the numbers are those of float32.
 
     Returns:
         A contiguous tensor of the box's size.
@@ -319,27 +320,27 @@ def _share_between(mean: float, std: float, low: float, high: float) -> float:
 
 @recorded_whole
 def counter_dropout(x: Tensor, p: float, key: int, *, step: int | Tensor = 0, box: Box | None = None) -> Tensor:
-    """Dropout by key, step and position: x / (1 - p), or 0 with probability p.
+    """Dropout by key, step and position: an element becomes 0 with probability p, and is divided by 1 - p otherwise.
 
-    Backward computes the mask again, so forward keeps nothing. A recomputed forward drops the same elements. A dropped
-    element becomes 0 even if it was NaN.
+    Backward recomputes the mask, so forward keeps no mask. A recomputed forward drops the same elements as the first
+    forward. A dropped element becomes 0 even if it was NaN.
 
     Args:
         x: any shape, bfloat16, float16, float32 or float64.
         p: from 0 to 1; rounded to a multiple of 2^-32.
         key: as in `random_uniform`.
-        step: training step, from 0 to 2^63 - 1; each step has its own mask. The step may also be an int64 tensor of
+        step: training step, from 0 to 2^63 - 1; each step has a different mask. The step may be an int64 tensor of
             shape () on x's device. The kernel reads this tensor, so each replay of a CUDA graph can have its own mask.
-            Such a tensor must not change before backward, and its value is not checked.
-        box: which part of a whole tensor x is; x contains the box's elements in the same order. None: x is the whole
+            A step tensor must not change before backward, and its value is not checked.
+        box: the part of a whole tensor that x contains, with the elements in the same order. None: x is the whole
             tensor.
 
     Returns:
         Like x, contiguous.
 
     Raises:
-        TypeError: x is not a dense tensor or has another dtype, or another argument has a wrong type or dtype.
-        ValueError: p, key or step is out of range, the box has another size than x, or the box needs more than four
+        TypeError: x is not a dense tensor or its dtype is not supported, or an argument has a wrong type or dtype.
+        ValueError: p, key or step is out of range, the sizes of box and x differ, or the box needs more than four
             dimensions.
         NotImplementedError: forward-mode differentiation.
     """

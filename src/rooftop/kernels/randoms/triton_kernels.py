@@ -1,9 +1,10 @@
 """The Triton kernels of counter-based random numbers; `randoms.py` has the operators, `words.py` explains how numbers
 are computed.
 
-All arithmetic is integer, except for conversions that are exact or round once, one exact float64 product, and the sum
-after it. The product is exact, so a compiler may fuse it with the sum without changing the result. Keys and steps are
-passed as two halves of 32 bits each, so that new values need no recompilation.
+All arithmetic is integer, except for three operations: conversions that are exact or round once, one exact float64
+product, and a sum that adds to this product. The product is exact, so a compiler may fuse product and sum without
+changing the result. A key and a step are each passed as two halves of 32 bits, so that a new value needs no
+recompilation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def random_fill(
     lower_word, last_word,  # words that are mapped to normal numbers: the first word, and the number of words after it
     NORMAL: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write shift + scale * u, within low and high, to one tile. u is uniform in [0, 1), or normal."""
+    """Write shift + scale * u, limited to [low, high], to one tile. u is uniform in [0, 1), or normal."""
     row, column = _tile(columns, GROUPED, ROWS, COLUMNS)
     index = _index(row, column, size_1, size_2, stride_0, stride_1, stride_2, stride_3, offset)
     word = _words(index, key_low, key_high, step_low, step_high, GROUPED)
@@ -47,7 +48,7 @@ def dropout_tile(
     dropped_words, scale,  # dropped_words: number of words that drop an element, below 2^32; scale: float32
     STEP_THERE: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write x * scale to one tile, or 0 where an element's word is below `dropped_words`."""
+    """Write x * scale to one tile, or 0 for elements whose random word is below `dropped_words`."""
     if STEP_THERE:
         step = tl.load(step_there)
         step_low = step.to(tl.int32)
@@ -63,7 +64,7 @@ def dropout_tile(
 
 @triton.jit
 def _tile(columns, GROUPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The row indices (ROWS, 1) and column indices (1, *) of this program's tile. If GROUPED, columns count groups of
+    """The row indices (ROWS, 1) and column indices (1, *) of this program's tile. If GROUPED, a column is a group of
     four elements.
     """
     WIDTH: tl.constexpr = COLUMNS // 4 if GROUPED else COLUMNS
@@ -93,8 +94,8 @@ def _index(row, column, size_1, size_2, stride_0, stride_1, stride_2, stride_3, 
 
 @triton.jit
 def _words(index, key_low, key_high, step_low, step_high, GROUPED: tl.constexpr):
-    """The random 32-bit words of elements. If GROUPED, `index` (R, C) counts groups of four elements, and the shape of
-    the words is (R, 4 C).
+    """Compute the random 32-bit words of elements. If GROUPED, `index` (R, C) has the indices of groups of four
+    elements, and the result has the shape (R, 4 C).
     """
     block = index if GROUPED else index >> 2
     c0 = block.to(tl.uint32)
@@ -132,7 +133,7 @@ def _within(word, lower_word, last_word):
 
 @triton.jit
 def normal(word, table):
-    """The normal quantile of (word + 1/2) / 2^32, float32: see `normal_quantiles_reference`."""
+    """The normal quantile of (word + 1/2) / 2^32 in float32; see `normal_quantiles_reference`."""
     negative = (word >> 31) == 0
     tail = (tl.where(negative, word, word ^ 0xFFFFFFFF) << 1) | 1
     # the mask clears the bit after the leading 1, so rounding to float32 does not change the exponent

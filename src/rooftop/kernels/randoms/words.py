@@ -1,15 +1,16 @@
-"""Compute random numbers from a key, a step and a position: 32-bit words, and numbers from these words, in PyTorch.
+"""Compute random 32-bit words from a key, a step and a position, and numbers from these words, in PyTorch.
 
 The generator is Philox 4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"). The
-key has 64 bits. The counter consists of the element's position divided by four, and of the step, 64 bits each. The four
-words of a block belong to four consecutive elements.
+key has 64 bits. The counter consists of two numbers of 64 bits: the element's position divided by four, and the step.
+One evaluation of the generator, a block, returns the four words of four consecutive elements.
 
 A uniform number is the upper 24 bits of its word. In float64, a second block supplies 29 more bits. A normal number is
-the quantile of its word, so it needs one word and no rejection. The distribution is symmetric and reaches 6.3 standard
-deviations. The quantile is a polynomial of degree 7 in each octave of the tail's probability (as in Cheung, Lee, Luk,
-Villasenor 2007, "Hardware Generation of Arbitrary Random Number Distributions From Uniform Distributions Via the
-Inversion Method"). The polynomial is computed in integers. Integers avoid logarithms and cosines, which differ between
-libraries, and floating point sums of products, which compilers may or may not fuse.
+the quantile of its word, so each normal number needs one word, and no word is rejected. The normal distribution is
+symmetric and reaches 6.3 standard deviations. The quantile is a polynomial of degree 7 in each octave of the tail's
+probability (as in Cheung, Lee, Luk, Villasenor 2007, "Hardware Generation of Arbitrary Random Number Distributions From
+Uniform Distributions Via the Inversion Method"). The polynomial is computed in integers, so the numbers are the same
+everywhere. Logarithms and cosines would differ between libraries, and a compiler may or may not fuse a floating point
+product with a sum.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 
 
 def random_key(seed: int, name: str) -> int:
-    """The generator's key for a name: its BLAKE2b hash, 64 bits, keyed by the seed.
+    """The generator's key for a name: the name's BLAKE2b hash of 64 bits, keyed by the seed.
 
     Args:
         seed: from 0 to 2^64 - 1.
@@ -50,8 +51,8 @@ def random_key(seed: int, name: str) -> int:
     return int.from_bytes(hashed.digest(), "little", signed=True)
 
 
-# This attribute makes torch.compile record the key as a constant. The public function for this purpose,
-# torch.compiler.assume_constant_result, would import the compiler.
+# The attribute `_dynamo_marked_constant` makes torch.compile record the key as a constant. The public function for this
+# purpose, torch.compiler.assume_constant_result, would import the compiler.
 random_key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 WORD = 0xFFFFFFFF  # 32 bits, all set
@@ -72,10 +73,9 @@ def philox_reference(counter: Sequence[Words], key: int) -> list[Words]:
 
 
 def words_reference(place: Tensor, key: int, step: int | Tensor, more: bool = False, grouped: bool = False) -> Tensor:
-    """The random words of elements, computed from their positions in the whole tensor. Words and positions are int64.
-
-    `step`: an int, or an int64 tensor of shape (). `more`: compute the words of float64's additional bits. `grouped`:
-    the positions (N,) are whole groups of four in order.
+    """Compute the random words of elements from their positions in the whole tensor. Words and positions are int64.
+    `step`: an int, or an int64 tensor of shape (). `more`: compute the words for the additional bits of float64
+    numbers. `grouped`: the positions (N,) form whole groups of four consecutive positions.
     """
     if grouped:
         return torch.stack(_philox(_counter(place[::4] >> 2, step, more), key), -1).flatten()
@@ -88,8 +88,8 @@ FEW = 1 << 12
 
 
 def _philox(counter: list[Tensor], key: int) -> list[Tensor]:
-    """Compute `philox_reference`. On a CPU, NumPy computes up to `FEW` blocks, in at most half the time of PyTorch,
-    because NumPy's calls have less overhead.
+    """Compute `philox_reference`. On a CPU, up to `FEW` blocks are computed by NumPy, in at most half the time of
+    PyTorch, because NumPy's calls have less overhead.
     """
     if counter[0].is_cpu and counter[0].numel() <= FEW:
         return [torch.from_numpy(words) for words in philox_reference([each.numpy() for each in counter], key)]
@@ -102,7 +102,7 @@ def _counter(block: Tensor, step: int | Tensor, more: bool) -> list[Tensor]:
 
 
 def uniforms_reference(words: Tensor, more: Tensor | None = None) -> Tensor:
-    """float64 numbers in [0, 1), from 24 bits of one word, or from 53 bits of two words."""
+    """Compute float64 numbers in [0, 1), from 24 bits of one word or from 53 bits of two words."""
     if more is None:
         return (words >> 8).double() * 2.0**-24
     return (((words >> 5) << 26) | (more >> 6)).double() * 2.0**-53
@@ -148,10 +148,10 @@ QUANTILES = (
 
 
 def normal_quantiles_reference(words: Tensor) -> Tensor:
-    """The normal quantile of (word + 1/2) / 2^32, float32; its error is below 2e-7.
+    """The normal quantile of (word + 1/2) / 2^32 in float32, with an error below 2e-7.
 
     The computation uses fixed-point integers with 28 fractional bits. The tail's probability is `tail` / 2^33. Each
-    octave of this probability has its own polynomial.
+    octave of the tail's probability has a separate polynomial.
     """
     negative = words < 1 << 31
     tail = torch.where(negative, words, WORD - words) << 1 | 1
@@ -173,11 +173,10 @@ def quantile_table(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Values:
-    """A distribution: shift + scale * u within low and high, with u uniform in [0, 1) or normal.
-
-    Normal numbers are the quantiles of the words `lower_word` to `lower_word + last_word`. Numbers are computed in
-    float64, where the product of two float32 numbers is exact and the sum rounds once. The float64 result is then
-    rounded to float32 and to the dtype.
+    """A distribution: shift + scale * u, limited to [low, high], with u uniform in [0, 1) or normal. Normal numbers are
+    the quantiles of the words from `lower_word` to `lower_word + last_word`. Numbers are computed in float64, where the
+    product of two float32 numbers is exact and the sum rounds once. The float64 result is then rounded to float32 and
+    to the dtype.
     """
 
     normal: bool

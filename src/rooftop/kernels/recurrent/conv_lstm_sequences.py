@@ -1,4 +1,4 @@
-"""All steps of a ConvLSTM, from the results of the input convolutions to the hidden states.
+"""Compute all steps of a ConvLSTM, from the results of the input convolutions to the hidden states.
 
     z_t = gates_t + conv(h_{t-1}, kernel) + bias
     i, f, o = recurrent_activation(z_i, z_f, z_o)
@@ -6,14 +6,15 @@
     h_t = o activation(c_t)
 
 Shi et al. 2015, "Convolutional LSTM Network", without peepholes, with the gates in Keras's order i, f, c, o. The
-operator is bound by the flops of the convolutions. A step is two launches: the convolution, and the kernel of
-`conv_lstms.py`, which writes h_t directly into the results. A backward step is two launches as well: the backward of
-that kernel, which adds the two gradients of h_t, and the gradient of the convolution's input. The gradients of `kernel`
-and `bias` take one call each, for all steps together, after the last backward step. In exact float32, the gradient of
-`kernel` is computed step by step instead, because cuDNN's sum over all steps has a larger error.
+operator is bound by the flops of the convolutions. A forward step is two launches: the convolution, and the kernel of
+`conv_lstms.py`, which writes h_t directly into the results. A backward step is two launches as well: the backward
+kernel of `conv_lstms.py`, which adds the two gradients of h_t, and the gradient of the convolution's input. After the
+last backward step, one call computes the gradient of `kernel` for all steps together, and one call the gradient of
+`bias`. In float32 without TF32, the gradient of `kernel` is computed step by step instead, because cuDNN's sum over all
+steps has a larger error.
 
-Backward reads the sums z_t and the cells before each step. Forward keeps these tensors only if a gradient is needed;
-without a gradient, forward updates the cell in place.
+Backward reads the sums z_t and the cells before each step. Forward keeps the sums and cells only if a gradient is
+needed; otherwise forward updates the cell in place.
 """
 
 from __future__ import annotations
@@ -74,16 +75,17 @@ def conv_lstm_sequence_reference(
 
 
 def recurrent_convolution(hidden: Tensor, kernel: Tensor, groups: int = 1) -> Tensor:
-    """The recurrent convolution, (N, F, H, W) -> (N, 4 F, H, W), with "same" padding. An even kernel has one more row
-    or column of padding after the image than before it.
+    """The recurrent convolution, (N, F, H, W) -> (N, 4 F, H, W), with "same" padding. If a side of the kernel is even,
+    there is one more row or column of padding after the image than before the image.
     """
     padded, padding = _padded(hidden, kernel)
     return F.conv2d(padded, kernel, padding=padding, groups=groups)
 
 
 def _padded(hidden: Tensor, kernel: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """(input, padding) of the convolution. An even kernel needs different padding on its two sides, so the input is
-    padded here."""
+    """Return (input, padding) of the convolution. An even kernel needs different padding before and after the image, so
+    in this case the function pads the input.
+    """
     height, width = kernel.shape[2:]
     if height % 2 and width % 2:
         return hidden, (height // 2, width // 2)
@@ -101,12 +103,14 @@ def _format_of(gates: Tensor) -> torch.memory_format:
 
 
 def _as_steps(x: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """The tensor (T, N, C, H, W), copied unless each step is contiguous in the memory format."""
+    """The tensor (T, N, C, H, W) itself if each step is contiguous in the memory format, else a copy."""
     return x.flatten(0, 1).contiguous(memory_format=memory_format).unflatten(0, x.shape[:2])
 
 
 def _empty(gates: Tensor, steps: int, channels: int, dtype: torch.dtype) -> Tensor:
-    """Memory for (steps, N, channels, H, W) in the gates' memory format; empty for zero steps."""
+    """Allocate a tensor (steps, N, channels, H, W) in the memory format of the gates. For zero steps the tensor is
+    empty.
+    """
     if steps == 0:
         return gates.new_empty(0, dtype=dtype)
     shape = (steps * gates.shape[1], channels, *gates.shape[3:])
@@ -115,9 +119,7 @@ def _empty(gates: Tensor, steps: int, channels: int, dtype: torch.dtype) -> Tens
 
 
 def _input_gradient(dgates: Tensor, like: Tensor, kernel: Tensor) -> Tensor:
-    """The gradient of the convolution with respect to its input, a hidden state of the shape of `like`, (N, F, H,
-    W).
-    """
+    """The gradient of the recurrent convolution's input, a hidden state of the shape of `like`, (N, F, H, W)."""
     padded, padding = _padded(like, kernel)
     found = _convolution_backward(dgates, padded, kernel, padding, [True, False, False])[0]
     if padded is like:
@@ -127,7 +129,7 @@ def _input_gradient(dgates: Tensor, like: Tensor, kernel: Tensor) -> Tensor:
 
 
 def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
-    """The gradient of the convolution's weight, summed over the T steps of (T, N, F, H, W)."""
+    """The gradient of the convolution's weight, summed over the T steps of hidden (T, N, F, H, W)."""
     if matrix_precision(dgates, convolution=True) == "fp32":
         found = _kernel_gradient(dgates[0], hidden[0], kernel)
         for step in range(1, len(hidden)):
@@ -137,8 +139,9 @@ def _kernel_gradient_of_steps(dgates: Tensor, hidden: Tensor, kernel: Tensor) ->
 
 
 def _kernel_gradient(dgates: Tensor, hidden: Tensor, kernel: Tensor) -> Tensor:
-    """The gradient of `kernel` in one convolution of hidden states (M, F, H, W). M may count the batches of many
-    steps."""
+    """The gradient of `kernel` in one convolution of hidden states (M, F, H, W). The batch M may be the batches of many
+    steps.
+    """
     padded, padding = _padded(hidden, kernel)
     return _convolution_backward(dgates, padded, kernel, padding, [False, True, False])[1]
 
@@ -156,8 +159,8 @@ def _convolution_backward(
 
 
 class Kept(NamedTuple):
-    """The values that backward needs: results and tensors that forward kept. In a traced program, forward keeps its
-    arguments instead, and backward computes those tensors again.
+    """The values that backward needs: results of forward, and tensors that forward kept. In a traced program, forward
+    keeps only its arguments, and backward recomputes all other values.
     """
 
     kernel: Tensor
@@ -175,8 +178,8 @@ class Kept(NamedTuple):
 
 class ConvLstmSequence(NamedTuple):
     """All steps of a ConvLSTM: returns (outputs (T, N, F, H, W), the last cell (N, F, H, W), the cell before each step
-    (T, N, F, H, W), the sums z of each step (T, N, 4 F, H, W)). The cells before each step and the sums are for
-    backward, and empty if they are not kept.
+    (T, N, F, H, W), the sums z of each step (T, N, 4 F, H, W)). The last two results are for backward, and are empty if
+    forward does not keep values for backward.
     """
 
     gates: Tensor
@@ -196,7 +199,7 @@ class ConvLstmSequence(NamedTuple):
         if outputs.numel() == 0:
             return outputs, last_cell, cells, scores
         inputs = _as_steps(gates, memory_format)
-        kernel = kernel.contiguous(memory_format=memory_format)  # converted once, instead of in each convolution
+        kernel = kernel.contiguous(memory_format=memory_format)  # convert once for all convolutions
         hidden = None if hidden is None else hidden.contiguous(memory_format=memory_format)
         bias = None if bias is None else bias.contiguous()
         state = cells[0] if keep else last_cell
@@ -260,7 +263,7 @@ class ConvLstmSequence(NamedTuple):
         return dgates, dkernel, *of_given
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: the gates of each step; a convolution and its sum for each step that has a previous hidden state."""
+        """Flops of the gates of each step. Each step with a previous hidden state adds a convolution and a sum."""
         gates, kernel, hidden, cell, bias, *names, _ = self
         positions, convolved = _sizes(gates, hidden)
         features = kernel.shape[1]
@@ -272,8 +275,8 @@ class ConvLstmSequence(NamedTuple):
 
 
 class ConvLstmSequenceBackward(NamedTuple):
-    """The gradients (dgates, dkernel, dhidden, dcell, dbias) of `ConvLstmSequence`. dhidden and dbias are empty if the
-    arguments are absent.
+    """The gradients (dgates, dkernel, dhidden, dcell, dbias) of `ConvLstmSequence`. dhidden is empty if the call has no
+    `hidden`, and dbias is empty if it has no `bias`.
     """
 
     scores: Tensor
@@ -333,8 +336,8 @@ class ConvLstmSequenceBackward(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops: two gradients of each convolution. Each step adds the backward of the gates, and a sum of two
-        gradients.
+        """Flops of the two gradients of each convolution (input and weight). Each step adds the backward of the gates,
+        and a sum of two gradients.
         """
         scores, kernel, hidden, bias, outputs, cells, doutputs, dlast_cell, *names = self
         positions, convolved = _sizes(scores, hidden)
@@ -382,21 +385,22 @@ def conv_lstm_sequence(
     *,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """All steps of a ConvLSTM after its input convolutions: (outputs, cell).
+    """Compute all steps of a ConvLSTM after its input convolutions, and return (outputs, cell).
 
     Args:
         gates: (T, N, 4 F, H, W), T at least 1: results of the input convolutions of all steps, gates in the order i, f,
-            c, o; bfloat16, float16, float32 or float64. Each step's memory is contiguous or channels last, as
-            convolutions on a GPU need; other strides cost a copy.
-        kernel: (4 F, F, kh, kw), with the gates' dtype: the weight of the recurrent convolution, without stride or
-            dilation, with "same" padding (for an even kernel, one more row or column after the image than before it).
+            c, o; bfloat16, float16, float32 or float64. Each step should be contiguous or channels last, as
+            convolutions on a GPU need; tensors with other strides are copied.
+        kernel: (4 F, F, kh, kw), with the gates' dtype: the weight of the recurrent convolution. The convolution has no
+            stride or dilation, and "same" padding. If a side of the kernel is even, there is one more row or column of
+            padding after the image than before the image.
         hidden: (N, F, H, W), with the gates' dtype: the initial hidden state; None: zeros.
         cell: (N, F, H, W), with the gates' dtype or float32: the initial cell; None: zeros of the gates' dtype.
         activation: activation of the candidate and of the new cell: one of
             `rooftop.kernels.recurrent.conv_lstms.ACTIVATIONS`.
         recurrent_activation: activation of the three gates, from the same list.
-        bias: (4 F,), with the gates' dtype or float32, added to the gates of every step, so that the input convolutions
-            need no bias of their own.
+        bias: (4 F,), with the gates' dtype or float32, added to the gates of every step. If `bias` is given, the input
+            convolutions need no bias.
 
     Returns:
         outputs (T, N, F, H, W), the hidden state after each step, and the cell (N, F, H, W) after the last step, both

@@ -1,4 +1,4 @@
-"""The pointwise half of a ConvLSTM step without peepholes: all operations after the step's convolutions.
+"""The pointwise operations of a ConvLSTM step without peepholes: all operations after the step's convolutions.
 
     i, f, o = recurrent_activation(z_i, z_f, z_o)
     c' = f c + i activation(z_c)
@@ -6,7 +6,7 @@
 
 Shi et al. 2015, "Convolutional LSTM Network", equation 3 without the peephole terms, with the order of gates i, f, c, o
 of Keras. The operator is bound by memory: forward reads 5 maps (9 with `added`) and writes 2, backward reads 7 maps (11
-with `added`) and writes 5. Backward computes the step again, so forward keeps only the inputs.
+with `added`) and writes 5. Backward recomputes the step, so forward keeps only the inputs.
 """
 
 from __future__ import annotations
@@ -114,9 +114,10 @@ def step_into(
     hidden: Tensor, next_cell: Tensor, gates: Tensor, cell: Tensor, added: Tensor | None, bias: Tensor | None,
     scores: Tensor | None, activation: str, recurrent_activation: str,
 ) -> None:  # fmt: skip
-    """Fill hidden and next_cell; next_cell may be `cell`. If `scores` is given, fill it with gates + added + bias.
+    """Compute hidden and next_cell in place; next_cell may be `cell`. If `scores` is given, also write gates + added +
+    bias to `scores`.
 
-    All tensors have one memory format: contiguous or channels last. bias: (4 F,).
+    All tensors have the same memory format, contiguous or channels last. bias: (4 F,).
     """
     if not by_reference(gates):
         kinds = _kinds(activation, recurrent_activation)
@@ -136,7 +137,8 @@ def step_backward_into(
     dgates: Tensor, dcell: Tensor, dhidden: Tensor, more_dhidden: Tensor | None, dnext_cell: Tensor, gates: Tensor,
     cell: Tensor, added: Tensor | None, activation: str, recurrent_activation: str,
 ) -> None:  # fmt: skip
-    """Fill dgates and dcell; dcell may be `dnext_cell`. The hidden state's gradient is dhidden + more_dhidden.
+    """Compute dgates and dcell in place; dcell may be `dnext_cell`. The gradient of the hidden state is dhidden +
+    more_dhidden.
 
     All tensors have one memory format: contiguous or channels last.
     """
@@ -163,8 +165,8 @@ PLAIN = "the formula in PyTorch (rooftop.kernels.recurrent.conv_lstms.conv_lstm_
 
 
 class ConvLstmGates(NamedTuple):
-    """The pointwise half of a step: gates (N, 4 F, H, W) to (hidden, next cell), both (N, F, H, W), in the memory
-    format of the gates.
+    """The pointwise operations of a step: compute (hidden, next cell), both (N, F, H, W), from gates (N, 4 F, H, W).
+    The results have the memory format of the gates.
     """
 
     gates: Tensor
@@ -196,7 +198,7 @@ class ConvLstmGates(NamedTuple):
         return dgates, dcell, None if added is None else dgates
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: five activations, three products and a sum. `added` adds a sum for each gate."""
+        """Flops: five activations, three products and a sum. If `added` is given, each gate needs one more sum."""
         flops = 4 + 4 * (self.added is not None) + activation_flops(FLOPS, *self[3:])
         read = distinct_bytes([self.gates, self.cell, self.added])
         return Cost(read, distinct_bytes(made), {precision_of(self.gates.dtype): flops * self.cell.numel()})
@@ -253,8 +255,8 @@ def _alike(gates: Tensor, *others: Any) -> Any:
     return [None if t is None else t.contiguous(memory_format=memory_format) for t in (gates, *others)]
 
 
-# A sigmoid is a negation, an exponential, a sum and a division. tanh has one operation more. A hard sigmoid scales,
-# shifts and clips twice.
+# A sigmoid is a negation, an exponential, a sum and a division. tanh has one operation more than a sigmoid. A hard
+# sigmoid is a product, a sum and two clips.
 FLOPS = {"tanh": 5, "sigmoid": 4, "hard_sigmoid": 4, "hard_sigmoid_keras2": 4, "relu": 1, "linear": 0}
 SLOPE_FLOPS = {"tanh": 2, "sigmoid": 2, "hard_sigmoid": 2, "hard_sigmoid_keras2": 2, "relu": 1, "linear": 0}
 
@@ -277,22 +279,22 @@ def conv_lstm_gates(
     *,
     added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step of a ConvLSTM after its convolutions: (hidden, cell).
+    """Compute one step of a ConvLSTM after its convolutions, and return (hidden, cell).
 
     Args:
-        gates: (N, 4 F, H, W), pre-activations in the order i, f, c, o; bfloat16, float16, float32 or float64. Memory is
-            contiguous or channels last; other strides cost a copy.
+        gates: (N, 4 F, H, W), pre-activations in the order i, f, c, o; bfloat16, float16, float32 or float64. The gates
+            should be contiguous or channels last; gates with other strides are copied.
         cell: (N, F, H, W) of the gates' dtype or float32; preferably in the gates' memory format.
         activation: activation of the candidate and of the new cell: one of `ACTIVATIONS`.
         recurrent_activation: activation of the three gates: one of `ACTIVATIONS`. "hard_sigmoid" is Keras 3's clip(x /
             6 + 0.5), "hard_sigmoid_keras2" clip(0.2 x + 0.5).
-        added: (N, 4 F, H, W), with the gates' dtype: the result of the step's other convolution, which the kernel adds
-            to the gates first.
+        added: (N, 4 F, H, W), with the gates' dtype, which the kernel first adds to the gates. `gates` and `added` may
+            be the results of the step's two convolutions.
 
     Returns:
         hidden (N, F, H, W) with the gates' dtype and the new cell with the cell's dtype, both in the gates' memory
-        format. The arithmetic is float32 (float64 for float64 gates). Autocast casts nothing: with half precision gates
-        and a float32 cell, the cell keeps its accuracy over time.
+        format. The arithmetic is float32 (float64 for float64 gates). Autocast casts nothing. If the gates are in half
+        precision, a float32 cell does not lose accuracy over many steps.
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.

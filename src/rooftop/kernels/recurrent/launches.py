@@ -16,8 +16,8 @@ def forward(
     hidden: Tensor, next_cell: Tensor, gates: Tensor, cell: Tensor, added: Tensor | None, bias: Tensor | None,
     scores: Tensor | None, kinds: Constants,
 ) -> None:  # fmt: skip
-    """Fill hidden, next_cell and, if given, scores. All tensors have one memory format. `kinds`: indices of the
-    activations.
+    """Write the results to hidden, next_cell and, if given, scores. All tensors have the same memory format. `kinds`:
+    indices of the activations.
     """
     require_triton()
     from rooftop.kernels.recurrent.triton_kernels import conv_lstm_forward
@@ -36,7 +36,7 @@ def backward(
     dgates: Tensor, dcell: Tensor, dhidden: Tensor, more_dhidden: Tensor | None, dnext_cell: Tensor, gates: Tensor,
     cell: Tensor, added: Tensor | None, kinds: Constants,
 ) -> None:  # fmt: skip
-    """Fill dgates and dcell. All tensors have one memory format."""
+    """Write the gradients to dgates and dcell. All tensors have the same memory format."""
     require_triton()
     from rooftop.kernels.recurrent.triton_kernels import conv_lstm_backward
 
@@ -50,7 +50,7 @@ def backward(
 
 
 def format_of(gates: Tensor) -> torch.memory_format:
-    """Channels last if the gates are; contiguous for gates of any other strides."""
+    """The memory format of the operator: channels last if the gates are channels last, else contiguous."""
     last = not gates.is_contiguous() and gates.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last else torch.contiguous_format
 
@@ -58,8 +58,8 @@ def format_of(gates: Tensor) -> torch.memory_format:
 def _tiles(
     config: ElementsConfig, gates: Tensor, cell: Tensor, added: Tensor | None
 ) -> tuple[int, int, tuple[int], Constants]:
-    """(rows and columns of the cell's memory, grid, constants). A row of the gates' memory has all four gates side by
-    side.
+    """Return (rows of the cell's memory, columns of the cell's memory, grid, constants). A row of the gates' memory
+    contains all four gates side by side.
     """
     batch, features, height, width = cell.shape
     if format_of(gates) == torch.channels_last:

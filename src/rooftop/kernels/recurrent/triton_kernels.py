@@ -1,8 +1,8 @@
 """The Triton kernels of ConvLSTM gates; `conv_lstms.py` has the operators.
 
-In both memory formats, memory is (M, 4, K): rows with four gates side by side. Channels first means M = N and K = F * H
-* W; channels last means M = N * H * W and K = F. `columns` counts groups of UNIT elements of K, so that the compiler
-knows that UNIT divides K.
+In both memory formats, the gates are (M, 4, K) in memory: rows with four gates side by side. For contiguous tensors, M
+= N and K = F * H * W; for channels last, M = N * H * W and K = F. `columns` is K / UNIT, so that the compiler knows
+that UNIT divides K.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def conv_lstm_backward(
     ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, MORE: tl.constexpr, PRECISE: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the step again, and the gradients of one tile. MORE: the gradient of hidden is dhidden + more. dcell may
-    be dnext_cell.
+    """Recompute the step and compute the gradients of one tile. MORE: the gradient of hidden is dhidden + more. dcell
+    may be dnext_cell.
     """
     size = tl.full((), UNIT, tl.int64) * columns
     row, column, inside = tile_of_program(rows, size, ROWS, COLUMNS)
@@ -124,7 +124,7 @@ def slope(x, y, KIND: tl.constexpr):
 
 @triton.jit
 def _ramp(x, y, end):
-    """y between -end and end; 0 for x <= -end, and 1 for x >= end."""
+    """Return 0 for x <= -end, 1 for x >= end, and y in between."""
     return tl.where(x <= -end, 0.0, tl.where(x >= end, 1.0, y))
 
 

@@ -23,7 +23,7 @@ def plan_of(
     x: Tensor, kind: str, dims: Sequence[int], result: torch.dtype, direction: Direction = "forward",
     counted: bool = True,
 ) -> ReductionPlan:  # fmt: skip
-    """The plan that `choose` makes for a tensor: x, or the gradient to fill."""
+    """The plan that `choose` returns for a tensor, which is x, or the gradient to compute."""
     return choose(
         kind, direction, x.shape, x.stride(), tuple(dims), x.dtype, result,
         None if without_kernels(x.device) else processors(x), launches_early(x.device), counted,
@@ -33,7 +33,7 @@ def plan_of(
 def forward(
     plan: ReductionPlan, out: Tensor, x: Tensor, kind: str, dims: Sequence[int], reference: Tensor | None = None
 ) -> None:
-    """Fill `out`, which is contiguous, with the reduction of x over `dims`. `reference`: the extremes, for a reduction
+    """Write the reduction of x over `dims` to `out`, which is contiguous. `reference`: the extremes, for a reduction
     that counts the elements equal to an extreme.
     """
     require_triton()
@@ -65,12 +65,12 @@ def forward(
 
 
 def reduce_into(out: Tensor, x: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """Fill `out`, which is contiguous, with the reduction of x over `dims`."""
+    """Write the reduction of x over `dims` to `out`, which is contiguous."""
     forward(plan_of(x, kind, dims, out.dtype), out, x, kind, dims)
 
 
 def backward(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """Fill the gradient dx, whose memory has no gaps."""
+    """Compute the gradient dx in place. The memory of dx has no gaps."""
     require_triton()
     x = x if same_layout(x, dx) else torch.empty_like(dx).copy_(x)
     dy, y = dy.contiguous(), y.contiguous()
@@ -85,7 +85,7 @@ def backward(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, 
 
 
 def _spread(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, kind: str, dims: Sequence[int]) -> None:
-    """Fill dx, which has the memory layout of x, with the kernels of the plan."""
+    """Compute dx in place by the kernels of the plan. The memory layouts of dx and x are the same."""
     from rooftop.kernels.reductions import triton_kernels as kernels
 
     (last,) = plan.launches
@@ -100,7 +100,7 @@ def _spread(plan: ReductionPlan, dx: Tensor, dy: Tensor, x: Tensor, y: Tensor, k
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """View booleans as bytes, which kernels load; other tensors unchanged."""
+    """View a boolean tensor as bytes, which kernels can load. Return other tensors unchanged."""
     return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
@@ -111,5 +111,5 @@ def _as_matrix(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _matrix_order(x: Tensor, dims: Sequence[int]) -> list[int]:
-    """All dimensions, kept ones first and reduced ones last."""
+    """All dimensions of x: the kept dimensions, followed by the reduced dimensions."""
     return [dim for dim in range(x.dim()) if dim not in dims] + list(dims)

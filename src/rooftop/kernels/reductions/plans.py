@@ -1,5 +1,5 @@
-"""Choose the kernels and launches that compute a reduction or its gradient. `choose` makes a plan from sizes and
-strides, and states the reason.
+"""Choose the kernels and launches that compute a reduction or its gradient. `choose` returns a plan and its reason,
+from sizes and strides.
 
 One kernel reduces any view of at most two kept and two reduced dimensions. A tensor whose strides allow no such view is
 copied into a matrix first. `launches.py` launches what a plan lists.
@@ -22,12 +22,12 @@ from rooftop.kernels.reductions.tables import AllConfig, ColumnConfig, RowConfig
 from rooftop.launch.strides import merged
 
 KINDS = ("ties", "absolute_ties", "sum", "mean", "norm1", "norm2", "amax", "amin", "norm_inf", "argmax", "argmin")
-"""The reductions, in the order in which `triton_kernels.py` numbers them; backward counts ties."""
+"""The reductions, in the order in which `triton_kernels.py` numbers them. Only backward counts ties."""
 PLACES = ("argmax", "argmin")
 
 Direction = Literal["forward", "backward"]
 Backend = Literal["reference", "whole", "partial", "last_combines", "spread", "share", "count"]
-FINISHES: tuple[Backend, ...] = ("whole", "partial", "last_combines")  # the index is FINISH in the kernels
+FINISHES: tuple[Backend, ...] = ("whole", "partial", "last_combines")  # the index is the kernels' FINISH
 Constants = dict[str, Any]
 
 # ---- plans ----------------------------------------------------------------------------------------
@@ -35,8 +35,8 @@ Constants = dict[str, Any]
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One launch of a kernel from `triton_kernels.py`. `numbers`: the arguments after the tensors. `constants`: the
-    kernel's constants except ACCUMULATOR, and launch parameters.
+    """One launch of a kernel from `triton_kernels.py`. `numbers`: the arguments that follow the tensors. `constants`:
+    the launch parameters, and all constants of the kernel except ACCUMULATOR.
     """
 
     kernel: str
@@ -55,7 +55,7 @@ class ReductionPlan:
             (a second kernel combines the parts). For a gradient: "spread" (one kernel, for 1-norm and 2-norm), "share"
             (one kernel, which also counts the ties of an extreme) or "count" (a reduction counts the ties first).
         reason: why this plan was chosen.
-        launches: the launches in order, except those that count ties, which are in `ties`.
+        launches: the launches in order, without the launches that count ties, which `ties` contains.
         accumulator: the dtype of partial results.
         copied: whether x is copied into a matrix first.
         ties: the plan of the reduction that counts ties.
@@ -96,8 +96,8 @@ class View:
 
     @property
     def along(self) -> int:
-        """The dimensions along which memory is contiguous: 0: the reduced dimensions, 1: the kept dimensions, 2:
-        neither.
+        """Along which dimensions memory is contiguous. 0: the reduced dimensions; 1: the kept dimensions;
+        2: neither.
         """
         if self.reduced_strides[1] == 1:
             return 0
@@ -105,12 +105,12 @@ class View:
 
     @property
     def is_one(self) -> bool:
-        """Whether the reduction has a single result, and one stride reaches all elements."""
+        """Whether the reduction has a single result, and a single stride steps through all elements."""
         return math.prod(self.kept) == 1 and self.reduced[0] == 1
 
 
 def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], ordered: bool) -> View | None:
-    """The view for reducing `dims`; None if the strides need more dimensions than a view has.
+    """The `View` for reducing `dims`; None if the strides need more dimensions than a view has.
 
     `ordered`: the elements must be visited in ascending order of their index, as argmax and argmin require.
     """
@@ -123,7 +123,7 @@ def view_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int], o
     if len(keep) > 2 or len(reduce) > (1 if ordered else 2):
         return None
     results = [(*each, math.prod(size for size, _ in keep[i + 1 :])) for i, each in enumerate(keep)]
-    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # the smallest stride is last: the near dimension
+    results.sort(key=lambda each: -each[1] if each[1] else -math.inf)  # last: the near dimension (smallest stride)
     results = [(1, 0, 0)] * (2 - len(results)) + results
     reduce = [(1, 0)] * (2 - len(reduce)) + reduce
     (a, b), (c, d), (e, f) = zip(*results, strict=True)
@@ -147,8 +147,8 @@ def choose(
     kind: str, direction: Direction, shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, ...],
     dtype: torch.dtype, result: torch.dtype, processors: int | None, early: bool, counted: bool = True,
 ) -> ReductionPlan:  # fmt: skip
-    """The plan for a tensor. Plans are cached, since choosing takes the host longer than launching: clear the cache
-    after a change of the tables.
+    """The plan for a tensor. Plans are cached, since choosing a plan takes the host longer than launching it. Clear the
+    cache after a change of the tables.
 
     Args:
         kind: one of `KINDS`.
@@ -158,8 +158,8 @@ def choose(
         dtype, result: dtypes of x and of the reduction.
         processors: the device's number of multiprocessors; None if the device runs no Triton kernels.
         early: whether the device supports programmatic dependent launch.
-        counted: whether a counter is available, by which a program detects that it is the last to arrive. Captures of
-            CUDA graphs may have used up all counters.
+        counted: whether a counter is available, with which a program can detect that it finishes last. Captures of CUDA
+            graphs may have used up all counters.
     """
     if torch.float64 in (dtype, result):
         return ReductionPlan("reference", "float64")
@@ -212,7 +212,7 @@ def _reduction(
     if view.is_one and view.along == 0:
         constants["WHOLE_BLOCKS"] = constants["UNIT"] * dtype.itemsize < 16
     constants["SPLITS"] = min(power_of_two(splits), max(1, tables.COMBINED // kept))
-    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # drop the few splits that would need one more combining step
+    if 0 < 8 * (splits % constants["SPLITS"]) <= splits:  # drop splits that would need another step
         splits -= splits % constants["SPLITS"]
     combined: Backend = "last_combines" if split.last_combines and counted else "partial"
     backend: Backend = "whole" if splits == 1 else combined
@@ -241,7 +241,7 @@ def _combination(reduction: Constants, splits: int, results: int, count: float) 
 
 
 def _tile(view: View, kind: str, element_bytes: int) -> tuple[int, int, SplitConfig, Constants]:
-    """(kept, reduced, split, launch parameters) of a tile of the forward kernel."""
+    """Return (kept elements of a tile, reduced elements of a tile, split, launch parameters) for the forward kernel."""
     kept, reduced = (power_of_two(sizes[1]) for sizes in (view.kept, view.reduced))
     total = math.prod(view.reduced) * element_bytes
     config: RowConfig | ColumnConfig | AllConfig
@@ -270,7 +270,7 @@ def _dependent_launch(early: bool) -> Constants:
 
 
 def _identity(kind: str, dtype: torch.dtype) -> float:
-    """The neutral element of the reduction."""
+    """The neutral element of a reduction, such as 0 for a sum."""
     if kind in ("amax", "argmax", "amin", "argmin"):
         least = kind in ("amax", "argmax")
         if dtype.is_floating_point:
@@ -282,7 +282,7 @@ def _identity(kind: str, dtype: torch.dtype) -> float:
 
 def _accumulator(dtype: torch.dtype, kind: str, result: torch.dtype) -> torch.dtype:
     """The accumulator's dtype: float32 if the input or the result is floating point, and int64 for sums of integers.
-    For the maximum or minimum of integers, it is int64 if the elements are int64, and otherwise int32.
+    For the maximum or minimum of integers, the accumulator is int64 if the elements are int64, and otherwise int32.
     """
     if dtype.is_floating_point or result.is_floating_point:
         return torch.float32
@@ -303,7 +303,7 @@ def _spread(kind: str, view: View, element_bytes: int) -> KernelLaunch:
 
 
 def _shared_tile(view: View, element_bytes: int) -> tuple[int, int] | None:
-    """(kept, reduced) of a tile with all elements of its results; None if that tile is too large."""
+    """Return (kept, reduced) of a tile that contains all elements of its results; None if that tile is too large."""
     reduced = power_of_two(view.reduced[1])
     least = tables.SHARE_WIDTH_BYTES if view.along == 1 else element_bytes
     kept = min(power_of_two(view.kept[1]), max(least, tables.SHARE_BLOCK_BYTES // reduced) // element_bytes)

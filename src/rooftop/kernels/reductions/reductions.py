@@ -1,12 +1,12 @@
 """Reductions: sum, mean, amax, amin, argmax, argmin and norm over any dimensions, or all.
 
 Reductions are bound by memory at every size: forward reads the input once. Backward of sum and mean is a view. Backward
-of the other reductions reads the input once (for extremes of very many elements twice) and writes its gradient. One
-kernel reduces any view of at most two kept and two reduced dimensions, after dimensions are merged where strides allow
-this. If there are too few results to fill a GPU (the extreme case is the sum of all elements), several programs share
-each result. The partial results are then combined by the last program to finish, as in the CUDA sample
-threadFenceReduction, or by a second kernel. Sums are float32, or int64 for integers. Results are deterministic: the
-order of additions depends only on sizes, strides and the GPU.
+of the other reductions reads the input once, or twice for extremes of very many elements, and writes the input's
+gradient. One kernel reduces any view of at most two kept and two reduced dimensions, after dimensions are merged where
+strides allow a merge. If there are too few results to fill a GPU, as for the sum of all elements, several programs
+share each result. The program that finishes last combines the partial results, as in the CUDA sample
+threadFenceReduction, or a second kernel combines them. Sums are float32, or int64 for integers. Results are
+deterministic: the order of additions depends only on sizes, strides and the GPU.
 
 `plans.py` chooses the kernels for a result or a gradient, and `reduction_plan` returns the choice and its reason;
 `launches.py` launches the kernels.
@@ -39,7 +39,7 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 
 
 class Kept(NamedTuple):
-    """The values that backward needs: shape and dtype of x; for extremes and norms also x and y."""
+    """The values that backward needs: shape and dtype of x, and for extremes and norms also x and y."""
 
     x: Tensor | None
     y: Tensor | None
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """The reduction of x over `dims`; `argmax` and `argmin` over one dimension or all."""
+    """The reduction of x over `dims`. `argmax` and `argmin` reduce one dimension or all dimensions."""
 
     x: Tensor
     kind: str
@@ -103,16 +103,16 @@ class Reduce(NamedTuple):
         return (dy.to(dtype).reshape(_kept_shape(shape, dims)).expand(shape),)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: each element takes an addition or comparison, and for norms also a product or absolute value. Each
-        result of a mean adds a division, and each result of a 2-norm adds a root.
+        """Flops: an addition or a comparison for each element; norms add a product or an absolute value for each
+        element. A mean adds a division for each result, and a 2-norm adds a root for each result.
         """
         flops = (2 if self.kind in ORDERS else 1) * self.x.numel() + (self.kind in ("mean", "norm2")) * made.numel()
         return Cost(distinct_bytes([self.x]), distinct_bytes([made]), {precision_of(self.x.dtype): flops})
 
 
 class ReduceBackward(NamedTuple):
-    """The gradient dx of extremes and norms, from y and dy in the shape that `reduce` returns. Elements that tie for an
-    extreme share the gradient equally.
+    """The gradient dx of extremes and norms, from y and dy of the shape that `reduce` returns. Elements that equal the
+    extreme share the extreme's gradient equally.
 
     dx has the memory layout of x.
     """
@@ -149,8 +149,8 @@ class ReduceBackward(NamedTuple):
         return dx.to(x.dtype)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops per element: 4 for extremes (comparison and count, comparison and choice), 2 for the 2-norm (division
-        and product) and 2 for the 1-norm (sign and product).
+        """Flops per element: 4 for extremes (a comparison and a count of ties, then a comparison and a selection), 2
+        for the 2-norm (a division and a product) and 2 for the 1-norm (a sign and a product).
         """
         flops = (2 if self.kind in ("norm1", "norm2") else 4) * self.x.numel()
         return Cost(distinct_bytes(self[:3]), distinct_bytes([made]), {precision_of(self.x.dtype): flops})
@@ -161,7 +161,7 @@ _reduce_backward = declare("reduce_backward", ReduceBackward, known=True)
 
 
 def _kept_shape(shape: torch.Size, dims: Sequence[int]) -> list[int]:
-    """The shape with the sizes of `dims` replaced by 1."""
+    """The shape in which the sizes of the dimensions `dims` are 1."""
     return [1 if dim in dims else size for dim, size in enumerate(shape)]
 
 
@@ -178,16 +178,16 @@ Dims = int | Sequence[int] | None
 @repeated
 @recorded_whole
 def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum over some dimensions or all, as `torch.sum`.
+    """The sum over one, several or all dimensions, as `torch.sum` computes it.
 
     Args:
         input: any shape and strides; bfloat16, float16, float32, float64, booleans or integers of up to 64 bits.
-        dim: one dimension or several; None or () means all. A tensor whose strides need more than two kept or two
-            reduced dimensions is copied first.
+        dim: one dimension or several dimensions; None or () means all. A tensor whose strides need more than two kept
+            or two reduced dimensions is copied first.
         keepdim: keep reduced dimensions, with size 1.
         dtype: elements are cast to this dtype before they are added.
 
-    Returns: The sum in the input's dtype, or in int64 for booleans and integers; the sum of no elements is 0. Sums
+    Returns: The sum in the input's dtype, or in int64 for booleans and integers. The sum of no elements is 0. Sums
     accumulate in float32 (float64 for float64) and are deterministic. Under autocast on a GPU the result is float32, as
     in PyTorch.
 
@@ -202,7 +202,7 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
 @repeated
 @recorded_whole
 def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The mean over some dimensions or all, as `torch.mean`; NaN for no elements.
+    """The mean over one, several or all dimensions, as `torch.mean` computes it. The mean of no elements is NaN.
 
     Arguments, results and errors are those of `sum`; integer input needs a `dtype`.
     """
@@ -213,7 +213,8 @@ def mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch
 @repeated
 @recorded_whole
 def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
-    """The maximum over some dimensions or all, as `torch.amax`: NaN if any element is NaN.
+    """The maximum over one, several or all dimensions, as `torch.amax` computes it. The maximum is NaN if any element
+    is NaN.
 
     Elements that tie share the gradient equally. Arguments are those of `sum`, except that `()` means all
     dimensions; the result has the input's dtype.
@@ -228,7 +229,9 @@ def amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
 @repeated
 @recorded_whole
 def amin(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
-    """The minimum over some dimensions or all, as `torch.amin`; see `amax`."""
+    """The minimum over one, several or all dimensions, as `torch.amin` computes it. Arguments and errors are as in
+    `amax`.
+    """
     x, dims, result = _of_extreme("amin", input, dim)
     return _reduce(x, "amin", dims, bool(keepdim), result)
 
@@ -240,11 +243,13 @@ def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
 
     Args:
         input: as in `sum`.
-        dim: one dimension or all. With None, a tensor that is not contiguous is copied first.
+        dim: one dimension, or None for the flattened tensor. With None, a tensor that is not contiguous is copied
+            first.
         keepdim: keep reduced dimensions, with size 1.
 
     Returns:
-        int64 indices. Of several equal maxima, the first index is returned; NaN counts as larger than any number.
+        int64 indices. If several elements equal the maximum, the index is that of the first. NaN counts as larger than
+        any number.
 
     Raises:
         TypeError, ValueError: as in `sum`; also for the maximum of no elements.
@@ -256,7 +261,7 @@ def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
 @repeated
 @recorded_whole
 def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """The index of the minimum, as `torch.argmin`; see `argmax`."""
+    """The index of the minimum, as `torch.argmin` computes it. Arguments and errors are as in `argmax`."""
     x, dims, result = _of_place("argmin", input, dim)
     return _reduce(x, "argmin", dims, bool(keepdim), result)
 
@@ -266,7 +271,7 @@ def argmin(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
 def norm(
     input: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The vector norm over some dimensions or all, as `torch.linalg.vector_norm`.
+    """The vector norm over one, several or all dimensions, as `torch.linalg.vector_norm` computes it.
 
     Args:
         input: bfloat16, float16, float32 or float64, any shape and strides.
@@ -279,7 +284,7 @@ def norm(
         As `sum`. Elements that tie for the infinity norm share the gradient equally.
 
     Raises:
-        TypeError, ValueError: as in `sum`, or if the order is unknown, or the infinity norm has no elements.
+        TypeError, ValueError: as in `sum`, or the order is unknown, or the infinity norm has no elements.
     """
     kind, x, dims, result = _of_norm(input, ord, dim, dtype)
     return _reduce(x, kind, dims, bool(keepdim), result)
@@ -288,7 +293,7 @@ def norm(
 def reduction_plan(
     function: str, input: Tensor, dim: Dims = None, *, ord: float = 2, dtype: torch.dtype | None = None
 ) -> ReductionPlan:
-    """Return how a reduction would be computed, and the reason, without computing it.
+    """Return the plan by which a reduction would be computed, and the reason, without computing the reduction.
 
     Args:
         function: "sum", "mean", "amax", "amin", "argmax", "argmin" or "norm".
@@ -312,7 +317,7 @@ def reduction_plan(
 # ---- arguments of the operator --------------------------------------------------------------------------
 
 Prepared = tuple[Tensor, list[int], torch.dtype]
-"""The input, cast unless the kernel widens loaded elements; the dimensions to reduce; the result's dtype."""
+"""(input, dimensions to reduce, dtype of the result). The input is cast, unless the kernel casts loaded elements."""
 
 
 def _of_sum(x: Tensor, dim: Dims, dtype: torch.dtype | None) -> Prepared:
@@ -329,7 +334,7 @@ def _of_mean(x: Tensor, dim: Dims, dtype: torch.dtype | None) -> Prepared:
 
 
 def _of_norm(x: Tensor, ord: float, dim: Dims, dtype: torch.dtype | None) -> tuple[str, Tensor, list[int], torch.dtype]:
-    """The kind of the norm, and its arguments as in `Prepared`."""
+    """Return the kind of the norm, followed by the items of `Prepared`."""
     _check("norm", x, FLOATS, dtype, FLOATS)
     kind = next((kind for kind, order in ORDERS.items() if ord == order), None)
     if kind is None:
@@ -379,7 +384,7 @@ def _check(
 
 
 def _dims(name: str, x: Tensor, dim: Dims) -> list[int]:
-    """The dimensions to reduce, nonnegative and in ascending order; empty for a tensor without dimensions."""
+    """The dimensions to reduce, as nonnegative numbers in ascending order. Empty for a tensor without dimensions."""
     _check(name, x)
     if dim is not None and not isinstance(dim, int | Sequence):
         raise TypeError(f"{name}: dim must be an int, several ints or None, got {dim!r}")

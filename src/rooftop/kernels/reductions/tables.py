@@ -9,8 +9,9 @@ from rooftop.kernels.operands.launch_data import ANY_BYTES
 
 @dataclass(frozen=True)
 class RowConfig:
-    """Launch parameters for a contiguous reduced dimension, in runs of up to `run_bytes` bytes: results of a tile, and
-    bytes of a tile per result. `stages`: tiles that are prefetched through shared memory; 1: no prefetch.
+    """Launch parameters if memory is contiguous along the reduced dimension, for up to `run_bytes` contiguous bytes:
+    results of a tile, and bytes of a tile per result. `stages`: number of tiles in the prefetch pipeline in shared
+    memory; 1: no prefetch.
     """
 
     run_bytes: int
@@ -22,8 +23,8 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """The number of programs per SM that share a result's blocks, and whether the last program to arrive combines the
-    parts.
+    """How the elements of a result are split over programs: the number of programs per SM, and whether the program that
+    finishes last combines the partial results.
     """
 
     programs_per_sm: int
@@ -32,8 +33,8 @@ class SplitConfig:
 
 @dataclass(frozen=True)
 class ColumnConfig:
-    """Launch parameters for a contiguous kept dimension: bytes of a tile along that dimension (more if few elements are
-    reduced), and bytes of the tile.
+    """Launch parameters if memory is contiguous along the kept dimension: bytes of a tile along that dimension (more if
+    few elements are reduced), and bytes of the whole tile.
     """
 
     width_bytes: int
@@ -61,9 +62,9 @@ class AllConfig:
 
 # The fastest of the parameters measured on an H200. ROWS was measured with rows of 32, 128, 512, 2048, 4096, 8192 and
 # 16384 bytes in half precision. PLACES (argmax and argmin, with two numbers per element) was measured with rows of
-# 256512 bytes. COLUMNS was measured with sums over the first and over a middle dimension. ALL was measured with tensors
-# of 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. Rows of 1 to 8 KiB, with one warp per block, need no sum across
-# warps and are prefetched.
+# 256512 bytes. COLUMNS was measured with sums over the first dimension and with sums over a middle dimension. ALL was
+# measured with tensors of 256 KiB, 4, 11, 23 and 64 MiB and 1 GiB in float32. For rows of 1 to 8 KiB, one warp reads
+# the block of a row, so no sum across warps is needed; blocks are prefetched.
 SHORT_ROWS = (
     RowConfig(run_bytes=64, rows=128, block_bytes=64, warps=4),
     RowConfig(run_bytes=128, rows=32, block_bytes=128, warps=2),
@@ -99,9 +100,9 @@ ALL = (
 )
 GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # for the gradient: bytes of a tile of x, and warps of a program
 SHARE_ELEMENTS = 1 << 15  # maximum elements of a tile of the kernel that counts ties and writes the gradient
-SHARE_WIDTH_BYTES = 128  # minimum bytes of a row of such a tile, if the kept dimension is contiguous
-SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # bytes of such a tile, and minimum number of its warps
-# Maximum elements per thread. If tiles of small integers were limited only in bytes, they would need too many
-# registers.
+SHARE_WIDTH_BYTES = 128  # minimum bytes of a row of a tile of that kernel, if the kept dimension is contiguous
+SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # bytes of a tile of that kernel, and minimum number of warps
+# Maximum number of elements per thread. Without this limit, a tile of small integers with the same number of bytes
+# would need too many registers.
 LANE_ELEMENTS = 32
 COMBINED = 4096  # maximum number of partial results in a program of four or more warps

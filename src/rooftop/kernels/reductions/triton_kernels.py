@@ -1,17 +1,18 @@
 """Triton kernels of reductions and their gradients; `reductions.py` has the operators.
 
-A tile has KEPT results, and REDUCED elements for each result. A program folds every S-th tile of its results, where S
-is the number of splits, into accumulators of the same shape, lane by lane. At the end the program folds the
+A tile has KEPT results, and REDUCED elements for each result. A program combines every S-th tile of its results, where
+S is the number of splits, into accumulators of the shape of a tile, lane by lane. At the end the program combines the
 accumulators into KEPT numbers. ALONG is the direction in which memory is contiguous: along the reduced dimension
 (ROWS), along the kept dimension (COLUMNS), or neither. There are a near and a far kept dimension, and a near and a far
-reduced dimension. NESTED: the far reduced dimension is in use.
+reduced dimension. NESTED: the size of the far reduced dimension is above 1.
 
 If the results are too few to fill a GPU, several programs split the elements of each result, and store partial results,
-(splits, results). A second kernel, or the last program of a tile to store its part, combines the partial results in the
-order of the splits. So results are deterministic. Arrival is counted with acquire and release: the program that counts
-last sees the partial results of all others, and sets the counter back to zero for the next launch.
+(splits, results). A second kernel, or the program that stores a tile's last partial result, combines the partial
+results in the order of the splits. So results are deterministic. A counter with acquire and release semantics counts
+the programs that have stored. So the program that increments the counter last sees the partial results of all other
+programs. The last program resets the counter to zero for the next launch.
 
-Sizes and strides of contiguous memory count groups of UNIT elements, so that the compiler knows that UNIT divides these
+Sizes and strides of contiguous memory are in units of UNIT elements, so that the compiler knows that UNIT divides these
 sizes and strides, and loads several elements at a time. All offsets are 64-bit.
 """
 
@@ -24,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rooftop.kernels.operands.triton_kernels.scalars import largest, smallest
 
-# The reductions: sums (up to NORM2), extremes, and (from ARGMAX on) the positions of extremes.
+# The reductions: first sums (up to NORM2), then extremes, then (from ARGMAX on) positions of extremes.
 TIES = tl.constexpr(0)  # counts the elements that equal the result
 ABSOLUTE_TIES = tl.constexpr(1)
 SUM = tl.constexpr(2)
@@ -59,12 +60,12 @@ def reduce_tiles(
     NESTED: tl.constexpr, FINISH: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute KEPT results or, depending on FINISH, the partial results of this split.
+    """Compute KEPT results or, depending on FINISH, one program's partial results for these KEPT results.
 
-    WHOLE_BLOCKS: for a single result, all blocks except the last are loaded without a mask, so loads are 16 bytes wide
-    for any size.
-    EARLY: programmatic dependent launch: this kernel may start while the previous kernel still runs, and waits for the
-    previous kernel's results.
+    WHOLE_BLOCKS (only for a single result): all blocks except the last are loaded without a mask, so that loads are 16
+        bytes wide for any size of x.
+    EARLY selects programmatic dependent launch: this kernel may start while the previous kernel still runs, and waits
+    for the previous kernel's results.
     """
     if EARLY:
         gdc_wait()
@@ -142,13 +143,15 @@ def combine_partials(
 
 @triton.jit
 def spread_gradient(
-    x, y, dy, ties, dx,  # strided; (results,); (results,); (results,) float32; as x
+    x, y, dy, ties, dx,  # shapes: as x of `reduce_tiles`, (results,), (results,), (results,) float32, as x
     kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
     reduced, reduced_stride, far_reduced, far_reduced_stride,
     KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
     NESTED: tl.constexpr, KEPT: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of a tile from results y and gradients dy; `ties` elements share the gradient of an extreme."""
+    """Compute dx of a tile from results y and gradients dy. `ties`: the number of elements that share an extreme's
+    gradient.
+    """
     if ALONG == COLUMNS:
         kept = kept * UNIT
     if ALONG == ROWS:
@@ -178,7 +181,7 @@ def spread_gradient(
 
 @triton.jit
 def share_gradient(
-    x, y, dy, dx,  # strided; (results,); (results,); as x
+    x, y, dy, dx,  # shapes: as x of `reduce_tiles`, (results,), (results,), as x
     kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
     reduced, reduced_stride, far_reduced, far_reduced_stride,
     KIND: tl.constexpr, ALONG: tl.constexpr, UNIT: tl.constexpr,
@@ -218,7 +221,7 @@ def _kept_elements(
     tile, kept, kept_stride, out_stride, far_kept_stride, far_out_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """(offsets in x, positions in the results, mask) of a tile's kept elements (KEPT,)."""
+    """Return (offsets in x, positions in the results, mask) for a tile's kept elements (KEPT,)."""
     tiles = tl.cdiv(kept, KEPT)
     far = (tile // tiles).to(tl.int64)
     near = (tile % tiles).to(tl.int64) * KEPT + tl.arange(0, KEPT)
@@ -234,7 +237,7 @@ def _reduced_elements(
     index, near, lane, reduced, reduced_stride, far_reduced_stride,
     ALONG: tl.constexpr, UNIT: tl.constexpr, NESTED: tl.constexpr, REDUCED: tl.constexpr,
 ):  # fmt: skip
-    """(offsets, mask) of a block (REDUCED,) of the reduced dimension. A step of the far dimension has `near` blocks."""
+    """Return (offsets, mask) of a block (REDUCED,) of reduced elements. The near dimension has `near` blocks."""
     if NESTED:
         block, far = tl.cast(index % near, tl.int64), tl.cast(index // near, tl.int64)
     else:
@@ -251,7 +254,9 @@ def _reduced_elements(
 
 @triton.jit
 def _fold(best, found, loaded, index, target, inside, KIND: tl.constexpr):
-    """Update each lane's value with one more element, and for ARG kinds the block of the first extreme."""
+    """Update each lane's value with one more element. For ARG kinds, also update the index of the block of the first
+    extreme.
+    """
     if KIND == NORM1:
         best += tl.abs(loaded)
     elif KIND == NORM2:
@@ -277,7 +282,9 @@ def _fold(best, found, loaded, index, target, inside, KIND: tl.constexpr):
 
 @triton.jit
 def _beyond(value, best, KIND: tl.constexpr):
-    """Whether a value is more extreme than another. NaN is more extreme than any number, but not than NaN."""
+    """Whether `value` is more extreme than `best`. NaN is more extreme than any number, but not more extreme
+    than NaN.
+    """
     if KIND == ARGMAX:
         better = value > best
     else:
@@ -287,7 +294,7 @@ def _beyond(value, best, KIND: tl.constexpr):
 
 @triton.jit
 def _across(best, where, KIND: tl.constexpr):
-    """Combine all lanes: values (KEPT,), and for ARG kinds the first positions."""
+    """Combine the values of all lanes to (KEPT,). For ARG kinds, also return the first positions of the extremes."""
     SMALLEST: tl.constexpr = (KIND == AMIN) | (KIND == ARGMIN)
     first = 0
     if KIND <= NORM2:
@@ -315,8 +322,8 @@ def _combined(
     partials, places, place, exists, splits, results,
     KIND: tl.constexpr, ACCUMULATOR: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Values and positions (KEPT,) from the partial results of all splits. The loads bypass L1, since programs on other
-    SMs stored the data.
+    """Combine the partial results of all splits into values and positions (KEPT,). The loads bypass L1, since programs
+    on other SMs stored the data.
     """
     lane = tl.arange(0, SPLITS)
     best = tl.full((KEPT, SPLITS), IDENTITY, ACCUMULATOR)
@@ -354,11 +361,11 @@ def _store_results(out, place, exists, value, first, count, KIND: tl.constexpr):
 
 @triton.jit
 def _shared(value, result, share, KIND: tl.constexpr):
-    """The gradient of the elements that tie for an extreme: equal shares of its gradient."""
+    """The gradient of each element: `share` for the elements that equal the extreme, 0 for all other elements."""
     if KIND == NORM_INF:
         return tl.where(tl.abs(value) == result, _sign(value) * share, 0.0)
     else:
-        # if the extreme is NaN, nothing ties with it, and the gradient is NaN
+        # if the extreme is NaN, no element equals it, `share` is NaN, and so is the gradient
         return tl.where(value == result, share, 0.0 * share)
 
 

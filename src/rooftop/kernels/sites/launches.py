@@ -1,9 +1,9 @@
 """Launch the kernels of sparse convolution, and prepare the row orders and pair lists that they need.
 
 In half precision, a convolution reads `2 C` bytes of features for each pair, and `2 C O` bytes of the weight for each
-tap of a tile of rows, all from L2. With tall tiles, the kernel reads the weight less often. Fewer reads are wasted if
-similar rows share a tile, and if tables are stored in reading order. `docs/measurements/kernels-sites.md` has counts on
-one H200.
+tap of a tile of rows, all from L2. With taller tiles, the kernel reads the weight less often. Fewer reads are wasted if
+rows with similar neighbours share a tile, and if a table is stored in the order in which the kernel reads it.
+`docs/measurements/kernels-sites.md` has counts on one H200.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def weight_tile(
     out_channels: int, channels: int, taps: int, length: int, listed: bool, features: Tensor
 ) -> tuple[WordConstants, int, int]:
     """Launch parameters of `sparse_conv_weight_gradient` if no tap has more than `length` pairs: (tile, number of
-    parts, maximum number of pieces). If pairs are listed, the parts divide all pairs; otherwise they divide the pairs
-    of each tap.
+    parts, maximum number of pieces). If `listed`, the pairs of all taps together are divided into this number of parts;
+    otherwise the pairs of each tap are divided into this number of parts.
     """
     table = tables.WEIGHT_SINGLE if features.dtype == torch.float32 else tables.WEIGHT_HALF
     find = _weight_tile.__wrapped__ if type(length) is Count else _weight_tile
@@ -68,7 +68,7 @@ def _weight_tile(
     outs, ins = min(config.outs, _power_of_two(out_channels)), min(config.ins, _power_of_two(channels))
     tiles = -(-out_channels // outs) * -(-channels // ins)
     programs, blocks = -(-config.programs_per_sm * sms // tiles), -(-length // config.depth)
-    if listed:  # each tap may add one shorter piece, so `taps` programs are left for these
+    if listed:  # each tap may end with a shorter piece, so `taps` programs are reserved for these pieces
         parts = max(taps, min(programs - taps, taps * blocks))
         pieces = parts + taps
     else:
@@ -118,9 +118,10 @@ def neighbour_masks(neighbours: Tensor) -> Tensor:
 
 
 def rows_by_mask(masks: Tensor) -> Tensor:
-    """An order (M,) int64 of rows by their masks (M, words). Rows with equal masks are adjacent and keep their order. A
-    Gray code puts similar masks close to each other; the code's slowest bit is the rarest tap in a sample. Of masks
-    with more than 64 bits, only the 64 rarest bits are compared.
+    """Sort rows by their masks (M, words), and return the order (M,) int64. Rows with equal masks are adjacent and keep
+    their order. The order of the masks is a Gray code, so that similar masks are close to each other. The bit that
+    changes most rarely in this order is the tap that is rarest in a sample of the rows. If masks have more than 64
+    bits, only the 64 rarest bits are compared.
     """
     if masks.numel() == 0:
         return torch.arange(masks.shape[0], device=masks.device)
@@ -134,7 +135,7 @@ def _mask_keys(masks: Tensor) -> Tensor:
         bits = ((masks[:, :, None] >> torch.arange(32)) & 1).flatten(1).long()
         rarest_first = bits[torch.arange(tables.SAMPLE) * rows // tables.SAMPLE].sum(0).sort(stable=True).indices[:64]
         parities = bits[:, rarest_first].cumsum(1) % 2
-        parities[:, 0] -= 1  # with 64 bits, this bit becomes the sign; -1 and 0 sort like 0 and 1
+        parities[:, 0] -= 1  # with 64 bits, this bit becomes the sign, and -1 and 0 are ordered like 0 and 1
         return (parities << torch.arange(len(rarest_first)).flip(0)).sum(1)
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import count_bits, mask_keys
@@ -155,7 +156,7 @@ def _mask_keys(masks: Tensor) -> Tensor:
 
 def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
     """Sort a table (M, T) by an order (M,) of its rows. The result, (1 + ceil(T / 32) + T, M) int32, contains the
-    order, the rows' masks, and the sites tap by tap. So a tile of the convolution reads contiguous memory.
+    order, the rows' masks, and the sites tap by tap, so that a tile of the convolution reads contiguous memory.
     """
     rows, taps = size(neighbours, 0), neighbours.shape[1]
     words = -(-taps // 32)
@@ -176,8 +177,9 @@ def sorted_table(neighbours: Tensor, order: Tensor) -> Tensor:
 
 
 def row_order(neighbours: Tensor) -> Tensor:
-    """The order of a table (M, T) for `sparse_conv`: its `sorted_table` if TABLES_SORTED is set, else the order (M,)
-    alone. Tables with fewer than SORTED_FROM rows keep their order. `row_order_shape` computes the result's shape.
+    """The order of a table (M, T) for `sparse_conv`: the `sorted_table` if TABLES_SORTED is set, else only the order
+    (M,). The rows of tables with fewer than SORTED_FROM rows are not sorted. `row_order_shape` computes the result's
+    shape.
     """
     rows = size(neighbours, 0)
     if rows < tables.SORTED_FROM:
@@ -235,9 +237,9 @@ def blocks_of(table: Tensor, taps: int) -> tuple[Tensor, Tensor]:
 
 
 def pairs_of(neighbours: Tensor, sites: int) -> tuple[Tensor, Tensor]:
-    """The pairs of each tap of a table (M, T) of N sites: (2, T, min(M, N)) int32, with sites at [0] and rows at [1],
-    ascending by row. The second result, (T,) int32, is the number of pairs of each tap. In each tap's lists, values
-    past the number of pairs are undefined.
+    """List the pairs of each tap of a table (M, T) of N sites. The first result is (2, T, min(M, N)) int32, with sites
+    at [0] and rows at [1], ascending by row. The second result, (T,) int32, is the number of pairs of each tap. In each
+    tap's lists, values past the number of pairs are undefined.
     """
     rows, taps = size(neighbours, 0), neighbours.shape[1]
     capacity = min(rows, sites)
@@ -265,7 +267,7 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
     rows, taps = neighbours.shape
     listed = neighbours.t()  # (T, M)
     known = (listed >= 0) & (listed < sites)
-    # entries without a site go to an extra column, dropped below
+    # entries without a site are written to an extra column, which is dropped below
     place = (known.cumsum(1) - 1).masked_fill_(~known, capacity)
     pairs = neighbours.new_full((2, taps, capacity + 1), -1)
     pairs[0].scatter_(1, place, listed)
@@ -274,7 +276,7 @@ def _pairs_by_torch(neighbours: Tensor, sites: int, capacity: int) -> tuple[Tens
 
 
 def has_table(order: Tensor | None) -> bool:
-    """Whether the tensor is a `sorted_table` instead of an order alone."""
+    """Whether `order` is a `sorted_table`, which contains the table, instead of only an order."""
     return order is not None and order.dim() == 2
 
 
@@ -307,8 +309,8 @@ def convolved(
     order: Tensor | None,
     mirrored: bool,
 ) -> Tensor:
-    """Compute the convolution (M, O) with the kernel, from a weight (O, T, C) with any strides; `order` as from
-    `row_order`, or (M,). The kernel does not read neighbours if `order` contains them.
+    """Compute the convolution (M, O) with the kernel, from a weight (O, T, C) with any strides. `order` is a result of
+    `row_order`, or an order (M,). If `order` contains the table, the kernel does not read `neighbours`.
     """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_rows
@@ -345,11 +347,11 @@ def weight_gradient(
     order: Tensor | None,
     pairs: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """The weight's gradient (O, T, C) from dy (M, O), features (N, C), and a table (M, T) or an `order` that contains
-    it.
+    """Compute the weight's gradient (O, T, C) from dy (M, O), features (N, C), and a table (M, T) or an `order` that
+    contains the table.
 
-    `pairs`: as from `blocks_of` if `order` contains the table, else as from `pairs_of`. None: the pairs are computed
-    here if the order contains the table or the table has many rows; else the kernel reads the table.
+    `pairs`: the result of `blocks_of` if `order` contains the table, else the result of `pairs_of`. None: the function
+    computes the pairs if the order contains the table or the table has many rows; otherwise the kernel reads the table.
     """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_convs import sparse_conv_weight_gradient, sum_pieces
@@ -365,7 +367,7 @@ def weight_gradient(
     elif neighbours is not None:
         table, block = neighbours.contiguous(), 0
         pairs = pairs_of(table, sites) if pairs is None and rows >= tables.LISTED_FROM else pairs
-    else:  # the pairs suffice without a table
+    else:  # the kernel needs only the pairs, and no table
         assert pairs is not None
         table, block = pairs[0], 0
     lists, counts = (None, None) if pairs is None else (t.contiguous() for t in pairs)

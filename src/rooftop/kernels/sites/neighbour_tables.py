@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def check_neighbours(name: str, features: Tensor, neighbours: Tensor) -> None:
-    """On a CPU, check that all rows in the table exist. (On a GPU, the kernels treat other rows as -1.)"""
+    """On a CPU, check that all rows in the table exist. (On a GPU, the kernels treat out-of-range rows as -1.)"""
     if not features.is_cpu or neighbours.numel() == 0:
         return
     least, most = (int(each) for each in neighbours.aminmax())
@@ -21,7 +21,7 @@ def check_neighbours(name: str, features: Tensor, neighbours: Tensor) -> None:
 
 
 def check_reverse(name: str, neighbours: Tensor, reverse: Tensor | None) -> None:
-    """On a CPU, check that the reverse table has exactly the pairs of the forward table."""
+    """On a CPU, check that the reverse table has exactly the same pairs as the forward table."""
     if not neighbours.is_cpu:
         return
     table = neighbours.flip(1) if reverse is None else reverse

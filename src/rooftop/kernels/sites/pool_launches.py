@@ -12,7 +12,7 @@ from rooftop.launch.triton_launch import launch, processors, require_triton
 
 
 def pooled(features: Tensor, neighbours: Tensor, out: Tensor, counts: Tensor, average: bool) -> None:
-    """Fill out (M, C), and for a mean counts (M,), from features (N, C) and neighbours (M, T)."""
+    """Compute `out` (M, C) from features (N, C) and neighbours (M, T). For a mean, also compute `counts` (M,)."""
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_pools import sparse_pool_rows
 
@@ -30,8 +30,8 @@ def pooled_backward(
     dy: Tensor, y: Tensor | None, features: Tensor | None, counts: Tensor, table: Tensor, dfeatures: Tensor,
     mirrored: bool,
 ) -> None:  # fmt: skip
-    """Fill dfeatures (N, C) through the reverse table (N, T). `mirrored`: the reverse table is the table with its taps
-    reversed.
+    """Compute dfeatures (N, C) from the reverse table (N, T). `mirrored`: `table` is the forward table, and the reverse
+    table is the forward table with its taps in reverse order.
     """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_pools import sparse_pool_gradient
@@ -47,8 +47,8 @@ def pooled_backward(
 
 
 def pooled_parts(features: Tensor, batch: Tensor, batch_size: int, average: bool) -> tuple[Tensor, Tensor]:
-    """Compute maxima or sums (parts, B, C) float32 over the sites of each batch element, and the number of these sites,
-    (parts, B).
+    """Compute maxima or sums over the sites of each batch element, (parts, B, C) float32, separately for each part of
+    the rows. Also compute the number of sites of each batch element in each part, (parts, B).
     """
     require_triton()
     from rooftop.kernels.sites.triton_kernels.sparse_pools import sparse_global_pool_parts
@@ -72,7 +72,7 @@ def pooled_parts(features: Tensor, batch: Tensor, batch_size: int, average: bool
 
 
 def _tile(config: PoolConfig, rows: int, x: Tensor, taps: int) -> tuple[tuple[int], Constants]:
-    """(grid, constants) of a kernel whose tiles have the rows of `config` and all columns of x."""
+    """Return (grid, constants) of a kernel whose tiles cover `rows` rows and all columns of x."""
     channels = x.shape[1]
     columns = min(config.columns, power_of_two(channels))
     height = max(1, config.tile_bytes // x.element_size() // columns)

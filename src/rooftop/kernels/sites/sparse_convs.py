@@ -5,13 +5,14 @@ implicit matrix product (Tang et al. 2023, "TorchSparse++"): the kernel gathers 
 stores no gathered matrix. The rulebook, `neighbours`, contains the site at each tap. The convolution is bound by memory
 for few channels, and by the tensor cores above about 128 channels.
 
-On a surface a site has about 9 of 27 neighbours, and the slope of the surface determines which. A tile of results
-multiplies only the taps that at least one of its rows has. So rows are sorted by their taps (`rows_by_mask`): similar
-rows share tiles, and tiles skip more taps.
+On a surface a site has about 9 of 27 possible neighbours, and the slope of the surface determines which of them. A tile
+of results multiplies only the taps that at least one of its rows has. So rows are sorted by their taps
+(`rows_by_mask`): similar rows share tiles, and tiles skip more taps.
 
-The gradient of the features is the same product through the reverse table, with the weight transposed: no scatter, no
-atomics. The gradient of the weight is a sum over the pairs of each tap. The pairs are cut into pieces of equal length.
-The float32 sums of the pieces are added in a fixed order, so results are deterministic.
+The gradient of the features is the same product, with the reverse table and the transposed weight. The gradient of the
+features needs no scatter and no atomics. The gradient of the weight is a sum over the pairs of each tap. The pairs are
+cut into pieces of equal length. The float32 sums of the pieces are added in a fixed order, so results are
+deterministic.
 
 `tables.py` has the launch parameters, `launches.py` launches the kernels.
 """
@@ -50,8 +51,8 @@ PLAIN = "torch.nn.functional.conv3d on the dense grid"
 
 @without_autocast
 def sparse_conv_reference(features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor) -> Tensor:
-    """Compute (M, O) from features (N, C), weight (O, T, C), bias (O,) and neighbours (M, T) in plain PyTorch. For each
-    tap: gather, multiply, add.
+    """Compute the convolution (M, O) from features (N, C), weight (O, T, C), bias (O,) and neighbours (M, T) in plain
+    PyTorch. The function gathers, multiplies and adds the features of one tap after the other.
 
     Products are float32, or float64 for float64; taps are added in float64. On a GPU, the host synchronizes at each tap
     to read the number of pairs.
@@ -75,8 +76,8 @@ def features_gradient_reference(dy: Tensor, weight: Tensor, neighbours: Tensor, 
 
 @without_autocast
 def weight_gradient_reference(dy: Tensor, features: Tensor, neighbours: Tensor) -> Tensor:
-    """The gradient (O, T, C) of the weight, from dy (M, O), summed in float64, since the number of pairs is
-    unlimited.
+    """The gradient (O, T, C) of the weight, from dy (M, O). The sum is float64, since there may be any number
+    of pairs.
     """
     gradients, values = dy.double(), features.double()
     by_tap = [
@@ -98,7 +99,7 @@ def _pairs_by_tap(neighbours: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _check_values(features: Tensor, neighbours: Tensor | None, order: Tensor | None, taps: int) -> None:
-    """On a CPU, check the tables' values. (On a GPU, the kernels treat absent sites as -1.)"""
+    """On a CPU, check the values of the tables. (On a GPU, the kernels treat out-of-range sites as -1.)"""
     if not features.is_cpu:
         return
     neighbours = _plain(neighbours, order, taps)
@@ -149,7 +150,7 @@ def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int, name: str
 
 
 class SparseConv(NamedTuple):
-    """The convolution (M, O). weight: (O, *kernel, C). The gradients read the tables of the reverse direction."""
+    """The convolution (M, O). weight: (O, *kernel, C). Only the gradients read `reverse` and `reverse_order`."""
 
     features: Tensor
     weight: Tensor
@@ -201,8 +202,8 @@ class SparseConv(NamedTuple):
         return [t if each else None for t, each in zip(_sparse_conv_backward(*arguments), mask, strict=True)]
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: a product for each pair. Bytes: features, weight and table once. An order is optional, so it does not
-        count.
+        """Flops: a product for each pair. Bytes: features, weight and table are each read once. An order is optional,
+        so the bytes of an order do not count.
         """
         features, weight, bias, neighbours, order = *self[:4], self.order
         flops = _product_flops(self, features, 1)
@@ -271,8 +272,8 @@ class SparseConvBackward(NamedTuple):
         )
 
     def cost(self, made: tuple[Tensor, ...]) -> Cost:
-        """Flops, for each gradient that is needed: a product of each pair for the features, the same for the weight,
-        and a sum for the bias.
+        """Flops of the gradients that are needed: a product for each pair for the features, a product for each pair for
+        the weight, and a sum for the bias.
         """
         dy, features, weight, neighbours, reverse, order, reverse_order, *_, mask = self
         for_features, for_weight, for_bias = mask
@@ -307,7 +308,7 @@ def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -
 
 
 def _product_flops(call: SparseConv | SparseConvBackward, operand: Tensor, products: int) -> dict[str, int]:
-    """Flops of `products` products of each pair. If the caller does not pass the number of pairs, the function assumes
+    """Flops of `products` products for each pair. If the caller does not pass the number of pairs, the function assumes
     one pair per result, the minimum, so that the roof time is never overestimated. Counting the pairs would synchronize
     with the GPU.
     """
@@ -337,37 +338,38 @@ def sparse_conv(
     pairs: tuple[Tensor, Tensor] | None = None,
     pair_count: int | None = None,
 ) -> Tensor:
-    """Sparse convolution of N sites to M results, by a rulebook's table of neighbours.
+    """Sparse convolution from N sites to M results. A table of neighbours (the rulebook) lists the sites at each tap of
+    each result.
 
     Args:
-        features: (N, C), bfloat16, float16, float32 or float64; under autocast features, weight and bias are cast as in
-            conv3d.
-        weight: (O, *kernel, C), spconv's layout, with the dtype of features. The kernel has T taps, in the order of the
+        features: (N, C), bfloat16, float16, float32 or float64. Autocast casts features, weight and bias as it casts
+            those of conv3d.
+        weight: (O, *kernel, C), as in spconv, with the dtype of features. `kernel` has T taps, in the order of the
             table's columns.
         bias: (O,), with the dtype of features.
         neighbours: (M, T) int32, the row of features at each tap of a result, or -1 for no neighbour. Out-of-range rows
-            raise on the CPU; on a GPU they count as -1. None: `order` contains the table.
+            raise an error on the CPU; on a GPU they count as -1. None: `order` contains the table.
         reverse: (N, T) int32, the result to which a row of features contributes at each tap, or -1 for none. The
-            gradient of the features needs this table. None: `reverse_order` contains it, or the convolution is
-            submanifold, so the reverse table is `neighbours` with the taps in reverse order.
-        order, reverse_order: the results of `row_order` for the two tables, so that rows with the same neighbours share
-            a tile. These orders may contain the tables. Any other order of the rows is allowed, too: (M,) and (N,)
-            int32 or int64. If neither `reverse` nor `reverse_order` is given, `order` is used for both directions.
-            None: the order is computed here for tables with many rows.
+            gradient of the features needs the reverse table. None: `reverse_order` contains the reverse table, or the
+            convolution is submanifold, so that the reverse table is `neighbours` with the taps in reverse order.
+        order, reverse_order: the results of `row_order` for the two tables, by which rows with the same neighbours
+        share a tile. The results of `row_order` may contain the tables. Any order of the rows is allowed: (M,) and (N,)
+        int32 or int64. If neither `reverse` nor `reverse_order` is given, `order` is used for both directions. None:
+        the function computes the order if the table has many rows.
         pairs: the pairs of each tap, for the gradient of the weight, as `get_indice_pairs` returns them: (2, T, P)
             int32, the sites and results of each tap's pairs, and (T,) int32, the number of pairs. For an `order` that
-            contains the table: (T, blocks) and (T,) int32, as `blocks_of` returns them. None: the pairs are computed
-            here if they save time.
-        pair_count: number of pairs over all taps, only for counting flops. None: M, the fewest possible.
+            contains the table: (T, blocks) and (T,) int32, as `blocks_of` returns them. None: the function computes the
+            pairs if they save time.
+        pair_count: number of pairs over all taps; only the cost depends on this number. None: M, the minimum.
 
     Returns:
         (M, O), contiguous, of the inputs' dtype. Products are added up in float32 (float64 for float64). float32
-        products use TF32 only if PyTorch allows it for convolutions. Results are deterministic.
+        products use TF32 only if PyTorch allows TF32 for convolutions. Results are deterministic.
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match or, on a CPU, a table is wrong.
-        MissingExtraError: on a GPU, without Triton.
+        MissingExtraError: the tensors are on a GPU, and Triton is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     _check(features, weight, bias, neighbours, reverse, order, reverse_order, pairs)
@@ -394,7 +396,8 @@ def conv_of_rulebook(
     features: Tensor, weight: Tensor, bias: Tensor | None, neighbours: Tensor | None, reverse: Tensor | None,
     order: Tensor | None, reverse_order: Tensor | None, listed: Tensor | None, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`sparse_conv` with a rulebook's tables, which match in size. `listed` and `counts` are the rulebook's pairs.
+    """Call `sparse_conv` with the tables of a rulebook, whose sizes match. `listed` and `counts` are the rulebook's
+    pairs.
 
     A repeated call runs without Python, even if the number of rows changes.
     """
@@ -442,7 +445,7 @@ def _check_shapes(
     rows = neighbours.shape[0] if neighbours is not None else rows_of(neighbours, order)
     if type(rows) is Count:  # the compiled part checks that equal numbers of rows stay equal
         rows = int(rows)
-    for count in (rows, sites):  # one by one, because max() fails for sizes that depend on data
+    for count in (rows, sites):  # one after the other, because max() fails for sizes that depend on data
         if count > MAX_ROWS:
             raise ValueError(f"sparse_conv: {count} rows exceed the range of int32: split the batch")
     check_shape("sparse_conv", "bias", bias, (weight.shape[0],))
@@ -474,5 +477,5 @@ def _is_table(order: Any) -> bool:
 
 
 def _order_shape(order: Tensor, rows: int, taps: int) -> tuple[int, ...]:
-    """The shape of a sorted table, or of an order alone."""
+    """The expected shape of `order`: a sorted table, or only an order."""
     return (1 + -(-taps // 32) + taps, rows) if has_table(order) else (rows,)

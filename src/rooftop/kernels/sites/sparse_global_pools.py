@@ -1,12 +1,12 @@
 """Pooling over all sites of each batch element: the maximum or the mean.
 
 These operators replace spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. The operators are bound by memory, and
-read features once. Each program reduces a part of the rows to one row per batch element in that part. If rows are
-sorted by batch element, as in a rulebook, a program writes one or two rows. PyTorch then reduces over programs. No call
-synchronizes with the GPU. The kernels use no atomics, so results are deterministic.
+read features once. Each program reduces a range of rows to one row for each batch element in that range. If rows are
+sorted by batch element, as in a rulebook, a program writes one or two rows. PyTorch then reduces the programs' rows to
+the result. No call synchronizes with the GPU. The kernels use no atomics, so results are deterministic.
 
 All sites that equal a maximum share its gradient equally, as in `torch.amax`, so the gradient does not depend on the
-order of rows. (spconv loops over the batch elements in Python, and its mean returns one channel.)
+order of rows. (spconv loops over the batch elements in Python, and the mean of spconv returns only one channel.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sparse_global_pool_reference(
     features: Tensor, batch: Tensor, batch_size: int, average: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute the result (B, C), and the number of sites of each batch element, (B,) int32, in plain PyTorch. Batch
-    elements are reduced one at a time; means are added up in float64.
+    elements are reduced one at a time, and the sums of means are float64.
 
     On a GPU, the host synchronizes to read the numbers of sites.
     """
@@ -46,7 +46,7 @@ def sparse_global_pool_reference(
     depends("the reference reads how many sites each batch element has")
     lengths = counts.tolist()
     ordered = features.index_select(0, element.sort(stable=True).indices)
-    *parts, _ = ordered.split([*lengths, len(batch) - sum(lengths)])  # rows that are not sites are last
+    *parts, _ = ordered.split([*lengths, len(batch) - sum(lengths)])  # rows that are no sites are last
     out = features.new_zeros(batch_size, features.shape[1])
     for row, part in zip(out, parts, strict=True):
         if len(part):
@@ -108,8 +108,8 @@ class SparseGlobalPool(NamedTuple):
         return features.new_empty(size, features.shape[1]), self.batch.new_empty(size, dtype=torch.int32)
 
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
-        """Compute the results without reading the numbers of sites on the host. The reference synchronizes to read the
-        numbers of sites.
+        """Compute the results without reading the numbers of sites on the host, as the reference does, because reading
+        synchronizes with the GPU.
         """
         features, batch, batch_size, average = self
         element = _elements(batch, batch_size)
@@ -165,7 +165,7 @@ class SparseGlobalPoolBackward(NamedTuple):
         return self.dy.new_empty(self.batch.shape[0], self.dy.shape[1])
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops: a division for each result. A maximum adds a comparison and a sum of ties for each feature."""
+        """Flops: a division for each result. A maximum adds a comparison and a count of ties for each feature."""
         flops = self.dy.numel() + (0 if self.features is None else 2 * self.features.numel())
         read = distinct_bytes(self[:5])
         return Cost(read, distinct_bytes([made]), {precision_of(self.dy.dtype): flops} if flops else {})
@@ -181,7 +181,9 @@ _sparse_global_pool_backward = declare(
 
 
 def _of_rows(values: Tensor, element: Tensor) -> Tensor:
-    """Give each row the value of its batch element: (B, C) to (N, C), with 0 for rows that are not sites."""
+    """Copy the values (B, C) of batch elements to the rows (N, C) of these batch elements; 0 for rows that are not
+    sites.
+    """
     return torch.cat([values, values.new_zeros(1, values.shape[1])]).index_select(0, element)
 
 
@@ -196,14 +198,13 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
     Args:
         features: (N, C), bfloat16, float16, float32 or float64.
         batch: (N,) int32 or int64, the batch element of each row, in any order; -1 for rows that are not sites.
-            Out-of-range batch elements raise on the CPU; on a GPU they are skipped.
+            Out-of-range batch elements raise an error on the CPU; on a GPU their rows are skipped.
         batch_size: number of batch elements; some may have no sites.
 
     Returns:
-        (batch_size, C), of the features' dtype, even under autocast; 0 for a batch element without sites, NaN if one of
-        its features is NaN. All features that equal a maximum share its gradient equally.
-
-    Raises:
+        (batch_size, C), of the features' dtype, even under autocast; 0 for a batch element without sites, NaN if a
+        feature of the batch element is NaN. All features that equal a maximum share the gradient of the maximum
+        equally. Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match or, on a CPU, a batch element is out of range.
         MissingExtraError: on a GPU, without Triton.
@@ -215,9 +216,9 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
 @repeated
 @recorded_whole
 def sparse_global_avg_pool(features: Tensor, batch: Tensor, batch_size: int) -> Tensor:
-    """The mean of each batch element's sites.
+    """The mean of each batch element's sites, channel by channel.
 
-    Arguments, result and errors are those of `sparse_global_max_pool`. Sums are float32 on a GPU, else float64.
+    Arguments, result and errors are as in `sparse_global_max_pool`. Sums are float32 on a GPU, and float64 on a CPU.
     """
     return _pooled(features, batch, batch_size, average=True)
 

@@ -2,16 +2,17 @@
 neighbour.
 
 The operators compute the same as spconv's SparseMaxPool and SparseAvgPool, from a rulebook's table of neighbours. The
-operators are bound by memory. A program computes some rows and columns of the result in a loop over the taps, with
-several rows of features in flight at once. The mean divides by the number of a result's neighbours instead of the size
+operators are bound by memory. A program computes some rows and columns of the result in a loop over the taps, and loads
+several rows of features at the same time. The mean divides by the number of a result's neighbours instead of the size
 of the window.
 
 Backward reads the reverse table: each site adds up the gradients of its results, in the order of the taps. Backward
-uses no scatter and no atomics, so results are deterministic. All sites that equal a maximum get its whole gradient, as
-in spconv, so the gradient does not depend on the order of rows. (In PyTorch, only the first maximum gets the gradient.)
+uses no scatter and no atomics, so results are deterministic. Each site that equals a maximum gets the whole gradient of
+the maximum, as in spconv, so the gradient does not depend on the order of rows. (In PyTorch, only the first maximum
+gets the gradient.)
 
-spconv 2.3 has two errors that these operators do not repeat: its maximum is never below 0, and it multiplies the
-gradient of its mean by the number of neighbours instead of dividing.
+spconv 2.3 has two errors that these operators do not have. In spconv, a maximum is never below 0, and the gradient of a
+mean is multiplied by the number of neighbours instead of divided by it.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ class Kept(NamedTuple):
 
 
 class SparsePool(NamedTuple):
-    """The result (M, C), and for a mean the number of neighbours, (M,) int32. Only the gradient reads `reverse`."""
+    """Pooling: the result (M, C), and for a mean the number of neighbours, (M,) int32. Only the gradient reads
+    `reverse`.
+    """
 
     features: Tensor
     neighbours: Tensor
@@ -153,7 +156,9 @@ class SparsePool(NamedTuple):
         return (_sparse_pool_backward(dy, *kept),)
 
     def cost(self, made: tuple[Tensor, Tensor]) -> Cost:
-        """Flops: one operation per result, the fewest possible, and for a mean one division."""
+        """Flops: one operation per result, the minimum, because the number of neighbours is unknown. A mean adds a
+        division.
+        """
         flops = (1 + self.average) * made[0].numel()
         read = distinct_bytes([self.features, self.neighbours])
         return Cost(read, distinct_bytes(made), {precision_of(made[0].dtype): flops} if flops else {})
@@ -221,19 +226,18 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
     Args:
         features: (N, C), bfloat16, float16, float32 or float64.
         neighbours: (M, T) int32, the row of features at each tap of a result, or -1 for no neighbour. Out-of-range rows
-            raise on the CPU; on a GPU they count as -1.
-        reverse: (N, T) int32, the result to which a row of features contributes at each tap, or -1 for none. The
-            gradient needs this table. None: the rulebook is submanifold, so the reverse table is `neighbours` with the
-            taps in reverse order.
+            raise an error on the CPU; on a GPU they count as -1. reverse: (N, T) int32, the result to which a row of
+            features contributes at each tap, or -1 for none. The gradient needs the reverse table. None: the table is
+            submanifold, so that the reverse table is `neighbours` with the taps in reverse order.
 
     Returns:
         (M, C), contiguous, of the features' dtype, even under autocast; 0 for a result without neighbours, NaN if a
-        neighbour is NaN. All features that equal the maximum get its gradient.
+        neighbour is NaN. Each feature that equals the maximum gets the maximum's whole gradient.
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match or, on a CPU, a table is wrong.
-        MissingExtraError: on a GPU, without Triton.
+        MissingExtraError: the tensors are on a GPU, and Triton is not installed.
         NotImplementedError: forward-mode differentiation, or a second derivative.
     """
     return _pooled(features, neighbours, reverse, average=False)
@@ -242,7 +246,7 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
 @repeated
 @recorded_whole
 def sparse_avg_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None = None) -> Tensor:
-    """The mean of each result's neighbours: their sum divided by their number.
+    """The mean of each result's neighbours: the sum of the neighbours divided by their number.
 
     Arguments, result and errors are those of `sparse_max_pool`. Sums are float32 (float64 for float64), in the order of
     the taps.

@@ -40,9 +40,9 @@ class WeightConfig:
 
 ANY = 1 << 31
 
-# The fastest of the parameters measured on an H200 at 64, 128 and 256 channels, and within 1% of the fastest at 32.
-# WEIGHT_HALF was not timed beyond 128 channels (results/h200/tune_sparse_convs.json of the benchmarks). The parameters
-# for float32 are predicted.
+# The fastest of the parameters measured on an H200 at 64, 128 and 256 channels, and within 1% of the fastest at 32
+# channels. WEIGHT_HALF was not timed beyond 128 channels (results/h200/tune_sparse_convs.json of the benchmarks). The
+# parameters for float32 are predicted.
 HALF = (
     RowsConfig(channels=32, rows=128, columns=32, depth=32, warps=4, stages=5),
     RowsConfig(channels=64, rows=128, columns=64, depth=64, warps=4, stages=5),
@@ -62,7 +62,7 @@ WEIGHT_SINGLE = (
     WeightConfig(channels=ANY, outs=64, ins=64, depth=32, warps=4, stages=3, programs_per_sm=8, measured=False),
 )
 
-# Tiles get fewer rows, down to this number, while there are fewer tiles than multiprocessors.
+# If there are fewer tiles than multiprocessors, tiles get fewer rows, but at least this number.
 LEAST_ROWS = 32
 
 # A table with at least this many rows is sorted if the caller passes no order. For smaller tables, a sort takes more
@@ -76,15 +76,16 @@ TABLES_SORTED = True
 # computing the lists takes longer than reading rows without a neighbour (predicted).
 LISTED_FROM = 1 << 14
 
-# Rows of a block: the gradient of the weight processes or skips a block of a sorted table as a whole. This number must
+# Rows of a block of a sorted table. The gradient of the weight processes or skips a block as a whole. BLOCK_ROWS must
 # be a multiple of each `depth` above. On a surface, nearly all rows of a processed block have a neighbour.
 BLOCK_ROWS = 64
 
-# Tables with more rows than this are not stored sorted, because int32 could not number the rows of their blocks.
+# Tables with more rows than this are not stored as sorted tables, because int32 could not number the rows of their
+# blocks.
 MOST_SORTED = 1 << 30
 MASK_ROWS, SORT_ROWS, PAIR_ROWS, TABLE_WARPS = 64, 128, 128, 4  # rows of a program in kernels that read only tables
 KEY_ROWS, SAMPLE, SAMPLE_ROWS, SAMPLE_WARPS, SCANNED = 256, 4096, 1024, 16, 1024
-PIECES, ELEMENTS = 32, 128  # pieces and elements of a tile in `sum_pieces`
+PIECES, ELEMENTS = 32, 128  # sizes of a tile in `sum_pieces`: pieces, and elements of each piece
 
 # ---- pooling in windows --------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ PIECES, ELEMENTS = 32, 128  # pieces and elements of a tile in `sum_pieces`
 @dataclass(frozen=True)
 class PoolConfig:
     """Launch parameters of pooling in windows: bytes of a tile of one tap, the tile's maximum number of columns, taps
-    in flight at once, and warps.
+    that are loaded at the same time, and warps.
     """
 
     tile_bytes: int
@@ -102,7 +103,7 @@ class PoolConfig:
     measured: bool = field(default=True, compare=False)  # False: predicted
 
 
-# Predicted, not measured: a thread has 16 bytes in flight per tap. Backward loads two tensors per tap.
+# Predicted, not measured: a thread loads 16 bytes per tap. Backward loads two tensors per tap.
 POOL_FORWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=8, warps=4, measured=False)
 POOL_BACKWARD = PoolConfig(tile_bytes=2048, columns=128, ahead=4, warps=4, measured=False)
 

@@ -1,17 +1,17 @@
-// Softmax and cross entropy of long rows, each read from memory once (rooftop.kernels.softmaxes.clusters).
+// Softmax and cross entropy of long rows; each row is read from memory once (rooftop.kernels.softmaxes.clusters).
 //
 // Each block of a cluster has a part of the row in shared memory, loaded by one bulk copy. The copy loads the 16-byte
-// groups that enclose the part, so rows may begin at any address. (A group never crosses the memory page of its
-// elements.) A thread reads its groups, up to HELD, from shared memory once, and keeps them or their exponentials in
-// registers. So exponentials are computed once, and a stage is free for a later row as soon as all threads have read
-// it. Blocks exchange partial results through distributed shared memory, and add them in a fixed order. A block takes
-// its next row before it reads the results of the other blocks.
+// groups that enclose the part, so rows may begin at any address. (A group lies within one memory page, so it is safe
+// to read a group as a whole.) A thread reads up to HELD groups from shared memory once, and keeps these groups or
+// their exponentials in registers. So exponentials are computed once, and a stage is free for a later row as soon as
+// all threads have read it. Blocks exchange partial results through distributed shared memory, and add them in a fixed
+// order. A block reads its next row before it reads the partial results of the other blocks.
 //
-// Cluster c begins with row c. The cluster's next rows are C rows apart, where C is the number of clusters. With a
-// counter, initially 0, clusters that finish take the remaining rows, because some SMs have slower memory access than
-// others.
-// STAGES rows are in flight at a time. Shared memory of a block: 800 bytes of arrivals and warps' sums, 2 x (blocks of
-// a cluster) float4 of shares, and STAGES x TENSORS parts. operands/cluster_pieces.cu must precede this file.
+// Cluster c begins with row c. The cluster's next rows are C rows apart, where C is the number of clusters. If there is
+// a counter (initially 0), clusters that finish early compute the remaining rows, because memory access is slower from
+// some SMs than from others. STAGES rows are in shared memory at a time. Shared memory of a block: 800 bytes of arrival
+// barriers and warps' sums, 2 x (blocks of a cluster) float4 of partial results, and STAGES x TENSORS parts of rows.
+// operands/cluster_pieces.cu must precede this file.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -31,7 +31,7 @@ __device__ __forceinline__ float power_of_two(float exponent) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
     return power;
 }
-// No kernel reads these stores, so the compiler may move loads across them (no memory clobber).
+// No kernel reads the stored values again, so the compiler may move loads across the stores (no memory clobber).
 __device__ __forceinline__ void store_words(void* to, const unsigned (&words)[4]) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words[0]),
                  "r"(words[1]), "r"(words[2]), "r"(words[3]));
@@ -43,7 +43,7 @@ constexpr int WIDTH = 16 / sizeof(T);
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// 16 bytes of elements, as words, because the compiler would load and store a struct of elements in pieces.
+// 16 bytes of elements, stored as words, because the compiler would load and store a struct of elements in pieces.
 struct alignas(16) Group {
     unsigned words[4];
 };
@@ -139,8 +139,9 @@ struct Part {
 
 // ---- partial results of a row -------------------------------------------------------------------------------------
 
-// Partial results: the maximum, the sum of exponentials relative to the maximum, and a plain sum. Exponentials are
-// 2^((value - largest) x factor). `factor` includes log2(e); value x factor alone may be out of range.
+// A share: the partial results of a thread or block. It contains the maximum, the sum of exponentials relative to the
+// maximum, and a plain sum. Exponentials are 2^((value - largest) x factor), where `factor` includes log2(e). The
+// maximum is subtracted first, because value x factor may be out of range.
 struct Share {
     float factor;
     float largest = -INFINITY;
@@ -151,7 +152,7 @@ struct Share {
 
     __device__ float origin() const { return largest == -INFINITY ? 0.0f : largest; }
     __device__ float power(float value) const { return power_of_two((value - origin()) * factor); }
-    // The factor that converts sums relative to the value `largest` to sums relative to this share's largest value.
+    // The factor that converts sums relative to the value `largest` to sums relative to the maximum of this share.
     __device__ float from(float largest) const { return power(largest); }
 };
 
@@ -169,8 +170,8 @@ struct Arrivals {
     float totals[2][32], sums[2][32];  // in turns: a late warp may still read the previous row's sums
 };
 
-// The ring buffer of parts in a block's shared memory, and the exchange with the cluster. `number` counts a cluster's
-// rows.
+// The ring buffer of parts in a block's shared memory, and the exchange with the other blocks of the cluster. `number`
+// is the number of a row among the cluster's rows.
 template <typename T, int TENSORS, int BLOCKS, int STAGES>
 struct Ring {
     Arrivals* arrivals;
@@ -197,8 +198,8 @@ struct Ring {
         if (counter != nullptr && number > STAGES) return arrivals->rows[number % 8];
         return blockIdx.x / BLOCKS + static_cast<long long>(number) * (gridDim.x / BLOCKS);
     }
-    // Take one more row for the cluster. Only one thread gets the row's index, and `send` passes it to the others.
-    // Kernels call this function early, since the atomic takes a while.
+    // Reserve one more row for the cluster. Only one thread gets the row's index, and `send` passes the index to the
+    // other threads. Kernels call this function early, since the atomic operation takes a while.
     __device__ int ask() const {
         if (counter == nullptr || rank > 0 || threadIdx.x > 0) return 0;
         return gridDim.x / BLOCKS * (STAGES + 1) + atomicAdd(counter, 1);
@@ -210,7 +211,8 @@ struct Ring {
         return parts + (number % STAGES * TENSORS + tensor) * part_groups;
     }
 
-    // One thread calls this when all threads have read the stage's previous row. `from`: rows; null: nothing to load.
+    // Start the load of a row. One thread calls this function after all threads have read the stage's previous row.
+    // `from`: rows to load; null: there is nothing to load.
     __device__ void fetch(int number, const T* const (&from)[TENSORS], const Part& part) const {
         unsigned long long* arrival = arrivals->of_stage + number % STAGES;
         const int bytes = from[0] == nullptr ? 0 : part.groups * 16;
@@ -255,8 +257,8 @@ struct Ring {
         if constexpr (TOTAL) share.total = sum_of<WARPS>(arrivals->totals[turn]);
         if constexpr (SUM) share.sum = sum_of<WARPS>(arrivals->sums[turn]);
         if (BLOCKS == 1 || threadIdx.x >= 32) return;
-        // Shares are in turns, too: a block that is one row ahead sends to the other set, and no block can be two rows
-        // ahead.
+        // There are two sets of shares, used in turns, because a block may be one row ahead of another block, but not
+        // two rows.
         unsigned long long* arrival = arrivals->of_blocks + turn;
         if (threadIdx.x == 0) expect_copies(arrival, BLOCKS * sizeof(float4));
         asked = __shfl_sync(0xffffffffu, asked, 0);
@@ -299,9 +301,9 @@ struct Ring {
 
 // ---- a thread's elements of a part --------------------------------------------------------------------------------
 
-// A thread's elements of a part: groups threadIdx.x + j * THREADS among the groups inside the row. A group past the end
-// has `outside` elements, so loops do not branch. If ODD, the first threads also get one element each of the groups
-// that overlap a neighbouring row, at either end. Without ODD, rows are whole groups.
+// A thread's elements of a part: groups threadIdx.x + j * THREADS among the groups inside the row. The elements of a
+// group past the end have the value `outside`, so loops do not branch. If ODD, each of the first threads also gets one
+// element of the groups at the row's ends, which overlap neighbouring rows. Without ODD, rows are whole groups.
 template <typename T, int THREADS, int HELD, bool ODD>
 struct Hold {
     Part part;
@@ -333,7 +335,7 @@ struct Hold {
         return (ODD && column == single) || (is_whole && group % THREADS == threadIdx.x);
     }
 
-    // `outside`: a word whose elements all have that value. Returns the single element.
+    // `outside`: a word whose elements all have the value for elements outside the row. Returns the single element.
     __device__ float load(const Group* from, unsigned outside, Group (&groups)[HELD]) const {
 #pragma unroll
         for (int j = 0; j < HELD; ++j) {
@@ -363,8 +365,8 @@ __device__ unsigned signs(float) { return 0x80000000u; }
 __device__ unsigned signs(__half) { return 0x80008000u; }
 __device__ unsigned signs(__nv_bfloat16) { return 0x80008000u; }
 
-// Read a thread's groups and its single element of a loaded row, with -inf outside, and flip signs by `flipped`.
-// Returns the largest value.
+// Read a thread's groups and single element of a loaded row, with -inf outside the row, and flip the signs given by
+// `flipped`. Returns the maximum.
 template <typename T, int THREADS, int HELD, bool ODD>
 __device__ float taken(
     const Hold<T, THREADS, HELD, ODD>& hold, const Group* from, unsigned flipped, Group (&groups)[HELD], float& single) {
@@ -396,7 +398,8 @@ __device__ float taken(
 template <int THREADS>
 constexpr int RESIDENT = THREADS < 512 ? 512 / THREADS : 1;
 
-// y = softmax(x * scale), or its logarithm. x and y: (M, N); rows of both have the same address modulo 16.
+// Compute y = softmax(x * scale), or its logarithm. x and y: (M, N). The addresses of equal rows of x and y are equal
+// modulo 16.
 template <typename T, bool LOG, int THREADS, int HELD, int BLOCKS, int STAGES, bool ODD>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
     const T* x, T* y, long long rows, int columns, long long x_stride, int part_groups, int* counter, float scale) {
@@ -459,7 +462,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_cluster(
     }
 }
 
-// dx of y = softmax(x * scale), or of its logarithm, from dy and y.
+// Compute dx from dy and y, where y = softmax(x * scale), or its logarithm.
 template <typename T, bool LOG, int THREADS, int HELD, int BLOCKS, int STAGES, bool ODD>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_cluster(
     const T* dy, const T* y, T* dx, long long rows, int columns, long long dy_stride, int part_groups, int* counter, float scale) {
@@ -518,9 +521,10 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
     }
 }
 
-// Losses of rows of logits and their gradient, as in cross_entropy_rows_long (losses/triton_kernels.py), without class
-// weights. dx may be x. inverse: factor of a mean's gradients, or null. kept: 1 - smoothing. spread: smoothing / N.
-// Rows whose target is `ignored` are not read. A row whose target is not a class gets NaN.
+// Compute the losses of rows of logits, and the gradient of the logits, as in cross_entropy_rows_long
+// (losses/triton_kernels.py), but without class weights. dx may be x. inverse: factor of a mean's gradients, or null.
+// kept: 1 - smoothing. spread: smoothing / N. Rows whose target is `ignored` are not read. A row whose target is not a
+// class gets NaN.
 template <typename T, bool SMOOTH, int THREADS, int HELD, int BLOCKS, int STAGES, bool ODD>
 __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_cluster(
     const T* x, const long long* target, const float* inverse, float* losses, T* dx,  // (M, N), (M,), (), (M,), (M, N)
@@ -554,10 +558,10 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
         ask_for_target(STAGES);
     }
     __syncthreads();
-    // If the target's logit is infinite or NaN, so is the loss, and the sum is relative to 0.
+    // If the target's logit is infinite or NaN, the loss is infinite or NaN as well, and the sum is relative to 0.
     const auto base_of = [](float picked) { return fabsf(picked) < INFINITY ? picked : 0.0f; };
-    // Whether this thread writes the loss. The thread that has the target's logit writes it; without a target, the
-    // cluster's first thread writes it.
+    // Whether this thread writes the loss. If there is a target, the thread with the target's logit writes the loss;
+    // otherwise the first thread of the cluster writes the loss.
     const auto tells = [&](const Hold<T, THREADS, HELD, ODD>& hold, int label) {
         return label < 0 ? ring.rank == 0 && threadIdx.x == 0 : hold.has(label);
     };
@@ -644,8 +648,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) cross_entropy_clus
             float loss = row_weight * (kept * (logarithm - below));
             if constexpr (SMOOTH) loss += spread * (columns * (logarithm + (maximum - base_of(picked[number % 2]))) - whole.sum);
             losses[row] = loss + row_weight * z_loss * log_sum_exp * log_sum_exp;
-            // Overwrites the target's element, which this thread stored. Each term is computed separately: subtracting
-            // 1 from a probability near 1 is then exact.
+            // Overwrite the target's element, which this thread stored. Each term is computed separately, so that
+            // subtracting 1 from a probability near 1 is exact.
             const float of_target =
                 (power - 1.0f) * at_target + share_of_each * (power * columns - 1.0f) + power * squared;
             if (label >= 0) gradient[label] = T(of_target);

@@ -1,12 +1,13 @@
 """Softmax and fused cross entropy of long rows in CUDA C++: a cluster of blocks reads a row once.
 
 softmaxes.py and losses/losses.py have the formulas, and call this module for the rows that a table lists. The operators
-are bound by memory. The Triton kernels read a row twice if it does not fit in registers, and the second read, from L2,
-is slower than the first read, from memory. Here each block of a cluster keeps a part of the row in shared memory, and
-the blocks exchange partial results. Rows may begin at any address; loads are 16 bytes wide in any case (clusters.cu).
+are bound by memory. The Triton kernels read a row twice if the row does not fit in registers, and the second read, from
+L2, takes longer than the first read, from memory. In the kernels of this module, each block of a cluster keeps a part
+of the row in shared memory, and the blocks exchange partial results. Rows may begin at any address; loads are 16 bytes
+wide in any case (clusters.cu).
 
-The kernels need sm_90 and `cuda.core`. Triton's kernels compute rows with masks or class weights, and results whose
-dtype is not that of the rows. The kernels use no atomics, so results are deterministic.
+The kernels need sm_90 and `cuda.core`. If there is a mask or class weights, or if the results and the rows differ in
+dtype, the Triton kernels are used instead. The kernels use no atomics, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ GROUP_BYTES = 16
 # ---- limits -----------------------------------------------------------------------------------------------------
 
 
-RESIDENT_THREADS = 512  # threads of an SM at 128 registers each: RESIDENT in clusters.cu
-BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # the choices of `fullest` for `OddRows`
+RESIDENT_THREADS = 512  # threads on an SM with 128 registers each: RESIDENT in clusters.cu
+BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # values that `fullest` tries for `OddRows`
 
 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
     """Clusters for rows of `groups` 16-byte groups, best first: the first cluster leaves the fewest lanes of an SM
-    idle.
-
-    In addition to its groups, a thread has a fixed cost per row that counts as 1.5 groups. Each block of the cluster
-    and each warp of the block adds 1/16 for the exchange of results. With these weights, the number of busy lanes
-    selects the fastest measured cluster, or a cluster within 4% of the fastest time (tune_clusters.json).
+    idle. In this estimate, each thread has a fixed cost per row of 1.5 groups, in addition to the thread's own groups.
+    Each block of the cluster, and each warp of the block, adds 1/16 group for the exchange of results. With these
+    costs, the function selects the fastest measured cluster, or a cluster within 4% of the fastest time
+    (tune_clusters.json).
 
     Args:
-        groups: the largest number of groups of a row, over all possible starts of a row.
+        groups: the maximum number of 16-byte groups that a row overlaps, over all possible addresses of the row's
+            start.
         tensors: the number of tensors that the kernel reads.
         shared_bytes: shared memory available to a block.
     """
@@ -77,7 +78,9 @@ ARRIVAL_BYTES = 800  # arrival counters at the beginning of shared memory, befor
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch of clusters of `config`; each block has `part_groups` 16-byte groups of each tensor."""
+    """A launch of clusters with the parameters `config`. Each block processes `part_groups` 16-byte groups of each
+    tensor's row.
+    """
 
     config: ClusterConfig
     part_groups: int
@@ -89,7 +92,7 @@ class Rows(NamedTuple):
 
     Attributes:
         dtypes: dtypes of the tensors that are read, then the dtype of the result.
-        starts: for each tensor, in bytes modulo 16: the start of the first row, and the distance between rows.
+        starts: for each tensor, (address of the first row, distance between rows), in bytes modulo 16.
     """
 
     columns: int
@@ -103,7 +106,7 @@ def start_of(rows: Tensor) -> tuple[int, int]:
 
 
 def entry_for(table: Table, rows: Rows) -> ClusterConfig | OddRows | None:
-    """The table's entry for these rows; None if Triton's kernels are at least as fast."""
+    """The table's entry for these rows; None if Triton's kernels are at least as fast for such rows."""
     row_bytes = rows.columns * rows.dtypes[0].itemsize
     odd = row_bytes % GROUP_BYTES != 0 or any(start != (0, 0) for start in rows.starts)
     for entry in table:
@@ -118,7 +121,9 @@ def entry_for(table: Table, rows: Rows) -> ClusterConfig | OddRows | None:
 
 
 def planned(entry: ClusterConfig | OddRows, rows: Rows, device: Device) -> Plan | str:
-    """The launch of an entry's clusters for these rows, or the reason why the clusters cannot compute these rows."""
+    """The launch of clusters that `entry` describes for these rows, or the reason why clusters cannot compute
+    the rows.
+    """
     if not set(rows.dtypes) <= CPP_TYPES.keys():
         return "rows are not of single or half precision"
     if len(set(rows.dtypes)) > 1:
@@ -172,7 +177,7 @@ def _planned(
 
 
 def _shared_bytes(blocks: int, stages: int, tensors: int, part_groups: int) -> int:
-    """Shared memory of a block: arrival counters, partial results, and the parts of the rows in flight."""
+    """Shared memory of a block in bytes: arrival counters, partial results, and the block's parts of `stages` rows."""
     return ARRIVAL_BYTES + GROUP_BYTES * (2 * blocks + stages * tensors * part_groups)
 
 
@@ -191,8 +196,8 @@ def is_installed() -> bool:
 
 
 def kernel_name(kernel: str, dtype: torch.dtype, variant: bool, config: ClusterConfig) -> str:
-    """The kernel's name with its template arguments. `variant`: logarithm of a softmax, or label smoothing of a cross
-    entropy.
+    """The kernel's name with its template arguments. `variant`: whether a softmax returns its logarithm, or whether a
+    cross entropy has label smoothing.
     """
     types = f"{CPP_TYPES[dtype]}, {str(variant).lower()}"
     shape = f"{config.threads}, {config.held}, {config.blocks}, {config.stages}"
@@ -235,8 +240,8 @@ def _launch(
     config = plan.config
     compiled = cuda.compile(cuda_text(*CUDA_FILES), kernel_name(kernel, x.dtype, variant, config), device=x.device)
     clusters = min(rows, max(1, compiled.active_clusters(config.threads, config.blocks, plan.shared_bytes, x.device)))
-    # Each cluster first gets `stages` + 1 rows. Clusters that finish take the remaining rows from a counter. Each
-    # launch has its own counter, so launches on several streams or in graphs do not share a counter.
+    # Each cluster first gets `stages` + 1 rows. Clusters that finish these rows get further rows from a counter. Each
+    # launch has its own counter, so that launches on several streams or in graphs do not share a counter.
     left = rows > clusters * (config.stages + 1)
     counter = torch.zeros(1, dtype=torch.int32, device=x.device) if left else None
     compiled.launch(

@@ -17,7 +17,7 @@ from rooftop.launch.triton_launch import launch, require_triton
 
 @cache
 def _kernel(name: str) -> Any:
-    """The Triton kernel with this name. All calls after the first are a dictionary look-up."""
+    """The Triton kernel with this name. Calls after the first call only look up the kernel in a dictionary."""
     require_triton()
     from rooftop.kernels.softmaxes import triton_kernels
 
@@ -59,8 +59,8 @@ def _mask_arguments(mask: Tensor | None, shape: torch.Size, like: Tensor) -> tup
     """The kernel arguments of a mask that broadcasts to `shape`: (mask tensor, (middle, inner, strides of outer,
     middle, inner, columns)).
 
-    Neighbouring dimensions are merged if one stride serves both. If more than three dimensions remain before the last,
-    the mask is copied at full shape.
+    Neighbouring dimensions are merged if a single stride steps through both. If more than three dimensions remain
+    before the last dimension, the mask is expanded to the full shape and copied.
     """
     if mask is None:
         return like, (1, 1, 0, 0, 0, 0)

@@ -1,8 +1,8 @@
-"""Choose the kernel that computes a softmax or its gradient. A plan, with its reason, depends only on the tables and on
-the properties of a call.
+"""Choose the kernel that computes a softmax or its gradient. A plan and its reason depend only on the tables and on the
+properties of a call.
 
-`launches.py` launches exactly what a plan lists, so a plan always shows what runs. Plans are cached, since choosing
-takes the host longer than launching. Call `forget` after a change of the tables.
+`launches.py` launches exactly the kernel that a plan lists, so a plan shows which kernel runs. Plans are cached, since
+choosing a plan takes the host longer than launching it. Call `forget` after a change of the tables.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class SoftmaxPlan:
-    """How a softmax, its logarithm, or the gradient of one of them is computed.
+    """How a softmax, a log softmax, or the gradient of one of them is computed.
 
     Attributes:
-        backend: "tiles" (a program holds whole rows), "long" (a program reads a row twice, block by block), "clusters"
-            (CUDA C++: the shared memory of a cluster of blocks holds a row), "reference" (plain PyTorch).
+        backend: "tiles" (a program keeps whole rows in registers), "long" (a program reads a row twice, block by
+            block), "clusters" (CUDA C++: a row is in the shared memory of a cluster of blocks), "reference" (plain
+            PyTorch).
         kernel: name of the kernel; empty if nothing is launched.
         grid: number of programs of a Triton kernel.
         sizes: the Triton kernel's arguments after its tensors: rows, then columns and their stride in groups of UNIT
@@ -60,11 +61,11 @@ class Problem(NamedTuple):
     """The properties of a call on which the choice of a kernel depends.
 
     Attributes:
-        rows, columns: number of rows, and of columns in each.
+        rows, columns: number of rows, and number of columns in each row.
         read, made: dtypes of x (in backward: of dy and y), and the dtype of the result.
         stride: elements between rows of x (in backward: of dy).
         starts: `clusters.Rows.starts` of the tensors that are read.
-        mask: 0: none, 1: numbers, 2: booleans.
+        mask: 0 without a mask, 1 for a numeric mask, 2 for a boolean mask.
         normal: whether the scale is a normal float32. Cluster kernels need a normal scale, because they fill elements
             past a row's end with -inf and multiply these elements by the scale.
         log: whether the result is the logarithm.
@@ -84,7 +85,7 @@ class Problem(NamedTuple):
 
 
 def forward_problem(x: Tensor, mask: Tensor | None, scale: float, log: bool, made: torch.dtype) -> Problem:
-    """The problem of a softmax of rows x (M, N) with unit column stride."""
+    """The `Problem` of a softmax of rows x (M, N) with unit column stride."""
     rows, columns = x.shape
     normal = 2.0**-126 <= abs(scale) <= 2.0**126
     return Problem(
@@ -94,7 +95,7 @@ def forward_problem(x: Tensor, mask: Tensor | None, scale: float, log: bool, mad
 
 
 def backward_problem(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, made: torch.dtype) -> Problem:
-    """The problem of a softmax's gradient, from rows dy (M, N) with unit column stride and contiguous y."""
+    """The `Problem` of a softmax's gradient, from rows dy (M, N) with unit column stride and contiguous y."""
     rows, columns = y.shape
     starts = (clusters.start_of(dy), clusters.start_of(y))
     return Problem(
@@ -104,7 +105,7 @@ def backward_problem(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, made
 
 
 def gradient_of(problem: Problem) -> Problem:
-    """The problem of the gradient of a forward call whose result, and the result's gradient, are contiguous."""
+    """The `Problem` of the gradient of a forward call, if the result and the result's gradient are contiguous."""
     made, columns = problem.made, problem.columns
     start = (0, columns * made.itemsize % clusters.GROUP_BYTES)
     mask = 2 if problem.mask == 2 else 0
@@ -120,7 +121,7 @@ def _kind(mask: Tensor | None) -> int:
 
 @lru_cache(maxsize=4096)
 def choose(problem: Problem) -> SoftmaxPlan:
-    """The plan for a call."""
+    """The plan for a call with the properties `problem`."""
     why = why_reference(problem.read[-1], problem.device.triton)
     if why is not None:
         return SoftmaxPlan("reference", "", (), (), {}, None, why)
@@ -179,7 +180,7 @@ def _by_triton(problem: Problem, kernel: str, refused: dict[str, str]) -> Softma
 
 
 def forget() -> None:
-    """Drop all cached plans, after a change of the tables."""
+    """Drop all cached plans. Call this function after a change of the tables."""
     choose.cache_clear()
     clusters.choose_fused.cache_clear()
     known_calls.forget()

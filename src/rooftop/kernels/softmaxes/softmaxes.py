@@ -2,9 +2,10 @@
 
 y = exp(s - max s) / sum(exp(s - max s)), s = x * scale + mask. Long rows use an online maximum and sum (Milakov and
 Gimelshein 2018, "Online normalizer calculation for softmax"). Softmax is bound by memory at every size: forward reads x
-(and the mask) and writes y; backward reads dy and y, and writes dx. A program reads a row once if its registers can
-hold the row. A program reads a longer row twice, the second time from L2 as long as the rows in flight fit there.
-Clusters of blocks read some long rows once (clusters.py). No kernel uses atomics, so results are deterministic.
+(and the mask) and writes y; backward reads dy and y, and writes dx. A program reads a row once if the row fits in the
+program's registers. A program reads a longer row twice. The second read is from L2, if the rows that all programs
+process at a time fit in L2. Clusters of blocks read some long rows once (clusters.py). No kernel uses atomics, so
+results are deterministic.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rooftop.launch.symbolic import recorded_whole
 
 
 class Kept(NamedTuple):
-    """The values that backward needs for a softmax in `dtype`. Of an added mask, only shape and dtype are kept."""
+    """The values that backward needs for a softmax in `dtype`. For a numeric mask, only shape and dtype are kept."""
 
     y: Tensor
     boolean_mask: Tensor | None
@@ -78,14 +79,14 @@ class Softmax(NamedTuple):
         y, mask, scale, log, dtype, added = kept
         if not wanted[1]:
             return _softmax_backward(dy, y, mask, scale, log, dtype), None
-        # An added mask gets the gradient of the scores, summed over the mask's broadcast dimensions.
+        # The gradient of a numeric mask is the gradient of the scores, summed over the mask's broadcast dimensions.
         dscores = _softmax_backward(dy, y, None, 1.0, log, accumulator_dtype(dtype))
         assert added is not None
         return (dscores * scale).to(dtype), dscores.sum_to_size(added[0]).to(added[1])
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops per element: maximum, subtraction, exponential, sum and division (subtraction for the logarithm); scale
-        and mask add 1 each.
+        """Flops per element: 5 for maximum, subtraction, exponential, sum and division (for the logarithm, a second
+        subtraction instead of the division). Scale and mask add 1 each.
         """
         flops = (5 + (self.scale != 1.0) + (self.mask is not None)) * self.x.numel()
         read = distinct_bytes([self.x, self.mask])
@@ -117,8 +118,8 @@ class SoftmaxBackward(NamedTuple):
         return (dx if self.mask is None else dx.masked_fill(~self.mask, 0.0)).to(self.dtype)
 
     def cost(self, made: Tensor) -> Cost:
-        """Flops per element: four, for a product, a sum, a difference and another product. The logarithm has an
-        exponential instead of the first product.
+        """Flops per element: four, for a product, a sum, a difference and a second product. For the logarithm, an
+        exponential replaces the first product.
         """
         flops = (4 + (self.scale != 1.0) + (self.mask is not None)) * self.y.numel()
         read = distinct_bytes([self.dy, self.y, self.mask])
@@ -142,23 +143,23 @@ def softmax(
     mask: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """softmax(input * scale + mask) along `dim`, with the arguments of `torch.nn.functional.softmax`, `mask` and
-    `scale`.
+    """softmax(input * scale + mask) along `dim`. The arguments are those of `torch.nn.functional.softmax`, and also
+    `mask` and `scale`.
 
     Args:
         input: any shape, bfloat16, float16, float32 or float64.
-        dim: the dimension along which the results sum to one. If `dim` is not the last dimension, `input` is copied
-            transposed, and `dim` is the contiguous dimension of the result.
-        dtype: `input` is first cast to this dtype; the kernel itself casts half to single precision.
+        dim: the dimension along which the results sum to one. If `dim` is not the last dimension, `input` is transposed
+            and copied, so `dim` is the contiguous dimension of the result.
+        dtype: `input` is first cast to this dtype. A cast from half to single precision is part of the kernel.
         mask: broadcastable to `input`, on the device of `input`. A numeric mask is added; in a boolean mask, False
-            excludes an element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of an added
+            excludes an element (as in `torch.nn.functional.scaled_dot_product_attention`). The gradient of a numeric
             mask takes two more passes over memory.
         scale: a finite number.
 
     Returns:
-        Like input. As in PyTorch, a row of the result is NaN if the row of the input contains NaN, or only -inf and
-        excluded elements. Maximum, sum and exponentials are float32 (float64 for float64). Under a GPU's autocast the
-        result is float32, as in PyTorch.
+        Like input. As in PyTorch, a row of the result is NaN if the row of the input contains NaN, or if all its
+        elements are -inf or excluded. Maximum, sum and exponentials are float32 (float64 for float64). Under a GPU's
+        autocast the result is float32, as in PyTorch.
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
@@ -177,7 +178,9 @@ def log_softmax(
     mask: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """The logarithm of `softmax` with the same arguments, results and errors; excluded elements are -inf."""
+    """The logarithm of `softmax`, with the same arguments, results and errors as `softmax`. Excluded elements
+    are -inf.
+    """
     return _along("log_softmax", input, dim, dtype, mask, scale)
 
 
@@ -190,15 +193,16 @@ def softmax_plan(
     scale: float = 1.0,
     direction: Direction = "forward",
 ) -> SoftmaxPlan:
-    """Return the kernel that would compute `softmax` of these arguments, and the reason, without launching it.
-    `log_softmax` uses the same plan.
+    """Return the kernel that would compute `softmax` with these arguments, and the reason for the choice, without
+    launching the kernel. `log_softmax` uses the same plan.
 
     Args:
         input, dim, dtype, mask, scale: as in `softmax`.
-        direction: "backward" plans the gradient of input, from a contiguous gradient of the result.
+        direction: "forward", or "backward" for the plan of the gradient of input, from a contiguous gradient of the
+            result.
 
     Raises:
-        TypeError, ValueError: as in `softmax`, or if the direction is unknown.
+        TypeError, ValueError: as in `softmax`, or the direction is unknown.
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"softmax_plan: direction must be 'forward' or 'backward', got {direction!r}")

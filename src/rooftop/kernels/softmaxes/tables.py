@@ -9,11 +9,11 @@ from rooftop.kernels.operands.row_tiles import LongConfig, TileConfig
 from rooftop.kernels.operands.strided_rows import LINE_BYTES
 
 # The fastest of the parameters measured on an H200 in half precision with 1024 (rows of 2 KiB forward, 4 KiB backward),
-# 4096, 8192, 16384 and 32768 columns, and for long rows with 128256 columns. At other sizes, a thread has as much of a
-# row as in the layer norm's table, since the memory traffic is the same. Backward holds 128 KiB of a row in 16 warps,
-# where few of a thread's 128 registers spill. With 32 warps of 64 registers, more registers spill, and backward is
-# slower. Long rows have one wide program per SM, so that the second read of a row is from L2: 132 rows of 128256 half
-# precision elements take 34 MB of its 50 MB.
+# 4096, 8192, 16384 and 32768 columns, and for long rows with 128256 columns. At all other sizes, a thread processes as
+# many elements of a row as in the layer norm's table, since the memory traffic is the same. In backward, 16 warps keep
+# 128 KiB of a row in registers, and few of a thread's 128 registers spill. With 32 warps and 64 registers per thread,
+# more registers spill, and backward is slower than with 16 warps. Long rows have one wide program per SM, so that the
+# second read of a row is from L2: 132 rows of 128256 half precision elements take 34 MB of the 50 MB of L2.
 FORWARD = (
     TileConfig(row_bytes=256, rows=16, block_bytes=256, warps=2, hold=True),
     TileConfig(row_bytes=512, rows=8, block_bytes=256, warps=2, hold=True),
@@ -42,13 +42,14 @@ BACKWARD_LONG = (LongConfig(row_bytes=ANY_BYTES, block_bytes=65536, warps=32, pr
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Launch parameters for rows of more than `above_bytes`, up to `row_bytes` (of one tensor).
+    """Launch parameters for rows of more than `above_bytes` and up to `row_bytes` bytes of one tensor.
 
     Attributes:
         blocks: blocks of a cluster, 1 to 16, which share a row.
         threads: threads of a block, a multiple of 32.
-        held: 16-byte groups of each tensor that a thread keeps in registers, enough for its part of a row.
-        stages: rows in shared memory at a time, 1 to 6.
+        held: number of 16-byte groups of each tensor that a thread keeps in registers, which suffice for the thread's
+            part of a row.
+        stages: number of rows in shared memory at the same time, 1 to 6.
         odd: whether the entry is for rows that begin or end within a group of 16 bytes, instead of rows of whole
             groups.
     """
@@ -64,12 +65,12 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class OddRows:
-    """Rows that begin or end within a group of 16 bytes; `fullest` chooses their cluster.
+    """A table entry for rows that begin or end within a group of 16 bytes. `fullest` chooses the cluster for such rows.
 
     Attributes:
         above_bytes, row_bytes, stages: as in ClusterConfig.
-        unless: excludes tensors whose rows all begin at multiples of this many bytes, because Triton's kernels load
-            such rows without a shift.
+        unless: the entry excludes tensors whose rows all begin at multiples of this number of bytes, because Triton's
+            kernels load such rows without a shift.
     """
 
     above_bytes: int

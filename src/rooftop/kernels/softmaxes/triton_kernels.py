@@ -1,22 +1,24 @@
 """Triton kernels of softmax and its logarithm; `softmaxes.py` has the operators.
 
-Rows that fit in a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS
-elements. A tile is kept as loaded (with a mask: as float32 scores) or, with HOLD, as float32 exponentials. Longer rows
-are read twice. Only a few persistent programs run, so that L2 still holds most of a row at the second read. The second
-pass runs from the end to the beginning, so it starts with the part that was read last. The part of a row after its last
-full block stays in registers, so the loops load without masks. In the first pass each lane keeps its own maximum, and a
-sum of exponentials relative to this maximum (Milakov and Gimelshein 2018). The lanes are merged at the end.
+Rows that fit in a program's registers are read from memory once. A tile has ROWS rows, and each row has BLOCKS blocks
+of COLUMNS elements. Registers contain a tile as loaded (with a mask: as float32 scores) or, with HOLD, as float32
+exponentials. Longer rows are read twice. Only a few persistent programs run, so that most of a row is still in L2 at
+the second read. The second pass runs from the end to the beginning, so that it starts with the elements that the first
+pass read last. The elements of a row after its last full block stay in registers, so the loops load without masks. In
+the first pass each lane keeps its own maximum, and a sum of exponentials relative to this maximum (Milakov and
+Gimelshein 2018). The lanes are merged at the end.
 
-WIDE, for float32 results: forward adds up exponentials in float64, and backward is float64 between loads and stores.
-Rounding a sum shifts all results of its row equally. In one of twenty small tensors that shift exceeds twice PyTorch's
-error. For the same reason backward divides the sum of dy * y by the sum of y, which is not exactly one. Half precision
-results are rounded so coarsely that such a shift does not matter.
+With WIDE, for float32 results, forward adds exponentials in float64, and backward computes in float64 between loads and
+stores. In float32, the rounding error of a row's sum would change all results of that row, in one of twenty small
+tensors by more than twice PyTorch's error. For the same reason backward divides the sum of dy * y by the sum of y,
+which is not exactly one. For half precision results, the rounding of the results is far coarser than the error of a
+float32 sum.
 
 A maximum ignores NaN but an exponential does not, so a row that contains NaN becomes NaN as a whole. A row of only -inf
 also becomes NaN, because exp(-inf - (-inf)) is NaN.
 
-`units` and the strides of rows count groups of UNIT elements, so that the compiler knows that UNIT divides N, and loads
-several elements at a time. EVEN: N fills the tile. All offsets of rows are 64-bit.
+`units` and the strides of rows are in units of UNIT elements, so that the compiler knows that UNIT divides N, and loads
+several elements at a time. EVEN: N is the width of the tile. All offsets of rows are 64-bit.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def softmax_forward(
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     HOLD: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute softmax(x * scale + mask) of ROWS rows."""
+    """Compute softmax(x * scale + mask), or its logarithm with LOG, for ROWS rows."""
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
     lane = tl.arange(0, COLUMNS)
@@ -92,7 +94,7 @@ def softmax_forward_long(
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Like `softmax_forward`, for every P-th row, where P is the number of programs."""
+    """Do the same as `softmax_forward` for every P-th row, where P is the number of programs."""
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
     full = columns // COLUMNS * COLUMNS
@@ -136,7 +138,7 @@ def softmax_backward(
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of ROWS rows from y and dy; dx is 0 where a mask of bytes is 0."""
+    """Compute dx of ROWS rows from y and dy. If there is a mask of bytes, dx is 0 where the mask is 0."""
     columns = units * UNIT
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, COLUMNS)
@@ -176,7 +178,7 @@ def softmax_backward_long(
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Like `softmax_backward`, for every P-th row, where P is the number of programs."""
+    """Do the same as `softmax_backward` for every P-th row, where P is the number of programs."""
     columns = units * UNIT
     lane = tl.arange(0, COLUMNS)
     full = columns // COLUMNS * COLUMNS
@@ -230,8 +232,8 @@ def _softmax_of(scores, maximum, inverse, logarithm, LOG: tl.constexpr):
 
 @triton.jit
 def _scores(values, scale, column, columns, MASK: tl.constexpr, FULL: tl.constexpr):
-    """Scaled float32 scores, with -inf past the end of a row unless FULL. With a mask, the values are already
-    scaled.
+    """Compute scaled float32 scores, with -inf past the end of a row unless FULL. If there is a mask, `values` are
+    already scaled, so the function does not scale them.
     """
     scores = values.to(tl.float32)
     if MASK == NO_MASK:
@@ -254,7 +256,7 @@ def _masked(scores, place, inside, MASK: tl.constexpr):
 
 @triton.jit
 def _load(place, inside):
-    """The elements where `inside` is true (None: all of them), and 0 elsewhere."""
+    """Load the elements where `inside` is true, with 0 elsewhere. If `inside` is None, load all elements."""
     if inside is None:
         return tl.load(place)
     else:
@@ -263,8 +265,8 @@ def _load(place, inside):
 
 @triton.jit
 def _rows_of_mask(row, middle, inner, outer_stride, middle_stride, inner_stride):
-    """The start of each row of the mask. A row number of x is an index into (outer, middle, inner), whose strides in
-    the mask may be 0.
+    """The offset of the mask's row for each row of x. A row number of x is an index into the dimensions (outer, middle,
+    inner), whose strides in the mask may be 0.
     """
     outer = row // inner // middle
     return outer * outer_stride + (row // inner % middle) * middle_stride + (row % inner) * inner_stride

@@ -173,7 +173,8 @@ class SetCriterion(nn.Module):
         Returns:
             loss_ce, loss_bbox (L1), loss_giou and cardinality_error (the error in the number of objects, without a
             gradient). The names for earlier decoder layers end in _0, _1, ... The box losses are divided by the number
-            of objects in the batch. In training, this number is averaged over the processes of torch.distributed.
+            of objects in the batch. In training, the number of objects is averaged over the processes of
+            torch.distributed.
 
         Raises:
             ValueError: a target is invalid, or the number of images or classes does not match.
@@ -276,7 +277,7 @@ def batch_of_detections(predictions: Predictions, sizes: Sequence[tuple[int, int
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Convert half precision to float32; other dtypes stay."""
+    """Convert half precision to float32; other dtypes stay unchanged."""
     return x if x.dtype == torch.float64 else x.float()
 
 

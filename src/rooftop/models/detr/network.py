@@ -56,7 +56,7 @@ def pad_images(images: Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Ten
 
     Args:
         images: (C, H, W) each, with the same dtype and device.
-        multiple: height and width of the batch are rounded up to a multiple of this.
+        multiple: height and width of the batch are rounded up to multiples of this number.
 
     Returns:
         (B, C, H, W), and the padding mask (B, H, W): True outside the image.
@@ -235,8 +235,8 @@ class DecoderLayer(nn.Module):
             allowed: (B, 1, 1, S), the visible cells.
         """
         if x is None:
-            # With dropout, the objects differ between the images of a batch. Without dropout, they are the same for all
-            # images until they attend to the cells.
+            # With dropout, the objects differ between the images of a batch. Without dropout, the objects are the same
+            # for all images until the objects attend to the cells.
             x, query = self.beginning(queries, len(key) if self.training else 1)
             x, query = (t.expand(len(key), -1, -1).contiguous() for t in (x, query))
         else:

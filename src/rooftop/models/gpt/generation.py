@@ -138,8 +138,8 @@ class Generation:
         steps: the decoding steps so far, each as (number of sequences, positions that they attended to). Layers with a
             window attend to fewer positions.
         decode_s: seconds that the decoding steps took.
-        norm_sums_refused: the reason why decoding steps sum over the ranks with NCCL. "": they use one kernel that sums
-            and computes the norm (`rooftop.parallel.norm_sums`). None: no step has run on a GPU yet.
+        norm_sums_refused: the reason why decoding steps sum over the ranks with NCCL. "": the steps use one kernel that
+            sums and computes the norm (`rooftop.parallel.norm_sums`). None: no step has run on a GPU yet.
     """
 
     def __init__(

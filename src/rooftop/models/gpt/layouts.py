@@ -72,7 +72,7 @@ def parallel_gpt(
     Args:
         config: config of the whole model.
         layout: the layout of the ranks (`dp`, `tp` and `cp`); None: one process.
-        groups: `layout.process_groups()`; None: created here.
+        groups: `layout.process_groups()`; None: this function creates the groups.
         seed: seed of initial values and of dropout, from 0 to 2^64 - 1.
         recompute: activations that backward recomputes, as in `Gpt`.
         halves: whether tensor parallel ranks compute the two halves of a batch alternately, to overlap the

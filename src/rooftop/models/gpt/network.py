@@ -129,7 +129,7 @@ class Gpt(nn.Module):
         post_process: whether this stage owns the final norm and the head and returns logits or a loss.
         dropouts: creates the dropout modules; see `Dropouts`.
         group: tensor parallel ranks that share the layers; None: this process has whole layers. A rank's part is built
-            on the meta device; `parallel_gpt` fills it with values.
+            on the meta device; `parallel_gpt` fills this part with values.
         sequence_parallel: whether the ranks of `group` also split the tensors between layers along the sequence. Each
             rank then passes only its part to the next pipeline stage.
         recompute: activations that backward recomputes instead of keeping them (`rooftop.parallel.recomputing`). False:
@@ -254,7 +254,8 @@ class Gpt(nn.Module):
                 cache, or this rank's positions in the packing.
             packing: the documents of the sequences, and the positions of each context parallel rank. The input then
                 contains only this rank's tokens. None: each sequence is one document, split as in `Context.packing`.
-            cache: keys and values of the earlier positions, which are visible too; the new positions are appended.
+            cache: keys and values of the earlier positions, to which the new positions also attend. The new keys and
+                values are appended to the cache.
             reduction, label_smoothing, z_loss: options of the loss, as in `rooftop.kernels.linear_cross_entropy`.
             step: number of the training step, counted in micro-batches. The step determines the masks of
                 `CounterDropouts`; other dropouts ignore the step. For a CUDA graph, pass a tensor, () int64 on the

@@ -41,7 +41,7 @@ class PagedCache:
 
     Raises:
         TypeError, ValueError: `pages` or `page` is not an int of 1 or more.
-        torch.OutOfMemoryError: as in PyTorch.
+        torch.OutOfMemoryError: the device has too little memory for the pages.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class RopeScaling:
         kind: "linear" or "llama3".
         factor: the ratio of the new context length to the original context length.
         low_frequency_factor, high_frequency_factor: only for "llama3". A wavelength above original_positions /
-            low_frequency_factor is scaled; a wavelength below original_positions / high_frequency_factor is not.
+            low_frequency_factor is scaled; a wavelength below original_positions / high_frequency_factor is not scaled.
         original_positions: only for "llama3": the context length before the extension.
 
     Raises:

@@ -62,7 +62,7 @@ class Sampling:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}; None for all tokens")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be more than 0 and at most 1, got {self.top_p}")
-        random_key(self.seed, "")  # refuses other seeds
+        random_key(self.seed, "")  # raises an error if the seed is out of range
 
     @property
     def greedy(self) -> bool:
@@ -118,7 +118,7 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
     place = torch.searchsorted(reached, numbers[:, None] * end, right=True)  # (B, 1)
     place = torch.minimum(place, (reached < end).sum(-1, keepdim=True))  # needed because numbers * end may round to end
     found = place if tokens is None else tokens.gather(1, place)
-    return torch.where(end > 0, found, -1)[:, 0]  # false for NaN
+    return torch.where(end > 0, found, -1)[:, 0]  # `end > 0` is False if end is NaN
 
 
 def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabulary: int, group: Group) -> Tensor:

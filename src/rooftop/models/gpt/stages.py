@@ -109,7 +109,7 @@ def divided(
     Args:
         costs: cost of each item; at least as many items as parts.
         placement: the indices of each rank's parts.
-        first, last: costs of the first and the last part in addition to their items.
+        first, last: costs of the first and of the last part, in addition to the costs of their items.
     """
     sums, parts = [0.0, *accumulate(costs)], sum(map(len, placement))
 
@@ -179,7 +179,7 @@ class GptStages(nn.Module):
 
     Attributes:
         stages: stages of this rank, by number.
-        embedding, layers, head: the modules of all stages on this rank; None if there is none.
+        embedding, layers, head: the modules of all stages on this rank; None if this rank has no such module.
         masks: the dropouts of all stages on this rank; their `place` determines the masks of the next forward pass.
         tied: the name of the tied weight that another rank also holds; None if no other rank holds the weight.
         shared: whether the parameters are sharded over data ranks.

@@ -137,7 +137,7 @@ def load_gpt(
     """Load a model from a folder in Hugging Face's format: config.json, and safetensors files with or without an index.
 
     Args:
-        folder: folder with these files.
+        folder: folder with config.json and the safetensors files.
         device, dtype: device and dtype of the parameters; float32 by default, whatever the dtype in the files is.
         group: tensor parallel ranks that share the model, each of which reads its own part; None: this process has the
             whole model.

@@ -285,7 +285,7 @@ def _radius(count: int) -> float:
 
 
 def _rank(count: int, share: float) -> int:
-    """The rank, counted from 1, of a quantile: this share of the sorted values lies below it."""
+    """Return the rank, counted from 1, of the value below which the fraction `share` of the sorted values lies."""
     return min(count, 1 + int(share * count))
 
 
@@ -316,7 +316,7 @@ def draw(view: View, colours: Tensor, width: int, height: int) -> Image.Image:
 def _light(depths: Tensor) -> Tensor:
     """The brightness of each pixel, 0..1, from the logarithms of depths (H, W).
 
-    A pixel is darker if its neighbours are further in front of it.
+    The further its neighbours lie in front of a pixel, the darker is the pixel.
     """
     shade = torch.zeros_like(depths)
     for distance in (1, 3):
@@ -372,7 +372,7 @@ def sheet(
 
 
 def _key(legend: Sequence[tuple[str, Colour]], width: int, line: int) -> Image.Image:
-    """Draw the legend, with lines of this height."""
+    """Draw the legend, with lines of `line` pixels."""
     font = ImageFont.load_default(0.6 * line)
     columns = max(
         1, min(len(legend), int(width / (1.6 * line + max((font.getlength(n) for n, _ in legend), default=1))))

@@ -48,8 +48,8 @@ class Hybrid(nn.Module):
         small_images: use a 3x3 stem that keeps the size, for images of about 64 pixels or less.
 
     Raises:
-        ValueError: `depths` does not have four numbers, `num_heads` or `window_size` does not have two, or the heads do
-            not divide the channels.
+        ValueError: `depths` does not have four numbers, `num_heads` or `window_size` does not have two numbers, or the
+            heads do not divide the channels.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class Hybrid(nn.Module):
         _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        # (B, C, H / 4, W / 4). With small_images (B, C, H, W), and all later maps are 4 times as high and wide.
+        # (B, C, H / 4, W / 4). With small_images, this map and all later maps are 4 times as high and wide as stated
+        # here.
         x = self.stem(x)
         x = self.layer1(x)  # (B, C, H / 4, W / 4)
         x = self.layer2(x)  # (B, 2 C, H / 8, W / 8)

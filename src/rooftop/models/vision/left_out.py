@@ -23,7 +23,7 @@ def differing_keys(model: nn.Module, left_out: Mapping[str, tuple[str, Tensor]])
 
 def _follows(model: nn.Module, ours: str, given: Tensor) -> bool:
     owner, _, name = ours.rpartition(".")
-    if name == "num_batches_tracked":  # it does not affect the results
+    if name == "num_batches_tracked":  # this counter does not affect the results
         return True
     try:
         module = model.get_submodule(owner)

@@ -357,7 +357,7 @@ class SwinTransformer(nn.Module):
         mlp_ratio: width of the MLP's hidden layer, as a multiple of the block's channels.
         dropout: dropout probability after attention and MLP.
         attention_dropout: dropout probability of the attention weights in training. With a probability above 0, PyTorch
-            operators compute attention, which is much slower. No published model uses this dropout.
+            operators compute attention, much more slowly than the kernel. No published model uses this dropout.
         stochastic_depth_prob: probability of stochastic depth of the last block; the probability grows linearly from 0
             at the first block.
         num_classes: number of output logits.

@@ -6,7 +6,7 @@ renamed key ends in the name of the part, as in `in_proj_weight[q]`. Parts are j
 
 Sources of the names: torchvision 0.28, timm 1.0 (`swin_transformer.py`, `swin_transformer_v2.py`), transformers 4 and 5
 (`modeling_detr.py`, `modeling_resnet.py`), facebookresearch/detr, MMDetection 2 (`detr_head.py`) and 3 (`detr.py`,
-`detr_layers.py`, `detr_head.py`, `channel_mapper.py`), and `transformer.py` of mmcv, which both use.
+`detr_layers.py`, `detr_head.py`, `channel_mapper.py`), and `transformer.py` of mmcv, which both versions use.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def converted(tensors: Mapping[str, Tensor], dialects: tuple[Dialect, ...], kind
 
 
 def renamed(key: str, dialect: Dialect) -> str:
-    """Convert a key of the file to Rooftop's key; it ends in [q], [k] or [v] if the tensor is only that part."""
+    """Convert a key of the file to Rooftop's key, which ends in [q], [k] or [v] if the tensor is only that part."""
     for pattern, replacement in dialect.renames:
         key = re.sub(pattern, replacement, key)
     return key
@@ -174,7 +174,7 @@ SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
 
 SWIN = (
     Dialect("torchvision", "features.0.0.weight"),
-    # The merging is at the end of the previous stage. Only in this dialect does the first stage have a merging.
+    # The merging is at the end of the previous stage. In the other dialects, the first stage has no merging.
     Dialect("Microsoft", "layers.0.downsample.reduction.weight", _swin(merging=2), SWIN_TABLES, zero_parts="k"),
     # The merging is at the beginning of the next stage.
     Dialect("timm", "patch_embed.proj.weight", _swin(merging=0), SWIN_TABLES, zero_parts="k"),
@@ -218,7 +218,7 @@ MMDETECTION_3: tuple[Rename, ...] = (
     (r"\.post_norm\.", ".norm."),
 )
 
-# First rename to the names of version 3, then to Rooftop's. In (a|b), b is the name from before version 2.12.
+# First rename to the names of MMDetection 3, then to Rooftop's. In (a|b), b is the name before MMDetection 2.12.
 MMDETECTION_2: tuple[Rename, ...] = (
     (r"^bbox_head\.transformer\.", ""),
     (r"^bbox_head\.query_embedding\.", "query_embedding."),

@@ -102,7 +102,8 @@ WEIGHTS: dict[str, dict[str, Weights]] = {
         "swin_v2_b": [("781e5279", _bicubic(272, 256))],
     }.items()
 }
-# From the README of facebookresearch/detr. The dilated network is never the default, because it is slower.
+# From the README of facebookresearch/detr. The network with dilation is never the default, because it is slower than
+# the network without dilation.
 WEIGHTS |= {
     "detr_resnet50": {
         "COCO_DC5": Weights("detr-r50-dc5-f0fb7ef5.pth", None, DETR_URL, dilation=True),

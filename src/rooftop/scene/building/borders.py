@@ -24,7 +24,7 @@ Numbers = npt.NDArray[np.uint32]
 
 
 class SharedPlaces:
-    """Find the places that several owners (batches or groups) use.
+    """Find the places (vertex positions) that several owners (batches or groups) use.
 
     Attributes:
         several: (places,) 1 if more than one owner uses a place; undefined for unused places.
@@ -92,12 +92,12 @@ class Connections:
     """The connected parts and the edges of a batch.
 
     Attributes:
-        parts: the number of connected parts of its triangles.
+        parts: the number of connected parts of the batch's triangles.
         vertices: numbers of the batch's vertices in the mesh; of_vertices: the part of each vertex, or None if there is
             one part.
         places: places that other batches also use; of_places: the part of each of these places.
-        crowded: number of edges with more than two faces that no other batch can share.
-        open_places: places of edges with one face that no other batch can share.
+        crowded: number of edges that have more than two faces and that no other batch can share.
+        open_places: places of edges that have one face and that no other batch can share.
         edges: (E, 2) places of the edges that other batches may share, the lower first; faces: (E,) the number of faces
             of each edge in this batch.
     """

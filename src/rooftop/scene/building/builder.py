@@ -118,7 +118,7 @@ def _build(
     workers: int | None,
     lock_borders: bool,
 ) -> BuildReport:
-    """Like `build`. `arrays` holds vertices, faces, normals, uv, materials and colors. `linear_colors` says whether the
+    """Like `build`. `arrays` are vertices, faces, normals, uv, materials and colors. `linear_colors` says whether the
     colors are in linear light."""
     vertices, faces, normals, uv, materials, colors = arrays
     began = time.perf_counter()

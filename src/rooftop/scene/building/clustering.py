@@ -24,14 +24,15 @@ Ints = npt.NDArray[np.int64]
 Corners = npt.NDArray[np.uint32]
 
 LEAST_TRIANGLES = 96  # a cluster of at least this many triangles may end early
-SPLIT_FACTOR = 2.0  # a cluster ends early if its next triangle is farther away than this many times its radius
+# a cluster ends early if the next triangle is farther away than this many times the cluster's radius
+SPLIT_FACTOR = 2.0
 # clusters end early only in pieces of more triangles than this; smaller pieces must get as few clusters as possible
 SPLIT_FROM = 2 * layouts.MAX_TRIANGLES
 
 
 @dataclass(frozen=True)
 class Clusters:
-    """The resulting clusters.
+    """Clusters of triangles, as `cut` returns them.
 
     Attributes:
         corners: (T, 3) corners of all triangles, cluster by cluster, as indices of the mesh's vertices.

@@ -34,7 +34,7 @@ def loop(*arguments: Any, result: Any = numba.types.void) -> Callable[[Callable[
 
     Args:
         arguments: the types of the loop's arguments.
-        result: the type of its result.
+        result: the type of the loop's result.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:

@@ -35,7 +35,7 @@ _GRID = 3  # number of columns of a vertex's position
 
 @dataclass(frozen=True)
 class Encoded:
-    """Clusters encoded as pages store them, except for the parts that depend on their page.
+    """Clusters encoded as pages store them, except for the fields that depend on the page.
 
     Attributes:
         heads: (C, CLUSTER_COLUMNS) uint32; spheres, errors, sources and stream positions are not filled in yet.

@@ -1,10 +1,11 @@
 """Read the materials of a glTF document: base colours and their images.
 
-In glTF a factor is in linear light, and an image holds displayed values (sRGB); here both are stored as displayed
-values. The reader supports these properties of a texture: its sampler (how it repeats, and whether magnification takes
-the nearest texel), KHR_texture_transform, its set of coordinates, and its image. The image may be in the file, next to
-it or in a `data:` URI, including those of EXT_texture_webp and MSFT_texture_dds. An image in KHR_texture_basisu raises
-an error that names it. From the older KHR_materials_pbrSpecularGlossiness, only the diffuse colour is read.
+In glTF a factor is in linear light, and an image contains displayed values (sRGB); here both are stored as displayed
+values. The reader supports these properties of a texture: its sampler (how the texture repeats, and whether
+magnification takes the nearest texel), KHR_texture_transform, its set of coordinates, and its image. The image may be
+in the glTF file, in a file next to the glTF file or in a `data:` URI, including images of EXT_texture_webp and
+MSFT_texture_dds. An image in KHR_texture_basisu raises an error that names this extension. From the older
+KHR_materials_pbrSpecularGlossiness, only the diffuse colour is read.
 
 Source: the glTF 2.0 specification of the Khronos Group (3.8 and 3.9), and its registry of extensions.
 """

@@ -112,7 +112,7 @@ class _Plain:
         self._document, self._binary, self._path = document, binary, path
         self._buffers: list[bytes] | None = None
         self._added: list[bytes] = []  # new arrays, written after the buffers; each has a buffer view
-        self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it holds indices) -> the simple accessor
+        self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it has indices) -> the simple accessor
         self._changed = False
 
     def take_materials(self, textures: bool) -> list[PartMaterial]:
@@ -154,7 +154,7 @@ class _Plain:
         for name in _READ:
             if name in attributes and self._is_other(self._accessor(attributes[name]), (_FLOAT32,)):
                 attributes[name] = self._plain(attributes[name], is_index=False)
-        if "TEXCOORD_0" in attributes and "material" not in primitive:  # else readers ignore the coordinates
+        if "TEXCOORD_0" in attributes and "material" not in primitive:  # without a material, readers ignore them
             self._document.setdefault("materials", []).append({})
             primitive["material"], self._changed = len(self._document["materials"]) - 1, True
         mode, indices = primitive.get("mode", _TRIANGLES), primitive.get("indices")

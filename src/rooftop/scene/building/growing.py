@@ -29,8 +29,9 @@ LEAF = 8  # maximum triangles of a leaf of the tree
 SEARCHES = 64  # this many searches without a tree take as long as building the tree
 NONE = -1
 MANY = 1 << 62
-# State of a vertex as one number: NEW if the cluster does not have it yet, plus TWO_LEFT or ONE_LEFT if exactly two
-# or one of its triangles are left. The sum over a triangle's corners determines its priority.
+# State of a vertex as one number: NEW if the vertex is not in the cluster yet, plus TWO_LEFT or ONE_LEFT if exactly two
+# triangles or one triangle of the vertex are left. The sum over a triangle's corners determines the triangle's
+# priority.
 NEW, TWO_LEFT, ONE_LEFT = 1, 4, 16
 
 
@@ -260,7 +261,8 @@ def _nearest(
 ) -> Any:
     """The nearest triangle that is in no cluster yet, and its squared distance.
 
-    `counts` counts only such triangles, so it does not give the end of a leaf. A leaf ends where the next leaf starts.
+    `counts` includes only triangles that are in no cluster yet, so it does not determine the end of a leaf. A leaf ends
+    where the next leaf starts.
     """
     best, nearest = NONE, np.inf
     nodes, distances = np.empty(64, np.int64), np.empty(64)

@@ -3,7 +3,7 @@ left.
 
 A step takes the front (the coarsest clusters so far), groups it, and replaces each group by the clusters of its
 simplified triangles. If a group does not shrink, its clusters stay in the front, and the next step groups them
-differently. After a few tries, or when nothing shrinks any more, these clusters remain without a replacement.
+differently. After a few tries, or when no group shrinks any more, these clusters stay without a replacement.
 
 Batches of groups are processed in parallel. The batches and groups depend only on the mesh, so the file has the same
 bits for any number of workers.
@@ -81,11 +81,11 @@ class Front:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """All clusters and groups.
+    """All clusters and groups of a mesh, at all levels.
 
     Attributes:
-        heads: (C, CLUSTER_COLUMNS) of all clusters in order of creation; CLUSTER_SOURCE is the group's number here,
-            CLUSTER_STREAMS is not filled in.
+        heads: (C, CLUSTER_COLUMNS) of all clusters in order of creation. CLUSTER_SOURCE is the replaced group's index
+            in `spheres`; CLUSTER_STREAMS is not filled in yet.
         streams: streams of all clusters, as a list of arrays in order of creation.
         lengths: (C,) number of words of each cluster's streams.
         levels: (C,) level of each cluster.
@@ -208,7 +208,7 @@ class _Step:
 class _Levels:
     """The state of a build, which advances step by step.
 
-    The workers of a team see all data as it was when they were forked. Of the data that workers use, only two items
+    The workers of a team see all data as it was at the time of the fork. Of the data that workers use, only two items
     change after the fork: the corners of the front, which are in shared memory, and `mesh`. Code that changes `mesh`
     ends the team's processes with `forget`.
     """
@@ -497,7 +497,7 @@ class _Levels:
         return numbers
 
     def _end(self, clusters: Ints, parts: Ints) -> None:
-        """Form groups of the clusters without a replacement."""
+        """Form groups from clusters that stay without a replacement."""
         order = np.argsort(parts, kind="stable")
         counts = np.bincount(parts)
         self.members.append((clusters[order], parts[order] + self.groups))

@@ -1,8 +1,8 @@
 """Check and repair the source mesh, round it to its grid, and merge equal vertices.
 
-Invalid input raises (a vertex that is not a number, an index out of range). Harmless input is dropped and counted
-(faces without area on the grid, duplicate faces, unused vertices). Non-manifold edges are kept and counted. Vertices
-are rounded only here, because all levels use the vertices of this mesh, except for small parts that grow (see
+Invalid input raises an error (a vertex that is not a number, an index out of range). Harmless input is dropped and
+counted (faces without area on the grid, duplicate faces, unused vertices). Non-manifold edges are kept and counted.
+Vertices are rounded only here, because all levels use the vertices of this mesh, except for small parts that grow (see
 `thinning`).
 """
 
@@ -72,8 +72,8 @@ class Repairs:
     """The repairs made to the mesh before the build.
 
     Attributes:
-        degenerate_faces: faces dropped because two of their corners are at the same place, so that they have almost no
-            area.
+        degenerate_faces: faces with almost no area, dropped because two of their corners are at the same place of the
+            grid.
         small_faces: faces with an area, dropped because two of their corners are at the same place of the grid.
         duplicate_faces: faces dropped because the same face exists already.
         unused_vertices: vertices dropped because no face uses them.
@@ -129,7 +129,7 @@ def checked_mesh(
         uv: (V, 2).
         materials: (F,) integers, 0 to 65535.
         precision: the largest step of the grid, in object units. By default, this step is about 1/64 of the mean edge;
-            if that grid would remove faces, 1/16 of the edges of these faces.
+            if that grid would remove faces, the step is about 1/16 of the edges of these faces.
         colors: (V, 3), 0 to 1, or uint8.
         workers: the processes and threads that share the work.
 
@@ -338,8 +338,8 @@ def _mean_edge(points: npt.NDArray[Any], faces: npt.NDArray[Any]) -> float:
 def _grid_exponent(
     points: Floats, faces: npt.NDArray[np.int64], extent: Floats, precision: float | None
 ) -> tuple[int, bool]:
-    """Choose the exponent of the grid's step; also return whether the mesh's extent makes the step coarser than its
-    edges need."""
+    """Choose the exponent of the grid's step; also return whether the mesh's extent makes the step coarser than the
+    mesh's edges need."""
     largest = float(extent.max())
     if not math.isfinite(largest) or largest > LARGEST:
         raise ValueError(f"the mesh is {largest:.3g} units long; float32 allows at most {LARGEST:.3g}: scale it")

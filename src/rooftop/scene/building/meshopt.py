@@ -1,8 +1,8 @@
 """Call meshoptimizer, which groups clusters and simplifies meshes. No other module calls it.
 
-meshoptimizer's Python package wraps only some of its functions. So this module calls its C library directly, which also
-releases the GIL, so that threads run in parallel. Pointers are plain addresses: the caller must keep the arrays alive
-and in C order.
+meshoptimizer's Python package wraps only some functions. So this module calls meshoptimizer's C library directly. These
+calls also release the GIL, so that threads run in parallel. Pointers are plain addresses: the caller must keep the
+arrays alive and in C order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read the materials of an OBJ file: Kd and map_Kd of the .mtl files that it names.
+"""Read the materials of an OBJ file: Kd and map_Kd of the .mtl files that the OBJ file names.
 
 Colours and images are displayed values (sRGB), as in the programs that write such files. `map_Kd` is multiplied by
 `Kd`, as the format specifies. If there is a `map_Kd`, a Kd of 0 0 0 counts as white, because some programs write 0 0 0

@@ -67,7 +67,7 @@ def brightest(content: bytes) -> float | None:
 
 
 def _is_plain(text: bytes) -> bool:
-    """Whether a text that begins with a line feed is in simple form. These checks are the fastest for large texts."""
+    """Whether a text that begins with a line feed is in simple form. The checks are chosen for speed on large texts."""
     if any(mark in text for mark in _MARKS_OF_OTHERS) or (b"\r" in text and _LONE_RETURN.search(text)):
         return False
     if (b"\n " in text and _INDENTED.search(text)) or _BACKWARD.search(text):
@@ -186,7 +186,7 @@ def _cut(corners: Points) -> list[tuple[int, int, int]]:
     """Cut a polygon (N, 3) into triangles, by cutting off one corner after another; a convex polygon becomes a fan.
 
     A corner can be cut off if it points outwards and no other corner lies in its triangle. If no corner can be cut off,
-    because the polygon crosses itself, the rest becomes a fan.
+    because the polygon crosses itself, the remaining polygon becomes a fan.
     """
     if not bool(_concave(corners[None])[0]):
         return [(0, n, n + 1) for n in range(1, len(corners) - 1)]

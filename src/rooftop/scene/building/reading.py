@@ -57,7 +57,7 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
     """Read any file that trimesh reads: .glb, .gltf, .obj, .ply, .stl, .off, .3mf and more.
 
     Args:
-        textures: whether images of materials are read; their colours are always read, for glTF and OBJ.
+        textures: whether images of materials are read. The materials' colours are always read, for glTF and OBJ.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -209,7 +209,7 @@ def _material_name(part: Any) -> str:
 
 
 def _faces(at: Floats, part: Any) -> npt.NDArray[np.int64]:
-    """The faces of a part; if the part is mirrored, they are reversed, because otherwise they would show their
+    """The faces of a part. If the part is mirrored, the faces are reversed, because otherwise they would show their
     backs."""
     faces: npt.NDArray[np.int64] = np.asarray(part.faces, np.int64)
     return faces[:, ::-1] if np.linalg.det(at[:3, :3]) < 0 else faces

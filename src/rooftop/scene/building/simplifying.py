@@ -1,7 +1,7 @@
 """Simplify groups of clusters to half their triangles, with fixed borders.
 
-If another group also uses a vertex, its place is locked: all vertices at that place stay. The remaining triangles use
-vertices of the mesh; only parts that grew use moved copies of its vertices. Errors are in steps of the grid.
+If another group also uses a vertex, the vertex's place is locked: all vertices at that place stay. The remaining
+triangles use vertices of the mesh; only parts that grew use moved copies of vertices. Errors are in steps of the grid.
 
 Several methods are tried until a group shrinks:
 
@@ -148,8 +148,8 @@ def without_flat(vertices: Vertices, corners: Corners) -> Corners:
 
 
 def _target(triangles: int, vertices: int) -> int:
-    """Choose the number of triangles to keep: about half, in full clusters of 128 triangles, or of fewer if triangles
-    share few vertices."""
+    """Choose the number of triangles to keep: about half, rounded to full clusters. A full cluster has 128 triangles,
+    or fewer if triangles share few vertices."""
     full = min(layouts.MAX_TRIANGLES, int(VERTICES_USED * layouts.MAX_VERTICES * triangles / vertices))
     return max(1, round(triangles / (2 * full))) * full
 

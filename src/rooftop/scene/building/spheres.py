@@ -1,4 +1,4 @@
-"""Enclosing spheres of points or of spheres, rounded to float32 such that they still enclose all.
+"""Enclosing spheres of points or of spheres, rounded to float32 such that they still enclose everything.
 
 The centre is rounded first. The radius is measured from the rounded centre in float64, and enlarged by the factor
 SPARE. SPARE - 1 exceeds the relative rounding error of the radius (6e-8).

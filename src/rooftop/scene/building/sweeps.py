@@ -2,8 +2,8 @@
 
 A corner whose vertex occurred before is stored as a reference: the distance of its vertex from the newest vertex. If
 triangles are visited along a sweep, a reference is at most the width of the front: about ten vertices of eighty. All
-references of a cluster have as many bits as its longest one needs: 4.3 on average, compared with 5.8 in the order in
-which triangles were collected.
+references of a cluster have as many bits as the longest reference needs: 4.3 on average, compared with 5.8 in the order
+in which triangles were collected.
 
 A triangle is visited when the sweep reaches the last of its vertices. Triangles with the same last vertex follow one
 another counterclockwise around that vertex, as a fan. So each triangle of a fan except the first needs only one
@@ -129,7 +129,7 @@ def _rank(vertex_keys, first, starts, corners, ranks, keys):  # type: ignore[no-
 @loop(array("int64"), array("int64"), array("uint8", 2), output("int64"), output("int64"))
 def _fan(keys, starts, ranks, order, in_fans):  # type: ignore[no-untyped-def]
     """Compute the order of the triangles along the sweep, and an order in which triangles with the same last vertex
-    follow one another around it.
+    follow one another around that vertex.
 
     Args:
         keys: (T,) of `_rank`, sorted.

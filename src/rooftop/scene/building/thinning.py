@@ -43,7 +43,7 @@ UNCHANGED = 0.01  # a part that would grow by less than this share of its area d
 ROUNDS = 4
 # approximate number of samples of a picture that hit triangles; least and most samples along the picture's side
 HITS, SIDES = 10_000, (64, 512)
-LOOKS = 2  # a group's coverage is measured at most this often
+LOOKS = 2  # a group's coverage is measured at most this many times
 OVERLAP = 1.5  # areas grow by the wanted ratio to this power, because other parts hide some of the growth
 LEAST, LARGE = 1e-30, 1e30
 
@@ -256,8 +256,8 @@ class LooseParts:
         return Thinned(corners[stays], error, Added(used.astype(np.int64), grown, places))
 
     def _shared(self, areas: Floats, lost: npt.NDArray[np.bool_], there: npt.NDArray[np.bool_]) -> Floats:
-        """Distribute the areas of lost parts over the remaining parts of the same material, in proportion to their
-        areas."""
+        """Distribute the areas of lost parts over the remaining parts of the same material, in proportion to the
+        remaining parts' areas."""
         areas = areas.copy()
         for material in np.unique(self._materials[lost]).tolist():
             own = lost & (self._materials == material)
@@ -267,7 +267,7 @@ class LooseParts:
         return areas
 
     def _numbers(self, corners: Corners) -> Ints:
-        """(T,) the loose part of each triangle, as an index into `ids`; -1 for none."""
+        """The loose part of each triangle, (T,), as an index into `ids`; -1 if a triangle belongs to none."""
         assert self._vertices.parts is not None
         ids = self._vertices.parts[corners[:, 0]]
         at = np.minimum(np.searchsorted(self.ids, ids), len(self) - 1)

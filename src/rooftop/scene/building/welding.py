@@ -37,8 +37,8 @@ def equal_to(rows: npt.NDArray[Any], workers: Workers) -> Numbers:
 
 
 def _looking_for_equals(rows: npt.NDArray[Any]) -> tuple[Numbers, list[Stage]]:
-    """Prepare `equal_to`: return its result array, in shared memory, and the stages that fill it. The caller may run
-    earlier stages that fill `rows`."""
+    """Prepare `equal_to`: return its result array, in shared memory, and the stages that fill this array. Before these
+    stages, the caller may run stages that fill `rows`."""
     rows = np.ascontiguousarray(rows)
     words = rows.view(np.uint32).reshape(len(rows), -1)
     found = shared(len(rows), np.uint32)
@@ -89,7 +89,7 @@ class Welded:
         places: (V,) number of each vertex's place, from 0 without gaps; equal for vertices at the same place.
         faces: (F, 3) faces without duplicates, and without faces of no area.
         flat: for each input face, whether two of its corners are at the same place. duplicate_faces, equal_vertices,
-        unused_vertices: number of each that were removed.
+        unused_vertices: numbers of duplicate faces, equal vertices and unused vertices that were removed.
     """
 
     kept: Numbers

@@ -36,12 +36,13 @@ from rooftop.errors import BuildError
 T = TypeVar("T")
 R = TypeVar("R")
 V = TypeVar("V", bound=np.generic)
-Stage = tuple[Callable[[Any], Any], Sequence[Any]]  # a function, and its arguments one by one
+Stage = tuple[Callable[[Any], Any], Sequence[Any]]  # a function, and the items with which it is called, one by one
 Call = Callable[[Any, Any], Any]  # a function that is called with a state and an item
 
 TOKEN = struct.Struct("<I")
 NO_MORE = (1 << 32) - 1  # a worker that reads this token has no more items in this stage
-# numbers of the call, the stage and the mail; start and size of the mail in shared memory, in bytes
+# numbers of the call, the stage and the mail (data for all workers); the mail's start and size in shared memory, in
+# bytes
 COMMAND = struct.Struct("<IIQQQ")
 LENGTH = struct.Struct("<Q")
 MOST_TOKENS = 8192  # maximum tokens of a stage; a pipe holds 16,384 tokens of four bytes
@@ -255,8 +256,8 @@ class _Worker(NamedTuple):
 
     Attributes:
         number: number of the worker, from 0.
-        process: its process id.
-        commands: the pipe through which it receives its stages.
+        process: process id of the worker.
+        commands: the pipe through which the worker receives its stages.
     """
 
     number: int

@@ -43,7 +43,7 @@ def write(
     """Write a geometry file; return `meta`, completed with values that only the writer knows.
 
     Args:
-        file: the output file, which workers also open by its name; it is written from its beginning.
+        file: the output file, written from its beginning. Workers also open this file, by its name.
         hierarchy: the clusters and groups to write. The clusters' sources are renumbered in-place, and the streams are
             removed.
         step: step of the grid, in object units.
@@ -89,8 +89,8 @@ def write(
 
 
 class _Order:
-    """The order in the file: groups from the coarsest level to the finest, along Morton's curve within a level;
-    clusters group by group."""
+    """The order of groups and clusters in the file: groups from the coarsest level to the finest, along Morton's curve
+    within a level; clusters group by group."""
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         count = len(hierarchy.errors)
@@ -124,7 +124,7 @@ def _page_plan(hierarchy: Hierarchy, normals: bool, uv: bool) -> tuple[_Order, I
 
 
 def _replaces(heads: Words) -> npt.NDArray[np.bool_]:
-    """(C,) whether each cluster replaces a group."""
+    """Whether each cluster replaces a group, (C,)."""
     return heads.view(np.int32)[:, layouts.CLUSTER_SOURCE] >= 0
 
 
@@ -137,7 +137,8 @@ class _Pages:
         hierarchy: clusters and groups.
         streams: streams of all clusters; stream_starts: (C + 1,) start of each cluster's streams.
         order: order of groups and clusters.
-        counts: number of clusters of each group, in that order; group_starts: cumulative sums of `counts`.
+        counts: number of clusters of each group, in the order of `order.groups`; group_starts: cumulative sums of
+            `counts`.
         pages: the groups (first, end) of each page.
         places: start of each page in the file.
         words: number of words of each page.

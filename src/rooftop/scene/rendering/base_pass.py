@@ -41,7 +41,7 @@ AMBIENT = wp.constant(0.25)
 
 @wp.func
 def to_world(resident: Resident, instance: wp.int32, normal: wp.vec3):
-    """Transform a normal of the mesh to the world, with length 1."""
+    """Transform a normal of the mesh to the world, and normalize it."""
     turned = wp.vec3()
     for axis in range(3):
         for inner in range(3):

@@ -21,7 +21,7 @@ THREADS = 256  # 16 x 16 pixels
 
 @cache
 def source() -> str:
-    """The CUDA C++ source."""
+    """The CUDA C++ source of the base pass."""
     return with_pieces(__file__, "records.cu")
 
 

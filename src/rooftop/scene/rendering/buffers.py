@@ -70,7 +70,7 @@ class Frame:
     # For each pair, the transform from the mesh's grid origin to the view: written by init_context, read by all stages.
     to_view: wp.array2d(dtype=wp.float32)  # (pairs, 12)
     before: wp.array2d(dtype=wp.float32)  # (pairs, 12), `to_view` in the previous frame
-    # Lists of the culls. An entry is pair << 32 | item.
+    # Lists of the culling stages. An entry is pair << 32 | item.
     # (2 * PASS,): from index GROUPS on, the number of items of each list, including items for which the list had no
     # room
     counters: wp.array(dtype=wp.int32)
@@ -82,8 +82,8 @@ class Frame:
     # (2, room): visible clusters of each pass, in order (sort_clusters -> rasterize)
     visible: wp.array2d(dtype=wp.int64)
     hidden_instances: wp.array(dtype=wp.int64)  # instances hidden in the first pass (first pass -> second pass)
-    hidden_children: wp.array(dtype=wp.int64)  # children hidden in the first pass, as in `groups`
-    hidden_clusters: wp.array(dtype=wp.int64)  # clusters hidden in the first pass, as in `visible`
+    hidden_children: wp.array(dtype=wp.int64)  # children hidden in the first pass, encoded as in `groups`
+    hidden_clusters: wp.array(dtype=wp.int64)  # clusters hidden in the first pass, encoded as in `visible`
     # (2 * room,): visible clusters of both passes, in order (rasterize -> later stages)
     drawn: wp.array(dtype=wp.int64)
     # (2 * room, 16): records (records.py) of the clusters in `drawn` (rasterize -> later stages)
@@ -120,8 +120,8 @@ HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant
 LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
 # These counters ignore shadow maps; DRAWN_LEVELS has a bit for each level of detail.
 DRAWN_TRIANGLES, DRAWN_LEVELS, DRAWN_CLUSTERS = wp.constant(8), wp.constant(9), wp.constant(13)
-# persistent_cull also uses 10 (claimed places in its queue) and 11 (finished nodes). The queue counts as level 0.
-# counters from here on: the number of nodes at each tree level, at most layouts.MAX_DEPTH levels
+# persistent_cull also uses 10 (claimed places in its queue) and 11 (finished nodes). It counts all nodes as level 0.
+# The counters from LEVEL on: the number of nodes at each tree level, at most layouts.MAX_DEPTH levels
 LEVEL = wp.constant(16)
 
 # ---- lights, written by shadow_maps.py -------------------------------------------------------------------------------
@@ -153,10 +153,10 @@ DIRECTIONAL, SPOT, POINT = wp.constant(0), wp.constant(1), wp.constant(2)
 
 @wp.struct
 class Targets:
-    """Outputs by pixel, in the order of `Frame.pixels`; empty arrays if not requested. Every pixel is written,
-    including background."""
+    """The outputs of a frame: a value for each pixel, in the order of `Frame.pixels`. Every pixel is written, including
+    background. Outputs that are not requested are empty arrays."""
 
-    # Written by emit_depth_targets, or by base_pass if there is one.
+    # Written by emit_depth_targets, or by base_pass if the frame has a base pass.
     depth: wp.array(dtype=wp.float32)  # world units along the view's axis
     instance: wp.array(dtype=wp.int32)
     cluster: wp.array(dtype=wp.int32)  # number of the cluster in its mesh
@@ -166,7 +166,7 @@ class Targets:
     coverage: wp.array(dtype=wp.bool)  # whether a surface covers the pixel's centre
     material_depth: wp.array(dtype=wp.float32)  # (material + 1) / 2^16
     velocity: wp.array2d(dtype=wp.float32)  # pixels since the previous frame, to the right and down
-    # Written by base_pass alone.
+    # Written only by base_pass, unless a comment names another writer.
     normal: wp.array2d(dtype=wp.float32)  # in the world
     uv: wp.array2d(dtype=wp.float32)
     color: wp.array2d(dtype=wp.float32)  # 0 to 1

@@ -38,7 +38,7 @@ class Canvas:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The index of each view's first texel, followed by the total."""
+        """The index of each view's first texel, followed by the total number of texels."""
         ends = np.cumsum([width * height for width, height in self.sizes], dtype=np.int64)
         return [0, *ends.tolist()]
 
@@ -54,7 +54,7 @@ class Canvas:
 
     @cached_property
     def tiled_texels(self) -> int:
-        """Number of threads for the cameras' pixels: whole squares of 16 x 16 threads if `same`."""
+        """Number of threads for the cameras' pixels: whole squares of 16 x 16 threads if `same` is not 0."""
         return self._squares * 256 if self.same else self.camera_texels
 
     @property
@@ -65,8 +65,8 @@ class Canvas:
 
     @cached_property
     def same(self) -> int:
-        """Texels of a camera's view if all cameras have the same size; 0 if not, or if their squares would have too
-        many threads."""
+        """Texels of a camera's view if all cameras have the same size. 0 if the sizes differ, or if squares of 16 x 16
+        threads would be more than MOST_THREADS threads."""
         first, *others = self.sizes[: self.cameras] or ((0, 0),)
         is_same = all(size == first for size in others) and self._squares * 256 <= MOST_THREADS
         return first[0] * first[1] if is_same else 0
@@ -89,7 +89,7 @@ class Canvas:
 
     @cached_property
     def hzb_at(self) -> Ints:
-        """(cameras, MOST_LEVELS): the start of each level of each view; 0 for level 0 and for missing levels."""
+        """The start of each level of each camera's view, (cameras, MOST_LEVELS); 0 for level 0 and missing levels."""
         table, at = np.zeros((self.cameras, MOST_LEVELS), np.int32), 0
         for view, size in enumerate(self.sizes[: self.cameras]):
             for level in range(1, levels_of(size)):

@@ -51,7 +51,8 @@ class Chains:
         self.device, self._pictures = device, pictures
         self._chains: dict[tuple[Canvas, bool], Chain] = {}
         self._places = 0
-        # The cameras' sizes and their depths in the previous frame, from the last completed frame.
+        # The cameras' sizes, and the buffer of the previous frame's depths. `_settled` is the value of `_depths` after
+        # the last completed frame.
         self._depths: tuple[Sizes, torch.Tensor] = (), torch.empty(0, dtype=torch.float32, device=device)
         self._settled: tuple[Sizes, torch.Tensor] = self._depths
         self._room: Mapping[str, int] = ROOM
@@ -93,7 +94,7 @@ class Chains:
         self._room = room
 
     def settle(self, chain: Chain) -> None:
-        """End a frame: its depths become the previous frame's."""
+        """End a frame: from now on, the frame's depths are the depths of the previous frame."""
         chain.memory.turn_over()
         self._settled = self._depths
 

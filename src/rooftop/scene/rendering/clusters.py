@@ -61,7 +61,7 @@ def bits(words: wp.array(dtype=wp.int32), at: wp.int64, bit: wp.int32, count: wp
 
 @wp.func
 def bit_length(number: wp.int32):
-    """The number of bits of an unsigned number."""
+    """The number of significant bits of an unsigned number; 0 for 0."""
     if number < 0:
         return 32
     left = number
@@ -85,8 +85,8 @@ class Head:
 
 @wp.struct
 class Cluster:
-    """The contents of a cluster's head, and the positions of its streams; `read_cluster` and then `read_attributes`
-    fill it."""
+    """The contents of a cluster's head, and the positions of its streams. `read_cluster` and then `read_attributes`
+    fill the fields."""
 
     triangles: wp.int32
     vertices: wp.int32
@@ -157,7 +157,7 @@ def level_of(resident: Resident, head: Head):
 
 @wp.func
 def source_of(resident: Resident, head: Head):
-    """The number within the mesh of the group that a cluster replaces; -1 for none."""
+    """The number of the group that a cluster replaces, counted within the mesh; -1 if it replaces none."""
     source = wp.int32(-1)
     if head.replaces:
         source = head_word(resident, head, CLUSTER_SOURCE, HEAD_SOURCE)
@@ -172,7 +172,7 @@ def box_length(box: wp.int32, axis: wp.int32):
 
 @wp.func
 def extent_of(resident: Resident, head: Head, axis: wp.int32):
-    """The width of the box around a cluster, in steps of the grid."""
+    """The width of the box around a cluster along an axis, in steps of the grid."""
     if head.words == 0:
         return word_at(resident.words, head.at + wp.int64(CLUSTER_EXTENT + axis))
     box = word_at(resident.words, head.at + wp.int64(HEAD_BOX))
@@ -227,7 +227,7 @@ def read_short_head(resident: Resident, head: Head, page: wp.int64):
 
 @wp.func
 def read_head(resident: Resident, head: Head, page: wp.int64):
-    """Read a head. Of the streams, only the first stream's position is set."""
+    """Read a head, and set the position of the cluster's first stream, but not of the other streams."""
     if head.words == 0:
         return read_old_head(resident, head, page)
     return read_short_head(resident, head, page)

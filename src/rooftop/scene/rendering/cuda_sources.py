@@ -1,4 +1,4 @@
-"""Functions shared by the CUDA C++ stages: test whether these can run, join and compile their sources, and size
+"""Functions shared by the stages in CUDA C++: test whether CUDA C++ can run, join and compile sources, and size
 grids."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from rooftop.launch import cuda, nvrtc
 
 
 def with_pieces(module_file: str, *more: str) -> str:
-    """Join the CUDA C++ of a module: the pieces that all modules use, then `more` files that some modules share, then
-    its own file."""
+    """Join the CUDA C++ sources of a module: `pieces.cu`, which all modules use, then the files `more`, which some
+    modules share, then the module's own file."""
     path = Path(module_file)
     files = (path.with_name("pieces.cu"), *(path.with_name(name) for name in more), path.with_suffix(".cu"))
     return "\n".join(file.read_text(encoding="utf-8") for file in files)

@@ -86,8 +86,8 @@ def parts_of(views: Views, place: wp.vec3i, a: wp.vec3, b: wp.vec3, c: wp.vec3):
     """Barycentric coordinates of the intersection of a pixel's ray with the plane of a triangle of the view, clamped to
     the triangle.
 
-    Coordinates are relative to the first corner. So if a triangle is far away and its corners nearly coincide, the
-    cancellation removes only their common distance, not their differences.
+    Coordinates are relative to the first corner. So the differences between the corners stay accurate, even if the
+    triangle is small and far away.
     """
     direction = ray(views, place)
     longest = longest_side(a, b, c)
@@ -129,7 +129,8 @@ def rank_of(pixel: wp.int64):
 
 @wp.func
 def covering(pixel: wp.int64, recorded: Recorded):
-    """Find the triangle at a covered pixel, without the point on it. `recorded` is the record of its cluster."""
+    """Find the triangle at a covered pixel, without the point on it. `recorded` is the record of the triangle's
+    cluster."""
     hit = Hit()
     hit.triangle = wp.int32(pixel) & (TRIANGLES - 1)
     hit.rank = rank_of(pixel)
@@ -192,8 +193,8 @@ def emit_pixel(views: Views, targets: Targets, texel: wp.int32, view: wp.int32, 
 
 @wp.func
 def number_and_level(resident: Resident, frame: Frame, hit: Hit):
-    """The number of a pixel's cluster in its mesh, and its level of detail. The cluster's record contains neither the
-    number nor the level, so both are read from the page."""
+    """The number of a pixel's cluster in its mesh, and the cluster's level of detail. The cluster's record contains
+    neither the number nor the level, so both are read from the page."""
     item = frame.drawn[hit.rank]
     page = what_of(item) >> CLUSTER_INDEX_BITS
     index = what_of(item) & CLUSTER_INDEX_MASK

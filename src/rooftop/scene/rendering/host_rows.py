@@ -1,6 +1,4 @@
-"""Rows in host memory that kernels read. For few rows, a copy to the device would take the host longer than this
-access.
-"""
+"""Rows in host memory that kernels read. If there are few rows, a copy to the device would take the host more time."""
 
 from __future__ import annotations
 
@@ -34,15 +32,15 @@ class HostRows:
             self._read = torch.cuda.Event() if on_gpu else None
         self._device = device
         self.rows: Any = memory.numpy()
-        # a GPU reads pinned memory at the address that it has on the host
+        # a GPU reads pinned memory at the memory's host address
         self.there: Any = wp.array(
             ptr=memory.data_ptr(), dtype=wp.dtype_from_torch(dtype), shape=shape, device=wp.device_from_torch(device)
         )
         weakref.finalize(self, kept.append, (memory, self._read))
 
     def wait(self) -> None:
-        """Wait until the kernels that were launched before `launched` have read the rows. Usually these have finished
-        already."""
+        """Wait until the kernels that were launched before `launched` have read the rows. Usually these kernels
+        have finished already."""
         if self._read is not None:
             self._read.synchronize()
 

@@ -33,8 +33,8 @@ def farthest_below(views: Views, frame: Frame, view: wp.int32, level: wp.int32, 
 
 @wp.kernel
 def reduce_depths(views: Views, frame: Frame, level: wp.int32, upper: wp.int32, stride: wp.int32):
-    """Compute a level from the level below it and, if `upper` is the next level, `upper` too, which halves the number
-    of launches. A thread computes a texel of `upper`; the texels of all views are numbered consecutively."""
+    """Compute a level from the level below it. If `upper` is the next level, compute `upper` too, which halves the
+    number of launches. A thread computes a texel of `upper`; the texels of all views are numbered consecutively."""
     begin = wp.int32(0)
     for view in range(frame.cameras):
         last_x = views.pictures[view, PICTURE_WIDTH] - 1

@@ -27,8 +27,8 @@ def most_stretch(linear: wp.mat33d):
     return wp.sqrt(mean + wp.float64(2.0) * spread * wp.cos(wp.acos(cosine) / wp.float64(3.0)))
 
 
-# Columns of the first sent row: the number of rows that follow, and the number of the frame; instances from FRAMED on
-# are new in this frame.
+# Columns of the first sent row: the number of rows that follow, the number of the frame, and the number of instances in
+# the previous frame. Instances with this number or a higher one are new.
 COUNT, FRAME, FRAMED = (wp.constant(column) for column in range(3))
 
 
@@ -49,8 +49,8 @@ def keep_place(resident: Resident, frame: wp.int32, framed: wp.int32, row: wp.in
 
 @wp.func
 def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), i: wp.int32):
-    """Write the changed instance of a sent row. All loads come before the first store: `sent` may be host memory, and
-    loads between stores would wait for each other."""
+    """Write the changed instance in row `i` of `sent`. All loads come before the first store: `sent` may be host
+    memory, and loads between stores would wait for each other."""
     frame = wp.int32(sent[0, FRAME])
     framed = wp.int32(sent[0, FRAMED])
     row = wp.int32(sent[i, 0])
@@ -82,7 +82,7 @@ def put(resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.arra
 def put_instances(
     resident: Resident, origins: wp.array2d(dtype=wp.float64), sent: wp.array2d(dtype=wp.float64), stride: wp.int32
 ):
-    """Write the instances that have changed, each once. `origins` are the origins of the meshes, to which positions are
+    """Write every instance that has changed. `origins` are the origins of the meshes, to which positions are
     relative."""
     for i in range(wp.tid(), wp.int32(sent[0, COUNT]), stride):
         put(resident, origins, sent, i + 1)
@@ -98,7 +98,7 @@ def composed(
 ):
     """An element of the matrix product second[j] first[i], in float64, so that it stays accurate for objects that are
     far from the world's origin and near the camera."""
-    at = element & 12  # the first element of its row
+    at = element & 12  # the first element of the same row
     column = element & 3
     total = wp.float64(0.0)
     for inner in range(3):

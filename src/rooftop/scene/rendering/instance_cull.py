@@ -1,7 +1,7 @@
 """Stage 2: find the instances that a view may show, and append the roots of their meshes' trees to the list of nodes.
 
-The first pass tests against the depths of the previous frame, with that frame's transforms. The second pass tests
-again, against the picture of the first pass, those instances that the first pass found hidden.
+The first pass tests instances against the depths of the previous frame, with that frame's transforms. The second pass
+tests only the instances that the first pass found hidden, against the picture of the first pass.
 """
 
 import warp as wp

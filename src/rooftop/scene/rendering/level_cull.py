@@ -1,9 +1,9 @@
 """Stage 3: find the clusters to draw, with one launch for each level of the trees, without synchronization with the
 host.
 
-A cluster is drawn if its own error is small enough and its parent's error is not. So every part of the surface is drawn
-at exactly one level. The traversal of the tree finds the groups whose parent error is too large. The first pass sets
-aside items that the previous frame hid, and the second pass tests them again.
+A cluster is drawn if its own error is small enough and its parent error is too large. So every part of the surface is
+drawn at exactly one level. The traversal of the tree finds the groups whose parent error is too large. The first pass
+sets aside items that were hidden in the previous frame, and the second pass tests these items again.
 """
 
 import warp as wp
@@ -201,8 +201,8 @@ def half_extent(resident: Resident, head: Head, step: wp.float32):
 
 @wp.func
 def cluster_too_coarse(resident: Resident, views: Views, frame: Frame, pair: wp.int32, head: Head):
-    """Whether the finer clusters that a cluster replaces must be drawn instead. Clusters whose heads have no error are
-    of the finest level."""
+    """Whether the finer clusters that a cluster replaces must be drawn instead. Clusters whose heads store no error
+    belong to the finest level."""
     if not head.replaces:
         return False
     center = wp.vec3(
@@ -249,8 +249,8 @@ def cull_clusters(
     second: wp.int32,
     stride: wp.int32,
 ):
-    """Test the clusters of the groups, and list the clusters to draw as visible. If pages may be absent, the kernel of
-    `streaming/streamed_cull.py` is launched instead."""
+    """Test the clusters of all groups in the list, and append the clusters to draw to the visible clusters. If pages
+    may be absent, the kernel of `streaming/streamed_cull.py` is launched instead."""
     count = wp.min(frame.counters[second * PASS + GROUPS], frame.groups.shape[0])
     for i in range(wp.tid(), LANES * count, stride):
         pair = pair_of(frame.groups[i // LANES])

@@ -34,7 +34,7 @@ def toward_light(lights: Lights, light: wp.int32, point: wp.vec3d):
 
 @wp.func
 def strength(lights: Lights, light: wp.int32, point: wp.vec3d, toward: wp.vec3):
-    """The strength of an unobstructed light: the factor of its colour."""
+    """The strength of an unobstructed light at a point: a factor for the light's colour."""
     if lights.kind[light] == DIRECTIONAL:
         return wp.float32(1.0)
     away = wp.vec3()

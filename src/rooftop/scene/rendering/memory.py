@@ -124,8 +124,8 @@ class FrameMemory:
         self._zeros.zero_()
 
     def clear_queue(self) -> None:
-        """Clear the queue of nodes before a pass: warps of `persistent_cull` know by the cleared value that an entry is
-        not written yet."""
+        """Fill the queue of nodes with EMPTY before a pass, so that the warps of `persistent_cull` see which entries
+        are not written yet."""
         self.tensors["nodes"][0].fill_(EMPTY)
 
     def sort_found(self, second: int) -> None:
@@ -150,7 +150,7 @@ class FrameMemory:
         depths = self.tensors["hzb_before"]
         memory = FrameMemory(self.places, self.canvas, self.fragments, room, depths, self._pictures)
         memory.frame.pixel_error = self.frame.pixel_error
-        # for another size, torch may sort with another kernel, which is not loaded yet
+        # if the size of the list changes, torch may sort with a different kernel, which is not loaded yet
         if room["visible"] == self.room["visible"]:
             memory.graphs = dict.fromkeys(self.graphs)  # the frame was drawn before, so the next time it is captured
         return memory

@@ -1,9 +1,9 @@
 """Compute mip chains: copies of an image, each half as wide and high as the previous one, down to a single texel.
 
-A texel of a level is the mean of the image over the texel's square, in linear light. If a side is odd, the squares of
-the next level overlap three texels of this one, and each texel is weighted by its share of the square. All levels but
-the first are rounded to 8 bits once, as displayed (sRGB). float16 would take twice the memory, and the error of 8-bit
-rounding (at most half a step of 255) is less than the error of any filter.
+A texel of a level is the mean of the image over the texel's square, in linear light. If a side of a level is odd, each
+square of the next level overlaps three of the level's texels along that side. Each of these texels is weighted by its
+share of the square. All levels but the first are rounded to 8 bits once, as displayed (sRGB). float16 would take twice
+the memory, and the error of 8-bit rounding (at most half a step of 255) is less than the error of any filter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEPS = to_linear((np.arange(255) + 0.5) / 255)
 
 
 def levels_of(width: int, height: int) -> list[tuple[int, int]]:
-    """(width, height) of each level."""
+    """The (width, height) of each level of a mip chain."""
     count = max(width, height).bit_length()
     return [(max(width >> level, 1), max(height >> level, 1)) for level in range(count)]
 

@@ -5,9 +5,11 @@
 // processed as in streaming/streamed_cull.py.
 //
 // Counters of the queue, and the warps that increase each:
-//   nodes_written    number of nodes that were appended to the queue; any warp that appends
-//   nodes_claimed    number of queue entries that have an owner; a warp claims four at a time, even before they are written
-//   nodes_finished   number of nodes whose children have been tested and appended; the warp that owns the nodes
+//   nodes_written    number of nodes that were appended to the queue. Increased by any warp that appends nodes.
+//   nodes_claimed    number of queue entries that have an owner. A warp claims four entries at a time, which may not be
+//                    written yet.
+//   nodes_finished   number of nodes whose children have been tested and appended to their lists. Increased by the
+//                    warp that owns the nodes.
 // A warp claims entries before they are written, and polls only its own entries, so warps never compete for one. An
 // entry is written after nodes_written has counted it; until then it is EMPTY. If nodes_finished equals nodes_written
 // (read in that order, since both only grow), no more nodes will be appended, and warps that own entries beyond the end
@@ -25,7 +27,7 @@ constexpr int NODE_BATCH = 4;  // nodes per warp and step: 32 children
 constexpr int NODES_WRITTEN = 16, NODES_CLAIMED = 10, NODES_FINISHED = 11;  // indices of the queue's counters
 constexpr int CHILDREN = 8, CHILD_WORDS = 16, CHILD_SPHERE = 6, CHILD_ERROR = 10, CHILD_KIND = 11, CHILD_AT = 12, CHILD_FIRST = 13;
 constexpr int INNER = -1;
-constexpr int SHORTEST_NAP = 64, LONGEST_NAP = 1024;  // nanoseconds
+constexpr int SHORTEST_NAP = 64, LONGEST_NAP = 1024;  // waiting times between two polls, in nanoseconds
 
 struct Scene {
     const int *nodes, *mesh, *instance_mesh;
@@ -36,9 +38,10 @@ struct Pages {
     const long long* at;
     const float* steps;
     const int *group_page, *first_group;  // only used if pages may be absent
-    int* wanted;                          // by page; only used if pages may be absent
+    int* wanted;                          // requests, one number per page; only used if pages may be absent
 };
-// one camera or shadow map: its lens, picture size, starts of hierarchical z levels, and transforms to it
+// one camera or shadow map: its lens, its row of `pictures`, the starts of its hierarchical z levels, and the transform
+// from the instance's mesh to the view
 struct View {
     const float* lens;
     const int *picture, *hzb_at;
@@ -216,7 +219,7 @@ __device__ State ask_cluster(const Scene& scene, const Pages& pages, const Frame
     const int instance = pair % frame.instances, mesh = scene.instance_mesh[instance];
     const Head head = head_of(pages.words + pages.at[scene.mesh[4 * mesh + 1] + page], index);
     const View now = view_of(frame, views, views.lens, views.to_view, pair);
-    if (head.replaces) {  // if not, the cluster is of the finest level
+    if (head.replaces) {  // if false, the cluster belongs to the finest level
         const int* sphere = head.words + (head.is_short ? HEAD_SPHERE : CLUSTER_SPHERE);
         const float error = real(head.words[head.is_short ? HEAD_ERROR : CLUSTER_ERROR]);
         if (too_coarse(scene, frame, now, instance, three(sphere), real(sphere[3]), error)) {
@@ -272,7 +275,7 @@ __global__ void persistent_cull(const int* nodes, const int* mesh, const int* in
     for (;;) {
         const Entry node = taken ? EMPTY : what_is_at(queue.items, nodes_at + lane / CHILDREN, queue.room);
         const unsigned seen = __ballot_sync(ALL_LANES, node != EMPTY);
-        const bool ask = (seen >> lane / CHILDREN * CHILDREN & 0xffu) == 0xffu;  // all lanes of this node have read it
+        const bool ask = (seen >> lane / CHILDREN * CHILDREN & 0xffu) == 0xffu;  // all 8 lanes of this node have read the entry
         const int asked = __popc(__ballot_sync(ALL_LANES, ask)) / CHILDREN;
         if (asked) {
             Entry found = EMPTY;

@@ -1,9 +1,9 @@
 """Stage 3 in two launches of CUDA C++ (`persistent_cull.cu`); it finds the same clusters as `level_cull.py`.
 
-A level of a tree is little work for a GPU, and `level_cull.py` has as many launches as levels. Here warps without work
-at one level continue with the next, and nothing waits for a level to end. A second launch tests the clusters. All
-groups are known before the second launch, so none of its warps waits for another warp, and the launch can have more
-warps.
+A level of a tree is little work for a GPU, and `level_cull.py` launches a kernel for each level. Here warps without
+work at one level continue with the next, and nothing waits for a level to end. A second launch tests the clusters. All
+groups are known before the second launch, so none of its warps waits for another warp, and the second launch can have
+more warps than the first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rooftop.scene.rendering.uploads import Uploaded
 from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS = 128  # threads per block
-BLOCKS_OF_A_MULTIPROCESSOR = 3  # with more than these, blocks would wait longer for each other's nodes
+BLOCKS_OF_A_MULTIPROCESSOR = 3  # with more blocks, each would wait longer for the nodes of others
 BLOCKS_OF_GROUPS = 9  # blocks per multiprocessor for groups; these blocks do not wait for each other
 
 

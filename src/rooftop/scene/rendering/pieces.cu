@@ -7,12 +7,13 @@ typedef long long Entry;  // pair << 32 | what
 constexpr int PASS = 64;  // number of counters per pass
 constexpr int GROUPS = 0, VISIBLE = 1, HIDDEN_CHILDREN = 3, HIDDEN_CLUSTERS = 4, LARGE = 5;
 constexpr int FX = 0, FY = 1, CX = 2, CY = 3, NEAR = 4, ORTHOGRAPHIC = 5, TANGENT = 6, LENS = 8;
-// columns of a view's picture: its size and its first pixel
+// columns of a row of `pictures`, one row per view: the picture's size, the index of its first pixel, and the number of
+// hierarchical z levels
 constexpr int PICTURE = 4, WIDTH = 0, HEIGHT = 1, PICTURE_AT = 2, LEVELS = 3;
 constexpr int PAGE_WORDS = 4, PAGE_GROUPS = 1, PAGE_GROUP_BITS = 16, PAGE_REPLACES = 1 << 24, GROUP_WORDS = 8;
 constexpr int CLUSTER_WORDS = 21, CLUSTER_INDEX_BITS = 11, NEW_WORDS = 8, EXPLICIT_WORDS = 4;
 constexpr int BOX_BITS = 9, LENGTH_BITS = 5, MANTISSA_BITS = 4;  // fields of the word HEAD_BOX
-// Positions of words in a head: CLUSTER_* in pages before version 4, HEAD_* in short heads.
+// Positions of words in a cluster's head: CLUSTER_* in pages before version 4, HEAD_* in short heads (version 4).
 constexpr int CLUSTER_SPHERE = 0, CLUSTER_ERROR = 4, CLUSTER_BASE = 5, CLUSTER_EXTENT = 8, CLUSTER_COUNTS = 12;
 constexpr int CLUSTER_SOURCE = 16;
 constexpr int HEAD_BASE = 0, HEAD_COUNTS = 3, HEAD_BOX = 4, HEAD_SPHERE = 6, HEAD_ERROR = 10, HEAD_SOURCE = 11;

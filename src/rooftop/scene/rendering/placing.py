@@ -32,7 +32,7 @@ class Placed:
     stay valid.
 
     Attributes:
-        places: capacity, in instances. Unused places and removed instances have no mesh.
+        places: capacity, in instances. Unused entries and removed instances have no mesh.
         frame: the number of the next frame, from 0 to 2^31 - 1, then again from 0.
         resident: `buffers.Resident` with these instances and the meshes.
     """
@@ -64,7 +64,7 @@ class Placed:
         self._version, self._sent = instances.changes.version, instances.count
 
     def settle(self) -> None:
-        """End a frame: current transforms become the previous frame's."""
+        """End a frame: the current transforms become the transforms of the previous frame."""
         self.frame, self._framed = (self.frame + 1) % MOST_FRAMES, self._sent
 
     def _grow(self, count: int) -> None:
@@ -76,8 +76,8 @@ class Placed:
         self._tensors["instance_mesh"][self._sent :] = REMOVED
 
     def _send(self, instances: Instances, rows: NDArray[np.int64]) -> None:
-        """Send rows to the device in one copy. The first row contains the number of rows that follow, and a kernel
-        writes these to the instances' tensors."""
+        """Send rows to the device in one copy. The first row contains the number of rows that follow. A kernel writes
+        the rows that follow to the instances' tensors."""
         count = len(rows)
         few = count <= FEW_ROWS
         if few:

@@ -29,7 +29,7 @@ ROUNDING = wp.constant(1e-6)
 
 @wp.func
 def view_at(views: Views, texel: wp.int32):
-    """The view that contains a pixel. If all cameras have one size, only cameras' pixels are allowed."""
+    """The view that contains a pixel. If all cameras have the same size, the pixel must be a camera's."""
     if views.same > 0:
         return texel // views.same
     low = wp.int32(0)
@@ -57,7 +57,8 @@ def place_of(views: Views, texel: wp.int32):
 def pixel_at(views: Views, thread: wp.int32):
     """Assign a texel to a thread. Return (texel, view, row, column); the texel is -1 outside the picture.
 
-    If all cameras have the same size, a warp has 8 x 4 pixels, and 8 warps have 16 x 16, so that they share clusters.
+    If all cameras have the same size, a warp has 8 x 4 pixels, and 8 warps have 16 x 16, so that nearby threads read
+    the same clusters.
     If sizes differ, threads have texels in order, and `place_at` computes view, row and column, which are 0 here.
     """
     if views.same == 0:
@@ -120,7 +121,7 @@ def half_sizes(matrices: wp.array2d(dtype=wp.float32), row: wp.int32, center: wp
 def error_on_screen(
     views: Views, view: wp.int32, center: wp.vec3, radius: wp.float32, error: wp.float32, scale: wp.float32
 ):
-    """The largest error in pixels of a surface within a sphere, where it is visible; `center` is in the view's
+    """An upper bound of the error, in pixels, of the visible surface within a sphere; `center` is in the view's
     coordinates.
 
     An error e at depth z moves a point by at most f e / (z cos(angle)). The sphere's least depth and largest angle
@@ -138,7 +139,7 @@ def error_on_screen(
 
 @wp.func
 def is_outside(views: Views, view: wp.int32, center: wp.vec3, half: wp.vec3):
-    """Whether no pixel can show any part of a box that is parallel to the view's axes."""
+    """Whether a box that is parallel to the view's axes is completely outside the volume that the view shows."""
     right = wp.float32(views.pictures[view, PICTURE_WIDTH]) - 0.5 - views.lens[view, LENS_CX]
     left = -0.5 - views.lens[view, LENS_CX]
     bottom = wp.float32(views.pictures[view, PICTURE_HEIGHT]) - 0.5 - views.lens[view, LENS_CY]
@@ -168,7 +169,8 @@ def is_hidden(
     hzb: wp.array(dtype=wp.float32),
     hzb_at: wp.array2d(dtype=wp.int32),
 ):
-    """Whether all pixels that could show a box, parallel to the view's axes, have nearer surfaces."""
+    """Whether a box that is parallel to the view's axes is hidden: all pixels that could show the box have nearer
+    surfaces."""
     near = views.lens[view, LENS_NEAR]
     nearest = center[2] - half[2]
     if nearest < near:

@@ -2,7 +2,7 @@
 
 A pixel is one int64: from the highest bits, nearness, cluster and triangle. The largest value wins, so the order of
 threads has no effect. Corners are rounded to 1/256 of a pixel and edges are evaluated in integers. So each pixel on an
-edge that two triangles share belongs to exactly one of them, even if different kernels draw them. A small triangle
+edge that two triangles share belongs to exactly one of the two, even if different kernels draw them. A small triangle
 is drawn by the thread that reads it. A large triangle, or one that is too near, is clipped, cut into tiles, and drawn
 by one thread per row of a tile. These two methods replace the hardware's rasterizer, which kernels cannot use.
 """
@@ -49,7 +49,7 @@ SUBPIXELS = wp.constant(256.0)
 # largest extent of a small triangle, in 1/256 pixel: products of two such numbers fit into int32
 SMALL_EXTENT = wp.constant(64 << 8)
 SMALL_PIXELS = wp.constant(256)  # maximum pixels in the box of a small triangle
-# maximum pixels from the picture's corner, so that products of distances fit into int64
+# largest coordinate of a triangle's corner, in pixels, so that products of coordinates fit into int64
 GUARD = wp.constant(float(1 << 20))
 TILE_BITS = wp.constant(5)
 TILE = wp.constant(32)
@@ -72,8 +72,8 @@ class Triangle:
 
 @wp.func
 def read_triangle(resident: Resident, frame: Frame, rank: wp.int32, number: wp.int32):
-    """Read a triangle of the cluster with this rank, in view coordinates; it is marked absent if the cluster has fewer
-    triangles."""
+    """Read a triangle of the cluster with this rank, in view coordinates. If the cluster has no triangle of this
+    number, the result is marked absent."""
     recorded = read_record(resident, frame.records, rank)
     cluster = recorded.cluster
     pair = recorded.pair
@@ -135,7 +135,7 @@ def put(frame: Frame, texel: wp.int32, near: wp.float32, low: wp.int64):
 
 @wp.func
 def tie(dx: wp.int32, dy: wp.int32):
-    """Tie-breaking rule of an edge: 0 if pixels exactly on it belong to this triangle, -1 if they belong to the
+    """Tie-breaking rule of an edge: 0 if pixels exactly on the edge belong to this triangle, -1 if they belong to the
     triangle on the other side."""
     if dy > 0 or (dy == 0 and dx < 0):
         return 0
@@ -255,7 +255,7 @@ def clip(
     plane: wp.vec3d,
     offset: wp.float64,
 ):
-    """Clip a polygon to plane . p + offset >= 0; return its number of corners.
+    """Clip a polygon to plane . p + offset >= 0; return the number of corners that it has then.
 
     A new corner is computed from the inner to the outer end of an edge, so two triangles that share the edge get the
     same corner. The computation is in float64, so that a corner that is far away does not shift the new corner on the
@@ -296,7 +296,8 @@ def narrow(point: wp.vec3d):
 
 @wp.kernel
 def clip_large(resident: Resident, views: Views, frame: Frame, second: wp.int32, one_sided: wp.int32, stride: wp.int32):
-    """Clip large triangles where they are too near or extend too far, and store them as pieces of positive area."""
+    """Clip large triangles where they are too near or extend too far, and append the resulting triangles to the
+    pieces."""
     count = wp.min(frame.counters[second * PASS + LARGE], frame.large.shape[0])
     for i in range(wp.tid(), count, stride):
         at = wp.int32(frame.large[i] >> TRIANGLE_SHIFT)
@@ -380,8 +381,8 @@ def add_piece(
 
 @wp.func
 def edge(frame: Frame, piece: wp.int32, start: wp.int32, end: wp.int32, px: wp.int64, py: wp.int64):
-    """Twice the signed area of the triangle between a piece's edge and a point; a point with a value >= 0 is inside
-    the edge."""
+    """Twice the signed area of the triangle between a piece's edge and a point; a point with a value >= 0 is on the
+    inner side of the edge."""
     ax = frame.pieces[piece, 2 * start]
     ay = frame.pieces[piece, 2 * start + 1]
     dx = frame.pieces[piece, 2 * end] - ax
@@ -533,8 +534,8 @@ def count_cluster(resident: Resident, frame: Frame, second: wp.int32, item: wp.i
 
 @wp.kernel
 def rank_pixels(frame: Frame, texels: wp.int32, stride: wp.int32):
-    """In the cameras' pixels that the first pass drew, replace ranks by the ranks among both passes, so that equal
-    depths are resolved as in a single pass."""
+    """In the cameras' pixels that the first pass drew, replace the ranks among the first pass's clusters by ranks among
+    the clusters of both passes, so that equal depths are resolved as in a single pass."""
     if frame.counters[PASS + VISIBLE] > 0:
         for i in range(wp.tid(), texels, stride):
             pixel = frame.pixels[i]

@@ -6,7 +6,7 @@
 constexpr int THREADS = 128, MOST_VERTICES = 256;
 constexpr int SUBPIXEL_BITS = 8, SMALL_EXTENT = 64 << SUBPIXEL_BITS, SMALL_PIXELS = 256;
 constexpr float SUBPIXELS = 256.0f, GUARD = 1 << 20;
-// values of x for a vertex that is too far off the picture, or nearer than the near plane
+// values of x for a vertex that is too far outside the picture (FAR_ASIDE), or nearer than the near plane (BEHIND)
 constexpr int FAR_ASIDE = 0x7fffffff, BEHIND = -FAR_ASIDE;
 
 struct Vertex { int x, y; float depth; };  // position in 1/256 pixel; depth as a value that is linear on the screen
@@ -43,7 +43,7 @@ __device__ __forceinline__ Small small_of(Vertex a, Vertex b, Vertex c, int area
 
 struct Picture {
     long long* pixels;
-    int* fragments;  // null if not counted
+    int* fragments;  // number of writes to each pixel; null if writes are not counted
     int width;
     bool parallel;
     float near;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(THREADS) rasterize_clusters(
         __syncthreads();
 
         const int number = threadIdx.x;
-        int columns = 0, rows = 0;  // of the triangle's box; 0 if this thread draws nothing
+        int columns = 0, rows = 0;  // size of the triangle's box in pixels; 0 if this thread draws nothing
         Small small;
         if (number < triangles) {
             const Streams streams = {masks, masks + NEW_WORDS + (kind == FANS_AND_EXPLICIT ? EXPLICIT_WORDS : 0), kind, r1.x >> 24 & 255, vertices, r1.x, r1.y};
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(THREADS) rasterize_clusters(
             const int first_y = min(a.y, min(b.y, c.y)), last_y = max(a.y, max(b.y, c.y));
             bool is_large = first_x == BEHIND || last_x == FAR_ASIDE;
             if (is_large) {
-                is_large = last_x != BEHIND;  // if not, the whole triangle is nearer than the near plane
+                is_large = last_x != BEHIND;  // if false, the whole triangle is nearer than the near plane
             } else {
                 const int x0 = max((first_x + 255) >> SUBPIXEL_BITS, 0), x1 = min(last_x >> SUBPIXEL_BITS, width - 1);
                 const int y0 = max((first_y + 255) >> SUBPIXEL_BITS, 0), y1 = min(last_y >> SUBPIXEL_BITS, height - 1);

@@ -44,7 +44,8 @@ __device__ __forceinline__ void corners_of(const Streams& cluster, int triangle,
         after_new = unsigned(cluster.masks[4 + (previous >> 5)]) >> (previous & 31) & 1;
         if (cluster.kind == FANS_AND_EXPLICIT && unsigned(cluster.masks[NEW_WORDS + (previous >> 5)]) >> (previous & 31) & 1) after_new = false;
     }
-    // For each corner: the vertex from which its reference counts down, the reference's index, and whether it has one.
+    // For each corner: the vertex from which its reference counts down, the index of the reference, and whether the
+    // corner has a reference.
     const int second = is_explicit || fan ? n - 2 : n - 1;
     const int back[3] = {n - 1, second, second};
     const int at[3] = {first, fan ? first - 1 : first + 1, fan ? first : first + 2};

@@ -6,8 +6,8 @@ stages load only the record.
     word  0      pair
           1, 2   index of the first word of the cluster's streams
           3      triangles - 1 (7 bits), vertices - 1 (8), kind (2), words from its attributes' head to the streams (15)
-          4      vertices before triangles 32, 64 and 96 (8 bits each), bits of a reference (8)
-          5      references before these triangles (10 bits each), whether the instance mirrors (1)
+          4      number of vertices before triangles 32, 64 and 96 (8 bits each), bits of a reference (8)
+          5      number of references before triangles 32, 64 and 96 (10 bits each), whether the instance mirrors (1)
           6      bits of a position (6 for each axis), words from the streams to the positions (13)
           7      step of the grid
           8..10  base
@@ -165,7 +165,7 @@ def read_record(resident: Resident, records: wp.array2d(dtype=wp.int32), rank: w
 @wp.func
 def corners_of(resident: Resident, recorded: Recorded, triangle: wp.int32):
     """Decode the vertices of a triangle, by the table in layouts.py. Only earlier triangles in the same word of the
-    masks are counted here; the record has the counts before that word."""
+    masks are counted here; the record contains the counts of all earlier words."""
     words = resident.words
     cluster = recorded.cluster
     own = triangle >> 5

@@ -1,10 +1,11 @@
-// Hierarchical z, the farthest depth in squares of pixels of growing size, in two launches. In the first, a block
-// reduces a tile of 64 x 64 pixels to levels 1 to 6. In the second, one block per view computes the few texels of
-// higher levels. The portable version is hzb.py, in Warp, with a launch for every second level. Texels outside the
-// picture have the nearest depth, so they do not affect the result.
+// Hierarchical z in two launches. Each level has the farthest depths in squares of pixels, which are twice as wide as
+// those of the previous level. In the first launch, a block reduces a tile of 64 x 64 pixels to levels 1 to 6. In the
+// second launch, one block per view computes the few texels of higher levels. The portable version is hzb.py, in Warp,
+// with a launch for every second level. Texels outside the picture have the nearest depth, so they do not affect the
+// result.
 
 constexpr int DEPTH_SHIFT = 33;
-constexpr int SIDE = 16, THREADS = SIDE * SIDE;  // texels of level 2 along a tile's side; one thread per texel
+constexpr int SIDE = 16, THREADS = SIDE * SIDE;  // SIDE: texels of level 2 along a tile's side; one thread per texel
 constexpr int TILE_LEVEL = 6;
 constexpr float NEAREST = 1.0f;
 

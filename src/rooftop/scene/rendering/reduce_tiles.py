@@ -1,4 +1,4 @@
-"""Hierarchical z in CUDA C++ (`reduce_tiles.cu`): two launches, where `hzb.py` needs one for every second level."""
+"""Hierarchical z in CUDA C++ (`reduce_tiles.cu`): two launches; `hzb.py` needs one launch for every two levels."""
 
 from __future__ import annotations
 

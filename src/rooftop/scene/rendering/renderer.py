@@ -30,25 +30,25 @@ from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
 
 VIEWS_AHEAD = 8  # maximum views that `prefetch` culls in one batch
-# if a batch would have more pairs of view and instance, `prefetch` culls view by view, so that lists have room for them
+# if a batch would have more pairs of view and instance, `prefetch` culls view by view, so that lists stay short
 MOST_PAIRS_AHEAD = 2**22
-LIGHT = (0.4, 0.3, 0.85)  # unit vector from which the light comes
+LIGHT = (0.4, 0.3, 0.85)  # the direction in the world from which the light comes
 
 
 class Renderer:
-    """Draws a scene, frame after frame. The depths of one frame help the next frame to skip hidden parts.
+    """Draws a scene, frame after frame. The depths of one frame help the next frame to skip hidden geometry.
 
     Args:
-        scene: may change between frames.
+        scene: the scene to draw; it may change between frames.
         device: "cuda", "cuda:1" or "cpu"; by default a GPU if there is one.
         pixel_error: allowed error of the surface in pixels; 0 draws the finest level.
-        occlusion: whether hidden parts are skipped, which changes no pixel.
+        occlusion: whether hidden geometry is skipped. The pixels are the same in both cases.
         one_sided: whether triangles seen from behind (clockwise) are skipped.
         light: the direction in the world from which the light of "color" comes, of any length.
-        kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and needs a GPU and `rooftop[cuda]`; None is
-            "cuda" if it can run. All pixels have the same bits with "warp" and with "cuda".
-        pool_bytes: bytes of device memory for the pages of the scene's meshes, which are loaded when frames need them.
-            By default all pages are loaded before the first frame, and stay.
+        kernels: "warp" runs everywhere; "cuda", in CUDA C++, is faster and needs a GPU and `rooftop[cuda]`; None
+            chooses "cuda" if it can run. All pixels have the same bits with "warp" and with "cuda".
+        pool_bytes: bytes of device memory for the pages of the scene's meshes. Pages are loaded when frames need them.
+            By default all pages are loaded before the first frame, and stay in memory.
 
     Attributes:
         pixel_error, light: as given; the caller may set them between frames.
@@ -130,7 +130,8 @@ class Renderer:
             outputs: which fields of `GBuffer` to fill.
             timings: whether to time each stage and fill `stats.stage_ms`.
             wait: with a pool, whether missing pages are loaded before the frame ends. If True, the picture is the same
-                as with all pages or, if they do not fit into the pool, the finest picture whose pages fit. The picture
+                as with all pages. If the needed pages do not fit into the pool, it is the finest picture whose pages
+                fit. The picture
                 does not depend on earlier frames and loads, except that shadow maps kept from earlier frames may be
                 finer. If False, the frame is drawn from the resident pages, complete but coarser, and missing pages are
                 loaded for later frames.
@@ -140,7 +141,7 @@ class Renderer:
 
         Raises:
             ValueError: an output or the cameras are invalid, or pictures or lists would be too large.
-            GeometryFileError: a page that a frame loads is missing or damaged; the message names it.
+            GeometryFileError: a page that a frame loads is missing or damaged; the message names the page.
         """
         views = checked_cameras(cameras)
         width, height = same_size(views)
@@ -159,8 +160,8 @@ class Renderer:
         """Render a frame for each camera, of any size, all in one chain of launches.
 
         Args:
-            cameras: if their number and sizes equal the previous frame's, the cameras of that frame are their previous
-                positions.
+            cameras: if the previous frame had as many cameras, with the same sizes in the same order, each camera's
+                previous position is taken from that frame. If not, the cameras count as unmoved.
             outputs, timings, wait: as in `render`.
 
         Returns:
@@ -415,8 +416,8 @@ def _filled(pool: Pool, history: bool) -> tuple[bool, bool]:
 
     The first pass's requests depend only on the previous frame. Once those pages are resident, the first pass draws the
     same as with all pages, so the second pass's requests are known too. If the pages of both passes do not fit, the
-    frame is drawn without the previous frame. Its requests then depend only on the camera and the scene, and the choice
-    is based on these requests.
+    frame is drawn without the previous frame. Its requests then depend only on the camera and the scene, and the
+    pages are chosen by these requests.
 
     Returns:
         Whether the resident pages are the best that fit, so that loading more cannot help; and whether to test against

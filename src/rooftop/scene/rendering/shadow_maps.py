@@ -99,8 +99,8 @@ class ShadowMaps:
         return tuple(k for k, wanted in enumerate(self._wanted) if self._drawn[k] != wanted)
 
     def batches(self, due: Sequence[int], places: int, cameras: int) -> list[tuple[int, ...]]:
-        """Divide maps into batches that are drawn together, in order. The first batch is drawn together with `cameras`
-        cameras."""
+        """Divide maps, in order, into batches. The maps of a batch are drawn together; those of the first batch are
+        drawn together with `cameras` cameras."""
         batches: list[list[int]] = [[]]
         texels, views = 0, cameras
         for number in due:
@@ -217,7 +217,7 @@ def _tables(lights: Sequence[Light], counts: Sequence[int], sizes: Sequence[int]
 
 
 class _Casters:
-    """Find the instances that changed, by comparison with a copy of the previous frame's instances."""
+    """Find the instances that changed since the previous frame, with spheres around their old and new positions."""
 
     def __init__(self) -> None:
         self._meshes: Meshes | None = None

@@ -61,7 +61,7 @@ def keep_depths(
 
 @wp.func
 def seen_from(lights: Lights, number: wp.int32, point: wp.vec3d):
-    """Transform a point of the world to a map's view; exact even far from the world's origin."""
+    """Transform a point of the world to a map's view, accurately even far from the world's origin."""
     found = wp.vec3()
     for axis in range(3):
         total = lights.from_world[number, 4 * axis + 3]
@@ -91,8 +91,8 @@ def texel_size(lights: Lights, number: wp.int32, at: wp.vec3):
 @wp.func
 def slope_of(lights: Lights, number: wp.int32, normal: wp.vec3):
     """The slope of a plane on a map: the sine of the angle between its normal and the map's axis. If a point of the
-    plane moves by 1 unit across the map, its distance from the plane becomes at most this slope. The plane's depth
-    along a ray w is n P / (n w), where w is linear in texels."""
+    plane moves by 1 unit across the map, its distance from the plane becomes at most this slope. For a
+    plane with the normal n through a point P, the depth along a ray w is n P / (n w), where w is linear in texels."""
     along = wp.float32(0.0)
     for axis in range(3):
         along += wp.float32(lights.from_world[number, 8 + axis]) * normal[axis]
@@ -198,7 +198,7 @@ def shadows(
                 to_light = toward_light(lights, light, point)
                 facing = wp.dot(normal, to_light)
                 share = wp.float32(0.0)
-                if facing > 0.0:  # a surface that faces away is in its own shadow
+                if facing > 0.0:  # a surface that faces away from the light is in its own shadow
                     share = wp.float32(1.0)
                     number = map_of(lights, light, view, point)
                     if number >= 0:

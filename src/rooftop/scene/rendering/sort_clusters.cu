@@ -3,7 +3,7 @@
 // the whole capacity of the list, because only the device knows how many entries the list has.
 
 constexpr int TILE = 2048, THREADS = 1024;
-constexpr int OF_A_WARP = 64;  // entries per warp: comparisons over shorter distances stay within the warp
+constexpr int OF_A_WARP = 64;  // entries per warp; two entries that are less than this apart belong to the same warp
 constexpr int AT_ONCE = 4;  // tiles that a thread searches at once, so that the latencies of their loads overlap
 constexpr Entry LAST = 0x7fffffffffffffffll;  // sorts after every entry
 
@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(THREADS) sort_tiles(Entry* items, const int* c
     __shared__ Entry tile[TILE];
     const int count = min(counters[counter], room), first = blockIdx.x * TILE;
     if (first >= count) return;
-    int size = OF_A_WARP;  // a power of two, at least the number of the tile's entries
+    int size = OF_A_WARP;  // a power of two, not less than the number of entries in the tile
     while (size < min(count - first, TILE)) size *= 2;
     for (int i = threadIdx.x; i < size; i += THREADS) tile[i] = first + i < count ? items[first + i] : LAST;
     __syncthreads();
@@ -32,8 +32,9 @@ __global__ void __launch_bounds__(THREADS) sort_tiles(Entry* items, const int* c
         if (first + i < count) items[first + i] = tile[i];
 }
 
-// One thread per entry. Neighbouring entries have nearby positions in the other tiles too, so a warp reads few cache
-// lines per step. With one lane per tile, every lane would read a different line.
+// Each thread finds the final index of one entry. Neighbouring entries have nearby positions in the other tiles too, so
+// a warp reads few cache lines per step. If each lane searched a different tile, every lane would read a different
+// line.
 __global__ void merge_tiles(const Entry* items, Entry* sorted, const int* counters, int counter, int room) {
     const int count = min(counters[counter], room), threads = gridDim.x * blockDim.x;
     for (int at = blockIdx.x * blockDim.x + threadIdx.x; at < count; at += threads) {

@@ -34,7 +34,8 @@ from rooftop.scene.streaming import streamed_cull
 from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
-MOST_GRAPHS = 4  # maximum graphs for one memory: of a first frame and of later frames, each with and without timings
+# maximum CUDA graphs of one FrameMemory: with and without history, each with and without timings
+MOST_GRAPHS = 4
 OF_BASE_PASS = {"normal", "uv", "color", "vertex_color"}
 OF_DEPTH_TARGETS = {
     *("depth", "coverage", "triangle", "instance", "cluster", "level", "material", "material_depth", "velocity")
@@ -102,9 +103,9 @@ class Stages:
 
     def draw(self, history: bool) -> None:
         """Draw the visibility buffer, and collect the page requests of the culling kernels. `history` says whether
-        depths of the previous frame may hide parts."""
+        geometry may be culled by the depths of the previous frame."""
         if self.requests is not None:
-            # all culls from here to `collect` add their requests, whether for cameras or for shadow maps
+            # all culling kernels from here to `collect` add their requests, for cameras and for shadow maps
             self.requests.clear()
         self._draw(history)
         if self.requests is not None:
@@ -117,8 +118,8 @@ class Stages:
         self._draw(history=False)
 
     def look_ahead(self, more: bool) -> None:
-        """Run only the culling kernels of a frame, to collect the frame's page requests. `more` says whether these
-        requests are added to the earlier requests."""
+        """Run only the culling kernels of a frame, to collect the frame's page requests. If `more`, they are added to
+        the requests collected before; if not, they replace these."""
         requests = self.requests
         assert requests is not None
 
@@ -156,7 +157,8 @@ class Stages:
             self._launch(init_context.place_instances, *arguments, threads=threads)
 
     def _cull_first(self, asked: int) -> None:
-        """Run the culls of the first pass. `asked` says whether they test against the depths of the previous frame."""
+        """Run the culling kernels of the first pass. `asked` says whether they test against the depths of the previous
+        frame."""
         with self.clock.of("instance_cull"):
             self._clear_lists(0)
             shared = (*self._inputs, self.memory.frame)
@@ -164,20 +166,20 @@ class Stages:
         self._cull(asked, 0)
 
     def draw_captured(self, history: bool) -> None:
-        """Like `draw`, but from the second time on a CUDA graph is replayed, because launching about fifty kernels
-        takes longer than running them."""
+        """Like `draw`, but from the second call on, replay a CUDA graph, because launching about fifty kernels takes
+        longer than running them."""
         key = (history, self.occlusion, self.one_sided, float(self.memory.frame.pixel_error), self.clock.runs)
         self._run(key, lambda: self.draw(history))
 
     def _run(self, key: tuple[object, ...], launches: Callable[[], None]) -> None:
-        """Make these launches; on a GPU, replay them as a CUDA graph from the second call with the same key on."""
+        """Make the launches. On a GPU, from the second call with the same key on, replay them as a CUDA graph."""
         if self.clock.device.type != "cuda":
             launches()
             return
         graphs, events = self.memory.graphs, self.clock.events
         seen, captured = key in graphs, graphs.pop(key, None)
         with torch.cuda.device(self.clock.device):
-            # no graph the first time, because a frame may be drawn only once, and missing kernels are compiled now
+            # no graph at the first call, because a frame may be drawn only once, and this call compiles missing kernels
             if not seen:
                 launches()
             else:
@@ -215,8 +217,8 @@ class Stages:
     ) -> None:
         """Compute the named outputs from the visibility buffer.
 
-        `lights` is `buffers.Lights`, whose shadow maps must be drawn. `surfaces` is `texturing.Surfaces`, empty if no
-        output has colours.
+        `lights` is `buffers.Lights`; its shadow maps must have been drawn. `surfaces` is `texturing.Surfaces`, which
+        may be empty if no output has colours.
         """
         shared = (*self._inputs, self.memory.frame, targets)
         base = not OF_BASE_PASS.isdisjoint(outputs)

@@ -69,20 +69,20 @@ def uploaded_surfaces(
 
 
 def _content(texture: Texture) -> Any:
-    """Bytes that are equal for equal images: those of the original file, or the texels without encoding."""
+    """Bytes that are equal for equal images: the bytes of the original file, or the texels without encoding."""
     return texture.encoded() if texture.is_file else texture.texels().tobytes()
 
 
 def _all_texels(
     textures: Sequence[Texture], sizes: Sequence[list[tuple[int, int]]], device: torch.device
 ) -> tuple[Tensor, list[list[int]], list[list[int]]]:
-    """Return (texels,) int32 with red in the lowest 8 bits; for each image, its first level and its number of levels;
-    and for each level, its first texel, width and height."""
+    """Return the texels (N,) int32, with red in the lowest 8 bits; for each image, its first level and its number of
+    levels; and for each level, its first texel, width and height."""
     total = sum(width * height for of_image in sizes for width, height in of_image)
     if total > MOST_TEXELS_OF_ALL:
         raise InputError(
-            f"the textures of the scene have {total:,} texels with all their levels, and at most "
-            f"{MOST_TEXELS_OF_ALL:,} can be addressed: make some smaller"
+            f"the textures of the scene have {total:,} texels, including all mip levels, and at most "
+            f"{MOST_TEXELS_OF_ALL:,} can be addressed: make some textures smaller"
         )
     texels = torch.empty(total, dtype=torch.int32, device=device)
     starts: list[list[int]] = []

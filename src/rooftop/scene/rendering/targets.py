@@ -1,4 +1,4 @@
-"""The tensors of a frame's outputs, and the structs with which stages write them.
+"""The tensors of a frame's outputs, and the structs through which stages write these tensors.
 
 The stages write every pixel, including background, so the memory is not initialized.
 """
@@ -31,16 +31,16 @@ CHANNELS = {"normal": 3, "uv": 2, "velocity": 2, "color": 3, "vertex_color": 3, 
 
 
 class Outputs:
-    """Allocate new tensors for the outputs of each frame, always of the same dtypes and sizes.
+    """Allocate new tensors for the outputs of each frame. All frames have outputs of the same dtypes and sizes.
 
     Args:
-        names: names of outputs; "overdraw" is ignored, because the rasterizer counts it in `Frame.fragments`.
+        names: names of outputs; "overdraw" is ignored, because the rasterizer writes it to `Frame.fragments`.
         texels: pixels of all cameras.
         lights: number of the scene's lights.
         device: device of the tensors.
 
     Attributes:
-        targets: `buffers.Targets` on the tensors of the last call of `new`.
+        targets: `buffers.Targets` with the addresses of the tensors that the last call of `new` returned.
     """
 
     def __init__(self, names: Sequence[str], texels: int, lights: int, device: torch.device) -> None:

@@ -1,11 +1,11 @@
-"""Compute the base colour of a pixel's surface from its material's colour, its texture and its vertices' colours.
+"""Compute the base colour of a pixel's surface: the product of the colours of material, texture and vertices.
 
 A pixel's footprint on the texture is a parallelogram. Its sides are the changes of the texture coordinates from this
 pixel to the next; they are computed exactly from the plane of the triangle, not from neighbouring pixels. The ellipse
-inside the parallelogram is cut into `ACROSS` pieces along its short axis. Along its long axis it is cut into square
-pieces, at most `MOST_ALONG`. Each piece is one trilinear lookup, at the mip level whose texels are as wide as the
-piece. This is anisotropic filtering with samples along a line, as in McCormack et al. 1999, "Feline". All computation
-is in linear light.
+inside the parallelogram is cut into `ACROSS` pieces along its short axis, and along its long axis into at most
+`MOST_ALONG` pieces, as many as make the pieces square. Each piece is one trilinear lookup, at the mip level whose
+texels are as wide as the piece. This is anisotropic filtering with samples along a line, as in McCormack et al. 1999,
+"Feline". All computation is in linear light.
 """
 
 import warp as wp
@@ -50,11 +50,11 @@ NEAREST = wp.constant(1)  # as materials.MAGNIFIED
 
 # A pixel's footprint is cut into pieces, with one tap in each: two pieces across the footprint, and along it as many as
 # make the pieces square. The error was measured against 31 x 31 samples per pixel, for noise, photographs and chequers
-# seen from above, from the side and along the surface. This error is 1/8 to 1/33 of the error without filtering. (With
-# one tap across, the error is 1/3 to 1/48 of that error, with three taps 1/10 to 1/40.)
+# seen from above, from the side and along the surface. It is 1/8 to 1/33 of the error without filtering. (With one tap
+# across the footprint it is 1/3 to 1/48 of the error without filtering, with three taps 1/10 to 1/40.)
 ACROSS = wp.constant(2)
 MOST_ALONG = wp.constant(16)
-# a footprint of up to this many texels takes one lookup, so that texels as large as pixels keep their values
+# a footprint of up to this many texels needs one lookup, so that texels as large as pixels keep their values
 ONE_TEXEL = wp.constant(1.01)
 
 
@@ -84,7 +84,7 @@ def in_linear_light(value: wp.float32):
 
 @wp.func
 def parts_in_plane(step: wp.vec3, u: wp.vec3, v: wp.vec3, normal: wp.vec3):
-    """The change of the weights of the second and third corner along a step in a triangle's plane."""
+    """By how much a step in a triangle's plane changes the barycentric weights of the second and the third corner."""
     square = wp.dot(normal, normal)
     return wp.vec2(wp.dot(wp.cross(step, v), normal) / square, wp.dot(wp.cross(u, step), normal) / square)
 
@@ -94,8 +94,8 @@ def slopes_of(
     resident: Resident, views: Views, frame: Frame, place: wp.vec3i, hit: Hit, a: wp.vec2,
     b: wp.vec2, c: wp.vec2
 ):  # fmt: skip
-    """Compute the slopes of values a, b, c at the corners of a pixel's triangle; infinite if the surface is seen
-    edge-on."""
+    """Compute by how much a value changes from a pixel to its neighbours, given the values a, b, c at the corners of
+    the pixel's triangle. The changes are infinite if the surface is seen edge-on."""
     slopes = Slopes()
     at = transformed(frame.to_view, hit.pair, hit.a)
     to_b = transformed(frame.to_view, hit.pair, hit.b) - at
@@ -141,8 +141,8 @@ def within(place: wp.float32, wrap: wp.int32):
 
 @wp.func
 def neighbour(index: wp.int32, size: wp.int32, wrap: wp.int32):
-    """Wrap the index of a texel that is at most one beyond the edge. Beyond the edge, a mirrored image repeats its last
-    texel.
+    """Wrap the index of a texel that is at most one texel beyond the image's edge. Beyond the edge, a mirrored image
+    repeats its last texel.
     """
     if wrap == REPEAT:
         if index < 0:
@@ -207,7 +207,7 @@ def filtered(surfaces: Surfaces, row: wp.int32, uv: wp.vec2, slopes: Slopes):
     across = wp.int32(1)
     axis = wp.vec2()
     other_axis = wp.vec2()
-    if longer < 1.0e9:  # if not, the surface is seen edge-on (or nan): take the mean of the image
+    if longer < 1.0e9:  # if it is larger or nan, the surface is seen edge-on: take the mean of the image
         shorter = wp.sqrt(wp.max(0.5 * (p + q - root), 0.0))
         angle = 0.5 * wp.atan2(2.0 * r, p - q)
         axis = wp.cw_div(wp.cos(angle) * right + wp.sin(angle) * down, size)
@@ -255,7 +255,8 @@ def base_color_of(
     resident: Resident, surfaces: Surfaces, views: Views, frame: Frame, place: wp.vec3i,
     hit: Hit, row: wp.int32
 ):  # fmt: skip
-    """The base colour of a pixel's surface, from its row, in linear light."""
+    """The base colour of a pixel's surface, in linear light. `row` is the row of the surface's material in
+    `surfaces`."""
     color = wp.vec3(surfaces.factors[row, 0], surfaces.factors[row, 1], surfaces.factors[row, 2])
     if hit.cluster.color_bits > 0:
         own = (

@@ -21,7 +21,7 @@ from rooftop.scene.streaming.pool import Pool
 
 LENS = 8  # numbers per view
 MOST_WORDS = 2**31 - 1  # maximum elements of a Warp array; `clusters.word_at` can read beyond this
-STAGED_WORDS = 2**20  # words of the pinned memory from which the device copies
+STAGED_WORDS = 2**20  # size in words of each pinned buffer from which the device copies
 MOST_PAGES = 2**20  # maximum pages of a mesh: page and cluster take 31 bits of an entry
 
 
@@ -64,7 +64,7 @@ def _all_pages(meshes: Sequence[Geometry], device: torch.device) -> tuple[Tensor
     """The words of all pages, concatenated, and the start of each page."""
     pages = [mesh.page(number) for mesh in meshes for number in range(mesh.pages)]
     ends = np.cumsum([len(page) for page in pages], dtype=np.int64)
-    # padded, because a read of two words may begin at the last word
+    # padded with zeros, because kernels may read two words that begin at the last word
     words = np.concatenate([*pages, np.zeros(2, np.int32)])
     return uploaded(device, words), uploaded(device, np.concatenate([[0], ends[:-1]]).astype(np.int64))
 
@@ -88,7 +88,7 @@ def _check_depth(mesh: Geometry) -> None:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """Tensors by the names of their fields in `buffers`, and the struct of these tensors that Warp's kernels accept."""
+    """Tensors by the names of fields of a struct in `buffers`, and that struct, which Warp's kernels accept."""
 
     tensors: dict[str, Tensor]
     values: Any

@@ -1,9 +1,9 @@
-"""Make arrived pages visible to the kernels, after a check that all offsets in a page stay inside it.
+"""Make arrived pages visible to the kernels, after a check that all offsets in a page stay inside the page.
 
 A checksum shows that a page is unchanged, not that its content is valid. `Geometry.check_page` checks the structure in
 NumPy, but holds the GIL for half a millisecond per page, which is as long as a frame. So the device makes the same
-checks before it stores the page's position. An invalid page stays absent, and the next answer names it; the host then
-calls `check_page`, which raises the error.
+checks before it stores the page's position. An invalid page stays absent, and the next answer names the page; the
+host then calls `check_page`, which raises the error.
 """
 
 import warp as wp
@@ -230,8 +230,8 @@ def names_fit(
 
 @wp.func
 def page_fits(words: wp.array(dtype=wp.int32), arriving: wp.array2d(dtype=wp.int64), k: wp.int32, lane: wp.int32):
-    """Whether an arriving page is valid, as far as this thread checks it. An evicted page has no position, and counts
-    as valid."""
+    """Whether the part of an arriving page that this thread checks is valid. An evicted page has no position, and
+    counts as valid."""
     place = arriving[k, PLACE]
     if place < wp.int64(0):
         return wp.bool(True)
@@ -277,7 +277,7 @@ def admit_pages(
     refused: wp.array(dtype=wp.int32),
 ):
     """Store the position of each valid page in `page_at`. If a page is invalid, store its number plus one in `refused`,
-    which keeps the highest.
+    which keeps the highest such value.
 
     LANES threads check a page together. Each thread adds its vote to the page's element of `votes`. The thread that
     votes last decides, and resets the element to 0. Rows without a page are skipped.

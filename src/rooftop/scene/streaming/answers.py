@@ -25,8 +25,8 @@ class Answer:
         wanted: number of wanted pages.
         missing: the wanted pages that are absent, the most wanted first.
         pixels: for each missing page, the error of the picture in pixels without this page.
-        refused: a page that the device refused because its offsets point outside it, or None; with such a page, the
-            frame is wrong.
+        refused: a page that the device refused because offsets in the page point outside the page, or None. If there is
+            such a page, the frame is wrong.
     """
 
     counters: list[int]
@@ -94,7 +94,7 @@ class RequestBuffers:
         later.
 
         Args:
-            resident: (pages,) whether each page was resident for that frame; by default, whether it is now.
+            resident: (pages,) whether each page was resident for that frame; by default, whether it is resident now.
         """
         if self._there is not None:
             self._there.synchronize()

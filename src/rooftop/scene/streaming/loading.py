@@ -5,8 +5,8 @@ upload from pageable memory blocks the host. Uploads run on a separate stream, a
 upload has ended. `pool.py` makes the page visible to kernels later. Until the page is visible, no kernel reads its
 slot. A page with a wrong checksum is not uploaded.
 
-The threads are C++ threads of `page_reader.cpp`, which never take the GIL. Until this file is compiled, and where it
-cannot be compiled, Python threads do the work.
+The threads are C++ threads of `page_reader.cpp`, which never take the GIL. Until `page_reader.cpp` is compiled, and
+where it cannot be compiled, Python threads do the work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rooftop.scene.streaming.page_graph import PageGraph
 Ints = npt.NDArray[np.int64]
 
 SLOT_WORDS = layouts.PAGE_BYTES // 4
-THREADS = 8  # reading threads; one reads 128 KB from the system's cache in about 0.1 ms
+THREADS = 8  # reading threads; a thread reads 128 KB from the system's cache in about 0.1 ms
 BUFFERS = 64  # page buffers in host memory: some are being read into, others are being uploaded
 MOST_MERGED = 4  # maximum pages that one system call reads
 
@@ -249,7 +249,7 @@ class PythonReader:
                 held, outcome, code = _read(upload.staged.numpy(), *self._table[page].tolist())
                 if outcome == READ:
                     upload.put(held // 4, slot)
-            except Exception as error:  # pass any error to the frame that waits for the page; else it waits forever
+            except Exception as error:  # pass any error to the frame that waits for the page
                 held, outcome, code = 0, NOT_COPIED, 0
                 self.errors[page] = error
             with self._changed:

@@ -79,8 +79,8 @@ uint32_t crc_by_tables(const uint8_t* at, size_t size, uint32_t crc) {
 }
 
 #if defined(__x86_64__)
-// CRC by products of polynomials, with the constants of Gopal et al., "Fast CRC Computation for Generic Polynomials
-// Using PCLMULQDQ", Intel, 2009. `size` is at least 64 and a multiple of 16.
+// CRC by multiplication of polynomials, with the constants of Gopal et al., "Fast CRC Computation for Generic
+// Polynomials Using PCLMULQDQ", Intel, 2009. `size` is at least 64 and a multiple of 16.
 __attribute__((target("pclmul,sse4.1"))) uint32_t crc_by_products(const uint8_t* at, size_t size, uint32_t crc) {
   const auto load = [](const uint8_t* from) __attribute__((target("sse4.1"))) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
@@ -157,7 +157,7 @@ const Driver& driver() {
   return found;
 }
 
-// event flags: no timing, and a waiting thread sleeps
+// event flags: without timing, and with a waiting thread that sleeps
 constexpr unsigned NON_BLOCKING_STREAM = 1, SLEEPING_EVENT = 1 | 2;
 
 void check(int code, const char* what) {
@@ -194,8 +194,9 @@ class Reader {
     }
   };
 
-  // table: file, offset, length and checksum of each page; staged: memory for `buffers` pages, from which pages are
-  // copied to the device; slots: the pool's memory.
+  // table: file, offset, length and checksum of each page.
+  // staged: memory for `buffers` pages, from which pages are copied to the device.
+  // slots: the memory of the pool.
   Reader(Array<int64_t> table, int threads, int buffers, uintptr_t staged, uintptr_t slots, int64_t page_bytes, bool on_gpu, int most_merged)
       : table_(table), staged_(reinterpret_cast<uint8_t*>(staged)), slots_(slots), page_bytes_(page_bytes), on_gpu_(on_gpu), most_merged_(most_merged) {
     for (int buffer = buffers; buffer--;) free_.push_back(buffer);
@@ -212,7 +213,7 @@ class Reader {
       for (int k = 0; k < threads; ++k) threads_.emplace_back([this] { read_all(); });
     } catch (const std::system_error&) {
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      close();  // ends the threads that have started
+      close();  // joins the threads that were started
       throw std::runtime_error("can't start new thread");
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -295,7 +296,7 @@ class Reader {
   void read_all() {
 #if defined(__linux__)
     const sched_param none = {};
-    // a woken thread does not preempt the thread that wakes it
+    // SCHED_BATCH: a woken thread does not preempt the thread that wakes it
     pthread_setschedparam(pthread_self(), SCHED_BATCH, &none);
 #endif
     std::vector<Read> reads;
@@ -445,8 +446,8 @@ class Reader {
 
 enum State : uint8_t { ABSENT, LOADING, ARRIVED, RESIDENT, LOST };  // as in slots.py
 
-// The records of `Slots` in slots.py, on the same memory. `lacking`, `take`, `give_up` and `publish` do the same as the
-// methods there.
+// The state of the pool, in the arrays of `Slots` in slots.py. `lacking`, `take`, `give_up` and `publish` do the same
+// as the methods there.
 class Books {
  public:
   Books(Array<int64_t> starts, Array<int64_t> needs, Array<bool> roots, Array<uint8_t> state, Array<int32_t> slot_of,
@@ -456,7 +457,8 @@ class Books {
         slot_of_(slot_of.mutable_data()), dependents_(dependents.mutable_data()), page_in_(page_in.mutable_data()),
         free_(free.mutable_data()), free_count_(free_count.mutable_data()), count_(page_in.size()), seen_(state.size()) {}
 
-  // The pages to read for a page, in ascending order: the page itself and the pages that it needs, if absent or lost.
+  // The pages to read so that `page` can be resident, in ascending order: among the page itself and the pages that it
+  // needs, directly or not, those that are absent or lost.
   const std::vector<int64_t>& lacking(int64_t page) {
     found_.clear();
     walked_.assign(1, page);
@@ -516,7 +518,7 @@ class Books {
   // As `plans.rows_in_python`: fill the rows that tell the device where these pages are.
   void write_rows(const Array<int64_t>& pages, const Array<int64_t>& limits, Array<int64_t>& rows, int64_t slot_words) const {
     const py::ssize_t count = pages.size(), columns = rows.shape(1), limited = limits.shape(1);
-    if (rows.shape(0) < count || columns != 2 + limited) throw std::invalid_argument("expected a row of two numbers and the limits for each page");
+    if (rows.shape(0) < count || columns != 2 + limited) throw std::invalid_argument("expected one row per page, of two numbers and the page's limits");
     int64_t* row = rows.mutable_data();
     for (py::ssize_t k = 0; k < rows.shape(0); ++k, row += columns) {
       const int64_t page = k < count ? pages.data()[k] : -1;
@@ -562,7 +564,7 @@ class Books {
         const int64_t page = books.page_in_[slot];
         if (page >= 0 && books.state_[page] != LOADING && !books.dependents_[page] && !books.roots_[page]) pages.push_back(page);
       }
-      // sort only the first `most` pages, and all pages that rank equal to the last of these
+      // sort only the first `most` pages, and all pages with the same rank as the last of these
       if (pages.size() > most && most) {
         const auto worth = [&](int64_t page) { return double(std::min(of[page], 2147483648.0f)) - double(age[page]) * 4294967296.0; };
         std::vector<double> worths;
@@ -583,7 +585,7 @@ class Books {
       for (; int64_t(found.size()) < count && at < pages.size(); ++at) {
         const int64_t page = pages[at];
         if (ages.data()[page] == 0 && float(pixels.data()[page] * float(margin)) >= wanted) break;
-        // reserved or evicted by this plan
+        // whether this plan has reserved or evicted the page
         const bool taken = books.state_[page] == ABSENT || books.state_[page] == LOADING;
         if (!books.dependents_[page] && !taken && !books.is_kept(page, chain)) found.push_back(page);
       }

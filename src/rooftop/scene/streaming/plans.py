@@ -22,7 +22,8 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
-# factor: a page is evicted only for a page with this many times its `pixels`, so that two pages do not alternate
+# a wanted page is evicted only for a page with more than this many times its `pixels`, so that two pages do not
+# alternate
 MARGIN = 1.25
 
 
@@ -83,7 +84,7 @@ class Planner:
         return plan
 
     def publish(self, arriving: Ints) -> Ints:
-        """`Slots.arrive` for these pages, then `Slots.publish`."""
+        """Call `Slots.arrive` for these pages, then `Slots.publish`, and return the result of the latter."""
         slots, books = self.slots, self._in_cpp()
         if books is None:
             slots.arrive(arriving)
@@ -92,7 +93,8 @@ class Planner:
         return published  # type: ignore[no-any-return]
 
     def write_rows(self, pages: Ints, rows: Ints) -> None:
-        """Fill a row of `admission.COLUMNS` numbers for each of these pages. Further rows are marked as unused."""
+        """Fill a row of `admission.COLUMNS` numbers for each of these pages. The remaining rows are marked as
+        unused."""
         books = self._in_cpp()
         if books is None:
             rows_in_python(self.slots, pages, rows)

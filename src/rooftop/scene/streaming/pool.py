@@ -35,7 +35,7 @@ class Pool:
         graph: the pages; slots: which page is in which slot; loader: the threads that read pages.
         words: (slots * SLOT_WORDS + 2,) int32, the array of `buffers.Resident`.
         page_at: (pages,) int64, the start of each page, or -1.
-        requests: the culls' requests.
+        requests: the page requests of the culling kernels.
         is_new: whether some root pages may still be absent.
     """
 
@@ -59,8 +59,8 @@ class Pool:
 
     @property
     def is_behind(self) -> bool:
-        """Whether `begin` must come before any culls: root pages may be absent, or the device does not know yet that
-        pages were evicted, whose slots are being overwritten."""
+        """Whether `begin` must be called before any culling: root pages may be absent, or pages were evicted and the
+        device does not know it yet, although their slots are being overwritten."""
         return self.is_new or bool(self._changed)
 
     def begin(self) -> None:

@@ -1,8 +1,8 @@
 """The page requests of the culling kernels: how urgently a frame needs each page, and which needed pages are absent.
 
-The culls write `wanted`. `collect` then updates the ages of all pages, and lists the absent pages. The list follows the
-frame's counters in one tensor. So the host (`answers.py`) reads the list and the counters with one copy, when it waits
-for the frame anyway.
+The culling kernels write `wanted`. `collect` then updates the ages of all pages, and lists the absent pages. The list
+follows the frame's counters in one tensor. So the host (`answers.py`) reads the list and the counters with one copy,
+when it waits for the frame anyway.
 """
 
 import warp as wp
@@ -14,13 +14,13 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 COUNTERS = 2 * buffers.PASS  # number of counters of a frame; they come first in an answer
 # positions in an answer after the counters: three numbers, then the start of the list of pairs (LIST)
 WANTED, MISSING, REFUSED, LIST = (wp.constant(COUNTERS + place) for place in range(4))
-LISTED = 1024  # most absent pages that an answer lists; if there are more, the host reads all of `wanted`
+LISTED = 1024  # maximum absent pages that an answer lists; if there are more, the host reads all of `wanted`
 OLDEST = wp.constant(2**30)
 
 
 @wp.struct
 class Requests:
-    """The requests of a scene whose pages may be absent; the culls and `collect` read and write them."""
+    """The page requests of a scene whose pages may be absent. The culling kernels and `collect` use this struct."""
 
     group_page: wp.array(dtype=wp.int32)  # (groups,) page of each group, both numbered over all meshes
     first_group: wp.array(dtype=wp.int32)  # (meshes,) number of each mesh's first group

@@ -70,7 +70,7 @@ def cull_clusters(
     requests: Requests,
     stride: wp.int32,
 ):
-    """Cull the clusters of groups whose pages are resident, and list the clusters to draw as visible."""
+    """Cull the clusters of groups whose pages are resident, and append the clusters to draw to the visible clusters."""
     count = wp.min(frame.counters[second * PASS + GROUPS], frame.groups.shape[0])
     for i in range(wp.tid(), LANES * count, stride):
         pair = pair_of(frame.groups[i // LANES])

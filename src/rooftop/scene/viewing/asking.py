@@ -31,7 +31,7 @@ class Asked:
         window: the size for which home and framed views are computed. `window` differs from `size` if the page requests
             a smaller picture while the camera moves.
         show: the mode, one of `modes.MODES`.
-        light: the direction to the light; None keeps the renderer's own.
+        light: the direction to the light; None keeps the renderer's light.
         pixel_error: as in `Renderer`; None for the initial value.
         format: "jpeg" or "png".
         quality: quality of JPEG, 1 to 100.

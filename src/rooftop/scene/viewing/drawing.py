@@ -73,8 +73,8 @@ class Drawing:
     """Draws a scene for browser tabs. Any thread may request pictures.
 
     Args:
-        world: the scene, which the caller must not change meanwhile. With `shadows`, the first light of the scene
-            follows the page's requests.
+        world: the scene, which the caller must not change while this object exists. With `shadows`, the first light of
+            the scene follows the page's requests.
         device: as in `Renderer`.
         pixel_error: as in `Renderer`; a page may request another value.
         up, fov_y_degrees: up direction and vertical field of view of the home view.
@@ -104,7 +104,7 @@ class Drawing:
         low, high = world.bounds()
         self.world, self.scene_size = world, max(float(np.linalg.norm(high - low)), 1e-9)
         self._outline, self._up, self._fov = outline(world), up, fov_y_degrees
-        self.home((16, 16)).camera((16, 16), self.scene_size)  # this raises for an invalid `up` or angle
+        self.home((16, 16)).camera((16, 16), self.scene_size)  # raises an error for an invalid `up` or angle
         self.renderer = Renderer(world, device, pixel_error=pixel_error, pool_bytes=pool_bytes)
         self._sun: tuple[float, ...] | None = None  # the direction from which the shadow-casting light comes
         if shadows:
@@ -145,7 +145,7 @@ class Drawing:
         If the pixel shows background, return None and the unchanged view.
 
         Raises:
-            InputError: the request names no pixel; also as in `picture`.
+            InputError: the request names no pixel; or as in `picture`.
         """
         if asked.at is None:
             raise InputError("at is missing: expected the pixel's column and row")

@@ -51,8 +51,8 @@ class Pages:
         self._mesh_of = torch.from_numpy(world.instances()[0]).to(device)
 
     def of(self, frame: GBuffer) -> Tensor:
-        """The page of each pixel (H, W) int64, -1 for background, of a frame with the outputs "instance" and
-        "cluster"."""
+        """The page of each pixel of a frame, (H, W) int64; -1 for background. The frame must have the outputs
+        "instance" and "cluster"."""
         instance, cluster = frame["instance"][0], frame["cluster"][0]
         key = (self._mesh_of[instance.clamp(min=0)].long() << 32) + cluster
         page = torch.searchsorted(self._firsts, key, right=True) - 1

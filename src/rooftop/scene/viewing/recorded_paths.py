@@ -91,7 +91,9 @@ class RecordedPath:
                 raise InputError(f"{named}: expected an object with seconds, eye and target")
             (time,) = finite_numbers([view["seconds"]], 1, f"{named}: seconds")
             if not (seconds[-1] if seconds else -MOST_SECONDS) < time < MOST_SECONDS:
-                raise InputError(f"{named}: seconds is {time:g}: expected more than before, up to {MOST_SECONDS:g}")
+                raise InputError(
+                    f"{named}: seconds is {time:g}: expected more than in the view before, up to {MOST_SECONDS:g}"
+                )
             seconds.append(time)
             read.append(Viewpoint.of_plain({name: view[name] for name in view if name != "seconds"}, named))
         return cls(tuple(seconds), tuple(read))

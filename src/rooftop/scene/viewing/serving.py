@@ -228,8 +228,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
 
     def _check_sender(self, token: str | None) -> None:
-        """Raise _RefusedError unless the request comes from a page of this server, or from a person who has its
-        address.
+        """Raise _RefusedError unless the request comes from a page of this server, or from a person who has the
+        server's address.
 
         Args:
             token: the token from the address; None if the Authorization header carries it.

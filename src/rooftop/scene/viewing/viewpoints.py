@@ -94,8 +94,8 @@ class Viewpoint:
         return replace(self, eye=_vector(self.target + self._turned(offset, -right_degrees, down_degrees)))
 
     def looked(self, right_degrees: float, down_degrees: float) -> Viewpoint:
-        """Turn the camera right and down without moving it. The target moves along, at the same distance from the
-        eye."""
+        """Turn the camera right and down without moving it. The target moves with the direction of the view, and
+        keeps its distance from the eye."""
         ahead = np.subtract(self.target, self.eye)
         return replace(self, target=_vector(self.eye + self._turned(ahead, -right_degrees, -down_degrees)))
 
@@ -125,7 +125,7 @@ class Viewpoint:
         return self if target == self.eye else replace(self, target=target)
 
     def moved(self, move: Mapping[str, tuple[float, ...]], scene_size: float) -> Viewpoint:
-        """Apply all moves that a page has collected since its last picture; `MOVES` has their names."""
+        """Apply all moves that a page has collected since its last picture. `MOVES` lists the names of the moves."""
         view = self
         for name, amounts in move.items():
             view = MOVES[name].apply(view, amounts, scene_size)
@@ -170,7 +170,8 @@ class Viewpoint:
         return replace(self, eye=_vector(self.eye + by), target=_vector(self.target + by))
 
     def _turned(self, direction: Floats, azimuth_degrees: float, elevation_degrees: float) -> Floats:
-        """Turn a direction by the azimuth around `up`, and by the elevation up to its limit; keep its length."""
+        """Turn a direction by the azimuth around `up`, and by the elevation, up to MOST_ELEVATION_DEGREES. The
+        direction keeps its length."""
         length = float(np.linalg.norm(direction))
         x, y, z = around(self.up) @ (direction / length)
         azimuth = math.degrees(math.atan2(y, x)) + azimuth_degrees
@@ -181,7 +182,7 @@ class Viewpoint:
 
 @dataclass(frozen=True)
 class Move:
-    """A kind of move.
+    """A move that a page may request, such as an orbit.
 
     Attributes:
         amounts: the number of the move's parameters.

@@ -1,4 +1,4 @@
-"""Let all ranks agree once per step, in the background.
+"""Let all ranks agree on a few numbers once per step, in the background.
 
 Each rank sends a few numbers. One step later every rank gets the minimum of each number over all ranks. So all ranks
 make the same decision after the same step. For example, all ranks save if one rank received a stop signal. All ranks

@@ -46,7 +46,8 @@ def convert(
 
     Args:
         record: the record of the checkpoint.
-        out: the folder to write, new or empty; `--load` reads it. The folder gets this name once it is complete.
+        out: the folder to write, new or empty, which `--load` accepts later. The folder gets this name once all files
+            are written.
         tensor_ranks: number of tensor parallel ranks; one file is written per rank. 1: one file with whole tensors.
         progress: called with (the tensor, the fraction done).
 

@@ -48,7 +48,7 @@ class CheckpointReader(StorageReader):
         self.reset(folder)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Open a checkpoint: the given one, or the previous one again."""
+        """Open the given checkpoint; None: keep the checkpoint that is open."""
         if checkpoint_id is not None:
             self.saved: Readable = open_tensors(read_record(Path(checkpoint_id)))
 

@@ -8,7 +8,7 @@
 Each block has its own checksum, so that a reader can verify only the rows that it needs. The checksums are computed
 while the data are written and are put into the header last, so a truncated file has no checksums.
 
-This file imports only the standard library. Run as a script, this file writes a checkpoint while the training
+This file imports only the standard library. If this file runs as a script, it writes a checkpoint while the training
 continues. The script starts in a tenth of a second, and reads the data from memory that it shares with the training
 process.
 """
@@ -31,7 +31,7 @@ BLOCK_BYTES = 4 << 20  # each block has a checksum of 8 digits: 200 kB per 100 G
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """Bytes per element of each dtype, by the dtype's name in safetensors."""
 CHECKERS = 2  # number of checksum threads: one thread computes 2.5 GB/s, and disks write up to 5 GB/s
-NICENESS = 10  # of the writing process: the training's threads launch kernels, so they have priority over it
+NICENESS = 10  # niceness of the writing process, which must not delay the threads of the training
 WAITING_CHECKSUM = "0" * 8
 METADATA = "rooftop"
 
@@ -66,7 +66,8 @@ class FilePiece:
 
     @property
     def key(self) -> str:
-        """The key in the file: the tensor's name; a part also has ranges: "layers.0.mlp.up.weight[0:64, 0:32]"."""
+        """The piece's key in the file: the tensor's name, with index ranges if the piece is not the whole tensor, such
+        as "layers.0.mlp.up.weight[0:64, 0:32]"."""
         if self.size == self.shape:
             return self.name
         return f"{self.name}[{', '.join(f'{a}:{a + n}' for a, n in zip(self.start, self.size, strict=True))}]"
@@ -128,7 +129,7 @@ def blocks_of(content: memoryview) -> Iterator[memoryview]:
 
 
 def checksum(block: memoryview | bytes | bytearray) -> str:
-    """The CRC-32 in eight hexadecimal digits."""
+    """Return the CRC-32 of a block as eight hexadecimal digits."""
     return f"{crc32(block):08x}"
 
 

@@ -10,8 +10,8 @@
       .step-00000200.8f3a.unfinished  a step that is being written, or that a killed training left incomplete
 
 The order is: write the files to the disk, rename the folder, update `latest`, remove older steps. So the previous
-checkpoint survives if the process is killed in between. If a step is saved again, its folder gets another name
-(step-00000100.2). All ranks must see the same folder.
+checkpoint survives if the process is killed between two of these steps. If a step is saved again, its folder gets
+another name (step-00000100.2). All ranks must see the same folder.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def complete(
         temporary: the temporary folder of the files.
         files: the names of the files.
         described: the contents of training.json, including "step".
-        keep_last: number of steps to keep, including this one; later steps do not count. None: all.
+        keep_last: number of steps to keep: this step and the steps before it. Later steps are always kept. None: keep
+            all steps.
 
     Returns:
         The folder of the step.
@@ -100,10 +101,10 @@ def write_described(temporary: Path, files: Sequence[str], described: Mapping[st
 
 
 def last_step(folder: Path) -> Path | None:
-    """Return the folder of the last complete step; None if there is none.
+    """Return the folder of the last complete step; None if no step is complete.
 
-    `latest` names this step. If `latest` is missing, the training was killed after it renamed the first step. A step
-    with its final name is always complete.
+    `latest` names this step. If `latest` is missing, the training was killed between the renaming of its first step and
+    the writing of `latest`. A step with its final name is always complete.
 
     Raises:
         InputError: `latest` names a step that does not exist, but other steps exist.

@@ -4,9 +4,9 @@
     tensor-0.pt       {"step", "shards", "weights": {name: tensor}, "optimizer": {number: {kind: tensor}}}
     tensor-1.pt
 
-A rank's tensors are stored as the rank held them, with padding; "shards" says which pieces of the whole tensors they
-are (`resharding`). The optimizer numbers the weights of two or more dimensions first, then all other weights.
-This format is read through `saved_tensors.Readable`, and never written.
+A rank's tensors are stored as the rank held them, with padding; "shards" lists the pieces of the whole tensors that the
+rank's tensors consist of (`resharding`). The optimizer numbers the weights of two or more dimensions first, then all
+other weights. This format is read through `saved_tensors.Readable`, and never written.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     ...
 
 The ranks exchange lists of the parts that they hold (`Held`); the plan does not depend on the layout behind them. If
-several ranks hold a part, the rank with the least to write gets it. Data and context parallel ranks hold the same
-parts. Tensor parallel ranks hold the same norms and shared heads. Pipeline stages hold the same tied embedding. Large
-parts are first cut by rows.
+several ranks hold a part, the rank with the fewest bytes to write so far writes this part. Data and context parallel
+ranks hold the same parts. Tensor parallel ranks hold the same norms and shared heads. Pipeline stages hold the same
+tied embedding. Large parts are first cut by rows.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _cut(piece: FilePiece, holders: int, most: int) -> list[FilePiece]:
 
 
 def part_of(piece: FilePiece, local: Tensor, held: Held) -> Tensor:
-    """The piece to write, as a view of the rank's tensor."""
+    """Return the piece to write, as a view of the rank's tensor."""
     if not piece.size:
         return local
     row = 0

@@ -293,7 +293,7 @@ class SavedTensors:
 
 
 def _batches(of: tuple[slice, ...], size: tuple[int, ...], item_bytes: int) -> list[tuple[int, int]]:
-    """List ranges of the needed rows of a piece, each of at most `BATCH_BYTES`; for a scalar, (0, 1)."""
+    """Split the needed rows of a piece into ranges of at most `BATCH_BYTES` each; a scalar has one range, (0, 1)."""
     if not of:
         return [(0, 1)]
     rows = max(1, BATCH_BYTES // max(1, prod(size[1:]) * item_bytes))

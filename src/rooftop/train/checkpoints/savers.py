@@ -110,7 +110,8 @@ class Saver:
     # ---- once a save -----------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Plan what each rank writes, and allocate memory for the copy, so that the first save does not wait for this.
+        """Plan what each rank writes, and allocate memory for the copy, so that the first save does not wait for
+        either.
 
         Raises:
             OSError: the memory for the copy cannot be allocated; all ranks raise this.
@@ -138,8 +139,8 @@ class Saver:
         """Begin to save the state after this step. Until the optimizer's next step, the weights must not change.
 
         Raises:
-            OSError: the previous save cannot be written, or the new save if `asynchronous` is False; all ranks raise
-                this.
+            OSError: the previous save cannot be written, or (if `asynchronous` is False) the new save cannot be
+                written; all ranks raise this.
         """
         with self._blocking():
             self._finish()
@@ -159,7 +160,7 @@ class Saver:
         path, sources = self._temporary / file_name(self._agreement.rank), self._sources()
         if self._staging is None:
             if self.trainer.device.type == "cuda":
-                torch.cuda.current_stream(self.trainer.device).synchronize()  # another thread reads the tensors
+                torch.cuda.current_stream(self.trainer.device).synchronize()  # another thread will read them
             return partial(write_now, path, self._pieces, sources)
         self._staging.begin(sources)
         if self.trainer.training.cuda_graph and self._steps <= WARM_UP + 1:
@@ -271,7 +272,7 @@ class Saver:
             self._staging.wait_to_change()
             self._staging.ready()
         if self._agreement.rank == 0 and self._temporary != self.folder:
-            remove(self._temporary)  # no process writes there any more
+            remove(self._temporary)  # no process writes to this folder any more
         failures = [(rank, *each) for rank, each in enumerate(said) if each is not None]
         words = "; ".join(f"rank {rank}: {text}" if len(said) > 1 else text for rank, _, text in failures)
         message = (
@@ -337,7 +338,7 @@ class _Task:
 
 
 def _nothing() -> None:
-    """The phase of a save on a rank without work."""
+    """Do nothing, on a rank that has no work in a phase of a save."""
 
 
 def _words(error: BaseException) -> str:

@@ -28,7 +28,7 @@ class Staging:
         device: device of the tensors that will be copied.
 
     Attributes:
-        descriptor: file descriptor of the memory, which a process can inherit.
+        descriptor: file descriptor of the memory; a child process can inherit the descriptor.
 
     Raises:
         OSError: the host has too little memory, or CUDA cannot pin the memory.
@@ -58,7 +58,7 @@ class Staging:
         self._pinned = True
 
     def begin(self, sources: Sequence[Tensor]) -> None:
-        """Start to copy tensors to the memory, one after another. Do not change them before `wait_to_change`."""
+        """Start to copy tensors to the memory, one after another. Do not change the tensors before `wait_to_change`."""
         assert self._thread is None
         if self.device.type == "cuda":
             self._stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -1,4 +1,5 @@
-"""Load the model of a checkpoint: join the weights of its ranks, or split them among other ranks.
+"""Load the model of a checkpoint: join the weights that its ranks saved, or split the weights among the ranks that
+load.
 
 if holds_training(Path("run")):
     model = load_trained_gpt("run", device="cuda", dtype=torch.bfloat16).eval()

@@ -88,7 +88,7 @@ def fill_trainer(trainer: GptTrainer, saved: Readable, folder: Path) -> None:
     Raises:
         InputError: a tensor is missing, damaged or of another model.
     """
-    trainer.weights.adopt()  # replaces values that were loaded before
+    trainer.weights.adopt()  # earlier writes to the model must not overwrite the loaded values later
     states: dict[int, dict[str, Tensor]] = {}
     numbers = {id(weight): n for n, weight in enumerate(w for g in trainer.optimizer.param_groups for w in g["params"])}
     stepped = any(name.startswith(f"{OPTIMIZER}.") for name in saved.entries)

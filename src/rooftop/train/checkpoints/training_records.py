@@ -60,7 +60,7 @@ class TrainingRecord:
         folder: folder of the step.
         format: 2, or 1 for `older_checkpoints`.
         step: the last step before the save.
-        layout: layout of the ranks that saved: the sizes of `Layout`, and "words".
+        layout: layout of the ranks that saved: the sizes of `Layout`, and under "words" the layout as text.
         training: the fields of `GptTraining` and of its `GptConfig`, as JSON values.
         data: source, number of tokens, fingerprint, and whether the tokens were text; empty if unknown.
         index_checksum: checksum of index.json, for format 2.

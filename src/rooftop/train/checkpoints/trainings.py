@@ -12,8 +12,8 @@ and reads its own parts (`saved_tensors`). So a checkpoint does not depend on th
 context and pipeline parallel ranks can resume it, with or without a sharded model. The step determines the schedule and
 the next data; seed and step determine the dropout masks.
 
-`savers.Saver` saves in the background; this file contains the blocking save and the loading, also of format 1
-(`older_checkpoints`).
+`savers.Saver` saves in the background; this file contains the blocking save and the loading. Both formats can be loaded
+(`older_checkpoints` reads format 1).
 """
 
 from __future__ import annotations

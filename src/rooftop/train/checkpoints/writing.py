@@ -1,4 +1,4 @@
-"""Write a rank's file: directly from the tensors, or in a process from a copy."""
+"""Write a rank's file: directly from the tensors, or in a separate process from a copy of the tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WritingProcess:
 
     Raises:
         OSError: the file cannot be written.
-        RuntimeError: the process failed for another reason.
+        RuntimeError: the process failed for a reason other than an OSError.
     """
 
     def __init__(self, path: Path, pieces: Sequence[FilePiece], staging: Staging, sources: Sequence[Tensor]) -> None:

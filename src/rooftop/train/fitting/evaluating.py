@@ -70,7 +70,8 @@ class Evaluator:
         return self._checked({**self._means(sums, counts), **self._judged()})
 
     def _whole_or_uncompiled(self, count: int) -> AbstractContextManager[Any]:
-        """Run batches that are smaller than the usual size uncompiled: a new size would compile the model again."""
+        """Switch compilation off for batches smaller than usual, because each new batch size would compile the model
+        again."""
         smaller = self.recipe.run.compile and count * self.world.size < self.batch
         return torch.compiler.set_stance("force_eager") if smaller else nullcontext()
 

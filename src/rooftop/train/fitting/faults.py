@@ -107,7 +107,7 @@ def memory_explained(stepper: Stepper, number: int, again: Callable[[], Iterable
         words = memory_error_in_words(error)
         if words is None:
             raise
-        traceback.clear_frames(error.__traceback__)  # frames hold activations
+        traceback.clear_frames(error.__traceback__)  # the traceback's frames keep activations in memory
         raised = ModelRunError(f"out of memory in step {number} ({words}): {MEMORY_ADVICE}")
         if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
             raised.add_note(_explanation(stepper, number, again))

@@ -13,7 +13,8 @@ class Lengths:
     """The lengths of a run, in steps; steps count from 1.
 
     Attributes:
-        batch: samples per step, summed over all ranks: `run.batch`, or all samples if there are fewer than that.
+        batch: samples per step, summed over all ranks: `run.batch`, or the number of samples if it is below
+            `run.batch`.
         parts: forward and backward passes per step.
         per_epoch: steps per epoch; the last samples are left out if they do not fill a batch.
         steps: number of steps of the run.

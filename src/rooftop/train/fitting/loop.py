@@ -5,9 +5,9 @@
 `stepping.Stepper` runs each step. The loop decides when to read losses, evaluate the model, save the state, and end.
 The loop reads the results of steps from the device once every `interval` steps, and before each save.
 
-`resume=True` continues a killed training from its last checkpoint. The results are bit-identical to those without the
-kill; on a GPU this needs run.deterministic. Sample order, augmentation and dropout depend only on seed, epoch, step and
-position.
+`resume=True` continues a killed training from its last checkpoint. The results are bit-identical to those of an
+uninterrupted training; on a GPU this needs run.deterministic. Sample order, augmentation and dropout depend only on
+seed, epoch, step and position.
 
 With gradient accumulation, each forward pass has its own batch-norm statistics, over all ranks. Dropout masks depend on
 the number of ranks.
@@ -73,14 +73,14 @@ def fit(
         task: the task; its model is moved to the device. At the end the model has the last weights, not their moving
             average.
         device: "cuda" or "cpu"; None: a GPU if there is one.
-        out: folder for checkpoints, metrics and weights, which all ranks see; None: nothing is written.
+        out: folder for checkpoints, metrics and weights, the same folder for all ranks; None: nothing is written.
         resume: continue from the last checkpoint in `out`; without a checkpoint the training starts at its first step.
         observers: are notified of events on rank 0.
         save_every: steps between checkpoints; None: one epoch.
         keep_last: number of checkpoints to keep.
         interval: number of steps that are read from the device and reported together; None: 10 on a GPU, 1 on a CPU.
-        stop: once its `requested` is set on a rank, the training ends after a step on all ranks. None: SIGTERM and
-            Ctrl-C end the training, if `out` is given.
+        stop: once `stop.requested` is set on any rank, all ranks end the training after the same step. None: SIGTERM
+            and Ctrl-C end the training, if `out` is given.
 
     Returns:
         The result. A stopped training is saved.
@@ -173,7 +173,7 @@ class _Fitting:
         self.reason = ""
         self.before = 0
         self._looked_at = 0  # number of entries of the loader's `skipped` that were reported
-        self._damaged: set[int] = set()  # samples that were already reported; each pass skips them again
+        self._damaged: set[int] = set()  # damaged samples that were already reported
         self._loading_told = False
         self._unread: list[Tensor] = []
 
@@ -282,7 +282,8 @@ class _Fitting:
         )
 
     def _loading(self) -> str:
-        """Describe how samples are loaded, with measurements; "" before the loader has chosen, and after the report."""
+        """Describe how samples are loaded, with measurements; "" until the loader has chosen a method, and again after
+        the choice was reported."""
         loader = self.feed.loader
         if loader.chosen is None or self._loading_told:
             return ""

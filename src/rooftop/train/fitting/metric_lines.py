@@ -24,7 +24,7 @@ class MetricLines:
 
     Args:
         path: path of the file.
-        after: the step of the loaded checkpoint; later lines are removed. 0: the file starts empty.
+        after: the step of the loaded checkpoint; lines of later steps are removed. 0: the file starts empty.
 
     Raises:
         OSError: the file cannot be written.

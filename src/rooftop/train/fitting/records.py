@@ -16,7 +16,7 @@ class Facts:
         parameters, trained: number of all parameters of the model, and of its parameters that are not frozen.
         samples, held_out: number of training samples, and of validation samples.
         steps, steps_per_epoch: number of steps of the whole run, and of one epoch.
-        before: number of steps before the loaded checkpoint.
+        before: number of steps of earlier runs, up to the loaded checkpoint; 0 without a checkpoint.
         ranks, device: number of ranks, and the device of this rank.
         loading: how samples are loaded, in words, with measurements; "" if the loader has not chosen yet. In this case,
             a later note reports the choice.
@@ -45,7 +45,8 @@ class StepRecord:
         grad_norm: norm of the gradient before clipping.
         learning_rate: the highest learning rate of all parameter groups.
         samples_per_s: samples per second of all ranks, averaged over the steps that were read together.
-        waiting: fraction of the time in which the loop waited for data, averaged over the same steps.
+        waiting: fraction of the time in which the loop waited for data, averaged over the same steps as
+            `samples_per_s`.
         peak_bytes: peak memory of this rank so far.
         skipped: whether the step was skipped because its loss or gradient was not finite; the weights stayed unchanged.
     """

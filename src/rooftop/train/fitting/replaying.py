@@ -31,7 +31,7 @@ class ReplayedModel:
         device: a GPU.
         record: captures the graphs; tests pass another function.
 
-    A second call of the model before the backward pass of the first call runs without a graph.
+    If the model is called again before the backward pass of its first call, this second call runs without a graph.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, record: Recorder | None = None) -> None:
@@ -44,7 +44,7 @@ class ReplayedModel:
         """Within the block, calls of the model are replays.
 
         Raises:
-            InputError: a call cannot be captured, with the reason.
+            InputError: a call cannot be captured; the message gives the reason.
         """
         plain = vars(self._model).get("_compiled_call_impl")
         vars(self._model)["_compiled_call_impl"] = self._replays_of(plain or self._model._call_impl)

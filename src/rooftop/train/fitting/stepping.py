@@ -46,11 +46,11 @@ class Stepper:
     Args:
         steps: number of steps of the whole run, for the schedule of the learning rate.
         group: process group of the ranks; None: there is only one rank.
-        sums: another process group of the same ranks, for sums of gradients.
+        sums: a second process group of the ranks in `group`, for sums of gradients.
 
     Attributes:
         optimizer, scaler: the optimizer, and the gradient scaler, which is active only in fp16.
-        mean: the moving average of the weights; None: the recipe has none.
+        mean: the moving average of the weights; None: the recipe averages no weights.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Stepper:
         self._buffers.take(self.task.model.buffers())
         total = self.gradients(number, parts, summing=self.recipe.run.sum_in_backward, replayed=True)
         gradients, (loss, weight) = self._summed(total)
-        # Without its damaged samples the batch is smaller; the sum over ranks is its true size.
+        # If damaged samples were left out, `weight`, a sum over ranks, is the fraction of the batch that remains.
         if self.recipe.faults.damaged == "skip":
             loss = loss / weight
             torch._foreach_mul_(gradients, 1 / weight)
@@ -217,7 +217,7 @@ class Stepper:
             self._weights.take(self._stepped())
             self.optimizer.step()
             self._weights.put_back(skip)
-        for new in self._stepped():  # the first step creates these states; if it is skipped, they are zeroed
+        for new in self._stepped():  # the first step creates these states; if that step is skipped, they are set to 0
             if id(new) not in before:
                 new.copy_(torch.where(skip, torch.zeros_like(new), new))
 
@@ -247,7 +247,7 @@ class Stepper:
         self.scaler.load_state_dict(state["scaler"])
 
     def mean_weights(self) -> AbstractContextManager[Any]:
-        """Within the block, the model has the averaged weights, if the recipe averages."""
+        """Within the block, the model has the averaged weights, if the recipe sets ema.decay."""
         return nullcontext() if self.mean is None else self.mean.swapped()
 
 

@@ -72,13 +72,13 @@ def run_steps(
 
     Args:
         interval: number of steps that are read and reported together. The first step is reported alone, because it
-            takes longer.
+            takes longer than the others.
         roof: roof of a step.
         validation: the data and the interval of validations. The time of validations is not part of the steps' time. A
             training that was asked to stop runs no validation.
         save: folder of checkpoints; a checkpoint is saved after the last step. If the caller leaves the loop early, a
             checkpoint in progress is aborted.
-        save_interval: also save every `save_interval` steps.
+        save_interval: steps between checkpoints. None: save only after the last step.
         keep_last: number of checkpoints to keep in the folder; None: all.
         async_save: write in the background (`Saver`); the loop waits for the last checkpoint.
         stop: if any rank is asked to stop, all ranks save after the same step, one or two steps later, and stop. `stop`

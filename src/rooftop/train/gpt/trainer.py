@@ -72,7 +72,7 @@ class GptTrainer:
         schedule: schedule of the pipeline; None without a pipeline.
 
     Raises:
-        InputError: a row of tokens is too short for one sequence.
+        InputError: a row (data set) of tokens is too short for one sequence.
         InputError, WeightsError, MissingExtraError: `initial` cannot be read or does not fit `training.config`.
         ValueError: see `GptTraining.check`.
     """
@@ -187,7 +187,7 @@ class GptTrainer:
     def validation_loss(self, batches: Batches, sequences: int) -> float:
         """Compute the mean loss over the first sequences of some data, without dropout; the same on all ranks.
 
-        All ranks must call this. Validation leaves the results of later steps bit-identical, and waits for the device.
+        All ranks must call this. Validation does not change the results of later steps. The host waits for the device.
 
         Args:
             batches: the data, in batches of `training.global_batch` sequences of `training.length` tokens.
@@ -215,8 +215,8 @@ class GptTrainer:
     def _evaluating(self) -> Iterator[None]:
         """Put the model in evaluation mode within the block.
 
-        After the block, the modules have their earlier modes again. Sharded parameters do not stay gathered: otherwise
-        the next step would miss values that the user loads before this step.
+        After the block, the modules have the modes from before the block. Sharded parameters do not stay gathered:
+        otherwise the next step would ignore values that the user loads in between.
         """
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
@@ -231,7 +231,7 @@ class GptTrainer:
     def _losses_of(self, text: Tensor, real: Tensor, packings: Sequence[Packing]) -> Tensor:
         """Sum the losses of this rank's micro-batches, (parts, B, S + 1), at this rank's positions; returns a scalar.
 
-        Only sequences count whose entry in `real`, (parts, B), is True.
+        Only sequences whose entry in `real`, (parts, B), is True are counted.
         """
         if self._pipeline is not None:
             losses = self._pipeline.forward(partial(self._loss_at_stage, text, real, packings), len(self._parts))
@@ -291,8 +291,8 @@ class GptTrainer:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute and keep the gradients of a step; returns the scalar tensors (loss, gradient norm, clipping factor).
 
-        `text`, (parts, B, S + 1) int64, holds this rank's micro-batches; `packings` has one packing for each. `step`
-        may be a tensor, () int64 on the device.
+        `text`, (parts, B, S + 1) int64, holds this rank's micro-batches; `packings` has one packing for each
+        micro-batch. `step` may be a tensor, () int64 on the device.
         """
         loss = torch.zeros((), device=self.device, dtype=next(iter(self.weights.named.values())).dtype)
         counted, packings = self._targets_of(text), packings or [self._packing] * len(self._parts)

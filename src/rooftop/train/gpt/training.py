@@ -237,7 +237,7 @@ class GptTraining:
             stages = self.config.layers // (layout.pp * layers)
         micro_batches = self.global_batch // (self.micro_batch * layout.dp)
         schedule = schedule_of(name or ("1f1b" if layers is None else "interleaved"), layout.pp, micro_batches, stages)
-        layers_of_stages(self.config, schedule.placement, self.length)  # raises if layers are too few
+        layers_of_stages(self.config, schedule.placement, self.length)  # raises if there are fewer layers than stages
         return schedule
 
     @property
@@ -249,7 +249,7 @@ class GptTraining:
         """Whether a CUDA graph probably saves time: one GPU computes the layers faster than Python launches their
         kernels.
 
-        False for several ranks. False also with `document_end`, because documents differ from step to step.
+        False for several ranks, and with `document_end`, because documents differ from step to step.
         """
         if torch.device(device).type != "cuda" or layout.world_size > 1 or self.document_end is not None:
             return False
@@ -267,7 +267,7 @@ class GptTraining:
         return STATE_BYTES * config.parameters + 2 * activations
 
     def batches(self, tokens: Tokens | Mixture) -> Batches:
-        """Return the batches of sequences of the steps.
+        """Return the `Batches`, which choose the sequences of each step.
 
         Raises:
             InputError: there are too few tokens for one sequence.
@@ -312,7 +312,7 @@ class GptTraining:
         if self.halves and layout.tp == 1:
             raise ValueError(
                 f"halves (--tp-comm-overlap) hide the communication of tensor parallel ranks, but the layout {layout} "
-                "has none: leave halves out, or split the layers with tp"
+                "has no such ranks: leave halves out, or split the layers with tp"
             )
         if self.halves and not (self.cuda_graph or fully_shard) and torch.device(device).type == "cuda":
             raise ValueError(
@@ -321,8 +321,8 @@ class GptTraining:
             )
         if self.sum_once and not fully_shard:
             raise ValueError(
-                "sum_once (--accumulate-whole-gradients) needs fully_shard (--use-torch-fsdp2): other data parallel "
-                "ranks already sum once a step; leave it out"
+                "sum_once (--accumulate-whole-gradients) needs fully_shard (--use-torch-fsdp2): data parallel ranks "
+                "without fully_shard already sum once a step; leave sum_once out"
             )
         if not fully_shard:
             return
@@ -392,6 +392,6 @@ class GptTraining:
 
 
 def _or_of(numbers: list[int], near: int) -> str:
-    """Join the nearest valid numbers below and above to "A or B"."""
+    """Return the valid numbers nearest to `near`, below and above, as "A or B"."""
     below, above = [n for n in numbers if n < near][-1:], [n for n in numbers if n > near][:1]
     return " or ".join(map(str, below + above))

@@ -1,11 +1,11 @@
 """AdamW in one pass over memory.
 
-A bfloat16 model may have float32 weights for the optimizer. With one PyTorch operator per operation, a step then
-converts gradients to float32 (6 bytes of memory traffic per weight), clips them (8), runs AdamW (28), and converts the
-weights to bfloat16 (6). Memory bandwidth bounds the step, and a single kernel needs only 30 bytes per weight. This
-kernel reads gradients in the dtype of backward, scales them for clipping, and writes the model's weights together with
-the float32 weights. Two of the 30 bytes are a read of the model's weights, to detect values that the user has loaded.
-`adamw_launches.py` decides which weights share a kernel.
+A bfloat16 model may have float32 weights for the optimizer. With one PyTorch operator per operation, an AdamW step on
+float32 weights converts gradients to float32 (6 bytes of memory traffic per weight), clips them (8), runs AdamW (28),
+and converts the weights to bfloat16 (6). Memory bandwidth bounds the step, and a single kernel needs only 30 bytes per
+weight. This kernel reads gradients in the dtype of backward, scales them for clipping, and writes the model's weights
+together with the float32 weights. Two of the 30 bytes are a read of the model's weights, to detect values that the user
+has loaded. `adamw_launches.py` decides which weights share a kernel.
 
 The step count and the learning rate are on the GPU too, so the host never waits, and a CUDA graph can capture the step.
 
@@ -34,15 +34,15 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW with the numbers of `torch.optim.AdamW` up to rounding, and the same state and `state_dict`.
+    """AdamW with the results of `torch.optim.AdamW` up to rounding, and with the same state and `state_dict`.
 
     On a GPU one kernel computes the step, as described at the top of the file; on a CPU PyTorch computes it.
 
     Args:
         params, lr, betas, eps, weight_decay: see `torch.optim.AdamW`; `lr` may be a tensor.
-        weights: the float32 weights to update. The step accepts their gradients in any dtype, and writes the updated
-            weights to the model. If the user writes values to the model, the next step starts from these values. So no
-            `weights.publish()` and no `zero_grad` of the model is needed.
+        weights: the float32 weights to update. The step accepts gradients of these weights in any dtype, and writes the
+            updated weights to the model. If the user writes values to the model, the next step starts from these
+            values. So no `weights.publish()` and no `zero_grad` of the model is needed.
 
     Raises:
         TypeError: a parameter is not floating point.
@@ -98,7 +98,7 @@ class AdamW(torch.optim.AdamW):
         saved = zip(state_dict["param_groups"], self.param_groups, strict=False)
         groups = [{**group, "fused": _is_fused(own)} for group, own in saved]
         if len(groups) != len(self.param_groups):
-            groups = state_dict["param_groups"]  # so that PyTorch raises for another number of groups
+            groups = state_dict["param_groups"]  # PyTorch raises an error if the number of groups differs
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class AdamW(torch.optim.AdamW):
         Raises:
             TypeError, ValueError: the scale is not a tensor of one element.
             RuntimeError: a gradient is sparse, or other tensors have replaced the model's parameters (`load_state_dict`
-                with assign=True). After this error no parameter is updated.
+                with assign=True). If this error is raised, no parameter is updated.
         """
         _check_scale(scale)
         loss = None
@@ -137,7 +137,7 @@ class AdamW(torch.optim.AdamW):
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         by_kernel = all(parameter.device.type == "cuda" for parameter in every) or INTERPRETED
         if self.weights is not None:
-            self.weights.before_step(contents=not by_kernel)  # the kernel compares the weights that it reads
+            self.weights.before_step(contents=not by_kernel)  # the kernel itself compares the contents of the weights
         if by_kernel:
             require_triton()
             if len(self.state) != len(self._known) or not all(map(is_, self.state.values(), self._known)):

@@ -9,7 +9,7 @@ import triton.language as tl
 @triton.jit
 def adamw_numbers(
     steps,  # (count,) float32: step counts including this step. With COUNTING: int64 addresses of counts to increment
-    constants,  # (8,) float64: rate, 1 - rate * decay, beta1, 1 - beta1, beta2, 1 - beta2, and the logarithms of both
+    constants,  # (8,) float64: rate, 1 - rate * decay, beta1, 1 - beta1, beta2, 1 - beta2, log beta1, log beta2
     numbers,  # (count, 8) float64: rate / first bias correction, root of second bias correction, constants 2 to 6
     count, COUNTING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,7 @@ def adamw_steps(
            # first program; row of `numbers`. All tensors are contiguous; narrow is the model's weight, or 0
     row_of,  # (programs,) int32
     numbers,  # (any, 8) float64, from `adamw_numbers`
-    scale,  # (), by which gradients are multiplied, or None
+    scale,  # (): factor of the gradients; None: no scaling
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, AVERAGE: tl.constexpr, SQUARE: tl.constexpr,
     MODEL: tl.constexpr,  # these five constants are the dtypes of the tensors at the addresses
     ALIGNED: tl.constexpr,  # whether all addresses are divisible by 16

@@ -37,8 +37,8 @@ class MainWeights:
 
     Attributes:
         named: the weights that the optimizer updates, by the model's names; tied weights appear once. Without
-            `keep_narrow`, their `.grad` is complete after each backward. If these weights are copies, backward releases
-            the gradients of the model's own weights.
+            `keep_narrow`, `.grad` of the named weights is complete after each backward. If the named weights are
+            copies, backward releases the gradients of the model's own weights.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, keep_narrow: bool = False) -> None:
@@ -193,8 +193,8 @@ class MainWeights:
 class _Gradients:
     """The narrow gradients of main weights; wide gradients are in `.grad`.
 
-    This object holds no reference to the model, because hooks of the parameters refer to it, and Python cannot collect
-    such a cycle.
+    Hooks of the model's parameters refer to this object. So this object must not refer to the model, because Python
+    cannot collect such a cycle.
     """
 
     def __init__(self, keep_narrow: bool) -> None:
@@ -205,7 +205,7 @@ class _Gradients:
         self._versions: dict[Tensor, tuple[int, int]] = {}
 
     def saw(self, pairs: Iterable[tuple[Tensor, Tensor]], only_main: bool = False) -> None:
-        """Record the versions of each pair's two weights; later writes count as new."""
+        """Record the versions of each pair's two weights; writes after this call count as new."""
         for main, own in pairs:
             self._versions[main] = (main._version, self._versions[main][1] if only_main else own._version)
 
@@ -247,7 +247,7 @@ class _Gradients:
 
 
 class _Moved:
-    """A hook that moves the gradient of a parameter to its copy."""
+    """A hook that moves the gradient of a parameter to the parameter's float32 copy."""
 
     def __init__(self, gradients: _Gradients, main: nn.Parameter) -> None:
         self.gradients, self.main = gradients, main
@@ -260,7 +260,7 @@ class _Moved:
 
 
 def adopt_into(main: Tensor, own: Tensor) -> None:
-    """Copy a model's weight to its main weight where it differs from the rounded main weight.
+    """Copy those elements of a model's weight to the main weight that differ from the rounded main weight.
 
     The host does not wait for the GPU.
     """

@@ -60,7 +60,7 @@ def _check_replay(recipe: Recipe, ranks: int, device: str) -> None:
         )
     if ranks > 1:
         raise InputError(
-            f"run.replay is true, but there are {ranks} ranks, whose sums begin during the backward pass: set "
+            f"run.replay is true, but there are {ranks} ranks, which sum gradients during the backward pass: set "
             "run.replay=false, or train on one GPU"
         )
 

@@ -43,7 +43,7 @@ class _Unit:
     Attributes:
         names: names of the unit's parameters.
         chained: whether the unit is a member of a chain.
-        between: whether the unit is a member of a chain, and another chain follows it in the same chain.
+        between: whether the unit is a direct member of a chain, and a later member of the same chain contains layers.
         leaf: whether the unit has no submodules.
         norm, own: whether the unit is a norm; whether it consists of the direct parameters of a divided module.
     """
@@ -86,7 +86,7 @@ def _is_sequence(module: nn.Module) -> bool:
 
 
 def _is_chain(module: nn.Module) -> bool:
-    """Whether a module is a chain: its members have submodules."""
+    """Whether a module is a chain: a sequence in which some members have submodules."""
     return _is_sequence(module) and any(_has_parts(child) for child in module.children())
 
 

@@ -144,7 +144,8 @@ def _sides(parameter: Tensor) -> tuple[int, int]:
 
 
 def _order(parameter: Tensor) -> tuple[int, ...]:
-    """Return a parameter's dimensions, rows first, then in memory order; Muon's result ignores the order of columns."""
+    """Return a parameter's dimensions: rows first, then the others in memory order, since columns may have any
+    order."""
     columns = sorted(range(1, parameter.dim()), key=lambda axis: -parameter.stride()[axis])
     return (0, *columns)
 

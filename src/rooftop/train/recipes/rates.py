@@ -23,7 +23,7 @@ from rooftop.train.recipes.recipe import Schedule
 
 
 def rate_factor(schedule: Schedule, step: int, steps: int) -> float:
-    """The learning rate of a step, as a factor of the highest rate.
+    """The learning rate of a step, as a fraction of the highest rate.
 
     Args:
         schedule: the section `schedule` of the recipe; its fractions of the run are rounded to whole steps.
@@ -67,7 +67,7 @@ def check_parts(schedule: Schedule) -> None:
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Set each group's learning rate to its highest rate times a factor.
 
-    Tensor rates (for CUDA graphs) change in place.
+    Rates that are tensors (for CUDA graphs) change in place.
     """
     for group in optimizer.param_groups:
         rate = group["initial_lr"] * factor

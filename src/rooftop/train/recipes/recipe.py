@@ -147,18 +147,19 @@ class Augment:
         hue: maximum change of the hue in colour jitter, as a fraction of the colour circle, up to 0.5; 0: off.
         rand_augment: number of operations of RandAugment; 0: off. Source: Cubuk et al. 2020, arXiv:1909.13719.
         magnitude: strength of RandAugment's operations, from 0 to 10.
-        rand_augment_on: "cpu" or "gpu": device that applies RandAugment's operations; both compute the same pixels. On
-            a GPU, Rooftop's image tasks set "gpu".
+        rand_augment_on: "cpu" or "gpu": device that applies RandAugment's operations; both devices compute the same
+            pixels. On a GPU, Rooftop's image tasks set "gpu".
         erase: probability of random erasing. Source: Zhong et al. 2020, arXiv:1708.04896.
-        repeats: copies of each sample in a batch, each with its own augmentation. An epoch has the same number of
-            steps as without repeats, so it has fewer different samples. Source: Hoffer et al. 2020, arXiv:1901.09335.
+        repeats: copies of each sample in a batch, each with its own augmentation. An epoch has the same number of steps
+            as without repeats, so an epoch has fewer different samples. Source: Hoffer et al. 2020, arXiv:1901.09335.
         decode: device that decodes and crops the JPEGs of the training images: "cpu", "gpu", or "auto". "auto" chooses
             the GPU if the GPU decodes more than 2.5 times as many images a second as the CPU, because the GPU also has
-            to train. rooftop train measures both at the start. A GPU's pixels differ slightly from a CPU's.
+            to train. rooftop train measures both at the start. The pixels that a GPU decodes differ slightly from those
+            that a CPU decodes.
         gpu_share: with decode = "gpu", the fraction of the images that the GPU decodes; the CPU decodes the others. A
             GPU that decodes all images has less time for the step.
-        detail: minimum number of decoded pixels per pixel of a random crop, along a side. Below 1 the CPU decodes more
-            JPEGs at 1/2, 1/4 or 1/8 of their size, which is faster but blurs these crops.
+        detail: minimum number of decoded pixels per pixel of a random crop, along a side. With a number below 1, the
+            CPU decodes more JPEGs at 1/2, 1/4 or 1/8 of their size than with 1, which is faster but blurs the crops.
         size: side of the training images in pixels; 0: the task's default.
         test_size: side of the validation images; 0: as in training. A size above the training size often raises the
             accuracy. Source: Touvron et al. 2019, "FixRes", arXiv:1906.06423.
@@ -190,10 +191,10 @@ class Model:
         weights: a file of initial weights, or the name of published weights; "": random weights.
         num_classes: classes of the model; 0: the number in the data.
         frozen: shell patterns of modules to freeze; their norms stay in evaluation mode.
-        dropout: dropout probability of the model's dropout layers. Without dropout layers: of the last linear layer's
-            input. Source: Srivastava et al. 2014.
-        stochastic_depth: probability of skipping the last block; it falls linearly to 0 at the first block. Source:
-            Huang et al. 2016, arXiv:1603.09382.
+        dropout: dropout probability of the model's dropout layers. A model without dropout layers gets dropout before
+            its last linear layer. Source: Srivastava et al. 2014.
+        stochastic_depth: probability of skipping the last block; the probability falls linearly to 0 at the first
+            block. Source: Huang et al. 2016, arXiv:1603.09382.
         options: further arguments of the model's builder.
     """
 
@@ -242,7 +243,7 @@ class Faults:
     Attributes:
         not_finite: action at a loss or gradient that is not finite: "stop", or "skip" the step.
         most_skipped: maximum number of consecutive skipped steps.
-        damaged: action at a sample that cannot be read: "stop", or "skip" it.
+        damaged: action at a sample that cannot be read: "stop", or "skip" the sample.
     """
 
     not_finite: str = "stop"
@@ -286,7 +287,7 @@ class Recipe:
         """Create the default recipe with these values, by section and name.
 
         Raises:
-            InputError: a section or name is unknown, or a value has another type or is out of range.
+            InputError: a section or name is unknown, or a value has a wrong type or is out of range.
         """
         return cls().updated(values)
 

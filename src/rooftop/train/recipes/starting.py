@@ -3,8 +3,8 @@
     started = start_from(model, "resnet50.pth", num_classes=7)
     print(started)  # ... 318 of the model's 320 keys are loaded; new for 7 classes: fc.weight, fc.bias
 
-The file may have the keys of any library that `rooftop.models.loading` knows. All weights except the head's must fit:
-if the file has another number of classes, or no head, the model keeps its new head.
+The file may have the keys of any library that `rooftop.models.loading` supports. All weights except the head's must
+fit: if the file has another number of classes, or no head, the model keeps its new head.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Started:
             parts.append(f"new for {self.num_classes} classes: {', '.join(self.renewed)}")
         if report.unexpected_keys:
             shown = ", ".join(report.unexpected_keys[:3]) + (", and so on" if len(report.unexpected_keys) > 3 else "")
-            parts.append(f"{len(report.unexpected_keys)} of the file are not in the model: {shown}")
+            parts.append(f"{len(report.unexpected_keys)} of the file's keys are not in the model: {shown}")
         return "; ".join(parts)
 
 

@@ -124,7 +124,7 @@ class Ablation:
     """The results of an ablation: a recipe and the effects of its switches.
 
     Attributes:
-        metric: the metric that compares runs.
+        metric: the metric by which runs are compared.
         maximize: whether a higher metric is better.
         values: metric of the whole recipe by seed, for finished runs.
         worths: worth of each switch that has at least one finished pair of runs.
@@ -265,7 +265,7 @@ def ablate(
         runs: the result of `runs_of`.
         results: the result of `results_of`. With several ranks, read the results before any rank trains.
         train: trains one run, and may resume an interrupted run.
-        metric: the metric of the last evaluation that compares runs.
+        metric: name of the metric by which runs are compared; its value in the last evaluation counts.
         maximize: whether a higher metric is better.
         told: called after each run, with the run, its metric, and the ablation so far.
         write: whether this process writes results; with several ranks, only the first rank does.

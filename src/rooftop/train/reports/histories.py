@@ -100,7 +100,7 @@ class Pace:
 
 
 def pace_of(steps: list[StepRecord]) -> Pace | None:
-    """Average the records of several steps; None if all steps were skipped, or if there are none."""
+    """Average the records of several steps; None if all steps were skipped, or if there are no steps."""
     counted = [record for record in steps if not record.skipped]
     if not counted:
         return None

@@ -138,7 +138,7 @@ def value_text(value: float) -> str:
 
 
 def decimals_of(scale: float) -> int:
-    """The number of decimals for four significant digits of numbers up to this size."""
+    """Return the number of decimals with which numbers up to `scale` have four significant digits."""
     return max(0, 3 - math.floor(math.log10(scale))) if scale > 0 and math.isfinite(scale) else 4
 
 

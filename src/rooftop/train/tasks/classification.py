@@ -139,7 +139,8 @@ def _normalized(normalizer: Normalizer, batch: Sequence[Any]) -> tuple[Tensor, T
 
 
 def accuracies(model: nn.Module, batch: Sequence[Tensor], top: int = 0) -> dict[str, Tensor]:
-    """Whether each image's true class is the most probable; with `top`, also whether it is among the `top` best."""
+    """Whether each image's true class is the most probable class; with `top`, also whether the true class is among the
+    `top` most probable classes."""
     images, labels = batch
     logits = model(images)
     found = {"accuracy": (logits.argmax(1) == labels).float()}

@@ -7,9 +7,9 @@
 
 Points are grouped into voxels, and the network labels each voxel that has points. In each epoch, training scans are
 turned, mirrored and scaled at random. One scan in five loses its intensities, so that the network can also label clouds
-without intensities. Other scenes are held out. "accuracy" is the fraction of correctly labelled voxels, averaged over
-scans. `judge` returns the intersection over union (IoU) of each class over all points, and the mean, "mIoU", which
-selects the best checkpoint.
+without intensities. Scenes of other seeds are held out for validation. "accuracy" is the fraction of correctly labelled
+voxels, averaged over scans. `judge` returns the intersection over union (IoU) of each class over all points, and the
+mean, "mIoU", which selects the best checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WITHOUT_INTENSITY = 0.2  # fraction of training scans whose intensities are drop
 FIRST_SEED = 1 << 20  # first seed of the training scans; the seeds of the held-out scans begin at 0
 VOXEL_M = {"street": 0.3, "room": 0.1}
 FINE_M = {"street": 0.1, "room": 0.04}
-SHOWN = 1  # examples
+SHOWN = 1  # number of example scenes on the page
 
 ON_CPU: Values = {
     "run": {"steps": 240, "batch": 2},
@@ -342,7 +342,7 @@ def _examples(scans: Scans, model: nn.Module, device: torch.device) -> list[tupl
 
 
 def drawn(cloud: Cloud, said: Tensor, setting: Setting) -> Image.Image:
-    """Draw the true labels of a cloud (heights if they are unknown), the predicted labels, and the errors."""
+    """Draw the true labels of a cloud (heights if the labels are unknown), the predicted labels, and the errors."""
     xyz, said = cloud.xyz.cpu(), said.cpu()
     intensity, truth = (None if each is None else each.cpu() for each in cloud[1:])
     palette = torch.tensor(list(setting.classes.values()), dtype=torch.uint8)
@@ -357,5 +357,5 @@ def drawn(cloud: Cloud, said: Tensor, setting: Setting) -> Image.Image:
         share = wrong.double().mean().item()
         errors = torch.tensor([RIGHT, WRONG], dtype=torch.uint8)[wrong.long()]
         panels.append((f"errors: {100 * share:.1f}% of points", lit(errors, None)))
-    shown |= ~shown.any()  # a scan may have only points of the lid
+    shown |= ~shown.any()  # if all points of a scan belong to the omitted class (`lid`), show all points
     return sheet(xyz[shown], [(name, colours[shown]) for name, colours in panels], legend)

@@ -33,7 +33,7 @@ class Batches:
 
     Attributes:
         sequences: number of sequences; without a mixture, a pass reads each sequence once.
-        parts: for each row, (number of sequences, share of all sequences that the training reads).
+        parts: for each row (data set), its number of sequences, and its share of all sequences that the training reads.
 
     Raises:
         InputError: the tokens, or the tokens of a row, are too few for one sequence.

@@ -80,7 +80,8 @@ class Mixture:
         """The shares of the rows, which sum to 1.
 
         Args:
-            sequences: the number of sequences of each row; without weights, the shares are proportional to these.
+            sequences: the number of sequences of each row; without weights, the shares are proportional to these
+                numbers.
         """
         weights = [Fraction(count) for count in sequences] if self.weights is None else self.weights
         total = sum(weights)
@@ -94,7 +95,7 @@ class Mixture:
         return digest.hexdigest()
 
     def check_vocabulary(self, vocabulary: int, progress: Progress = lambda what, fraction: None) -> None:
-        """Check each row as `Tokens` does."""
+        """Check the tokens of each row with `Tokens.check_vocabulary`."""
         for row in self.rows:
             row.check_vocabulary(vocabulary, progress)
 

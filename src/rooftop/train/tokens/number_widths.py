@@ -2,7 +2,7 @@
 
 If 32-bit tokens are read as 16-bit numbers, every second number is the upper half of a token: 0, or a small number for
 vocabularies above 65,536. At the right width, numbers at even and odd positions have the same distribution. So the
-ratio of their means decides:
+ratio of the means at odd and even positions decides:
 
 | two neighbouring numbers are | mean at odd positions divided by mean at even positions |
 |---|---|

@@ -1,8 +1,9 @@
-"""Draw from several sources in exact proportions: after n draws, each count is within one of n times the share.
+"""Draw from several sources in exact proportions: after n draws, the number of draws from each source differs from n
+times the source's share by less than one.
 
 Let the k sources have weights w_i that sum to 1. Source i gets c_i of the first n draws, with |c_i - w_i n| <= 1 - 1 /
 (2k - 2). No smaller bound holds for all weights. Each draw considers the sources that stay within the bound if they are
-drawn. Among these sources, it selects the source that would be the first to fall below the bound if it were not drawn.
+drawn. Among these sources, the draw selects the source that would fall below the bound first if it were not drawn.
 Source: Tijdeman 1980, "The chairman assignment problem".
 
 Integer arithmetic avoids accumulated rounding. The period of the draws is the common denominator of the weights.

@@ -116,7 +116,7 @@ def array_numbers(path: Path, kind: str | None = None) -> Numbers:
 
 
 def mapped(path: Path, dtype: np.dtype[Any], offset: int = 0) -> Integers:
-    """Map the numbers of a file, from a byte offset on.
+    """Memory-map the numbers of a file, from a byte offset on.
 
     The numbers of a large file stay on the disk until they are read.
     """
@@ -145,8 +145,8 @@ def _llmc_numbers(path: Path, kind: str | None) -> Numbers | None:
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", min(size, LLMC_HEADER_BYTES) // 4)
     magic = int(header[0]) if len(header) else 0
-    # After the count, a header has only zeros. With other numbers the file has no header: its first token merely equals
-    # the magic number.
+    # After the count, a header has only zeros. If one of these numbers is not zero, the file has no header, and its
+    # first token equals the magic number by chance.
     if magic not in LLMC_TOKENS | LLMC_OTHERS or header[32:].any():
         return None
     if magic in LLMC_OTHERS:

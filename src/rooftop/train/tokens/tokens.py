@@ -70,7 +70,7 @@ class Tokens:
         """Read tokens `start` to `stop - 1`, as int64.
 
         Raises:
-            IndexError: there are fewer tokens.
+            IndexError: there are fewer than `stop` tokens.
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"{self.source} has tokens 0 to {len(self)}, not {start} to {stop}")

@@ -16,8 +16,8 @@ def attend_pages(
     WINDOW: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend from ROWS of the GROUP query heads of one key head to one of SPLITS parts of a sequence's positions. The
-    parts divide all positions, or only the last WINDOW.
+    """Compute the attention of ROWS query heads (of the GROUP query heads that share one key head) to one part of a
+    sequence's positions. SPLITS parts cover all positions, or only the last WINDOW positions.
     """
     program = tl.program_id(0)
     split = program % SPLITS
@@ -88,8 +88,9 @@ def attend_pages(
 
 @triton.jit
 def _product(left, right, WIDEN: tl.constexpr):
-    """left @ right in float32. WIDEN converts the operands first, because in a product Triton's interpreter reads
-    bfloat16's bits as integers."""
+    """left @ right in float32. WIDEN converts the operands to float32 first: in a product, Triton's interpreter would
+    read the bits of bfloat16 as integers.
+    """
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
@@ -100,7 +101,7 @@ def merge_splits(
     partial, partial_lse, out,  # (rows, SPLITS, WIDTH), (rows, SPLITS), float32; (rows, WIDTH)
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the parts of one row, each weighted by the exponential of its log-sum-exp."""
+    """Merge the results of all parts for one row: each result is weighted by the exponential of its log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     feature = tl.arange(0, BLOCK)

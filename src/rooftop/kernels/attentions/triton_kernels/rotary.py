@@ -20,7 +20,8 @@ def rotate(
 ):  # fmt: skip
     """Rotate POSITIONS positions of HEADS heads, reading cos and sin once for all these heads.
 
-    The first `groups` groups of heads belong to x. Results at positions outside the tables are NaN.
+    The first `groups` groups of heads belong to x, and the remaining groups to `other`. Results at positions outside
+    the tables are NaN.
     """
     other_groups = tl.cdiv(other_heads, HEADS)
     blocks = tl.cdiv(positions, POSITIONS)
@@ -34,7 +35,7 @@ def rotate(
         place += tl.load(starts + batch)
     pair = tl.arange(0, BLOCK)
     known = ((place >= 0) & (place < table_positions))[:, None] & (pair < PAIRS)[None, :]
-    # NaN is not a global variable: Triton raises if a global's value has changed, and NaN never equals itself
+    # Not a global variable: Triton raises an error if the value of a global has changed, and NaN never equals itself.
     nan = float("nan")
     cosine = tl.load(cos + batch * cos_batch + place[:, None] * cos_position + pair[None, :], mask=known, other=nan)
     sine = tl.load(sin + batch * sin_batch + place[:, None] * sin_position + pair[None, :], mask=known, other=nan)
@@ -66,7 +67,7 @@ def _rotate_heads(
     INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """(a, b) -> (a cos - b sin, b cos + a sin) for each pair; all heads are loaded before the first is stored."""
+    """Rotate each pair (a, b) to (a cos - b sin, b cos + a sin). All heads are loaded before the first is stored."""
     pair, both = tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK)
     left, right = (), ()
     for index in tl.static_range(HEADS):

@@ -1,8 +1,8 @@
-"""Triton kernels that run before or after attention's back ends: they merge partial results, and prepare the gradient
-of the log-sum-exp.
+"""Triton kernels that run before or after PyTorch's attention: merging of partial results, and preparation of the
+gradient of the log-sum-exp.
 
-`states.py` and `attentions.py` have the operators. Tensors (B, H, S, D) have contiguous features; their other strides
-are arbitrary. Their rows are numbered in the order (b, h, s), like the log-sum-exps.
+`states.py` and `attentions.py` have the operators. Tensors (B, H, S, D) have contiguous features; all other strides are
+arbitrary. The rows of a tensor are numbered in the order (b, h, s), like the log-sum-exps.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def merge_backward(
     da_batch, da_head, da_position, db_batch, db_head, db_position,
     HAS_DLSE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dout_a = w_a dout and dlse_a = w_a dlse + w_a w_b (dout . out_a - dout . out_b), where w_a + w_b = 1, and
-    the same for part b.
+    """Compute dout_a = w_a dout and dlse_a = w_a dlse + w_a w_b (dout . out_a - dout . out_b), and for part b the same
+    with a and b exchanged. The weights have the sum w_a + w_b = 1.
     """
     row, column, real, inside = _tile(rows, WIDTH, BLOCK, ROWS)
     first = tl.load(lse_a + row, mask=real, other=0.0)
@@ -75,7 +75,7 @@ def fold_lse_gradient(
     nd_batch, nd_head, nd_position, no_batch, no_head, no_position,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Changes out so that dout . out becomes dout . out - dlse (see `attentions.py`)."""
+    """Write new_dout and new_out with new_dout . new_out = dout . out - dlse (see `attentions.py`)."""
     row, column, real, inside = _tile(rows, WIDTH, BLOCK, ROWS)
     extra = tl.load(dlse + row, mask=real, other=0.0)
     place = _place(row, heads, positions, d_batch, d_head, d_position)[:, None] + column[None, :]
@@ -83,7 +83,7 @@ def fold_lse_gradient(
     place = _place(row, heads, positions, o_batch, o_head, o_position)[:, None] + column[None, :]
     value = tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(gradient), axis=1)
-    ample = largest * limit >= tl.abs(extra)  # False: the gradient is negligible next to dlse
+    ample = largest * limit >= tl.abs(extra)  # False: `gradient` is negligible next to dlse
     unit = gradient / tl.where(ample & (largest > 0), largest, 1.0)[:, None]
     factor = extra / tl.where(ample & (largest > 0), largest * tl.sum(unit * unit, axis=1), 1.0)
     only = (column == 0)[None, :] & ~ample[:, None]
@@ -111,7 +111,7 @@ def _place(row, heads, positions, batch_stride, head_stride, position_stride):
 
 @triton.jit
 def _weights(first, second):
-    """(w_a, w_b, lse); if both are -inf, no keys were attended to: (0, 0, -inf)."""
+    """Compute (w_a, w_b, lse) from the log-sum-exps of two parts, or (0, 0, -inf) if both log-sum-exps are -inf."""
     largest = tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     a, b = tl.exp(first - shift), tl.exp(second - shift)

@@ -20,7 +20,7 @@ def window_attention_forward(
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend from QUERIES positions of a window to all its KEYS positions (N or more)."""
+    """Compute the attention of QUERIES positions of a window to all N positions of that window. KEYS is at least N."""
     head = tl.program_id(0) % heads
     window = tl.program_id(0) // heads
     feature = tl.arange(0, BLOCK_D)
@@ -52,8 +52,8 @@ def window_attention_backward(
     WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     PADDING: tl.constexpr, COSINE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every P-th window of a head, where P is the number of programs per head. The program
-    recomputes the weights, and sums in registers the gradients of the tensors that all windows share.
+    """Compute the gradients of every P-th window of a head, where P is the number of programs per head. Each program
+    recomputes the attention weights, and adds up in registers the gradients of the tensors that all windows share.
     """
     head = tl.program_id(0)
     program = tl.program_id(1)
@@ -116,8 +116,10 @@ def window_attention_backward(
 
 @triton.jit
 def _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr):
-    """(token, part, real, here) of positions n in a window. token: index on the map. part: index of the part of a
-    shifted window, which has up to four parts. real: n is in the window. here: n is on the map, not in the padding.
+    """Compute (token, part, real, here) for positions n of a window. token: the position's index on the map. part: the
+    index of the position's region, because a shifted window contains up to four regions of the map. real: n is in the
+    window.
+    here: n is on the map, not in the padding.
     """
     row = window // across % down * WINDOW_H + n // WINDOW_W + shift_h
     column = window % across * WINDOW_W + n % WINDOW_W + shift_w
@@ -169,15 +171,16 @@ def _inverse_lengths(vectors):
 
 @triton.jit
 def _through_normalizing(gradient, vectors, inverse):
-    """The gradient of x, from the gradient of x / max(|x|, 1e-12)."""
+    """The gradient of the vectors x, from the gradient of x / max(|x|, 1e-12)."""
     unit = tl.where((inverse < 1e12)[:, None], vectors.to(tl.float32) * inverse[:, None], 0.0)
     return (gradient - unit * tl.sum(gradient * unit, axis=1)[:, None]) * inverse[:, None]
 
 
 @triton.jit
 def _product(left, right, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """left @ right in float32. WIDEN converts the operands first, because in a product Triton's interpreter reads
-    bfloat16's bits as integers."""
+    """left @ right in float32. WIDEN converts the operands to float32 first: in a product, Triton's interpreter would
+    read the bits of bfloat16 as integers.
+    """
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision=PRECISION)

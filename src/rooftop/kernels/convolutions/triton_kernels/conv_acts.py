@@ -8,21 +8,21 @@ contiguous in memory. The weights, (O, KH, KW, C) in memory, are the second matr
 The kernel applies the operations after the convolution to the sums, and stores the results once.
 
 - `conv_act_persistent` and `conv_act_single` copy boxes of BATCH images, HEIGHT lines and WIDTH pixels with the tensor
-  memory accelerator (TMA) of Hopper and later GPUs. A tap is the same box at another position, and TMA copies zeros for
-  positions outside the image. So no element needs index arithmetic or a mask. For this purpose the image has five
-  dimensions, (N, H / SH, SH, W / SW, SW C): the pixels that one tap reads are then contiguous in every dimension, for
-  any stride. Sums are (channels, pixels): the copied box is reshaped before the product, and Triton reads a reshaped
-  box directly from shared memory only as the second operand. A program of `conv_act_persistent` computes many boxes.
-  The program stores one box in PARTS parts while the copies for the next box are in flight. A program of
-  `conv_act_single` computes one box.
+  memory accelerator (TMA) of Hopper and later GPUs. Each tap reads a box of the same size at another position, and TMA
+  copies zeros for positions outside the image. So no element needs index arithmetic or a mask. The image is described
+  in five dimensions, (N, H / SH, SH, W / SW, SW C): the pixels that one tap reads are then contiguous in every
+  dimension, for any stride. Sums are (channels, pixels), with the box of pixels as the second operand of the product:
+  Triton reads a reshaped box directly from shared memory only as the second operand. A program of `conv_act_persistent`
+  computes many boxes. The program stores one box in PARTS parts while the copies for the next box are in flight. A
+  program of `conv_act_single` computes one box.
 - `conv_act_gathered` loads by pointers, and supports any number of channels, any stride, groups and any GPU. With
-  groups, each step covers channels of one tap of one group. If fewer than DEPTH channels are left, zeros fill the step.
+  groups, each step covers up to DEPTH channels of one tap of one group; zeros replace missing channels.
 
-With SPLIT > 1, SPLIT programs share the steps through K. Each program writes float32 sums, and the last program to
-arrive adds them in order. No sum uses atomics, so results are deterministic.
+With SPLIT > 1, SPLIT programs share the steps through K of each tile. Each program writes its float32 sums, and the
+program that finishes last adds the sums of all programs in order. No sum uses atomics, so results are deterministic.
 
-`conv_act_finish` computes the operations after a library's convolution. `conv_act_pack` lays out images of few
-channels so that a line of a window is contiguous in memory.
+`conv_act_finish` computes the operations after a convolution by cuDNN. `conv_act_pack` copies images of few channels so
+that a line of a window is contiguous in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def conv_act_persistent(
     BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute every P-th tile, where P is the number of programs."""
+    """Compute every P-th tile of the convolution, where P is the number of programs."""
     high, wide = tl.cdiv(lines, HEIGHT), tl.cdiv(pixels, WIDTH)
     row_tiles, column_tiles = tl.cdiv(images, BATCH) * high * wide, tl.cdiv(columns, COLUMNS)
     start, programs = tl.program_id(0), tl.num_programs(0)
@@ -84,8 +84,8 @@ def conv_act_single(
     BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of one part of K. EARLY: programmatic dependent launch: this kernel may start while the previous
-    kernel still runs, and waits for the previous kernel's results.
+    """Compute one tile of the convolution over one part of K. EARLY selects programmatic dependent launch: this kernel
+    may start while the previous kernel still runs, and waits for the previous kernel's results.
     """
     if EARLY:
         gdc_wait()
@@ -130,7 +130,9 @@ def conv_act_gathered(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of one part of K; WIDE: offsets within x need 64 bits. CHANNELS: channels of a group."""
+    """Compute one tile of the convolution over one part of K. WIDE: offsets within x need 64 bits. CHANNELS: channels
+    of a group.
+    """
     if EARLY:
         gdc_wait()
     of_group = columns // GROUPS
@@ -145,7 +147,7 @@ def conv_act_gathered(
         group = column_tile // tl.cdiv(of_group, COLUMNS)
         column = column_tile % tl.cdiv(of_group, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
         column = tl.where(column < of_group, group * of_group + column, columns)  # the index `columns` is masked
-    # For each row, the pixel under the window's first tap; rows past the end read the last pixel.
+    # Pixel under the window's first tap, for each row of the tile; rows past the end read the last pixel.
     place = tl.minimum(row, rows - 1)
     line = place // pixels % lines * STRIDE_H - PADDING_H
     pixel = place % pixels * STRIDE_W - PADDING_W
@@ -170,7 +172,7 @@ def conv_act_gathered(
             moved = source + (down * x_line + right * x_pixel)
             left = tl.load(x + (moved[:, None] + channel[None, :]), mask=inside[:, None] & known[None, :], other=0.0)
             right_block = tl.load(weights + (tap * CHANNELS + channel)[:, None], mask=known[:, None], other=0.0)
-        elif CHANNELS % DEPTH == 0:  # each step is in one tap
+        elif CHANNELS % DEPTH == 0:  # each step reads channels of a single tap
             tap = step * DEPTH // CHANNELS
             down, right = tap // KERNEL_WIDTH * DILATION_H, tap % KERNEL_WIDTH * DILATION_W
             inside = (line + down >= 0) & (line + down < height) & (pixel + right >= 0) & (pixel + right < width)
@@ -204,8 +206,8 @@ def conv_act_finish(
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     BY_ROW: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """y = activation(sums + bias + residual), contiguous. z is the input of the activation; `units` counts groups of
-    UNIT columns.
+    """Compute y = activation(sums + bias + residual), contiguous. If KEEP, also write z, the input of the activation. A
+    row has `units` groups of UNIT columns.
 
     BY_ROW: a row is one channel of one image (contiguous tensors). Without BY_ROW, a column is a channel (channels
     last).
@@ -234,8 +236,8 @@ def conv_act_pack(
     rows, height, width, channels, target_height, left, source_image, source_channel, source_line, source_pixel,
     PIXEL: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,  # LINE: TW * PIXEL
 ):  # fmt: skip
-    """Write images channels last, with PIXEL channels per pixel, `left` pixels of padding before each line, and zeros
-    outside the source. `rows`: N * TH.
+    """Write images channels last, with PIXEL channels per pixel and `left` pixels of padding before each line. Elements
+    outside the source are zero. `rows`: N * TH.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK)
@@ -254,7 +256,7 @@ def conv_act_pack(
 
 @triton.jit
 def _corner(row_tile, high, wide, BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """(image, line, pixel) where a box of the result begins."""
+    """Compute the position (image, line, pixel) of a box's first pixel in the result."""
     return row_tile // (high * wide) * BATCH, row_tile // wide % high * HEIGHT, row_tile % wide * WIDTH
 
 
@@ -265,9 +267,9 @@ def _add_step(
     PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, BATCH: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Add the product over DEPTH channels of one tap to total."""
-    # For line o of the result, a tap reads line o * STRIDE + offset of the image. Padding in multiples of the stride
-    # keeps the offset nonnegative: division rounds a negative offset up instead of down.
+    """Add to `total` the product over DEPTH channels of one tap."""
+    # For line o of the result, a tap reads line o * STRIDE + offset of the image. The code adds a multiple of the
+    # stride to keep the offset nonnegative, because Triton's division rounds negative numbers up instead of down.
     AHEAD_H: tl.constexpr = (PADDING_H + STRIDE_H - 1) // STRIDE_H
     AHEAD_W: tl.constexpr = (PADDING_W + STRIDE_W - 1) // STRIDE_W
     tap, block = step // BLOCKS, step % BLOCKS
@@ -286,8 +288,8 @@ def _finish_box(
     HAS_RESIDUAL: tl.constexpr, BATCH: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores activation(total + bias + residual), one of PARTS parts of the box after the other; total is (channels,
-    pixels).
+    """Store activation(total + bias + residual), with total (channels, pixels). The box is stored in PARTS parts, one
+    after the other.
     """
     PIXELS: tl.constexpr = BATCH * HEIGHT * WIDTH // PARTS
     if HAS_BIAS:
@@ -326,7 +328,7 @@ def _finish_rows(
 
 @triton.jit
 def _is_last(total, sums, arrived, tile, tiles, part, SPLIT: tl.constexpr):
-    """Store the sums of one part of K. Return whether all other parts of the tile were stored before."""
+    """Store a tile's sums over one part of K. Return whether all other parts of K were already stored for this tile."""
     tl.store(_places(sums, tile, tiles, part, total.shape[0], total.shape[1]), total)
     tl.debug_barrier()  # all threads store before the counter is incremented
     return tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1

@@ -1,10 +1,10 @@
-"""The Triton kernel of y = activation(conv2d(x, weight) + bias + residual) with a group for each channel.
+"""The Triton kernel of y = activation(conv2d(x, weight) + bias + residual) for depthwise convolutions.
 
-Such a convolution has no matrix product: each pixel of a channel is a weighted sum of the KH KW pixels of its window.
-If each tap read its pixel, the caches would deliver each pixel KH KW times. So each thread computes a run of
-neighbouring pixels of a line. For each line of the window, the thread reads a pixel once, and adds the pixel to all
-sums that need it. A program computes runs below each other, so that the L1 cache also delivers the lines that the
-windows of several runs share.
+A depthwise convolution has no matrix product: each pixel of a channel is a weighted sum of the KH KW pixels of its
+window. If each tap read its pixel from memory, the caches would deliver each pixel KH KW times. So each thread computes
+a run of neighbouring pixels of a line. For each line of the window, the thread reads a pixel once, and adds the pixel
+to all sums whose windows contain it. A program computes runs in adjacent lines, so that lines in several windows are
+read from the L1 cache.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def conv_act_depthwise(
     PADDING_H: tl.constexpr, PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr, UNIT: tl.constexpr, FASTEST: tl.constexpr,
 ):  # fmt: skip
-    """Compute a run of RUN pixels in each of ROWS lines, for COLUMNS channels. There are `units` * UNIT channels.
-    FASTEST: weights are (KH, KW, C) in memory.
+    """Compute a run of RUN pixels in each of ROWS lines, for COLUMNS of the `units` * UNIT channels. FASTEST: the
+    weights are stored in the order (KH, KW, C).
     """
     channels = units * UNIT  # a multiple of UNIT, so that loads are wide
     runs = tl.cdiv(pixels, RUN)

@@ -14,8 +14,8 @@ def max_pool(
     PADDING_H: tl.constexpr, PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute HEIGHT lines of WIDTH pixels and CHANNELS channels of a result. Neighbouring windows overlap, and L1
-    serves the elements that they share.
+    """Compute HEIGHT lines of WIDTH pixels and CHANNELS channels of a result. Neighbouring windows overlap; elements in
+    several windows are read from the L1 cache.
     """
     down, across = tl.cdiv(lines, HEIGHT), tl.cdiv(pixels, WIDTH)
     tile = tl.program_id(0)

@@ -12,7 +12,7 @@ def gather_rows(
     items, width, table_rows, table_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Gather the table's rows for the tokens. If asserts are on, a token outside the table stops the program."""
+    """Gather the table's rows for the tokens. If device asserts are enabled, a token outside the table is an error."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.load(tokens + row, mask=row < items, other=0)
@@ -28,8 +28,8 @@ def add_equal(
     items, width, table_rows, skipped, value_stride,
     ITEMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of one token. The program of the token's first position stores the sum; programs of its later
-    positions store nothing.
+    """Sum the rows of one token. There is one program for each position: the program of the token's first position
+    stores the sum, and the programs of the token's later positions store nothing.
     """
     first = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -61,10 +61,10 @@ def add_runs(
 ):  # fmt: skip
     """Sum the runs of equal tokens among CHUNK items.
 
-    The sum of a run within the chunk is a row of the table. The first partial sum belongs to a run that began in an
-    earlier chunk. The second partial sum belongs to a run that begins in this chunk and continues in the next chunk. A
-    missing partial sum has the token -1. If one run fills the chunk and continues, the second partial sum has the run's
-    token and is 0.
+    The sum of a run that lies within the chunk is stored as a row of the table. The first partial sum of a chunk
+    belongs to a run that began in an earlier chunk. The second partial sum belongs to a run that begins in this chunk
+    and continues in the next chunk. If there is no such run, the token of the partial sum is -1. If one run fills the
+    chunk and continues, the second partial sum has the run's token and is 0.
     """
     chunk = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -78,7 +78,7 @@ def add_runs(
     head = sums + 2 * chunk * width + column
     total = tl.zeros((COLUMNS,), tl.float32)
     for block in range(0, CHUNK, AHEAD):
-        rows = ()  # AHEAD rows are in flight at a time
+        rows = ()  # AHEAD rows are loaded before the first is used
         for step in tl.static_range(AHEAD):
             item = first + block + step
             if INDIRECT:

@@ -1,9 +1,9 @@
 """Triton kernels of the trilinear interpolation; `interpolations.py` has the operator.
 
-A program computes POINTS points and CHANNELS channels at a time. All loads of a block's eight corners are in flight
-before the first is used, and neighbouring threads read neighbouring channels. `units` counts groups of UNIT channels,
-so that the compiler knows that UNIT divides C, and loads several channels at a time. All offsets of points are 64-bit.
-One program sums a point's gradient, so the gradient is deterministic.
+A program computes POINTS points and CHANNELS channels at a time. A program starts the loads of all eight corners before
+it uses the first corner, and neighbouring threads read neighbouring channels. The argument `units` is C / UNIT, so that
+the compiler knows that UNIT divides C, and loads several channels at a time. All offsets of points are 64-bit. One
+program sums a point's gradient, so the gradient is deterministic.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def trilinear_backward(
     FEATURES: tl.constexpr, COORDINATES: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr, POINTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the features (FEATURES), of the points (COORDINATES), or of both."""
+    """Compute the gradients of the features if FEATURES is set, and of the points if COORDINATES is set."""
     channels = units * UNIT
     point = tl.program_id(0).to(tl.int64) * POINTS + tl.arange(0, POINTS)  # (POINTS,)
     u, v, w = _upper_weights(points, point, count)
@@ -86,7 +86,7 @@ def trilinear_backward(
 
 @triton.jit
 def _upper_weights(points, point, count):
-    """The weight w of the upper end in each dimension; the lower end has the weight 1 - w."""
+    """The weight w of the cell's upper end in each dimension; the lower end has the weight 1 - w."""
     known = point < count
     u = tl.load(points + point * 3, mask=known, other=0.0).to(tl.float32)
     v = tl.load(points + point * 3 + 1, mask=known, other=0.0).to(tl.float32)
@@ -104,5 +104,5 @@ def _end(upper, UPPER: tl.constexpr):
 
 @triton.jit
 def _slope(UPPER: tl.constexpr):
-    """The derivative of an end's weight with respect to its coordinate."""
+    """The derivative of the weight of a cell's end with respect to the point's coordinate."""
     return 0.5 if UPPER else -0.5

@@ -1,9 +1,10 @@
 """Triton kernels of layer norm and RMS norm for rows that do not fit a program's registers; `norms.py` has shared
 functions.
 
-Forward reads a row twice. The second pass runs from the end of the row to its beginning, so it starts with the part
-that was read last and that L2 still holds. Backward has two kernels. The first kernel computes sums along rows. The
-second kernel uses these sums, computes dx in blocks of columns, and sums over rows.
+Forward reads a row twice. The second pass runs from the end of the row to its beginning, so that it starts with the
+elements that the first pass read last and that are still in L2. Backward has two kernels. The first kernel computes
+sums along rows. The second kernel uses the sums of the first kernel, computes dx in blocks of columns, and sums over
+rows.
 
 SHIFT: rows are not aligned to 16 bytes, so the kernel loads the groups of eight elements that enclose a row (norms.py).
 """
@@ -23,8 +24,8 @@ def norm_forward_long(
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Normalize every P-th row, where P is the number of programs. Each lane keeps its own mean and squared deviations
-    (Welford 1962).
+    """Normalize every P-th row, where P is the number of programs. Each lane computes the mean and the squared
+    deviations of its own elements (Welford 1962).
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
@@ -156,7 +157,8 @@ def norm_backward_long(
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx of a block of columns in every C-th row, and partial sums over these rows. C is the number of chunks.
+    """Compute dx of a block of columns in every C-th row, where C is the number of chunks. Also compute the partial
+    sums of each chunk for the gradients of weight and bias.
 
     With SHIFT the number of chunks is a multiple of eight, so that all rows of a program have the same shift.
     """
@@ -213,7 +215,7 @@ def norm_backward_long(
 
 @triton.jit
 def _load(pointers, place, shift, columns, SHIFT: tl.constexpr, EVICT: tl.constexpr):
-    """Load the elements of a block of a row; 0 for elements outside the row."""
+    """Load a block of a row. Elements outside the row are 0."""
     if SHIFT:
         groups = place < (shift + columns + 7) // 8 * 8
         values = tl.load(pointers, mask=groups, other=0.0, eviction_policy=EVICT)

@@ -1,29 +1,29 @@
 """Triton kernels of layer norm and RMS norm, of x or of x + input_bias + residual. `launches.py` launches the kernels.
 
-Rows that fit in a program's registers are read from memory once. A tile is ROWS rows by BLOCKS blocks of COLUMNS
-elements. Float32 values are computed block by block. Between two passes over a row, only its elements in their own
-dtype stay in registers. If the length of a row is not a power of two, masks cover only a part of the last block.
-Backward is persistent: while a program computes a tile, its next tiles are loaded to shared memory (STAGES). The sums
-for the gradients of weight and bias stay in registers until the end. `triton_kernels/long_norms.py` has the kernels for
-longer rows.
+Rows that fit in a program's registers are read from memory once. A tile has ROWS rows, and each row has BLOCKS blocks
+of COLUMNS elements. Float32 values are computed block by block. Between two passes over a row, registers contain the
+row's elements only in their own dtype. If the length of a row is not a power of two, masks are needed only in the last
+block. Programs of backward are persistent: while a program computes a tile, the program's next tiles are loaded to
+shared memory (STAGES). The sums for the gradients of weight and bias stay in registers until the end.
+`triton_kernels/long_norms.py` has the kernels for longer rows.
 
-Statistics are float32. The variance comes from squared deviations from the mean instead of from squares, so rows with a
-large common offset keep their accuracy. The mean itself is rounded to float32; in a row with a large offset the mean's
-error exceeds the rounding of the deviations. For float32 rows (CORRECTED) the kernel therefore subtracts the mean of
-the deviations too. Sums are multiplied by 1 / N, because the fast division by N is not exact even for N = 1. x +
-residual is rounded before it is normalized, because backward reads the rounded sum. In nearly constant rows, the large
-1 / std would magnify a difference between the normalized sum and the rounded sum.
+Statistics are float32. The variance is computed from squared deviations from the mean instead of from squares, so that
+a large common offset of a row does not reduce the accuracy. The mean itself is rounded to float32; in a row with a
+large offset the mean's error exceeds the rounding of the deviations. For float32 rows (CORRECTED) the kernel therefore
+also subtracts the mean of the deviations. Sums are multiplied by 1 / N, because the fast division by N is not exact
+even for N = 1. x + residual is rounded before it is normalized, because backward reads the rounded sum. If forward
+normalized the sum before rounding, in nearly constant rows the large 1 / std would magnify the rounding error.
 
-`units` and the strides count groups of UNIT elements, so that the compiler knows that UNIT divides N, and loads several
-elements at a time. EVEN: N fills the tile. All offsets of rows are 64-bit. No code is compiled for tensors that are
-None.
+`units` and the strides are in units of UNIT elements, so that the compiler knows that UNIT divides N, and loads several
+elements at a time. EVEN: N is the width of the tile. All offsets of rows are 64-bit. The compiler omits the code for
+tensors that are None.
 
-Shifted kernels are for rows of two-byte elements whose length N is not a multiple of eight. Such rows are not aligned
-to 16 bytes. The kernels load the groups of eight elements that enclose a row, 16 bytes at a time; lane i then holds
-column i - shift. A program works on rows whose distance is a multiple of eight. These rows have the same shift, so
-weights and sums stay in the same lanes. Blocks 1 to WHOLE - 1 contain no end of a row. Whole groups are stored 16 bytes
-at a time, and the two groups at a row's ends one element at a time. The number of rows is a multiple of eight, so no
-group reaches past the tensor.
+Shifted kernels are for rows of two-byte elements whose length N is not a multiple of eight. Rows of such a length are
+not aligned to 16 bytes. The kernels load the groups of eight elements that enclose a row, 16 bytes at a time; lane i
+then contains column i - shift. A program computes rows whose distance is a multiple of eight. The rows of a program
+have the same shift, so weights and sums stay in the same lanes. Blocks 1 to WHOLE - 1 contain neither end of a row.
+Whole groups are stored 16 bytes at a time; the two groups at a row's ends are stored one element at a time. The number
+of rows is a multiple of eight, so no group reaches past the tensor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def norm_forward(
     RMS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Normalize ROWS rows."""
+    """Compute the norm of ROWS rows."""
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)  # (ROWS,)
@@ -226,10 +226,11 @@ def norm_backward(
     UNIT: tl.constexpr, EVEN: tl.constexpr, HOLD: tl.constexpr, AGAIN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx, and partial sums for weight and bias.
+    """Compute dx, and the partial sums for the gradients of weight and bias.
 
-    dtotal: a gradient that is added to dx, or None. HOLD: the weight stays in registers; if not, the kernel prefetches
-        it like the rows. AGAIN: the second pass loads rows again, because registers cannot hold both rows and sums.
+    dtotal: a gradient that is added to dx, or None. HOLD: the weight stays in registers; without HOLD, the kernel
+        prefetches the weight like the rows. AGAIN: the second pass loads the rows again, because rows and sums together
+        do not fit in registers.
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT
@@ -341,8 +342,8 @@ def norm_backward_shifted(
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`norm_backward` for rows that are not aligned to 16 bytes. Each row of a tile has its own shift, and therefore
-    its own sums.
+    """The same as `norm_backward`, for rows that are not aligned to 16 bytes. Each row of a tile has its own shift, and
+    therefore its own sums.
     """
     lane = tl.arange(0, COLUMNS)
     first = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -446,12 +447,12 @@ def add_partial_sums(
         tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
 
 
-# ---- functions of several kernels, used in triton_kernels/long_norms.py, too --------------------------------
+# ---- functions of several kernels, also of triton_kernels/long_norms.py -------------------------------------
 
 
 @triton.jit
 def parameters(pointer, column, columns, FULL: tl.constexpr):
-    """A block of a parameter (N,) in float32, 0 past the end. FULL: no column is past the end."""
+    """Load a block of a parameter (N,) in float32, with 0 past the end. FULL: no column is past the end."""
     if FULL:
         return tl.load(pointer + column).to(tl.float32)
     else:
@@ -460,22 +461,22 @@ def parameters(pointer, column, columns, FULL: tl.constexpr):
 
 @triton.jit
 def shift_of(row, columns):
-    """The number of elements before a row's first element in the same group of eight."""
+    """The number of elements that precede a row's first element within its group of eight elements."""
     return ((row % 8) * (columns % 8)) % 8
 
 
 @triton.jit
 def enclosing(row, columns):
-    """Start of the group of eight that contains a row's first element. The last operation is * 8, so the compiler knows
-    that the result is a multiple of 8.
+    """The offset of the group of eight elements that contains a row's first element. The last operation of the function
+    is * 8, so the compiler knows that the result is a multiple of 8.
     """
     return (row * columns) // 8 * 8
 
 
 @triton.jit
 def load_shifted(place, lane, shift, columns, ENDS: tl.constexpr):
-    """Elements of rows (ROWS, COLUMNS), loaded in groups of eight; elements of a neighbouring row become 0. shift:
-    (ROWS, 1).
+    """Load elements of rows (ROWS, COLUMNS) in groups of eight. Elements that belong to a neighbouring row become 0.
+    shift: (ROWS, 1).
 
     ENDS: the block may contain an end of a row.
     """
@@ -489,7 +490,9 @@ def load_shifted(place, lane, shift, columns, ENDS: tl.constexpr):
 
 @triton.jit
 def store_shifted(place, values, lane, shift, columns, ENDS: tl.constexpr):
-    """Stores groups of eight at once. A group that overlaps a neighbouring row is stored one element at a time."""
+    """Store groups of eight elements at once. A group that overlaps a neighbouring row is stored one element at
+    a time.
+    """
     position = lane[None, :]
     if ENDS:
         begin = (shift + 7) // 8 * 8
@@ -503,7 +506,7 @@ def store_shifted(place, values, lane, shift, columns, ENDS: tl.constexpr):
 
 @triton.jit
 def _rest_and_variance(rests, squares, columns):
-    """The rounding error of the mean (ROWS, 1), and the variance (ROWS,), from the deviations and their squares."""
+    """Compute (rounding error of the mean (ROWS, 1), variance (ROWS,)) from each lane's deviations and squares."""
     rest, variance = tl.reduce((rests, squares), 1, _add_pairs)
     rest = rest * (1.0 / columns)
     return rest[:, None], tl.maximum(variance * (1.0 / columns) - rest * rest, 0.0)
@@ -516,7 +519,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _sum_of_rows(partial, rows, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of every second row of `partial`, for the given columns."""
+    """Sum every second row of `partial`, for the given columns."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS).to(tl.int64)

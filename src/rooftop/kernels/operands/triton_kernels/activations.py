@@ -1,10 +1,10 @@
-"""Activations and their gradients, for the epilogues of products.
+"""Activations and their gradients, for the epilogues of matrix products.
 
-Unless an activation overlaps with the product, it adds a tenth to the product's time. Most of that time is spent in the
-special function unit, whose exponentials and reciprocals are 8 times slower than multiplications. With HALF, results
-are rounded to 16 bits, so each activation uses one exponential and a polynomial (`normal_below`, `_reciprocal`), with
-errors far below that rounding. In float32, activations are as accurate as PyTorch's: exponentials have reduced
-arguments, divisions round correctly, and no terms cancel.
+Unless an activation overlaps with the product, the activation adds a tenth to the product's time. Most of that time is
+spent in the special function unit, where exponentials and reciprocals are 8 times slower than multiplications. With
+HALF, results are rounded to 16 bits, so each activation uses one exponential and a polynomial (`normal_below`,
+`_reciprocal`), with errors far below that rounding. In float32, activations are as accurate as PyTorch's: exponentials
+have reduced arguments, divisions round correctly, and no terms cancel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HARDSIGMOID = tl.constexpr(8)
 
 @triton.jit
 def activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
-    """Activation of float32 values; HALF: accurate enough to be rounded to 16 bits. NaN stays NaN."""
+    """Compute the activation of float32 values. HALF: the result is only accurate enough for 16 bits. NaN stays NaN."""
     if ACTIVATION == RELU:
         values = tl.where(values < 0.0, 0.0, values)
     elif ACTIVATION == GELU:
@@ -61,7 +61,7 @@ def activated(values, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def activation_gradient(gradient, value, ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, HALF: tl.constexpr):
-    """gradient * activation'. `value` is the activation's result if OF_OUTPUT, else its input."""
+    """Compute gradient * activation'. `value` is the activation's result if OF_OUTPUT, else the activation's input."""
     if ACTIVATION == RELU:
         result = tl.where(value <= 0.0, 0.0, gradient)
     elif ACTIVATION == GELU:
@@ -129,8 +129,8 @@ def _sigmoid(values, HALF: tl.constexpr):
 
 @triton.jit
 def _shares(values):
-    """(sigmoid(v), sigmoid(-v)) in float32. Small values of sigmoid(-v) stay accurate, because sigmoid(-v) is not
-    computed as 1 - sigmoid(v).
+    """Compute (sigmoid(v), sigmoid(-v)) in float32. Small values of sigmoid(-v) are accurate, because the function does
+    not compute sigmoid(-v) as 1 - sigmoid(v).
     """
     small = exponential(-tl.abs(values), True)
     larger = tl.div_rn(1.0, 1.0 + small)
@@ -140,13 +140,13 @@ def _shares(values):
 
 @triton.jit
 def _exponential(size):
-    """exp(-size), or 0 if the result is below the smallest normal number."""
+    """exp(-size). The result is 0 if exp(-size) is below the smallest normal number."""
     return tl.exp2(size * -1.4426950408889634)
 
 
 @triton.jit
 def _reciprocal(small):
-    """1 / (1 + small) for small in [0, 1], within 1e-5, by the best polynomial of degree 6 that is 1 at 0."""
+    """1 / (1 + small) for `small` in [0, 1], with an error below 1e-5, by a polynomial of degree 6 that is 1 at 0."""
     value = small * 0.07440771907567978 - 0.33152881264686584
     value = value * small + 0.6789292693138123
     value = value * small - 0.9098189473152161

@@ -11,8 +11,8 @@ def pad_rows(
     x, result, rows, columns, result_rows, result_columns, row_stride, column_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fill result (result_rows, result_columns), contiguous, with x (rows, columns) and zeros after its rows and
-    columns.
+    """Copy x (rows, columns) to the first rows and columns of result (result_rows, result_columns), which is
+    contiguous. All other elements of result become 0.
     """
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]

@@ -1,4 +1,4 @@
-"""Functions of kernels that multiply matrices: order of tiles, steps of a product, parts of a tile."""
+"""Functions for kernels that multiply matrices: order of the tiles, one step of a product, and parts of a tile."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """(row, column) of a tile. Tiles are ordered in bands of GROUP rows of tiles; within a band the order is column by
-    column.
+    """Compute (row, column) of a tile. Tiles are ordered in bands that are GROUP tiles high. Within a band, the tiles
+    are ordered column by column.
     """
     band = tile // (GROUP * column_tiles)
     height = min(row_tiles - band * GROUP, GROUP)
@@ -19,8 +19,9 @@ def tile_place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def plus_product(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """total + left @ right. WIDEN converts the operands first, because in a product Triton's interpreter reads
-    bfloat16's bits as integers."""
+    """total + left @ right. WIDEN converts the operands to float32 first: in a product, Triton's interpreter would read
+    the bits of bfloat16 as integers.
+    """
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision=PRECISION)

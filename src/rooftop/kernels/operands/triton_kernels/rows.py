@@ -8,7 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def tile_of_program(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(row, column, inside) of this program's elements; consecutive programs have neighbouring tiles."""
+    """Compute (row, column, inside) for the elements of this program's tile. Consecutive programs have neighbouring
+    tiles.
+    """
     blocks = tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -18,8 +20,8 @@ def tile_of_program(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def is_inside(row, rows, column, columns, FULL: tl.constexpr):
-    """Mask of a block's elements inside the tensor: (ROWS, 1) if all columns are inside (FULL), else (ROWS,
-    COLUMNS).
+    """Mask of the elements of a block that are inside the tensor. The mask is (ROWS, 1) if all columns are inside
+    (FULL), else (ROWS, COLUMNS).
     """
     inside = (row < rows)[:, None]
     if not FULL:
@@ -29,7 +31,7 @@ def is_inside(row, rows, column, columns, FULL: tl.constexpr):
 
 @triton.jit
 def fold_scores(largest, total, scores, GROUP: tl.constexpr):
-    """Update each lane's maximum and its sum of exp(score - maximum) with GROUP more neighbouring scores.
+    """Update each lane's maximum, and the lane's sum of exp(score - maximum), with the next GROUP neighbouring scores.
 
     The sum is rescaled once per group instead of once per score. A lane whose scores are all -inf has a sum of 0.
     """
@@ -41,7 +43,7 @@ def fold_scores(largest, total, scores, GROUP: tl.constexpr):
 
 @triton.jit
 def merge_lanes(largest, total, WIDE: tl.constexpr):
-    """The maximum of all lanes, and the sum of exponentials relative to this maximum."""
+    """Compute the maximum of all lanes, and the sum of the lanes' exponentials relative to this maximum."""
     maximum = tl.max(largest, axis=0)
     return maximum, sum_of_lanes(total * tl.exp(largest - maximum), 0, WIDE)
 
@@ -54,5 +56,5 @@ def sum_of_lanes(total, axis: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def widened(values, WIDE: tl.constexpr):
-    """Values in float64 if WIDE, else in float32."""
+    """Convert values to float64 if WIDE, else to float32."""
     return values.to(tl.float64 if WIDE else tl.float32)

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits, so that its products with small integers are exact
+LN_2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits, so that products with small integers are exact
 LN_2_LOW = tl.constexpr(1.42860682030941723212e-6)
-# Fitted to (tanh(x) - x) / x^3 as a polynomial of x^2 up to 0.62^2: within 0.85 units in the last place in float32.
+# Polynomial of x^2 up to 0.62^2 for (tanh(x) - x) / x^3; the error is below 0.85 units in the last place in float32.
 TANH_1 = tl.constexpr(-0.333333283662796)
 TANH_2 = tl.constexpr(0.1333281397819519)
 TANH_3 = tl.constexpr(-0.05385734140872955)
@@ -28,8 +28,8 @@ DOUBLE_BEYOND_BITS = tl.constexpr(0x4330000080000000)  # XOR with an int32 x giv
 
 @triton.jit
 def exponential(x, PRECISE: tl.constexpr):
-    """exp(x). The hardware's 2^(x log2 e) suffers from the rounding error of the product; the method of Cody and Waite
-    1980 corrects it.
+    """exp(x). The hardware computes 2^(x log2 e), whose error comes from the rounding of the product. The method of
+    Cody and Waite 1980 corrects the error of the product.
     """
     if PRECISE:
         n = tl.minimum(tl.maximum(tl.floor(x * LOG2_E + 0.5), -126.0), 127.0)
@@ -41,8 +41,8 @@ def exponential(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def exponential_minus_1(x, PRECISE: tl.constexpr):
-    """exp(x) - 1. Near 0 the difference exp(x) - 1 would cancel, so the function computes 2 t / (1 - t) with t = tanh(x
-    / 2).
+    """exp(x) - 1. Near 0, subtracting 1 from exp(x) would cancel, so the function computes 2 t / (1 - t) with t =
+    tanh(x / 2).
     """
     t = _tanh_near_0(0.5 * tl.where(tl.abs(x) < 1.0, x, 0.0))
     return tl.where(tl.abs(x) < 1.0, tl.div_rn(2.0 * t, 1.0 - t), exponential(x, PRECISE) - 1.0)
@@ -75,7 +75,7 @@ def hyperbolic_tangent(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def normal_distribution(x, PRECISE: tl.constexpr):
-    """Phi(x), the normal distribution function; it may be 1 for NaN."""
+    """Phi(x), the normal distribution function. The result for NaN may be 1."""
     if PRECISE:
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -85,7 +85,7 @@ def normal_distribution(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def normal_below(size):
-    """Phi(-size) of the normal distribution for size in [0, 14], as 2^P(size) with the best polynomial P of degree 8.
+    """Phi(-size) of the normal distribution for `size` in [0, 14], as 2^P(size) with a polynomial P of degree 8.
 
     The relative error is 4e-5 up to 5.8 (where float16 underflows) and 7e-4 up to 13.2. Beyond 13.2, the absolute
     error is 1e-38.
@@ -132,7 +132,9 @@ def square_root(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def power(a, b, PRECISE: tl.constexpr):
-    """|a|^b = exp(b log |a|), in float64 if PRECISE: the product magnifies the rounding of the logarithm."""
+    """Compute a^b from |a|^b = exp(b log |a|). With PRECISE, |a|^b is computed in float64, because b magnifies the
+    logarithm's error.
+    """
     a, b = tl.broadcast(a, b)
     size = tl.abs(a)
     if PRECISE:
@@ -159,9 +161,9 @@ def round_half_even(x):
 
 @triton.jit
 def nearest_integer(x):
-    """The nearest integer, with ties to even, for |x| up to 2^22 in float32; in float64, its lower 32 bits for |x| up
-    to 2^51. The function adds 1.5 * 2^23 or 1.5 * 2^52: the sum has no fraction, and its last bits are the integer.
-    GPUs add doubles four times as fast as they convert them.
+    """The nearest integer, with ties to even, for float32 x with |x| up to 2^22. For float64 x with |x| up to 2^51, the
+    result is the lower 32 bits of that integer. The function adds 1.5 * 2^23 or 1.5 * 2^52: the sum has no fraction,
+    and the last bits of the sum are the integer. GPUs add doubles four times as fast as they convert doubles.
     """
     if x.dtype == tl.float64:
         return (x + DOUBLE_MIDDLE).to(tl.int64, bitcast=True).to(tl.int32)
@@ -171,8 +173,8 @@ def nearest_integer(x):
 
 @triton.jit
 def double_of(x):
-    """An integer of at most 32 bits as float64. The function assembles the bits of 2^52 + 2^31 + x, and subtracts 2^52
-    + 2^31. The result is exact, and the function is four times as fast as a conversion.
+    """Convert an integer of at most 32 bits to float64. The function assembles the bits of 2^52 + 2^31 + x, and then
+    subtracts 2^52 + 2^31. The result is exact, and the function is four times as fast as the hardware's conversion.
     """
     bits = (x.to(tl.int32).to(tl.int64) & 0xFFFFFFFF) ^ DOUBLE_BEYOND_BITS
     return bits.to(tl.float64, bitcast=True) - DOUBLE_BEYOND

@@ -1,21 +1,22 @@
 """Triton kernels of sparse convolution; `sparse_convs.py` has the operator and explains the kernels.
 
-A neighbour table has a row for each result and a column for each tap of the window (an offset): the site at that tap,
-or -1. Sites outside the features count as -1. WIDE: some offset needs 64 bits.
+A neighbour table has a row for each result and a column for each tap of the window. An element is the site at that tap,
+or -1. Out-of-range sites count as -1. WIDE: some memory offset needs 64 bits.
 
 `sparse_conv_rows` is a product of two matrices; the first matrix is never stored. The rows of the product are results,
 and its columns are channels of the result. K runs over the taps and, within a tap, over the channels. A bit mask
-contains the taps of a tile of rows. The loop reads the lowest bit, and clears this bit after the tap's channels. So the
-loop has no branch, and the loads of later steps are in flight while a step is multiplied.
+contains the taps of a tile of rows. The loop reads the lowest set bit, and clears this bit after the tap's last
+channels. So the loop has no branch, and the loads of later steps run while a step is multiplied.
 
-`sparse_conv_weight_gradient` reduces over pairs of a site and a result, tap by tap, in pieces of equal length that
-`sum_pieces` adds up. In a sorted table the pairs of a tap are close together, and `block_bits` and `list_blocks` list
-the blocks of rows that contain a tap. For unsorted tables `count_pairs`, `start_pairs` and `list_pairs` list the pairs
-themselves; the position of a pair in its list depends only on the table. Without lists, `sparse_conv_weight_gradient`
-reads all rows.
+`sparse_conv_weight_gradient` sums over pairs of a site and a result, tap by tap, in pieces of equal length.
+`sum_pieces` adds the sums of the pieces. In a sorted table the pairs of a tap are close together, and `block_bits` and
+`list_blocks` list the blocks of rows that contain a tap. For unsorted tables `count_pairs`, `start_pairs` and
+`list_pairs` list the pairs themselves; the position of a pair in its list depends only on the table. Without lists,
+`sparse_conv_weight_gradient` reads all rows.
 
 `neighbour_bits`, `count_bits` and `mask_keys` compute the keys by which rows are sorted; `sort_table` writes the sorted
-table. Kernels read tables along taps and write lists along rows, the directions in which this memory is contiguous.
+table. Kernels read tables along the taps and write lists along the rows, because tables are contiguous along taps, and
+lists along rows.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def sparse_conv_rows(
     WIDTH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out[m] = bias + sum over taps t of weight[:, t] features[neighbours[m, t]].
+    """Compute out[m] = bias + sum over taps t of weight[:, t] features[neighbours[m, t]].
 
     MIRRORED: the taps of the weight are in reverse order. WIDTH: number of taps that are examined together.
     """
@@ -67,7 +68,7 @@ def sparse_conv_rows(
         bits = tl.sum(present << tl.arange(0, WIDTH), axis=0)
         steps = tl.sum(present, axis=0).to(tl.int32) * blocks
         for step in range(steps):
-            # bits & -bits is the lowest set bit; converted to float, its exponent is the bit's index.
+            # bits & -bits is the lowest set bit. If this number is converted to float, its exponent is the bit's index.
             tap = first_tap + ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             if SORTED:
                 site = tl.load(order + (_line(1 + WORDS + tap, rows, WIDE) + position), mask=inside, other=-1)
@@ -106,11 +107,11 @@ def sparse_conv_weight_gradient(
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr,
     OUTS: tl.constexpr, INS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The sum of gradient[m] features[n]^T over one piece of a tap's pairs (n, m).
+    """Sum gradient[m] features[n]^T over one piece of a tap's pairs (n, m).
 
-    LISTED: `lists` has each tap's pairs (2, T, capacity). With BLOCK, `lists` has (T, capacity) blocks of BLOCK rows of
-    the sorted table. `_pieces` cuts the lists for about `parts` programs. Not LISTED: each tap's rows of the table are
-    cut into `parts` pieces. WHOLE: there is one part, and `sums` is (O, T, C).
+    If LISTED, `lists` contains the pairs of each tap (2, T, capacity) or, with BLOCK, the blocks (T, capacity) of BLOCK
+    rows of the sorted table, and `_pieces` cuts these lists for about `parts` programs. Without LISTED, the rows of the
+    table are cut into `parts` pieces for each tap. WHOLE: there is one part, and `sums` is (O, T, C).
     """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     piece = tl.program_id(0)
@@ -119,7 +120,7 @@ def sparse_conv_weight_gradient(
     channel = tl.program_id(1) % in_tiles * INS + tl.arange(0, INS)
     if LISTED:
         count, length, begin, end = _pieces(counts, capacity, parts, TAPS, LANES, DEPTH, BLOCK)
-        tap = tl.sum((end <= piece).to(tl.int32), axis=0)  # equals LANES if there is no such piece
+        tap = tl.sum((end <= piece).to(tl.int32), axis=0)  # LANES if no tap has this piece
         here = tl.arange(0, LANES) == tap
         first = (piece - tl.sum(tl.where(here, begin, 0), axis=0)) * length
         last = tl.minimum(first + length, tl.sum(tl.where(here, count, 0), axis=0))
@@ -177,7 +178,7 @@ def sum_pieces(
     CHANNELS: tl.constexpr, OUT_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
     PIECES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a tap's pieces in a fixed order; 0 without pieces."""
+    """Add the sums of a tap's pieces in a fixed order. The result is 0 if the tap has no pieces."""
     size: tl.constexpr = OUT_CHANNELS * CHANNELS
     tap = tl.program_id(0)
     element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -211,7 +212,7 @@ def neighbour_bits(
     WORDS: tl.constexpr = (TAPS + 31) // 32
     row = _rows(ROWS, WIDE)
     for word in range(WORDS):
-        # with 2^31 - 1 sites, every index >= 0 counts as a neighbour
+        # 2^31 - 1 as the number of sites, so that every index >= 0 counts as a neighbour
         known = _known(neighbours, row, row < rows, word * 32, 2147483647, TAPS, 32)
         bits = tl.sum(known.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], axis=1)
         tl.store(masks + row * WORDS + word, bits.to(tl.int32, bitcast=True), mask=row < rows)
@@ -223,7 +224,7 @@ def count_bits(
     rows,
     WORDS: tl.constexpr, SAMPLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Count for each bit of a word how many of SAMPLE evenly spread rows have the bit."""
+    """For each bit of a word, count how many of SAMPLE evenly spaced rows have this bit set."""
     word, bit = tl.program_id(0), tl.arange(0, 32)
     count = tl.zeros((32,), tl.int32)
     for start in range(0, SAMPLE, ROWS):
@@ -234,14 +235,14 @@ def count_bits(
 
 @triton.jit
 def mask_keys(
-    masks, counts, keys,  # shapes: (M, words), (32 words,), (M,) int32 of one word, else int64
+    masks, counts, keys,  # shapes: (M, words), (32 words,), (M,); keys are int32 if WORDS is 1, else int64
     rows,
     WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The position of each mask in a Gray code whose slowest bit is the rarest bit. Masks that are neighbours in this
-    order differ in few bits.
+    """Compute the position of each mask in a Gray code. In the Gray code, the rarest bit of the masks changes most
+    rarely. Masks that are neighbours in this order differ in few bits.
 
-    For masks of more than 64 bits, only the 64 rarest bits count.
+    If masks have more than 64 bits, only the 64 rarest bits are used.
     """
     KEY_BITS: tl.constexpr = 32 if WORDS == 1 else 64
     row = _rows(ROWS, WIDE)
@@ -303,7 +304,7 @@ def block_bits(
     rows, blocks,
     TAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Set bit t % 32 of word t // 32 of a block if one of its BLOCK rows of a sorted table has tap t."""
+    """Set bit t % 32 of word t // 32 of a block's bits if one of the block's BLOCK rows in a sorted table has tap t."""
     WORDS: tl.constexpr = (TAPS + 31) // 32
     block = tl.program_id(0)
     position = block * BLOCK + tl.arange(0, BLOCK)
@@ -320,7 +321,7 @@ def list_blocks(
     blocks,
     SCANNED: tl.constexpr,
 ):  # fmt: skip
-    """List for each tap the blocks that have the tap, ascending, and the number of these blocks."""
+    """For each tap, list the blocks that have the tap in ascending order, and count these blocks."""
     tap = tl.program_id(0)
     before = tl.zeros((), tl.int32)
     for first in range(0, blocks, SCANNED):
@@ -342,7 +343,7 @@ def count_pairs(
     sites, rows,
     TAPS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The number of neighbours of ROWS rows at each tap."""
+    """Count the neighbours of ROWS rows at each tap."""
     row = _rows(ROWS, WIDE)
     programs = tl.num_programs(0)
     for first_tap in range(0, TAPS, WIDTH):
@@ -358,7 +359,7 @@ def start_pairs(
     blocks,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """For each tap, the number of pairs before each block of rows, and in total."""
+    """For each tap, compute the number of pairs before each block of rows, and the total number of pairs."""
     tap = tl.program_id(0)
     line = _line(tap, blocks, True)
     before = tl.zeros((), tl.int32)
@@ -397,11 +398,12 @@ def list_pairs(
 
 @triton.jit
 def _plus(left, right, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr):
-    """total + left @ right. BY_BLOCK: the product is summed separately before it is added to the total, which reduces
+    """total + left @ right. With BY_BLOCK, the product is computed separately and then added to `total`, which reduces
     rounding errors.
     """
     if BY_BLOCK:
-        # max_num_imprecise_acc keeps the compiler from accumulating in `total`; it has no other effect in float32.
+        # max_num_imprecise_acc keeps the compiler from accumulating in `total`; in float32 this argument has no other
+        # effect.
         return total + tl.dot(left, right, input_precision=PRECISION, max_num_imprecise_acc=1)
     else:
         return plus_product(left, right, total, PRECISION, WIDEN)
@@ -412,11 +414,11 @@ def _pieces(
     counts, capacity, parts,
     TAPS: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of T taps, cut into pieces of equal length for `parts` programs: at most `parts` + T pieces.
+    """Cut the pairs of T taps into pieces of equal length for `parts` programs. There are at most `parts` + T pieces.
 
     Returns the number of each tap's pairs (LANES,), the length of a piece, and the begin and end of each tap's pieces
-    among all pieces (LANES,). Pairs beyond a list's capacity are not counted. With BLOCK, `counts` counts blocks of
-    BLOCK rows.
+    among all pieces (LANES,). Pairs beyond a list's capacity are not counted. With BLOCK, `counts` are numbers of
+    blocks of BLOCK rows instead of numbers of pairs.
     """
     lane = tl.arange(0, LANES)
     count = tl.load(counts + lane, mask=lane < TAPS, other=0)
@@ -432,7 +434,7 @@ def _pieces(
 
 @triton.jit
 def _line(number, length, WIDE: tl.constexpr):
-    """The offset of line `number` in memory with lines of this length."""
+    """The memory offset of line `number`, if each line has `length` elements."""
     if WIDE:
         return tl.cast(number, tl.int64) * length
     else:

@@ -2,7 +2,7 @@
 the kernels.
 
 `triton_kernels/sparse_convs.py` describes the table of neighbours. Out-of-range sites and results count as absent.
-WIDE: some offset needs 64 bits. AHEAD: taps of a row that are loaded at once.
+WIDE: some offset needs 64 bits. AHEAD: number of taps of a row that are loaded at the same time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def sparse_pool_rows(
     AVERAGE: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the maximum or the mean of each row's neighbours, or 0 without neighbours. AVERAGE: also store the number
-    of neighbours.
+    """Compute the maximum or (with AVERAGE) the mean of each row's neighbours; 0 for rows without neighbours. With
+    AVERAGE, also store the number of neighbours.
     """
     row, column = _tile(CHANNELS, ROWS, COLUMNS, WIDE)
     real, inside = row < rows, column < CHANNELS
@@ -58,9 +58,10 @@ def sparse_pool_gradient(
     AVERAGE: tl.constexpr, MIRRORED: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Sum dy / count over the results that contain a site, or dy over the results whose maximum the site is.
+    """Compute the gradient of each site. For a mean, sum dy / count over the results that contain the site. For a
+    maximum, sum dy over the results whose maximum the site equals.
 
-    MIRRORED: the kernel reads the neighbour table with its taps in reverse order.
+    MIRRORED: `table` is the forward table, which the kernel reads with its taps in reverse order.
     """
     site, column = _tile(CHANNELS, ROWS, COLUMNS, WIDE)
     real, inside = site < sites, column < CHANNELS
@@ -89,7 +90,7 @@ def sparse_pool_gradient(
                 total += slope / tl.maximum(others[step], 1).to(tl.float32)[:, None]  # 0 if tables do not match
             else:
                 best = others[step].to(tl.float32)
-                total += tl.where((x == best) | ((x != x) & (best != best)), slope, 0.0)  # NaN counts as a maximum, too
+                total += tl.where((x == best) | ((x != x) & (best != best)), slope, 0.0)  # NaN equals a maximum of NaN
     tl.store(dfeatures + here, total.to(dfeatures.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
@@ -155,7 +156,7 @@ def _tile(CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WID
 
 @triton.jit
 def _elements(batch, start, end, batch_size, ROWS: tl.constexpr):
-    """(rows, their batch elements as int32, mask of the valid batch elements)."""
+    """Return (rows, the rows' batch elements as int32, mask of the valid batch elements)."""
     row = start + tl.arange(0, ROWS)
     element = tl.load(batch + row, mask=row < end, other=-1)
     return row, element.to(tl.int32), (element >= 0) & (element < batch_size)

@@ -1,18 +1,19 @@
 "use strict";
-// The page of `rooftop scene view`. It collects moves from mouse and keys, and requests the next picture when the last
-// one has arrived. The reply also contains the moved view, because the server computes all camera moves
+// The page of `rooftop scene view`. It collects moves from mouse and keys, and requests the next picture when the
+// previous picture has arrived. The reply also contains the moved view, because the server computes all camera moves
 // (viewpoints.py).
 
 const element = (id) => document.getElementById(id);
 const token = new URLSearchParams(location.search).get("token") ?? "";
 const tab = Math.random().toString(36).slice(2);
 const REST_MS = 180;  // time without movement after which a picture of full size is requested
-// scales of the picture while moving; few, so that the renderer can reuse its memory
+// scales of the picture while the view moves; only a few, so that the renderer can reuse its memory
 const SCALES = [1, 1 / 2, 1 / 3, 1 / 4];
-// pictures while moving get smaller above SLOW_MS, and larger if they then stay below QUICK_MS
+// While the view moves: if a picture takes longer than SLOW_MS, the next is smaller; if the next larger picture is
+// expected to take less than QUICK_MS, the next is larger.
 const SLOW_MS = 120, QUICK_MS = 80;
 const ORBIT_DEGREES = 180;  // rotation by a drag over the picture's height
-const LONGEST_STEP_S = 0.25;  // most flying time between two pictures, even if they take longer
+const LONGEST_STEP_S = 0.25;  // maximum flying time between two pictures, even if a picture takes longer
 const FLIGHT_SIZES = 0.15;  // flying speed at slider value 0, in sizes of the scene per second
 
 const canvas = element("picture"), pen = canvas.getContext("2d", { alpha: false });
@@ -110,7 +111,7 @@ async function draw(by, quality) {
   const move = Object.fromEntries(Object.entries(pending).filter(([, amounts]) => amounts.some((amount) => amount !== 0)));
   const request = wanted(scaled(size, by), { move, framed, quality }), asked = changes;
   const askAgain = () => {  // repeat the moves in the next request, because this request returned no picture
-    if (view !== request.view) return;  // the home button or a path has set the view since
+    if (view !== request.view) return;  // the home button or a path has set the view in the meantime
     add(move);
     framed ||= request.framed;
   };
@@ -123,7 +124,7 @@ async function draw(by, quality) {
     const [about, bitmap] = [JSON.parse(reply.headers.get("Rooftop-Frame")), await createImageBitmap(await reply.blob())];
     latest?.close();
     latest = bitmap;
-    if (view === request.view) view = about.view;  // if not, the home button or a path has set it since
+    if (view === request.view) view = about.view;  // if not, the home button or a path has set it in the meantime
     complain("");
     paint();
     keep();
@@ -256,8 +257,8 @@ window.addEventListener("keyup", (event) => {
 });
 window.addEventListener("blur", () => { fly(); held.clear(); });
 
-// Add the flight of all held keys since the last call. This also counts a key that is released while a picture is
-// drawn.
+// Add the flight of all held keys since the previous call. A key that is released while a picture is drawn is also
+// counted.
 function fly() {
   const now = performance.now();
   const far = speed() * (quick ? 4 : 1) * Math.min((now - flownAt) / 1000, LONGEST_STEP_S);
@@ -266,7 +267,7 @@ function fly() {
   if (held.size) markChange();
 }
 
-// Update what changes without events: flying while keys are held, and replay.
+// Update the view where it changes without events: while keys for flying are held, and during a replay.
 function follow() {
   const now = performance.now();
   if (held.size) fly();
@@ -478,7 +479,7 @@ const bytes = (number) => {
   return `${(number / 2 ** (10 * step)).toPrecision(3)} ${["B", "KiB", "MiB", "GiB", "TiB"][step]}`;
 };
 const milliseconds = (ms) => (ms >= 100 ? ms.toFixed(0) : ms.toFixed(ms >= 10 ? 1 : 2));
-const runs = (numbers) => {  // 0, 1, 2, 5 as "0 to 2, 5"
+const runs = (numbers) => {  // consecutive numbers as ranges: 0, 1, 2, 5 as "0 to 2, 5"
   const found = [];
   for (const number of numbers) {
     if (found.at(-1)?.[1] === number - 1) found.at(-1)[1] = number; else found.push([number, number]);
@@ -518,7 +519,8 @@ function report(about, ms, full) {
   element("drawn").tBodies[0].replaceChildren(
     row("triangles drawn", count(stats.triangles)), row("clusters drawn", count(stats.clusters)),
     row("candidate groups", count(stats.groups)), row("nodes visited", count(stats.nodes)),
-    row("set aside as hidden", count(stats.occluded)), row("found visible after all", count(stats.second_pass_clusters)),
+    row("hidden in the first pass", count(stats.occluded)),
+    row("clusters of the second pass", count(stats.second_pass_clusters)),
     row("large triangles", count(stats.large_triangles)), row("levels of detail", runs(stats.levels)),
     ...(!stats.streaming ? [] : [
       row("pages resident", count(stats.streaming.resident)), row("pages missing", count(stats.streaming.missing)),

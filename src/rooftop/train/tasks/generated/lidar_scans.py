@@ -110,7 +110,7 @@ def cast(solids: Solids, origin: Tensor, directions: Tensor) -> Hits:
 
 
 def _reaches(solids: Solids, origin: Tensor, directions: Tensor) -> Tensor:
-    """Whether some of these rays could hit each solid, as seen from above: (S,)."""
+    """For each solid, whether any of these rays could hit the solid, as seen from above: (S,) bool."""
     flat = torch.nn.functional.normalize(directions[:, :2], dim=1)
     middle = torch.nn.functional.normalize(flat.mean(0), dim=0)
     wide = (flat @ middle).min().clamp(-1, 1).acos()

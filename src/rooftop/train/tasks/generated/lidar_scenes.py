@@ -435,14 +435,14 @@ class _Floor:
         return abs(x) + radius < self.a and abs(y) + radius < self.b
 
     def take(self, x: float, y: float, radius: float) -> bool:
-        """Occupy a place if it is free; returns whether it was free."""
+        """Occupy a circle with the centre (x, y) if it is free; returns whether it was free."""
         free = all(math.hypot(x - u, y - v) > radius + r for u, v, r in self.taken)
         if free:
             self.taken.append((x, y, radius))
         return free
 
     def find(self, radius: float) -> tuple[float, float] | None:
-        """Find and occupy a free place; returns None if there is none."""
+        """Find and occupy a free circle; returns its centre, or None if no free circle was found."""
         for _ in range(50):
             x, y = (self.chance.uniform(-1, 1) * max(0.0, size - radius) for size in (self.a, self.b))
             if self.take(x, y, radius):
