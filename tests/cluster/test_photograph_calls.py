@@ -63,7 +63,7 @@ def test_a_smaller_batch_is_filled_up_and_has_as_many_rows_as_photographs() -> N
 
 def test_photographs_of_several_shapes_give_what_each_gives_alone() -> None:
     target = model_target("detr_resnet50", seed=0, threshold=0.0)
-    photos = photographs(target, 2, lambda number: (30 + 20 * number, 40))
+    photos = photographs(target, 2, lambda number: (12 + 6 * number, 400))  # narrow, so that the network is quick
     assert photos[0].pixels.shape != photos[1].pixels.shape
     sizes = []
 
@@ -76,7 +76,7 @@ def test_photographs_of_several_shapes_give_what_each_gives_alone() -> None:
     call._answer = Noted(0.0)
     rows = call(photos)
     assert sizes == [(1, 3, *photo.pixels.shape[:2]) for photo in photos]
-    assert [(row["width"], row["height"]) for row in rows] == [(40, 30), (40, 50)]
+    assert [(row["width"], row["height"]) for row in rows] == [(400, 12), (400, 18)]
     assert all(len(row["scores"]) == 100 for row in rows)
 
 

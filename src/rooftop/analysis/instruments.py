@@ -283,8 +283,8 @@ RECORDED_OBJECTS = 200_000  # the objects in the records of some 15,000 operator
 def _seldom_collecting() -> Iterator[None]:
     """Within the block, let Python collect garbage only after 200,000 new objects instead of 700.
 
-    Each collection visits all records so far, which are not garbage. Visiting the records takes longer than making
-    them.
+    Otherwise, garbage collections would visit the records made so far again and again, although none of them is
+    garbage. These visits would take longer than making the records.
     """
     first, *others = gc.get_threshold()
     ours = (max(first, RECORDED_OBJECTS), *others)

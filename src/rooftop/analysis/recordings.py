@@ -170,8 +170,8 @@ class Recording:
         """End the running stage, as the end of the block does. Programs that end their process inside the block call
         this method.
 
-        A call from another thread does not wait, because the program may hang. The call discards the current stage and
-        keeps the steps that have been timed.
+        A call from another thread does not wait for the GPU, because the program may be hanging. The call discards the
+        current stage and keeps the steps that have been timed.
         """
         if not self._open:
             return

@@ -234,7 +234,8 @@ class Decoders:
         """Wait for the next items and return them. The caller must not take more items than `more` returned.
 
         Raises:
-            MissingExtraError: a package for all items is not installed.
+            MissingExtraError: a package that decoding needs is not installed. This is not a `Failure`, because it would
+                affect all items.
             ModelRunError: the decoding processes end before they decode anything.
         """
         taken = []

@@ -112,7 +112,8 @@ def decoded(decode: Callable[[Item], Any], item: Item) -> Decoded:
     """Decode an item. A damaged item becomes a `Failure`.
 
     Raises:
-        MissingExtraError: a package for all items is not installed.
+        MissingExtraError: a package that decoding needs is not installed. This is not a `Failure`, because it would
+            affect all items.
     """
     begun = time.perf_counter()
     try:

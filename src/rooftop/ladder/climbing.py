@@ -149,7 +149,9 @@ def difference(ladder: Ladder, result: Tensor) -> str:
 
 
 def _timed(ladder: Ladder, outcomes: list[Outcome], roof_ms: float, seconds: float) -> list[Outcome]:
-    """Time all rungs with a correct result, and return the outcomes. Rungs on the same clock are interleaved."""
+    """Time all rungs with a correct result, and return the outcomes. Rungs that are timed in the same way
+    (`Rung.clock`) are interleaved.
+    """
     timings: dict[int, Timing] = {}
     for clock in ("graph", "device", "host"):
         calls: dict[str, Callable[[], object]] = {

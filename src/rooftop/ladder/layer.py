@@ -113,7 +113,9 @@ def _products(
 
 
 def digits(device: torch.device) -> Sequence[str]:
-    """A remark on training the network of `digits.py` with the tools that run here."""
+    """Train the network of `digits.py` with CUDA C++ (on a GPU), Triton (if available) and PyTorch. Return a sentence
+    that compares the accuracies.
+    """
     tools: dict[str, CudaOperations | TritonOperations] = {}
     if device.type == "cuda":
         tools[CUDA] = CudaOperations()

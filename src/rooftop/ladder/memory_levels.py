@@ -41,7 +41,8 @@ class Level:
 
 @dataclass(frozen=True)
 class Flight:
-    """A measurement of loads from the device's farthest memory, at one concurrency and one parallelism.
+    """A measurement of loads from the device's farthest memory, with a given number of threads and of loads in flight
+    per thread.
 
     Attributes:
         concurrency: loads that a thread has in flight.

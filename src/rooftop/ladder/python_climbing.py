@@ -209,8 +209,8 @@ def _checked(ladder: SpeedLadder, progress: Progress) -> tuple[list[SpeedOutcome
 def _timed(
     ladder: SpeedLadder, outcomes: list[SpeedOutcome], took: list[float], device: torch.device, seconds: float
 ) -> dict[int, Timing]:
-    """Time all rungs with a correct result. Return the timings by the rung's index. Rungs on the same clock are
-    interleaved.
+    """Time all rungs with a correct result. Return the timings by the rung's index. Rungs that are timed in the same
+    way (`SpeedRung.clock`) are interleaved. On the host, slow rungs and rungs with a `part` are timed separately.
     """
     found: dict[int, Timing] = {}
     right = {place: rung for place, rung in enumerate(ladder.rungs) if outcomes[place].status == CHECKED}

@@ -317,7 +317,9 @@ os.register_at_fork(after_in_child=_forked)
 @contextmanager
 def observing(observer: Observer) -> Iterator[Observer | None]:
     """Observe this thread within the `with` block. Yield None if another thread is being observed."""
-    lock = _one_at_a_time  # a fork within the block replaces the global
+    # kept in a variable, because os.fork replaces _one_at_a_time in the child; the lock that was acquired must be
+    # released
+    lock = _one_at_a_time
     if not lock.acquire(blocking=False):
         yield None
         return

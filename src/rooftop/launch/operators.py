@@ -234,8 +234,8 @@ def _differentiate(
     gradients: Gradients,
     slopes: int | None,
 ) -> Function:
-    """Register an operator's derivative with the dispatcher, and return the function that autograd records without the
-    dispatcher.
+    """Register an operator's derivative with the dispatcher. Return a function that runs the operator without the
+    dispatcher; autograd records its calls.
 
     The inner functions do as little as possible, because they run in every call. If `keep` is None, all arguments are
     kept.

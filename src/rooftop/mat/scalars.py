@@ -63,10 +63,11 @@ def numbers_of(value: ScalarLike, type: int) -> list[int | float]:
         return numbers * channels
     if len(numbers) != channels:
         if channels > 4 or len(numbers) > 4 or not numbers:
+            scalar = "; a Scalar may have 1 to 4 numbers" if channels <= 4 else ""
             raise ValueError(
-                f"got {len(numbers)} numbers for an element of {typeToString(type)}: pass 1 for all channels, "
-                f"{channels}, "
-                "or for up to 4 channels a Scalar of up to 4"
+                f"got {len(numbers)} numbers for an element of {typeToString(type)}, which has {channels} "
+                f"channel{'' if channels == 1 else 's'}: pass one number for all channels, or one number for each "
+                f"channel{scalar}"
             )
         numbers = (numbers + [0] * 4)[:channels]
     return numbers

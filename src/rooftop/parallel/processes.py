@@ -186,7 +186,8 @@ def _at_the_store(
     problem: str,
     patience_s: float,
 ) -> tuple[Any, list[Process]]:
-    """Connect to the store of block `number` and do the roll call. Return the store and the ranks' processes.
+    """Connect to the store of this process's `join` block with this number (counted from 0 for each address, port and
+    attempt), and wait for all ranks there (`RollCall`). Return the store and the ranks' processes.
 
     If a rank enters the next block before rank 0 has closed the previous block's store, it connects to that old store.
     When the old store closes, the rank reconnects.

@@ -159,7 +159,9 @@ class ColumnParallelLinear(Deferring, LinearAct):
         return product(entered, self.weight, self.bias, self.activation, None, self.deferral)
 
     def extra_repr(self) -> str:
-        """The text of `rooftop.nn.LinearAct`, plus this rank's part of the features."""
+        """The `extra_repr` of `rooftop.nn.LinearAct`, followed by this rank's index, the number of ranks,
+        `sequence_parallel` if it is set, and `parts`. An ordinary layer has only the text of `LinearAct`, and `parts`.
+        """
         return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}, parts={self.parts}"
 
 
@@ -235,7 +237,9 @@ class RowParallelLinear(Deferring, LinearAct):
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
     def extra_repr(self) -> str:
-        """The text of `rooftop.nn.LinearAct`, plus how the layer is split."""
+        """The `extra_repr` of `rooftop.nn.LinearAct`, followed by this rank's index, the number of ranks, and
+        `sequence_parallel` if it is set. An ordinary layer has only the text of `LinearAct`.
+        """
         return f"{super().extra_repr()}{_said(self.group, self.sequence_parallel)}"
 
 

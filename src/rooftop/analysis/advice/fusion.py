@@ -309,7 +309,8 @@ def _trains(op: MeasuredOperator) -> bool:
 
 
 def _share_of_roof(operators: Sequence[MeasuredOperator], nodes: Sequence[_Node], ceilings: Ceilings) -> float:
-    """The share of the roof that this step's best elementwise operators reach: the best quarter, weighted by bytes.
+    """The share of the roof that this step's best elementwise operators reach: the lowest share within the best
+    quarter, weighted by bytes.
 
     `USUAL_SHARE` if the step has no elementwise operators. Compiled kernels are assumed to reach this share as well.
     Slower eager kernels are ignored, because arithmetic (powers in bfloat16) or index computations limit them.

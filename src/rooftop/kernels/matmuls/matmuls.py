@@ -281,7 +281,8 @@ def linear_act_and_before(
         (y, before), both of shape (..., N).
 
     Raises:
-        ValueError: as in `linear_act`, or the activation's backward does not need the activation's input.
+        ValueError: as in `linear_act`, or the activation is "none", "relu" or "sigmoid", whose backward does not need
+            the activation's input.
     """
     if not _keeps(activation, None):
         others = ", ".join(name for name in ACTIVATIONS if name not in OF_OUTPUT)

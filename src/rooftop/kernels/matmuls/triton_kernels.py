@@ -95,7 +95,8 @@ def linear_act_descriptors(
 
 @triton.jit
 def linear_act_single(
-    x, weight, weight_more, y, z,  # descriptors as in linear_act_descriptors; weight_more: with boxes of MORE rows
+    # descriptors as in linear_act_descriptors; weight_more: weight in boxes of MORE x DEPTH, or None if MORE is 0
+    x, weight, weight_more, y, z,
     residual, bias,  # shapes: (M, N), (N,)
     rows, columns, depth, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,

@@ -178,8 +178,8 @@ class Kept(NamedTuple):
 
 class ConvLstmSequence(NamedTuple):
     """All steps of a ConvLSTM: returns (outputs (T, N, F, H, W), the last cell (N, F, H, W), the cell before each step
-    (T, N, F, H, W), the sums z of each step (T, N, 4 F, H, W)). The last two results are for backward, and are empty if
-    forward does not keep values for backward.
+    (T, N, F, H, W), the sums z of each step (T, N, 4 F, H, W)). The last two results are for backward. They are empty
+    if `keep_` is False.
     """
 
     gates: Tensor

@@ -116,7 +116,10 @@ def _check_order(name: str, order: Tensor | None, table: Tensor) -> None:
     listed = order[0] if has_table(order) else order
     _check_rows(name, listed)
     if has_table(order) and not torch.equal(order, sorted_table(table, listed)):
-        raise ValueError(f"sparse_conv: {name} must belong to these neighbours: use row_order")
+        raise ValueError(
+            f"sparse_conv: {name} contains a sorted table that was made from another neighbour table, or was changed: "
+            f"compute {name} with row_order from the matching table of this call (neighbours or reverse)"
+        )
 
 
 def _check_rows(name: str, listed: Tensor) -> None:

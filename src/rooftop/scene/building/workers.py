@@ -445,7 +445,9 @@ class _Mail:
 
 
 def _run(items: Sequence[Any]) -> int:
-    """The number of consecutive items that a token represents."""
+    """The number of consecutive items that a worker takes with one token from the pipe. It keeps the tokens for the
+    items of a stage within `MOST_TOKENS`.
+    """
     return -(-len(items) // MOST_TOKENS) or 1
 
 

@@ -224,7 +224,8 @@ class SavedTensors:
                     copied += place.copy_(rows).numel()
         if copied != prod(box.size):
             raise InputError(
-                f"{self.folder} has only {copied} of the {prod(box.size)} elements of {name} from {box.start}"
+                f"{self.folder} is incomplete: of the part of {name} that starts at index {box.start}, it has only "
+                f"{copied} of {prod(box.size)} elements"
             )
 
     def _rows(self, name: str, entry: Entry, piece: Stored, first: int, last: int) -> Tensor:

@@ -160,7 +160,9 @@ def norm_backward_long(
     """Compute dx of a block of columns in every C-th row, where C is the number of chunks. Also compute the partial
     sums of each chunk for the gradients of weight and bias.
 
-    With SHIFT the number of chunks is a multiple of eight, so that all rows of a program have the same shift.
+    SHIFT: rows do not all begin at a multiple of eight elements. A row's shift is its distance from the previous
+        multiple; shifts repeat every eight rows. The number of chunks must then be a multiple of eight, so that all
+        rows of a program have the same shift.
     """
     CORRECTED: tl.constexpr = not RMS and x.dtype.element_ty == tl.float32
     columns = units * UNIT

@@ -51,7 +51,7 @@ def norm_forward(
     lane = tl.arange(0, COLUMNS)
     source = x + row[:, None] * (x_stride * UNIT) + lane[None, :]  # (ROWS, COLUMNS)
     target = row[:, None] * columns + lane[None, :]
-    values = ()  # the elements of all blocks, as loaded
+    values = ()  # one tensor for each block, in the dtype of x
     for block in tl.static_range(BLOCKS):
         inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
         values = values + (tl.load(source + block * COLUMNS, mask=inside, other=0.0),)
@@ -128,7 +128,7 @@ def norm_forward_shifted(
     registers."""
     lane = tl.arange(0, COLUMNS)
     shift = shift_of(tl.program_id(0) * ROWS + tl.arange(0, ROWS), columns)[:, None]  # (ROWS, 1)
-    weights = ()  # the weights of all blocks, as loaded
+    weights = ()  # one tensor for each block, in the dtype of weight; loaded once for all tiles
     biases = ()
     input_biases = ()
     for block in tl.static_range(BLOCKS):
@@ -252,7 +252,7 @@ def norm_backward(
         if not RMS:
             average = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
         scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        gradients = ()  # all blocks of dy, as loaded
+        gradients = ()  # one tensor for each block, in the dtype of dy
         values = ()
         for block in tl.static_range(BLOCKS):
             inside = is_inside(row, rows, block * COLUMNS + lane, columns, EVEN or block < BLOCKS - 1)
@@ -348,7 +348,7 @@ def norm_backward_shifted(
     lane = tl.arange(0, COLUMNS)
     first = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     shift = shift_of(first, columns)[:, None]  # (ROWS, 1)
-    weights = ()  # the weights of all blocks, as loaded
+    weights = ()  # one tensor for each block, in the dtype of weight; loaded once for all tiles
     weight_sums = ()
     bias_sums = ()
     for block in tl.static_range(BLOCKS):
