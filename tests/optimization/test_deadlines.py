@@ -95,8 +95,12 @@ def test_ctrl_c_in_the_same_moment_is_not_lost() -> None:
         finally:
             time.sleep(0.001)  # as code that cleans up, while the deadline's signal is handled
 
-    with pytest.raises(KeyboardInterrupt), deadline:
-        get_both()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore SIGINT
+    try:
+        with pytest.raises(KeyboardInterrupt), deadline:
+            get_both()
+    finally:
+        signal.signal(signal.SIGINT, before)
     deadline.end()
 
 
