@@ -44,6 +44,9 @@ NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s a
 BUDGET_OVER = "the budget was used up: give a larger one"
 STOPPED = "its first call was stopped after {seconds:.1f} s, because the budget was used up: give a larger one"
 LEFT = "its first call was stopped after {seconds:.1f} s, to leave time for {other}: give a larger budget"
+UNSURE_ON_CPU = 0.08
+"""Predicted losses up to this share of a step are not certain on a CPU, whose times vary. So such rules are not tried
+last."""
 HOPELESS = 0.2
 """If compiling with one set of kept rules makes a step slower by this share, other sets are not tried, because each
 compilation takes long."""
@@ -169,7 +172,8 @@ class Search:
         possible = [rule for rule in possible if self._has_work(rule, times)]
         forecasts = {rule.name: of for rule in possible if (of := self._forecast(rule, times)) is not None}
         known = [rule for rule in possible if rule.name in forecasts]
-        self._order = TrialOrder(known, forecasts, times, self.min_gain * wall, self._left_s(), self._ready)
+        unsure = self.min_gain if self.plain.device.type == "cuda" else max(self.min_gain, UNSURE_ON_CPU)
+        self._order = TrialOrder(known, forecasts, times, unsure * wall, self._left_s(), self._ready)
         order: list[Rule] = []
         while self._order.waiting:
             following = self._order.peek(self._profiles.now, self._left_s())
@@ -198,11 +202,12 @@ class Search:
             promising: whether to retry only the rules that are now predicted to save time. True before the first trial
                 of a compiler, because each trial after a compiler was kept compiles the model again.
             until: when the last trial must have ended, by `time.perf_counter`. A trial is assumed to take as long as
-                the rule's previous trial.
+                the rule's previous trial, or a part of it if the rule compiles.
         """
         again = [each.rule for each in self.changes if each.verdict == "no gain" and each.measured_ms is not None]
         for rule in (rule for rule in tried if rule.name in again):
-            ends = time.perf_counter() + self._trial_s[rule.name]
+            share = AGAIN if rule.kind == "compile" else 1.0
+            ends = time.perf_counter() + share * self._trial_s[rule.name]
             if ends < until and self._could_pay(rule, promising):
                 change = self._tried(rule, forecasts[rule.name][1])
                 if change.verdict != "not tried":  # an incomplete trial must not replace the first
