@@ -152,8 +152,8 @@ class Places:
         return Result(source, tuple(gradient.shape), gradient.stride(), offset)
 
     def of_argument(self, tensor: Tensor) -> int:
-        """The index of the given tensor of which an operator's argument is a view with all elements in the
-        same order.
+        """The index of the given tensor that an operator's argument is a view of. The view has all elements of that
+        tensor, in the same order.
         """
         source = self.lesson.source(tensor)
         if source is None or source >= len(self.lesson.given):

@@ -82,7 +82,7 @@ class Optimized:
         optimizer: for a training step, the faster optimizer, or the given optimizer if no rule has replaced it.
         changes: the outcome of each rule, in the order of trials.
         before_ms, after_ms: times of a step of the original and of the faster module, timed in turns at the end.
-        noise: spread of these measurements, as a share of a step's time.
+        noise: spread of the two measured times, as a share of a step's time.
         checked: inputs on which every change was compared with the original.
         unchecked: inputs that were skipped, with the reason.
         proven: shapes for which the faster module runs.

@@ -31,7 +31,7 @@ from rooftop.optimization.outcomes import Step, copied
 from rooftop.optimization.profiles import HOW_IT_RUNS, Profiles, allocated, or_earlier_times
 from rooftop.optimization.rounds import Rounds
 from rooftop.optimization.timing import same_state, step_of, untouched
-from rooftop.optimization.trial_order import AGAIN, BLOCKS, WHOLE, TrialOrder
+from rooftop.optimization.trial_order import AGAIN, BLOCKS, UNSURE_ON_CPU, WHOLE, TrialOrder
 from rooftop.rewrites import RULES, Candidate, Rule, Times
 from rooftop.rewrites.candidates import NOTHING
 from rooftop.words import in_a_line
@@ -44,9 +44,6 @@ NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s a
 BUDGET_OVER = "the budget was used up: give a larger one"
 STOPPED = "its first call was stopped after {seconds:.1f} s, because the budget was used up: give a larger one"
 LEFT = "its first call was stopped after {seconds:.1f} s, to leave time for {other}: give a larger budget"
-UNSURE_ON_CPU = 0.08
-"""Predicted losses up to this share of a step are not certain on a CPU, whose times vary. So such rules are not tried
-last."""
 HOPELESS = 0.2
 """If compiling with one set of kept rules makes a step slower by this share, other sets are not tried, because each
 compilation takes long."""

@@ -28,6 +28,9 @@ LATE = 0.6
 AGAIN = 0.4
 """Estimated time of compiling a model again with another rule, relative to the first time: the compiler has a cache."""
 
+UNSURE_ON_CPU = 0.08
+"""Times vary on a CPU. So a rule is tried last there only if it is predicted to lose more than this share of a step."""
+
 
 class TrialOrder:
     """The rules that wait for a trial.

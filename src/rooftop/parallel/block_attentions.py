@@ -184,8 +184,9 @@ def runs_packed(query: Tensor) -> bool:
 
 
 def seen_positions(queries: int, keys: int, device: torch.device, window: int | None) -> Tensor:
-    """A mask (queries, keys), True where a query attends to a key. A query attends to the keys up to its own position,
-    or to the last `window` of these keys. The queries are the last positions of the sequence.
+    """A mask (queries, keys), True where a query attends to a key. A query attends to the keys up to its own position.
+    With a window, it attends only to the last `window` of these keys. The queries are the last positions of the
+    sequence.
     """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return seen if window is None else seen.triu(keys - queries - window + 1)

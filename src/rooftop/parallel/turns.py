@@ -11,7 +11,7 @@ the halves alternate. The sums (S) and gathers (G) of the halves a and b run bet
 `first` is the linear layer that takes the gathered tensor. `second` is the computation after `first`, up to the linear
 layer that ends with a sum. `norm` is the operation after the sum. Backward runs in reverse order, since autograd runs
 the latest operations first. In forward, an exchange begins before a phase of the other half, and the wait for it comes
-after that phase. So in backward, the exchange of the gradient overlaps with the backward of that phase, too.
+after that phase. In backward, the exchange of the gradient overlaps with the backward of that phase.
 
 Source: Wang et al. 2024, "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping"
 (arXiv:2409.15241).

@@ -260,8 +260,8 @@ def indice_inverse_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute the inverse convolution of `indice_conv`, from the outputs of the pairs back to their inputs, of which
-    there are num_activate_out."""
+    """Compute the inverse of `indice_conv`: each pair leads from its output back to its input. num_activate_out is the
+    number of inputs."""
     return indice_conv(features, filters, indice_pairs.flip(0), indice_pair_num, num_activate_out, bias)
 
 

@@ -137,8 +137,8 @@ class ClusterConfig:
         warps: warps of a block.
         blocks_per_sm: number of blocks on an SM, which divide its shared memory.
         stages: number of rows that a block loads or computes at the same time; fewer if shared memory is too small.
-        odd: True if the entry is for rows of which some do not begin at a multiple of 16 bytes. False if the entry is
-            for rows that all begin at multiples of 16 bytes. None if the entry is for all rows.
+        odd: which tensors the entry is for. True: some rows do not begin at a multiple of 16 bytes. False: all rows
+            begin at multiples of 16 bytes. None: any tensor.
     """
 
     least: int
