@@ -103,3 +103,6 @@ def test_what_is_more_than_noise() -> None:
     assert not is_sure([0.1, 0.11, -0.01])
     assert is_sure([0.1, 0.11, 0.09, 0.1, 0.1, -0.01])
     assert not is_sure([0.01, 0.3, 0.02, 0.29, 0.01, 0.02])
+    mixed = [0.05 + 0.01 * (i % 3) for i in range(18)] + [-0.01] * 6
+    assert is_sure(mixed), "6 of 24 rounds lose by chance with a probability of 1%"
+    assert not is_sure(mixed[6:]), "6 of 18 rounds lose by chance more often"

@@ -31,6 +31,7 @@ LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
 SLOW_SAMPLES = 2
 SURE_ROUNDS = 3
+BY_CHANCE = 0.02
 AHEAD_S, MOST_AHEAD = 5e-3, 64  # how far the host may run ahead of the device while it warms up
 LEAST_SAMPLE_S = 1e-3  # a CUDA event has a resolution of about 0.5 us: 0.05% of a sample
 
@@ -204,11 +205,21 @@ def timing_of(samples: Sequence[float]) -> Timing:
 def is_sure(gains: Sequence[float]) -> bool:
     """Whether the gains of several rounds, as shares of a time, are more than noise.
 
-    There must be at least `SURE_ROUNDS` gains. At most one gain in six may be 0 or less, and the median must exceed
-    half the distance between the quartiles.
+    There must be at least `SURE_ROUNDS` gains. Few gains may be 0 or less (see `_most_losses`), and the median must
+    exceed half the distance between the quartiles.
     """
     if len(gains) < SURE_ROUNDS:
         return False
     losses = sum(gain <= 0 for gain in gains)
     quarters = statistics.quantiles(gains, n=4, method="inclusive")
-    return losses * 6 <= len(gains) and statistics.median(gains) > (quarters[2] - quarters[0]) / 2
+    return losses <= _most_losses(len(gains)) and statistics.median(gains) > (quarters[2] - quarters[0]) / 2
+
+
+def _most_losses(rounds: int) -> int:
+    """The largest number of losses with which a gain is sure: one round in six. In many rounds it is the largest number
+    for which equally fast variants would have so few losses with a probability below `BY_CHANCE`.
+    """
+    ways, most = 0, -1
+    while (ways := ways + math.comb(rounds, most + 1)) < BY_CHANCE * 2**rounds:
+        most += 1
+    return max(rounds // 6, most)
