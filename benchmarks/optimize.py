@@ -17,7 +17,8 @@ captures graphs. It releases the GPU while it compiles. The search's clock stops
 Each row is written to the file after each of its stages. If a variant raises, the error becomes an entry of the row's
 `errors`. A row that fails as a whole or runs out of time keeps what it has measured. A second run with the same `--out`
 measures only rows that are missing or incomplete. With `--plans FOLDER`, a row saves its plan there. If the folder
-already has the row's plan, the row applies it instead of searching. The script exits with 1 if a row has errors. It
+already has the row's plan, the row applies it instead of searching. With `--uncompiled`, the search has no rules that
+compile or capture graphs, and is compared only with eager PyTorch. The script exits with 1 if a row has errors. It
 also exits with 1 if an optimized module is slower than the faster of eager and torch.compile's default by more than the
 spread of the timings.
 """
@@ -59,6 +60,8 @@ from rooftop.hardware import compare
 from rooftop.optimization import searching
 from rooftop.optimization.deadlines import Deadline
 from rooftop.optimization.optimized import Change
+from rooftop.optimization.profiles import HOW_IT_RUNS
+from rooftop.rewrites import RULES
 
 SECONDS = 0.5
 BUDGET_S = 60.0
@@ -303,6 +306,7 @@ def measured(
     budget_s: float = BUDGET_S,
     plan: Path | None = None,
     autotune: bool = False,
+    uncompiled: bool = False,
 ) -> Row:
     """Measure one row: ms of each variant, the changes that the search kept, and the seconds that it took.
 
@@ -310,6 +314,7 @@ def measured(
         note: called with the row after each stage.
         plan: the plan's file. If it exists, it is applied instead of a search; if not, the search writes it.
         autotune: also measure max-autotune.
+        uncompiled: neither compile nor capture graphs, and compare only with eager PyTorch.
     """
     train, case = job.mode == "training", CASES[job.name]
     dtype = case.dtype if device.type == "cuda" else torch.float32
@@ -331,7 +336,9 @@ def measured(
 
     def found() -> Callable[[], Any]:
         loss = loss_of if train else None
-        known = {"plan": plan} if plan is not None and plan.exists() else {}
+        known: dict[str, Any] = {"plan": plan} if plan is not None and plan.exists() else {}
+        if uncompiled:
+            known["rules"] = [rule.name for rule in RULES if not rule.opt_in and rule.kind not in HOW_IT_RUNS]
         with search_in(turn):
             started = turn.perf_counter()
             result = rooftop.optimize(
@@ -345,13 +352,13 @@ def measured(
                 **known,
                 **named,
             )
-            row["seconds"]["plan" if known else "optimize"] = turn.perf_counter() - started
+            row["seconds"]["plan" if "plan" in known else "optimize"] = turn.perf_counter() - started
         row["search"] = {"before": result.before_ms, "after": result.after_ms, "without": result.without_ms}
         row["kept"], row["changes"] = result.kept, result.to_dict()["changes"]
         row["checked"], row["unchecked"] = result.checked, result.unchecked
         row["predictions"] = predictions(row["changes"], result.before_ms)
         print(result, file=sys.stderr, flush=True)
-        if plan is not None and not known:
+        if plan is not None and "plan" not in known:
             plan.parent.mkdir(parents=True, exist_ok=True)
             result.save(plan)
         run = step(result.module, given, named, result.optimizer)
@@ -375,9 +382,10 @@ def measured(
         return run
 
     makers: dict[str, Callable[[], Callable[[], Any]]] = {"optimize": found}
-    makers["compile default"] = partial(compiled, "default")
-    if not train and device.type == "cuda" and job.batch == 1:  # a large batch gains nothing from CUDA graphs
-        makers["compile reduce-overhead"] = partial(compiled, "reduce-overhead")
+    if not uncompiled:
+        makers["compile default"] = partial(compiled, "default")
+        if not train and device.type == "cuda" and job.batch == 1:  # a large batch gains nothing from CUDA graphs
+            makers["compile reduce-overhead"] = partial(compiled, "reduce-overhead")
     if autotune and job.key in AUTOTUNED:
         makers["compile max-autotune"] = partial(compiled, "max-autotune")
     began = turn.perf_counter()
@@ -474,7 +482,7 @@ def run_row(job: Job, options: argparse.Namespace) -> int:
     plan = options.plans / f"{job.key.replace(':', '-')}.json" if options.plans is not None else None
     try:
         with Turn(options.turns) as turn:
-            note(measured(job, device, turn, note, options.budget, plan, options.autotune))
+            note(measured(job, device, turn, note, options.budget, plan, options.autotune, options.uncompiled))
     except BaseException as error:
         traceback.print_exc()
         note({**row, "errors": {**row["errors"], "row": in_short(error)}})
@@ -526,6 +534,7 @@ def row_of(job: Job, place: Place, left_s: float, options: argparse.Namespace) -
         words += ["--into", str(into), "--turns", str(place.turns), "--budget", str(options.budget)]
         words += ["--quick"] if options.quick else []
         words += ["--autotune"] if options.autotune else []
+        words += ["--uncompiled"] if options.uncompiled else []
         words += ["--plans", str(options.plans)] if options.plans is not None else []
         surroundings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(options.cache or folder)}
         surroundings["TORCHINDUCTOR_COMPILE_THREADS"] = str(len(place.cores))
@@ -650,6 +659,11 @@ def main() -> int:
     )
     parser.add_argument(
         "--autotune", action="store_true", help=f"also measure max-autotune, for {', '.join(AUTOTUNED)}"
+    )
+    parser.add_argument(
+        "--uncompiled",
+        action="store_true",
+        help="search without compiling and CUDA graphs, and compare only with eager PyTorch",
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, to test the script")
     parser.add_argument(

@@ -54,6 +54,18 @@ def test_a_row_has_each_way_and_what_the_search_found(
     assert row["seconds"].keys() == {"plan", "compile default"}, "the plan is applied without a search"
 
 
+def test_a_row_without_compiling_and_graphs(optimize: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    job = optimize.Job(optimize.QUICK, 1, "inference")
+    with optimize.Turn(tmp_path / "turns") as turn:
+        row = optimize.measured(job, torch.device("cpu"), turn, lambda row: None, 3.0, uncompiled=True)
+    assert not row["errors"]
+    assert row["ms"].keys() == {"eager", "optimize"}
+    tried = {change["rule"] for change in row["changes"]}
+    assert "fold-norms" in tried
+    assert not tried & {"compile", "compile-blocks", "compile-reduce-overhead", "cuda-graphs"}
+
+
 def test_a_search_gives_its_turn_away_while_it_compiles_and_its_clock_stands_still(
     optimize: ModuleType, tmp_path: Path
 ) -> None:
@@ -94,7 +106,14 @@ def test_a_row_that_fails_or_takes_too_long_is_a_row(
     optimize: ModuleType, name: str, limit: float, said: str, tmp_path: Path
 ) -> None:
     options = argparse.Namespace(
-        budget=3.0, quick=True, limit=limit, logs=tmp_path / "logs", plans=None, autotune=False, cache=None
+        budget=3.0,
+        quick=True,
+        limit=limit,
+        logs=tmp_path / "logs",
+        plans=None,
+        autotune=False,
+        uncompiled=False,
+        cache=None,
     )
     (place,) = optimize.places([None], 1, tmp_path)
     row = optimize.row_of(optimize.Job(name, 1, "inference"), place, 300.0, options)
