@@ -971,6 +971,19 @@ def test_a_budget_may_be_infinite() -> None:
     assert [change.rule for change in found.changes] == ["gains"]
 
 
+@pytest.mark.parametrize(("budget_s", "left_s"), [(1.0, 0.05), (60.0, 3.0)])
+def test_a_search_leaves_time_for_its_end(budget_s: float, left_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[float] = []
+
+    def run(search: Search, rules: object, all_at_once: bool) -> None:
+        left.append(search._limit - search.ends)
+
+    monkeypatch.setattr(Search, "run", run)
+    began = time.perf_counter()
+    rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Forecast("gains", 2.0)], budget_s=budget_s)
+    assert 0.9 * left_s < left[0] < left_s + 16 * (time.perf_counter() - began)
+
+
 def test_a_predicted_loss_is_tried_last() -> None:
     rules = [Forecast("loses", -1.0), Forecast("compiles", 0.5, 1.0), Forecast("even", -0.05), Forecast("gains", 2.0)]
     found = rooftop.optimize(sleepy(), torch.randn(2, 6), rules=rules)

@@ -40,6 +40,9 @@ Progress = Callable[[str, float], None]
 STEPS, PROOF_STEPS, LAST_STEPS = 10, 30, 16
 """Approximate numbers of steps of a slow model: to time a rule, to prove the first rule that saves time (with the steps
 in float64), and to time the result at the end."""
+LAST_S, LAST_SHARE = 3.0, 0.05
+"""The time that the end of a search needs in addition to these steps, in seconds, and at most as a share of the budget.
+On an H200, building, timing and checking the result took 3 to 4 s."""
 NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s are needed"
 BUDGET_OVER = "the budget was used up: give a larger one"
 STOPPED = "its first call was stopped after {seconds:.1f} s, because the budget was used up: give a larger one"
@@ -127,7 +130,8 @@ class Search:
         self.best = self.plain
         self._rounds = Rounds(step, self.given, original, min_gain, self._first_call(self.plain))
         self._limit = self.ends
-        self.ends -= LAST_STEPS * self._rounds.step_s
+        at_the_end_s = min(LAST_S, LAST_SHARE * (self._limit - time.perf_counter()))
+        self.ends -= LAST_STEPS * self._rounds.step_s + at_the_end_s
         self._gates: dict[tuple[str, ...], Gate] = {}
         self._profiles = Profiles(step, self.given, original, self.plain)
         self._order = TrialOrder([], {}, Times(0.0, ()), 0.0, 0.0)
