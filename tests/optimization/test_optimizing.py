@@ -979,9 +979,8 @@ def test_a_search_leaves_time_for_its_end(budget_s: float, left_s: float, monkey
         left.append(search._limit - search.ends)
 
     monkeypatch.setattr(Search, "run", run)
-    began = time.perf_counter()
     rooftop.optimize(sleepy(), torch.randn(2, 6), rules=[Forecast("gains", 2.0)], budget_s=budget_s)
-    assert 0.9 * left_s < left[0] < left_s + 16 * (time.perf_counter() - began)
+    assert 0.9 * left_s < left[0] < left_s + 1.0, "the end of a short search needs little more"
 
 
 def test_a_predicted_loss_is_tried_last() -> None:
