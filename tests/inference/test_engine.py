@@ -295,7 +295,7 @@ class FakeGraphs(Graphs):
     captures, fails = 0, False
 
     @contextmanager
-    def in_order(self) -> Iterator[None]:
+    def in_order(self, refusal: str) -> Iterator[None]:
         yield
 
     def _wait(self) -> None:

@@ -282,7 +282,7 @@ def test_what_cannot_be_seen_so(call: object, message: str) -> None:
         (lambda m: m.roi(4, 0, 3, 2), "range 4:7 of columns is not within 0:6"),
         (lambda m: m.diag(6), "4 x 6 has no diagonal 6: expected -3 to 5"),
         (lambda m: m.step1(2), r"step1\(2\): the Mat has 2 dimensions: expected 0 to 1"),
-        (lambda m: m.at(1, 2, 3), "at takes 2 indices"),
+        (lambda m: m.at(1, 2, 3), r"Mat.at\(\) needs 2 indices"),
     ],
 )
 def test_places_that_are_not_there(call: object, message: str) -> None:

@@ -250,7 +250,7 @@ def test_luma_alone_has_full_range(tmp_path: Path, codec: str, pixel_format: str
         frame = frame.reformat(format=pixel_format)
     path = tmp_path / "grey.nut"
     with av.open(str(path), "w") as container:
-        options = {"x265-params": "lossless=1:log-level=none"} if codec == "libx265" else {}
+        options = {"x265-params": "lossless=1:bframes=0:log-level=none"} if codec == "libx265" else {}
         to = container.add_stream(codec, rate=25, options=options)
         to.width, to.height, to.pix_fmt = 256, 64, pixel_format
         to.codec_context.color_range = extent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,45 @@ def test_pictures_too_narrow_for_x265_are_refused(tmp_path: Path) -> None:
         VideoWriter(tmp_path / "narrow.mp4", 25, "libx265") as writer,
     ):
         writer.write(smooth(height=64, width=60))
+
+
+class Untimed:
+    """A stream of x265, whose decoding times are those of uninitialized memory if a video has one or two frames."""
+
+    def __init__(self, stream: Any, dts: int) -> None:
+        self._stream, self._dts = stream, dts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def encode(self, frame: Any) -> Any:
+        packets = self._stream.encode(frame)
+        for number, packet in enumerate(packets):
+            packet.dts = self._dts + number
+        return packets
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".mov", ".mkv"])
+@pytest.mark.parametrize("frames", [1, 2])
+@pytest.mark.parametrize("dts", [2048, -274877907008, -5135868584551137600])
+def test_few_frames_by_x265(
+    tmp_path: Path, suffix: str, frames: int, dts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = VideoWriter._add_video
+
+    def add_untimed(writer: VideoWriter) -> Any:
+        stream = add(writer)
+        if not isinstance(stream, Untimed):
+            writer._stream = Untimed(stream, dts)  # type: ignore[assignment]
+        return stream
+
+    monkeypatch.setattr(VideoWriter, "_add_video", add_untimed)
+    path = tmp_path / f"few{suffix}"
+    with VideoWriter(path, 25, "libx265") as writer:
+        writer.write(smooth(frames, height=64, width=64))
+    reader = VideoReader(path)
+    assert reader.times.tolist() == pytest.approx([0.0, 0.04][:frames], abs=1e-3)
+    assert probe(path).duration_s == pytest.approx(0.04 * frames, abs=1e-3)
 
 
 def test_an_error_leaves_no_file_and_an_older_one_as_it_was(tmp_path: Path) -> None:

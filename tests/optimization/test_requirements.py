@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "inference tensors": (lambda: rooftop.optimize(of_inference_mode(), X), "do not record changes"),
     "autocast": (under_autocast, "autocast is on"),
     "a hidden method": (lambda: rooftop.optimize(hiding_children(), X), "attribute 1.children of the model hides the"),
-    "global hooks": (under_global_hooks, "hooks on all modules"),
+    "global hooks": (under_global_hooks, "global module hooks are registered"),
     "a subclass": (
         lambda: rooftop.optimize(linear(), X.as_subclass(type("Image", (Tensor,), {}))),
         "tensors must be plain tensors, got a .*Image",

@@ -212,7 +212,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pyte
         patched.setattr(checkpoint_writing, "write_file", torn)
         with pytest.raises(
             OSError,
-            match=r"could not be written to .*; is there enough room\? Earlier .* \(no space left\)",
+            match=r"could not be written to .* \(no space left\)\. Is there enough room\? Earlier",
         ):
             save_training(tmp_path, one)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]

@@ -235,8 +235,8 @@ def _where_kept(fakes: list[FakeTensor], emptied: list[Any]) -> str | None:
         seen |= {id(each) for each in frontier}
         if not frontier:
             break
-    # `gc.get_referrers` does not find objects that `gc.freeze` has frozen. A frozen object may be in a cache that was
-    # emptied, so nothing is reported if there are frozen objects.
+    # `gc.get_referrers` does not find objects that `gc.freeze` has frozen, so the search may have missed that an
+    # emptied cache holds the tensors. So if there are frozen objects, no class is reported.
     return None if leads_to_emptied or gc.get_freeze_count() else by_class
 
 

@@ -390,7 +390,7 @@ class _Untouched(LightMode):
         self._twins: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._states: dict[torch.optim.Optimizer, dict[Any, Any]] = {}
         self._hooks = ExitStack()
-        self._scales = False  # whether the optimizer that is stepping reads numbers only to scale its steps
+        self._scales = False  # whether the optimizer now in step() calls .item() on tensors only to scale its updates
 
     def __enter__(self) -> _Untouched:
         self._hooks.callback(register_optimizer_step_pre_hook(self._optimizer_entering).remove)

@@ -228,7 +228,7 @@ def _batch_norm(spec: CallSpec, make: Make) -> tuple[Callable[[], Tensor], list[
     bias = weight if backward else given("bias")
     if backward and bias is not None:  # the backward operator returns the bias's gradient, but does not take the bias
         bias = torch.ones_like(bias)
-    # cuDNN's backward operator has no such argument, because it is used only in training
+    # cuDNN's backward operator has no argument `training`, because it is used only in training
     training = next((spec[name] for name in ("training", "train") if name in spec), True)
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
     return lambda: batch_norm(x, mean, variance, weight, bias, training), inputs

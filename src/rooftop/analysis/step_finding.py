@@ -92,8 +92,8 @@ class StepFinder:
         began_at: the time (`time.perf_counter`) at which the first step began: the time of the first call of a module.
             If the leading marker computes gradients, only calls with gradients enabled count. None if there was no such
             call.
-        threads: CPU seconds that each other thread spent in calls of modules, by the thread's name. After
-            `MOST_THREADS` threads, all further threads count together under the name "".
+        threads: CPU seconds that every thread other than the one that runs the steps spent in calls of modules, by the
+            thread's name. After `MOST_THREADS` threads, all further threads count together under the name "".
     """
 
     def __init__(self, watcher: Watcher) -> None:

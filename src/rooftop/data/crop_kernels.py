@@ -16,7 +16,8 @@ TOP, LEFT, HEIGHT, WIDTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl
 STRIDE, PLANE = tl.constexpr(4), tl.constexpr(5)  # strides of the photograph's rows and colour planes, in pixels
 FIRST_ROW = tl.constexpr(6)  # index of the crop's first row among the rows of all crops
 OUT_TOP, OUT_LEFT = tl.constexpr(7), tl.constexpr(8)  # top-left pixel of the result in the resized crop
-ROW_TAPS, COLUMN_TAPS = tl.constexpr(9), tl.constexpr(10)  # maximum input pixels of an output pixel, down and across
+# maximum number of input pixels that contribute to an output pixel, down and across
+ROW_TAPS, COLUMN_TAPS = tl.constexpr(9), tl.constexpr(10)
 FLIP, DOWN, RIGHT = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)
 ENTRIES = tl.constexpr(14)
 

@@ -38,7 +38,7 @@ class StreamAccess:
     """One use of a tensor.
 
     Attributes:
-        operator: "aten::sum".
+        operator: name of the operator that used the tensor, such as "aten::sum".
         action: "reads" or "writes".
         stream: handle of the CUDA stream; 0: the default stream.
         line: line of the user's program; None: no Python code made the access (autograd's threads).
@@ -217,7 +217,7 @@ def _access(access: Any, use: _Use) -> StreamAccess:
 
 
 class _Launches(ObservingMode):
-    """Report each operator on tensors of one kind of device to the watcher."""
+    """Report to the watcher each operator on tensors of one kind of device."""
 
     def __init__(self, watcher: _Watcher, device_type: str, current_stream: Callable[[], int]) -> None:
         super().__init__()

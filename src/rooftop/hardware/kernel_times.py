@@ -87,8 +87,9 @@ def joined(events: Iterable[Any], repeats: Sequence[int]) -> list[list[Kernels]]
     if inside is not None or len(calls) != sum(repeats) or not all(calls):
         empty = sum(not call for call in calls)
         raise MeasurementError(
-            f"the profiler recorded {len(calls)} of {sum(repeats)} calls, {empty} of them without a kernel. Ceilings "
-            "need CUPTI's kernel records: end other profilers of this GPU, or run: rooftop doctor"
+            f"the profiler recorded {len(calls)} of {sum(repeats)} calls, and found no kernel in {empty} of the "
+            "recorded ones. This measurement needs CUPTI's kernel records: end other profilers that use this GPU, or "
+            "run: rooftop doctor"
         )
     remaining = iter(calls)
     return [[next(remaining) for _ in range(count)] for count in repeats]

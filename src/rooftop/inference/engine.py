@@ -35,6 +35,11 @@ from rooftop.rewrites.pooling import replace_pools
 from rooftop.rewrites.structures import mapped, signature
 
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
+IN_A_CAPTURE = (
+    "Engine: called while a CUDA graph is being captured, which cannot contain the engine's own graphs: call an engine "
+    "with graphs=False there"
+)
+"""Message of the error if a caller captures an engine that has graphs."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ class Engine:
         with self._lock:
             if self._graphs is None:
                 return self._eager(args, kwargs)
-            with self._graphs.in_order():
+            with self._graphs.in_order(IN_A_CAPTURE):
                 return self._by_graph(self._graphs, args, kwargs)
 
     def __getstate__(self) -> object:
@@ -259,10 +264,6 @@ class Engine:
     # ---- with graphs -----------------------------------------------------------------------------------------------
 
     def _by_graph(self, graphs: Graphs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "Engine: called while a CUDA graph is captured: build the engine with graphs=False there"
-            )
         key, given = signature((args, kwargs), lambda t: (tuple(t.shape), self._dtype_of(t)))
         for tensor in given:
             self._check_device(tensor)

@@ -439,7 +439,7 @@ def _three(what: str, kind: str, size: Size, least: int) -> tuple[int, int, int]
     try:
         x, y, z = (*(operator.index(each) for each in sizes), *(1,) * (3 - len(sizes)))
     except (TypeError, ValueError):
-        raise TypeError(f"{what}: {kind} must be an int or one to three of them, got {size!r}") from None
+        raise TypeError(f"{what}: {kind} must be an int or a tuple of one to three ints, got {size!r}") from None
     if min(x, y, z) < least:
         raise ValueError(f"{what}: {kind} must be at least {least} in each dimension, got {size!r}")
     return x, y, z

@@ -154,7 +154,8 @@ class Lesson(Observer):
     key: Callable[[Tensor], int] = staticmethod(lambda tensor: tensor.untyped_storage().data_ptr())
 
     def _name_sizes(self, given: Sequence[Tensor | int], varying: Sequence[int]) -> None:
-        """Assign a variable to each varying size. Equal sizes share a variable, as in the C++ code."""
+        """Assign a variable to each varying size. Equal sizes share a variable, as in `repeated_calls.cpp`, which
+        repeats the call."""
         source = 0
         for each, which in zip(given, varying, strict=True):
             if isinstance(each, Tensor):

@@ -84,7 +84,7 @@ def multiply_into(target: Tensor, left: Tensor, right: Tensor, alpha: float, bet
     if term is None and alpha == 1:
         torch.mm(left, right, out=target)
     elif term is None:
-        # with beta = 0, BLAS does not read the term, so its NaNs do not spread
+        # with beta = 0, BLAS does not read target's old values, so NaNs among them do not spread
         torch.addmm(target, left, right, beta=0, alpha=alpha, out=target)
     else:
         torch.addmm(term, left, right, beta=beta, alpha=alpha, out=target)

@@ -139,7 +139,10 @@ def depth_of(type: int) -> Depth:
             f"a type is a number such as CV_8UC3, got {type!r}: type_code(dtype, channels) makes one from a dtype"
         )
     if not 0 <= type < CV_CN_MAX << CV_CN_SHIFT or CV_MAT_DEPTH(type) >= len(DEPTHS):
-        raise ValueError(f"{type} is not the code of a type; CV_MAKETYPE(CV_8U, 3) returns one")
+        raise ValueError(
+            f"{type} is not the code of a type: make a code with CV_MAKETYPE(depth, channels), such as "
+            "CV_MAKETYPE(CV_8U, 3)"
+        )
     return DEPTHS[type & (CV_DEPTH_MAX - 1)]
 
 
@@ -224,7 +227,10 @@ def _depth_of_dtype(dtype: object) -> int:
     except TypeError:
         raise TypeError(f"expected a type, or a dtype of torch or NumPy, got {dtype!r}") from None
     if not found.isnative:
-        raise TypeError(f"{found} has the other byte order: array.astype(array.dtype.newbyteorder('=')) copies it")
+        raise TypeError(
+            f"{found} is not in this machine's byte order: convert the array with "
+            "array.astype(array.dtype.newbyteorder('='))"
+        )
     if found not in _BY_NUMPY:
         raise TypeError(f"no depth has NumPy's dtype {found}: convert it, for example array.astype('float32')")
     return _BY_NUMPY[found]

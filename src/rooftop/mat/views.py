@@ -295,7 +295,7 @@ class Header(Shaped):
         if len(index) == 1 and self.dims == 2 and 1 in self._sizes:
             index = (0, index[0]) if self._sizes[0] == 1 else (index[0], 0)
         if len(index) != self.dims:
-            raise IndexError(f"at takes {self.dims} indices of {self}, got {len(index)}")
+            raise IndexError(f"Mat.at() needs {self.dims} indices for {self}, got {len(index)}")
         return self[index]
 
     # Tensors and addresses for internal use.

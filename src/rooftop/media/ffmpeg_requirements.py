@@ -168,7 +168,8 @@ def build_environment(headers: Path | None, folder: Path) -> dict[str, str]:
 
 
 def _asked(name: str, script: str) -> tuple[str, ...]:
-    """The alternative requirements for a library that FFmpeg's `configure` passes to pkg-config: "dav1d >= 0.5.0"."""
+    """The requirements, such as "dav1d >= 0.5.0", that FFmpeg's `configure` passes to pkg-config for a library; any one
+    of them suffices."""
     pattern = rf"(?:require|check)_pkg_config {name}(?:_\w+)? +(?:\"([^\"]+)\"|(\w+))"
     return tuple(dict.fromkeys(quoted or plain for quoted, plain in re.findall(pattern, script)))
 

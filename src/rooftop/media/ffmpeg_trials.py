@@ -378,7 +378,8 @@ def _quiet_svt() -> Iterator[None]:
 
 
 def _decoded_by_pyav(clip: Path) -> np.ndarray | None:
-    """Decode a clip to frames (T, N) in levels of 255. None if PyAV is not installed or cannot decode the clip."""
+    """Decode a clip to frames (T, N) float32, as levels from 0 to 255. None if PyAV is not installed or cannot decode
+    the clip."""
     try:
         av = load_av()
     except MissingExtraError:

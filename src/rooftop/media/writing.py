@@ -35,6 +35,7 @@ AVI_SLACK_S = Fraction(1, 1000)  # maximum distance of a given time from a multi
 # in these files, a packet's duration ends when the next packet is decoded
 DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")
 TICKS_MPEG4 = 60_000  # ticks per second for an encoder that stores ticks in 16 bits
+UNTIMED_X265 = 2  # in videos of up to this many frames, x265 leaves decoding times uninitialized
 NARROWEST_X265 = 64  # for narrower frames, x265 (in PyAV 18) writes out of bounds in `Lookahead::cuTree`
 
 
@@ -447,6 +448,9 @@ class VideoWriter:
         assert self._container is not None
         assert self._stream is not None
         packets = [*self._held, *self._stream.encode(frame)]
+        if frame is None and self.encoder == "libx265" and self.frames <= UNTIMED_X265:
+            for packet in packets:
+                packet.dts = packet.pts  # so few frames are decoded in the order in which they are shown
         # Hold back the last packet, since its duration must be set. This packet may not belong to the last frame, but
         # it is the end of the decoding clock.
         self._held = packets[-1:] if frame is not None else []

@@ -75,7 +75,10 @@ def _check_model(module: nn.Module) -> None:
     if where := hooked(module):
         raise ValueError(f"optimize: {where} has hooks, which a faster copy would not call: remove them first")
     if _has_any_global_hook():
-        raise ValueError("optimize: there are hooks on all modules, which a faster copy may not call: remove them")
+        raise ValueError(
+            "optimize: global module hooks are registered (for example by register_module_forward_hook), and a faster "
+            "copy might skip them: remove these hooks first"
+        )
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:

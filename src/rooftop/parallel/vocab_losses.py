@@ -231,8 +231,8 @@ def vocab_parallel_cross_entropy(
         ignore_index, reduction, label_smoothing, z_loss: as in `rooftop.kernels.cross_entropy`.
 
     Returns:
-        () or the shape of `target`, in the dtype of the logits, the same on all ranks. Each rank's backward computes
-        the gradient of its own logits.
+        The loss, in the dtype of the logits, the same on all ranks: a scalar, or with reduction="none" a tensor of the
+        shape of `target`. Each rank's backward computes the gradient of its own logits.
 
     Raises:
         TypeError, ValueError: as in `cross_entropy`, or the vocabulary does not fit the number of ranks and columns.
@@ -287,7 +287,7 @@ def vocab_parallel_linear_cross_entropy(
         chunk_size: number of rows per chunk; None: as in `rooftop.kernels.linear_cross_entropy`.
 
     Returns:
-        () in the dtype of hidden, or float32 under autocast, the same on all ranks.
+        The loss, a scalar in the dtype of hidden (float32 under autocast), the same on all ranks.
 
     Raises:
         TypeError, ValueError: as in `rooftop.kernels.linear_cross_entropy`, or the vocabulary does not fit the number
@@ -340,10 +340,13 @@ def _classes(
     """This rank's `Classes`. A vocabulary of None means all columns of all ranks."""
     index, count = place_in(group)
     total = columns * count if vocabulary is None else vocabulary
-    if not 0 < total <= columns * count:
+    if total < 1:
+        raise ValueError(f"the vocabulary must have at least one class, got {total}")
+    if total > columns * count:
+        needed = -(-total // count)
         raise ValueError(
-            f"a vocabulary of {total} over {count} ranks needs {-(-total // count)} classes on each rank, got "
-            f"{columns}: give each rank this number, and pad the last ranks"
+            f"a vocabulary of {total} over {count} ranks needs {needed} columns on each rank, got {columns}: give each "
+            f"rank {needed} columns, padded after the last class"
         )
     if group is None:
         return None

@@ -20,6 +20,12 @@ GAP_MS = 0.5e-3
 H200, graphs saved 0.2 to 0.6 ms in four networks, whose kernels were not counted. Training saves more than
 inference."""
 
+IN_A_CAPTURE = (
+    "optimize: the model was called while a CUDA graph is being captured, which cannot contain the model's own graphs: "
+    "pass rules= without cuda-graphs"
+)
+"""Message of the error if a caller captures `Replays`."""
+
 
 class CudaGraphs(Rule):
     """Replay each call from a CUDA graph. Each signature of the inputs has its own graph. In training each signature
@@ -71,7 +77,7 @@ class Replays:
         self._lock = Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._lock, self.graphs.in_order():
+        with self._lock, self.graphs.in_order(IN_A_CAPTURE):
             key, given = signature((args, kwargs), lambda t: (tuple(t.shape), t.stride(), t.dtype))
             entry = self.graphs.find(key)
             if entry is None:

@@ -134,17 +134,18 @@ class Graphs:
         return capture(inputs, call, self._stream, next(pools, None), self.state, self.compared)
 
     @contextmanager
-    def in_order(self) -> Iterator[None]:
+    def in_order(self, refusal: str) -> Iterator[None]:
         """Run a call on the current stream, after the previous call and all work on that call's stream.
+
+        Args:
+            refusal: the message of the RuntimeError.
 
         Raises:
             RuntimeError: the caller is capturing a graph, which cannot contain replays.
         """
         with torch.cuda.device(self.device):
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "Engine: called while a CUDA graph is captured: build the engine with graphs=False there"
-                )
+                raise RuntimeError(refusal)
             current = torch.cuda.current_stream()
             if self._previous is not None and self._previous != current:
                 current.wait_stream(self._previous)

@@ -360,7 +360,10 @@ class Geometry:
             node = int(np.argmin(fits.all(1))) if len(self.nodes) else 0
             size = 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS
             raise GeometryFileError(
-                self.path, f"node {node} of the tree refers to a node or page that does not exist", start + size * node
+                self.path,
+                f"node {node} of the tree has a child with impossible values, such as a node, page or group that does "
+                "not exist, or bounds that are not finite",
+                start + size * node,
             )
         leaf = kind > 0
         self.page_reach = np.zeros(self.pages, np.int64)
@@ -414,7 +417,8 @@ def _sections(path: Path, data: mmap.mmap) -> tuple[int, dict[str, tuple[int, in
             raise GeometryFileError(path, f"the checksum of section {text} does not match", start)
         sections[text] = (start, size)
     if ("needs" in sections) != (version >= 3):
-        raise GeometryFileError(path, f"version {version} does not match the presence of the section 'needs'", 8)
+        must, has = ("must have", "none") if version >= 3 else ("must not have", "one")
+        raise GeometryFileError(path, f"version {version} {must} a section 'needs', but the file has {has}", 8)
     for text, unit in (
         ("meta", 1),
         ("nodes", 4 * layouts.NODE_CHILDREN * layouts.CHILD_WORDS),

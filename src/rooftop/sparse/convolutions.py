@@ -163,8 +163,8 @@ class SparseConvolution(SparseModule):
         """
         self._check_input(x)
         if self.conv1x1:
-            # Unlike a kernel, a matrix product also reads rows that are not sites. A NaN in such a row would make the
-            # weight's gradient NaN.
+            # Unlike the kernels of sparse convolution, a matrix product also reads rows that are not sites. A NaN in
+            # such a row would make the weight's gradient NaN.
             features = x.features.where(x.indices[:, :1] >= 0, 0) if x.padded else x.features
             y = x.replace_feature(linear(features, self.weight, self.bias, self.groups))
         else:

@@ -723,7 +723,7 @@ def test_earlier_versions_are_streamed_with_the_same_pictures(
 
 
 def test_a_version_without_its_section_is_refused(paged_ball: Geometry, tmp_path: Path) -> None:
-    with pytest.raises(GeometryFileError, match=f"version {layouts.VERSION} does not match the presence of"):
+    with pytest.raises(GeometryFileError, match=f"version {layouts.VERSION} must have a section 'needs', but"):
         Geometry.open(without_needs(paged_ball, tmp_path))
 
 

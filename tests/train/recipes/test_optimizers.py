@@ -202,5 +202,5 @@ def test_what_cannot_be_optimized() -> None:
         optimizer_of(nn.Linear(2, 2).requires_grad_(False), recipe())
     with pytest.raises(InputError, match=r"optimizer\.momentum above 0"):
         optimizer_of(network(), recipe(momentum=0.0, nesterov=True))
-    with pytest.raises(InputError, match=r"no matrices in hidden layers.*adamw"):
+    with pytest.raises(InputError, match=r"no trained matrices in hidden layers.*adamw"):
         optimizer_of(nn.Linear(2, 2), recipe(name="muon"))

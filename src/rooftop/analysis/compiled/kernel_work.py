@@ -89,8 +89,8 @@ def _calls(name: str, group: list[fx.Node]) -> list[fx.Node]:
 def _without(group: list[fx.Node], called: Mapping[fx.Node, int], done: set[fx.Node]) -> list[fx.Node]:
     """The group without its library calls, and without the operands of these calls that earlier kernels have computed.
 
-    Operands that earlier kernels have computed are in memory and only change their layout. This kernel computes the
-    other operands, in the needed layout.
+    Operands that earlier kernels have computed are already in memory; this kernel only changes their layout. This
+    kernel computes the other operands, in the needed layout.
     """
     operands = {_source(value) for node in group if node in called for value in node.all_input_nodes}
     return [node for node in group if node not in called and not (node in operands and node in done)]

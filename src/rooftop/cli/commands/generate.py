@@ -69,8 +69,8 @@ reads its part; communication counts as free. A machine without stored ceilings 
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="T",
-    help="Sampling temperature. 1 samples from the model's distribution, lower values favour probable tokens.  "
-    "[default: 0, the most probable token]",
+    help="Sampling temperature. At 1, tokens are drawn from the model's distribution; lower values favour probable "
+    "tokens.  [default: 0, always the most probable token]",
 )
 @click.option(
     "--top-k",

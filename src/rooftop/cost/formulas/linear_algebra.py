@@ -90,7 +90,7 @@ cost_of("aten::linalg_inv_ex")(_of_matrix(lambda m, n: 2 * n**3))
 cost_of("aten::geqrf")(_of_matrix(_householder))
 cost_of(*aten("_linalg_eigvals linalg_eigvals"))(_of_matrix(lambda m, n: 10 * n**3))
 cost_of("aten::linalg_eig")(_of_matrix(lambda m, n: 25 * n**3))
-# The pseudoinverse takes singular values and vectors, and a product of the two factors.
+# The pseudoinverse needs an SVD with vectors and one matrix product.
 cost_of("aten::linalg_pinv")(
     _of_matrix(lambda m, n: singular_value_flops(m, n, vectors=True, full=False) + 2 * m * n * min(m, n))
 )

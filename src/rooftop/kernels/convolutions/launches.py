@@ -118,7 +118,7 @@ def forward(
 
 
 def _as_product(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, activation: str) -> Tensor:
-    """A 1 x 1 convolution without a residual, computed as `linear_act` does."""
+    """A 1 x 1 convolution without a residual, computed as `linear_act` computes a product."""
     rows = x.permute(0, 2, 3, 1).reshape(geometry.rows, geometry.channels)
     matrix = weight.reshape(geometry.out_channels, geometry.channels)
     plan = matmul_tables.plan_of(rows, matrix, bias, activation, None, False)

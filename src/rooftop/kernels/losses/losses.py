@@ -406,9 +406,9 @@ def cross_entropy(
             and the dtype is not float16.
 
     Returns:
-        () or the shape of `target`, in the dtype of `input`; float32 under autocast. The arithmetic is float32 (float64
-        for float64). If all targets are ignored, the mean and its gradient are 0. PyTorch returns NaN if all targets
-        are ignored, which would make a sum over micro-batches NaN.
+        The loss, in the dtype of `input` (float32 under autocast): a scalar, or with reduction="none" a tensor of the
+        shape of `target`. The arithmetic is float32 (float64 for float64). If all targets are ignored, the mean and its
+        gradient are 0. PyTorch returns NaN if all targets are ignored, which would make a sum over micro-batches NaN.
 
     Raises:
         TypeError: a tensor is not dense, or has a wrong dtype (class probabilities included).

@@ -206,8 +206,8 @@ CUDA_LONG_WARPS = 32  # warps of a row that does not fit in registers
 
 # ---- CUDA C++, norms of sums over ranks ----------------------------------------------------------------------------
 
-# Each row has one block, which has as few warps as possible if each thread loads one pack (16 bytes), so that all loads
-# of a row run at the same time. For longer rows, each thread loads several packs, up to 32 elements. The parameters of
-# rank sums are not measured yet.
+# One block computes one row. It has the fewest warps that let each thread load at most one pack (at most 16 bytes), so
+# that all loads of the row run at the same time. For longer rows, each thread loads several packs, up to 32 elements.
+# The parameters of rank sums are not measured yet.
 RANK_SUM_WARPS = (4, 8, 16)
 RANK_SUM_CHUNKS = (1, 2, 4, 8, 16, 32)

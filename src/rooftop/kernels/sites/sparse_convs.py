@@ -312,8 +312,8 @@ def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -
 
 def _product_flops(call: SparseConv | SparseConvBackward, operand: Tensor, products: int) -> dict[str, int]:
     """Flops of `products` products for each pair. If the caller does not pass the number of pairs, the function assumes
-    one pair per result, the minimum, so that the roof time is never overestimated. Counting the pairs would synchronize
-    with the GPU.
+    one pair for each output site, the minimum, so that the roof time is never overestimated. Counting the pairs would
+    synchronize with the GPU.
     """
     out_channels, *_, channels = call.weight.shape
     pairs = call.pair_count if call.pair_count >= 0 else rows_of(call.neighbours, call.order)

@@ -37,7 +37,7 @@ def sparse_global_pool_reference(
     features: Tensor, batch: Tensor, batch_size: int, average: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute the result (B, C), and the number of sites of each batch element, (B,) int32, in plain PyTorch. Batch
-    elements are reduced one at a time, and the sums of means are float64.
+    elements are reduced one at a time. For a mean, the features are summed in float64.
 
     On a GPU, the host synchronizes to read the numbers of sites.
     """

@@ -71,7 +71,7 @@ class Thinned:
     """The remaining triangles of a group.
 
     Attributes:
-        corners: (T, 3); indices from V on are added vertices.
+        corners: (T, 3) vertex indices. With V vertices in the mesh, index V + i is the added vertex i.
         error: error of the group, in steps of the grid.
         added: the added vertices.
     """

@@ -168,8 +168,8 @@ def _write_pages(
     at: int,
     team: Team,
 ) -> npt.NDArray[np.void]:
-    """Write all pages, from byte `at` of the file on; return their positions as layouts.PAGE_ENTRY. `has` is as in
-    `_page`.
+    """Write all pages to the file, starting at byte `at`; return their table of layouts.PAGE_ENTRY (offset, length,
+    checksum). `has` is as in `_page`.
     """
     streams = np.concatenate(hierarchy.streams)
     hierarchy.streams.clear()

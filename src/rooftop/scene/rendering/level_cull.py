@@ -249,8 +249,9 @@ def cull_clusters(
     second: wp.int32,
     stride: wp.int32,
 ):
-    """Test the clusters of all groups in the list, and append the clusters to draw to the visible clusters. If pages
-    may be absent, the kernel of `streaming/streamed_cull.py` is launched instead."""
+    """Of all groups in the list, choose the clusters that should be drawn, and append each one to the list of visible
+    clusters or of hidden clusters; clusters outside the picture are dropped. If pages may be absent, the kernel of
+    `streaming/streamed_cull.py` is launched instead."""
     count = wp.min(frame.counters[second * PASS + GROUPS], frame.groups.shape[0])
     for i in range(wp.tid(), LANES * count, stride):
         pair = pair_of(frame.groups[i // LANES])

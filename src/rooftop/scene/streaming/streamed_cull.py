@@ -70,7 +70,9 @@ def cull_clusters(
     requests: Requests,
     stride: wp.int32,
 ):
-    """Cull the clusters of groups whose pages are resident, and append the clusters to draw to the visible clusters."""
+    """Request the page of each group. Of each group whose page is resident, choose the clusters that should be drawn,
+    and append each one to the list of visible clusters or of hidden clusters; clusters outside the picture are dropped.
+    """
     count = wp.min(frame.counters[second * PASS + GROUPS], frame.groups.shape[0])
     for i in range(wp.tid(), LANES * count, stride):
         pair = pair_of(frame.groups[i // LANES])

@@ -276,8 +276,8 @@ class Saver:
         failures = [(rank, *each) for rank, each in enumerate(said) if each is not None]
         words = "; ".join(f"rank {rank}: {text}" if len(said) > 1 else text for rank, _, text in failures)
         message = (
-            f"a checkpoint could not be written to {self.folder}; is there enough room? Earlier checkpoints are kept "
-            f"({words})"
+            f"a checkpoint could not be written to {self.folder} ({words}). Is there enough room? Earlier checkpoints "
+            "are kept."
         )
         raise (OSError if all(expected for _, expected, _ in failures) else RuntimeError)(message) from error
 

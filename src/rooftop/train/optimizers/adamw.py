@@ -245,8 +245,9 @@ def _complete(parameter: Tensor, state: dict[str, Any]) -> None:
         held = state.get(name)
         if held is not None and held.shape != parameter.shape:
             raise ValueError(
-                f"AdamW: the state of a parameter {tuple(parameter.shape)} has the shape {tuple(held.shape)}: create "
-                "a new optimizer for the new shape"
+                f"AdamW: a parameter has shape {tuple(parameter.shape)}, but its optimizer state has shape "
+                f"{tuple(held.shape)}: create a new optimizer if you changed the parameter, or load a state of the "
+                "same shape"
             )
         if held is None or local_of(held).stride() != local_of(parameter).stride():
             state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

@@ -98,5 +98,6 @@ def _check_model(recipe: Recipe, model: nn.Module) -> None:
         check_momentum(given)
     if given.name == "muon" and hidden_matrices(model).isdisjoint(trained):
         raise InputError(
-            f"{type(model).__name__} has no matrices in hidden layers, which Muon needs: set optimizer.name=adamw"
+            f"{type(model).__name__} has no trained matrices in hidden layers, which Muon needs: set "
+            "optimizer.name=adamw"
         )

@@ -34,14 +34,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
         how: `fused` or `foreach` for AdamW.
 
     Raises:
-        InputError: the model has no hidden matrices.
+        InputError: the groups contain no hidden matrix of the model.
     """
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], given: Optimizer, how: dict[str, Any]) -> None:
         hidden = hidden_matrices(model)
         if not any(parameter in hidden for group in groups for parameter in group["params"]):
             raise InputError(
-                f"{type(model).__name__} has no matrices in hidden layers, which Muon needs: set optimizer.name=adamw"
+                f"{type(model).__name__} has no trained matrices in hidden layers, which Muon needs: set "
+                "optimizer.name=adamw"
             )
         divided = []
         for group in groups:

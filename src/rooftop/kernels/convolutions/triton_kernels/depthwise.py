@@ -77,8 +77,8 @@ def _added(
     totals, values, taps, PLACE: tl.constexpr,
     RUN: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add a pixel to the sums whose windows have a tap at this pixel. PLACE: the pixel's distance from the first pixel
-    of the first window.
+    """For each output whose window has a tap at this pixel, add the pixel times the tap's weight to the output's sum.
+    PLACE: the pixel's distance from the first pixel of the first window.
     """
     summed = ()
     for each in tl.static_range(RUN):
