@@ -135,7 +135,8 @@ class Search:
         self._gates: dict[tuple[str, ...], Gate] = {}
         self._profiles = Profiles(step, self.given, original, self.plain)
         self._order = TrialOrder([], {}, Times(0.0, ()), 0.0, 0.0)
-        self._trial_s: dict[str, float] = {}  # seconds of the last trial of each rule
+        self._trial_s: dict[str, float] = {}  # seconds of the last trial of each rule, without profiles before it
+        self._profile_s = 0.0  # seconds of all profiles before trials
         self._waited = False  # whether the search has waited for the C++ launcher
         self._share = 0.0  # the gain in the last trial, as a share of a step
         self._unknown: set[frozenset[str]] = set()  # names of rules whose candidates could not be profiled
@@ -332,7 +333,7 @@ class Search:
             predicted_ms: the rule's predicted gain without the kept rules.
         """
         change, began = Change(rule.name, "not tried", predicted_ms=predicted_ms), time.perf_counter()
-        lost = 0.0
+        lost, profiled_s = 0.0, self._profile_s
         for replaced in self._replaced(rule):
             self._share = 0.0
             other = self._tried_instead(rule, replaced, predicted_ms)
@@ -341,7 +342,7 @@ class Search:
             idle = other.verdict == "not tried" or (other.verdict == "no gain" and not other.where)
             if change.verdict == "kept" or idle or lost > HOPELESS:
                 break
-        self._trial_s[rule.name] = time.perf_counter() - began
+        self._trial_s[rule.name] = time.perf_counter() - began - (self._profile_s - profiled_s)
         return change
 
     def _replaced(self, rule: Rule) -> list[list[Rule]]:
@@ -436,12 +437,14 @@ class Search:
         if self._profiles.knows(rules) or names in self._unknown:
             return
         self._unknown.add(names)
+        began = time.perf_counter()
         with or_earlier_times():
             candidate = self._run(rules)
             times = self._rounds.timed({"best": self.best, "known": candidate})
             self._profiles.note_wall(times["best"].median_ms)
             self._profiles.note(rules, candidate, times["known"].median_ms, self._run)
         self.originals.restore()
+        self._profile_s += time.perf_counter() - began
 
     def _plain(self) -> Candidate:
         optimizer = same_state(self.optimizer) if self.optimizer is not None else None
