@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rooftop.errors import InputError
 from rooftop.optimization.as_before import as_before
+from rooftop.optimization.building import Builder
 from rooftop.optimization.carried import check_nothing_is_carried
 from rooftop.optimization.draws import Arguments, Draw, draws, in_words, key_of, of_shape, others, tensors_of
 from rooftop.optimization.gate import Gate, check_taken
@@ -123,19 +124,20 @@ def optimize(
             return OptimizedModule(module, candidate, proven)  # created in the mode in which it is proven
 
         ends = began + budget_s
-        search = Search(twin, optimizer, step, gate, given, min_gain, ends, progress, fresh, wrap, originals)
+        builder = Builder(twin, optimizer, step, gate, given, ends, fresh, originals)
+        search = Search(builder, min_gain, ends, progress, wrap)
         search.run(chosen, all_at_once=plan_of is not None)
         result = search.result()
         faster = wrap(result.candidate)
     found = Optimized(
         faster,
-        result.candidate.optimizer if search.changes_optimizer(result.candidate) else optimizer,
+        result.candidate.optimizer if builder.changes_optimizer(result.candidate) else optimizer,
         search.changes,
         result.before_ms,
         result.after_ms,
         result.noise,
-        [known.draw.what for known in search.gate.known] if search.gate is not None else [],
-        dict(search.gate.dropped) if search.gate is not None else {},
+        [known.draw.what for known in builder.gate.known] if builder.gate is not None else [],
+        dict(builder.gate.dropped) if builder.gate is not None else {},
         [in_words(each) for each in proven],
         _surroundings(module, given, train),
         without_ms=result.without_ms,

@@ -17,22 +17,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from rooftop.launch import repeated_calls
 from rooftop.optimization.accuracy import RefusedError
-from rooftop.optimization.as_before import Originals
+from rooftop.optimization.building import Builder, ordered
 from rooftop.optimization.deadlines import Deadline, StoppedError
-from rooftop.optimization.draws import Arguments, Draw, tensors_of
-from rooftop.optimization.gate import Gate
+from rooftop.optimization.draws import Draw
 from rooftop.optimization.optimized import Change
-from rooftop.optimization.optimizer_gate import check_steps
-from rooftop.optimization.outcomes import Step, copied
 from rooftop.optimization.profiles import HOW_IT_RUNS, Profiles, allocated, or_earlier_times
 from rooftop.optimization.rounds import Rounds
-from rooftop.optimization.timing import same_state, step_of, untouched
 from rooftop.optimization.trial_order import AGAIN, BLOCKS, UNSURE_ON_CPU, WHOLE, TrialOrder
-from rooftop.rewrites import RULES, Candidate, Rule, Times
+from rooftop.rewrites import Candidate, Rule, Times
 from rooftop.rewrites.candidates import NOTHING
 from rooftop.words import in_a_line
 
@@ -86,18 +81,11 @@ class Search:
     """Find the rules that make a model faster.
 
     Args:
-        original: the model, in the mode in which it will run.
-        optimizer: optimizer of its training step.
-        step: how the model is run.
-        gate: creates the gate that compares all candidates with the original; called when the first candidate has saved
-            time.
-        given: arguments of the timed calls.
+        builder: builds and proves candidates of the model.
         min_gain: smallest gain that keeps a rule, as a share of a step.
         ends: the time limit, by `time.perf_counter`.
         progress: called with (the current activity, fraction done).
-        fresh: draws inputs that no candidate has seen.
         wrap: wraps a candidate as users will call it, with all checks.
-        originals: tensors of the model, which no rule may change.
 
     Attributes:
         kept: rules that save time, in the order of `RULES`.
@@ -106,34 +94,22 @@ class Search:
 
     def __init__(
         self,
-        original: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        step: Step,
-        gate: Callable[[], Gate],
-        given: Arguments,
+        builder: Builder,
         min_gain: float,
         ends: float,
         progress: Progress,
-        fresh: Callable[[], Draw],
         wrap: Callable[[Candidate], Callable[..., object]],
-        originals: Originals,
     ) -> None:
-        self.original, self.optimizer, self.step, self._make_gate = original, optimizer, step, gate
-        self.given = copied(given)  # copies, because a rule may change its arguments
-        self.min_gain, self.ends, self.progress, self.fresh = min_gain, ends, progress, fresh
-        self.wrap, self.originals = wrap, originals
+        self._builder, self.min_gain, self.progress, self.wrap = builder, min_gain, progress, wrap
         self.kept: list[Rule] = []
         self.changes: list[Change] = []
         self.planned = False
-        self.copies: list[torch.optim.Optimizer] = []
-        self.plain = self._plain()
-        self.best = self.plain
-        self._rounds = Rounds(step, self.given, original, min_gain, self._first_call(self.plain))
-        self._limit = self.ends
-        at_the_end_s = min(LAST_S, LAST_SHARE * (self._limit - time.perf_counter()))
-        self.ends -= LAST_STEPS * self._rounds.step_s + at_the_end_s
-        self._gates: dict[tuple[str, ...], Gate] = {}
-        self._profiles = Profiles(step, self.given, original, self.plain)
+        self.best = builder.plain
+        self._rounds = Rounds(builder.step, builder.given, builder.original, min_gain, builder.step_s)
+        self._limit = ends
+        at_the_end_s = min(LAST_S, LAST_SHARE * (ends - time.perf_counter()))
+        self.ends = ends - LAST_STEPS * self._rounds.step_s - at_the_end_s
+        self._profiles = Profiles(builder.step, builder.given, builder.original, builder.plain)
         self._order = TrialOrder([], {}, Times(0.0, ()), 0.0, 0.0)
         self._trial_s: dict[str, float] = {}  # seconds of the last trial of each rule, without profiles before it
         self._profile_s = 0.0  # seconds of all profiles before trials
@@ -166,15 +142,15 @@ class Search:
 
     def _search(self, rules: Sequence[Rule]) -> None:
         possible = [rule for rule in rules if self._fits(rule)]
-        if self.plain.device.type == "cuda" and any(rule.opaque for rule in possible):
+        if self._builder.plain.device.type == "cuda" and any(rule.opaque for rule in possible):
             repeated_calls.ask()
-        wall = self._rounds.timed({"": self.plain})[""].median_ms
+        wall = self._rounds.timed({"": self._builder.plain})[""].median_ms
         self._rounds.step_s = wall / 1e3
-        times = self._profiles.begin(self.plain, wall)
+        times = self._profiles.begin(self._builder.plain, wall)
         possible = [rule for rule in possible if self._has_work(rule, times)]
         forecasts = {rule.name: of for rule in possible if (of := self._forecast(rule, times)) is not None}
         known = [rule for rule in possible if rule.name in forecasts]
-        unsure = self.min_gain if self.plain.device.type == "cuda" else max(self.min_gain, UNSURE_ON_CPU)
+        unsure = self.min_gain if self._builder.plain.device.type == "cuda" else max(self.min_gain, UNSURE_ON_CPU)
         self._order = TrialOrder(known, forecasts, times, unsure * wall, self._left_s(), self._ready)
         order: list[Rule] = []
         while self._order.waiting:
@@ -241,17 +217,17 @@ class Search:
         possible = [rule for rule in rules if self._fits(rule)]
         began = time.perf_counter()
         try:
-            candidate = self._built(possible)
-            self._first_call(candidate)
+            candidate = self._builder.built(possible)
+            self._builder.first_call(candidate)
             seconds = time.perf_counter() - began
-            error = self._proven(candidate, self._gate_of(possible))
+            error = self._builder.proven(candidate, possible)
         except Exception as why:
             reason = f"the plan does not work here: {why if isinstance(why, RefusedError) else in_a_line(why)}"
             self.changes += [Change(rule.name, "refused", reason) for rule in possible]
             warnings.warn(f"rooftop.optimize: the original model runs, {reason}", RuntimeWarning, stacklevel=5)
             return
         finally:
-            self.originals.restore()
+            self._builder.restore()
         self.best = candidate
         self.kept = [rule for rule in possible if candidate.changes[rule.name]]
         for rule in possible:
@@ -261,8 +237,8 @@ class Search:
 
     def _fits(self, rule: Rule) -> bool:
         """Whether a rule can be applied; a refusal is recorded."""
-        fits = rule.trains if self.step.training else rule.infers
-        given = replace(self.plain, optimizer=self.optimizer)
+        fits = rule.trains if self._builder.step.training else rule.infers
+        given = replace(self._builder.plain, optimizer=self._builder.optimizer)
         try:
             reason = rule.refusal(given) if fits else f"not for {'training' if not rule.trains else 'inference'}"
             _check_reason(reason, f"refusal of {rule.name}")
@@ -307,7 +283,7 @@ class Search:
     def _changes_something(self, rule: Rule) -> bool:
         """Whether a rule finds something to change. True if it fails, since its trial reports the failure."""
         try:
-            return bool(self._built([rule]).changes[rule.name])
+            return bool(self._builder.built([rule]).changes[rule.name])
         except Exception:
             return True
 
@@ -320,7 +296,7 @@ class Search:
         Args:
             compiled: whether another rule of the candidate compiles.
         """
-        steps = STEPS + (0 if self._gates else PROOF_STEPS)
+        steps = STEPS + (0 if self._builder.gate is not None else PROOF_STEPS)
         seconds = self._order.seconds(rule, self._profiles.now) + steps * self._rounds.step_s
         return seconds + (AGAIN * self._compile_s if compiled else 0.0)
 
@@ -362,7 +338,7 @@ class Search:
 
     def _tried_instead(self, rule: Rule, replaced: Sequence[Rule], predicted_ms: float) -> Change:
         change = Change(rule.name, "not tried", predicted_ms=predicted_ms)
-        steps = STEPS + (0 if self._gates else PROOF_STEPS)
+        steps = STEPS + (0 if self._builder.gate is not None else PROOF_STEPS)
         others = [kept for kept in self.kept if kept not in replaced]
         compiled = any(kept.kind == "compile" for kept in others)
         needed = self._needed_s(rule, compiled)
@@ -378,13 +354,13 @@ class Search:
         deadline = Deadline(limit_s)
         try:
             change = replace(change, predicted_ms=self._profiles.predicted(rule, others))
-            began, held = time.perf_counter(), allocated(self.plain.device)
-            candidate = self._built(rules)
+            began, held = time.perf_counter(), allocated(self._builder.plain.device)
+            candidate = self._builder.built(rules)
             where = candidate.changes[rule.name]
             if not where:
                 return replace(change, verdict="no gain", reason=NOTHING)
-            with deadline:  # not around `_built`: if stopped in a trace, torch.fx leaves its patches of PyTorch
-                self._first_call(candidate)
+            with deadline:  # not around `built`: if stopped in a trace, torch.fx leaves its patches of PyTorch
+                self._builder.first_call(candidate)
             first_s = time.perf_counter() - began
             self._order.note(rule, self._profiles.now, first_s)
             change = replace(change, where=where, first_call_s=first_s)
@@ -406,8 +382,8 @@ class Search:
             elif not gain.sure:
                 reason = f"{gain.share:+.1%}, which does not exceed the noise and {least:.0%}"
                 return replace(change, verdict="no gain", reason=reason)
-            change = replace(change, error=self._proven(candidate, self._gate_of(rules)))
-            self._nothing_changed()
+            change = replace(change, error=self._builder.proven(candidate, rules))
+            self._builder.nothing_changed()
         except StoppedError:
             deadline.end()
             stopped = LEFT if other and limit_s < left - steps * self._rounds.step_s else STOPPED
@@ -418,10 +394,10 @@ class Search:
             torch.cuda.empty_cache()
             return replace(change, verdict="failed", reason=in_a_line(error))
         finally:
-            self.originals.restore()
-        self.kept, self.best = _ordered(rules), candidate
+            self._builder.restore()
+        self.kept, self.best = ordered(rules), candidate
         self._compile_s = first_s if any(kept.kind == "compile" for kept in self.kept) else 0.0
-        self._profiles.note_kept(self.kept, self.best, tried_ms, self._run)
+        self._profiles.note_kept(self.kept, self.best, tried_ms, self._builder.run)
         names = [each.name for each in replaced]
         self.changes = [
             replace(each, verdict="no gain", reason=f"{rule.name} is faster") if each.rule in names else each
@@ -439,80 +415,12 @@ class Search:
         self._unknown.add(names)
         began = time.perf_counter()
         with or_earlier_times():
-            candidate = self._run(rules)
+            candidate = self._builder.run(rules)
             times = self._rounds.timed({"best": self.best, "known": candidate})
             self._profiles.note_wall(times["best"].median_ms)
-            self._profiles.note(rules, candidate, times["known"].median_ms, self._run)
-        self.originals.restore()
+            self._profiles.note(rules, candidate, times["known"].median_ms, self._builder.run)
+        self._builder.restore()
         self._profile_s += time.perf_counter() - began
-
-    def _plain(self) -> Candidate:
-        optimizer = same_state(self.optimizer) if self.optimizer is not None else None
-        self.copies += [optimizer] if optimizer is not None else []
-        return Candidate.of(self.original, optimizer, self.step.training, tensors_of(self.given))
-
-    def _built(self, rules: Sequence[Rule]) -> Candidate:
-        """A candidate with these rules.
-
-        Raises:
-            RefusedError: one of the rules cannot be applied after the others.
-        """
-        candidate = self._plain()
-        for rule in _ordered(rules):
-            reason = rule.refusal(candidate)
-            if reason is not None:
-                raise RefusedError(f"{rule.name}: {reason}")
-            where = rule.apply(candidate)
-            if not isinstance(where, str):
-                raise TypeError(f"apply of {rule.name} must return a str that says what it changed, got {where!r}")
-            candidate.changes[rule.name] = where
-        self._nothing_changed()
-        return candidate
-
-    def _run(self, rules: Sequence[Rule]) -> Candidate:
-        candidate = self._built(rules)
-        self._first_call(candidate)
-        return candidate
-
-    def _nothing_changed(self) -> None:
-        """Raise RefusedError if a rule has changed tensors of the original, and restore them."""
-        if name := self.originals.restore():
-            raise RefusedError(f"it changes {name} of the original: a rule must replace the tensor instead")
-
-    def changes_optimizer(self, candidate: Candidate) -> bool:
-        """Whether a rule has replaced the optimizer."""
-        return all(candidate.optimizer is not each for each in self.copies)
-
-    def _first_call(self, candidate: Candidate) -> float:
-        """Run two steps, and return the seconds of the second; the first may compile."""
-        with untouched(self.original, candidate):
-            step_of(candidate, self.step, copied(self.given))()
-            began = time.perf_counter()
-            step_of(candidate, self.step, copied(self.given))()
-            return time.perf_counter() - began
-
-    def _gate_of(self, rules: Sequence[Rule]) -> Gate:
-        """The gate that compares a candidate with the original, in the precision that the candidate's rules set."""
-        lowering = [rule for rule in rules if rule.opt_in]
-        key = tuple(rule.name for rule in lowering)
-        if key not in self._gates:
-            self._gates[key] = self._gate_of([]).lower(self._built(lowering)) if lowering else self._make_gate()
-            self._gates[key].ends = self._limit
-        return self._gates[key]
-
-    @property
-    def gate(self) -> Gate | None:
-        """The gate that compares candidates with the original in its own precision; None if no candidate has been
-        checked yet.
-        """
-        return self._gates.get(())
-
-    def _proven(self, candidate: Candidate, gate: Gate) -> float:
-        error = gate.judge(candidate)
-        gate.judge_on(candidate, replace(self.fresh(), what="other values, after many calls"))
-        if candidate.optimizer is not None and self.optimizer is not None and self.changes_optimizer(candidate):
-            check_steps(candidate.optimizer, self.optimizer)
-        return error
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -524,16 +432,16 @@ class Search:
 
     def _result(self) -> Result:
         if not self.kept:
-            timing = self._rounds.timed({"": self.plain})[""]
-            return Result(self.plain, timing.median_ms, timing.median_ms, timing.spread)
+            timing = self._rounds.timed({"": self._builder.plain})[""]
+            return Result(self._builder.plain, timing.median_ms, timing.median_ms, timing.spread)
         last: Draw | None = None
         try:
             as_called = replace(self.best, call=self.wrap(self.best))
-            rounds = {"before": self.plain, "after": as_called, **self._uncompiled()}
+            rounds = {"before": self._builder.plain, "after": as_called, **self._uncompiled()}
             before_ms, gains = self._rounds.last(rounds, lambda: self.planned or time.perf_counter() > self._limit)
-            last = replace(self.fresh(), what="other values, after many calls")
-            self._gate_of(self.kept).judge_on(self.best, last)
-            self._nothing_changed()
+            last = self._builder.drawn()
+            self._builder.right_on(last, self.best, self.kept)
+            self._builder.nothing_changed()
         except Exception as error:
             reason = str(error) if isinstance(error, RefusedError) else in_a_line(error)
             if self.planned or last is None or not self._leave_one_out(reason, last):
@@ -545,7 +453,7 @@ class Search:
         if ms["after"] >= before_ms and not self.planned and not for_memory:  # checks of a call may undo the gain
             slower = f"together they are slower: {ms['after']:.3g} ms, the original {before_ms:.3g} ms"
             self._give_up(slower, "no gain")
-            return Result(self.plain, before_ms, before_ms, noise)
+            return Result(self._builder.plain, before_ms, before_ms, noise)
         return Result(self.best, before_ms, ms["after"], noise, ms.get("without"))
 
     def _uncompiled(self) -> dict[str, Candidate]:
@@ -555,7 +463,7 @@ class Search:
         rules = [rule for rule in self.kept if rule.kind not in HOW_IT_RUNS]
         if not rules or len(rules) == len(self.kept):
             return {}
-        return {"without": self._run(rules)}
+        return {"without": self._builder.run(rules)}
 
     def _leave_one_out(self, reason: str, last: Draw) -> bool:
         """If the kept rules together are wrong on the draw `last`, find a rule without which the others are correct,
@@ -570,14 +478,14 @@ class Search:
                 continue
             deadline = Deadline(max(self._limit - time.perf_counter(), GRACE_S))
             try:
-                candidate, gate = self._built(rest), self._gate_of(rest)
+                candidate = self._builder.built(rest)
                 with deadline:
-                    self._first_call(candidate)
-                gate.judge_on(candidate, last)
-                self._proven(candidate, gate)
+                    self._builder.first_call(candidate)
+                self._builder.right_on(last, candidate, rest)
+                self._builder.proven(candidate, rest)
             except (Exception, StoppedError):  # this rule was not wrong, or not the only wrong one
                 deadline.end()
-                self.originals.restore()
+                self._builder.restore()
                 continue
             self.changes = [
                 replace(each, verdict="refused", reason=reason, error=None) if each.rule == worst else each
@@ -592,15 +500,9 @@ class Search:
             {"error": None} if verdict == "refused" else {}
         )
         self.changes = [replace(change, **told) if change.verdict == "kept" else change for change in self.changes]
-        self.kept, self.best = [], self.plain
+        self.kept, self.best = [], self._builder.plain
 
 
 def _check_reason(reason: object, what: str) -> None:
     if reason is not None and (not isinstance(reason, str) or not reason):
         raise TypeError(f"{what} must return a reason in words, or None, got {reason!r}")
-
-
-def _ordered(rules: Sequence[Rule]) -> list[Rule]:
-    """The rules in order of application: first as in `RULES`, then the user's own."""
-    places = {rule.name: place for place, rule in enumerate(RULES)}
-    return sorted(rules, key=lambda rule: places.get(rule.name, len(places)))
