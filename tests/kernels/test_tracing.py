@@ -287,3 +287,35 @@ def test_torchscript_is_saved_and_loaded() -> None:
     file.seek(0)
     x = torch.rand(5, 4)
     torch.testing.assert_close(torch.jit.load(file)(x), Norm()(x))
+
+
+class Masked(nn.Module):
+    """Calls with a constant mask, whose sizes are compared with those of an input of any size."""
+
+    def __init__(self, call: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        self.call = call
+        self.register_buffer("mask", torch.ones(shape).tril().bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, self.mask)
+
+
+@pytest.mark.parametrize(
+    ("call", "shape"),
+    [
+        pytest.param(lambda x, mask: kernels.softmax(x, mask=mask), (4, 16, 16), id="softmax"),
+        pytest.param(lambda x, mask: kernels.attention(x, x, x, attn_mask=mask), (2, 3, 16, 16), id="attention"),
+        pytest.param(
+            lambda x, mask: kernels.rope(
+                x, mask.float().expand(4, 16, 16)[..., :8], mask.float().expand(4, 16, 16)[..., :8]
+            ),
+            (4, 2, 16, 16),
+            id="rope",
+        ),
+    ],
+)
+def test_constants_in_programs_of_any_size(call: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]) -> None:
+    module, x = Masked(call, 16, 16), torch.randn(shape)
+    compiled = torch.compile(module, dynamic=True, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), module(x))

@@ -110,3 +110,9 @@ def test_norms_that_must_see_the_sum_do(kind: str) -> None:
     assert all(torch.equal(each, expected) for each, expected in zip(seen, (total, y), strict=False))
     assert len(seen) == {"hooked": 2, "watched": 1}.get(kind, 0)
     torch.testing.assert_close(y, norm(total))
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
+def test_an_embedding_refuses_options_when_it_is_built(option: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=f"{next(iter(option))} is not supported"):
+        rooftop.nn.Embedding(5, 3, **option)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rooftop.kernels import embedding
+from rooftop.kernels.lookups.embeddings import check_unsupported
 
 
 class Embedding(torch.nn.Embedding):
-    """`torch.nn.Embedding`, with the same parameters and state dict, computed by `rooftop.kernels.embedding`."""
+    """`torch.nn.Embedding`, with the same parameters and state dict, computed by `rooftop.kernels.embedding`.
+
+    Raises:
+        NotImplementedError: max_norm, scale_grad_by_freq or sparse is given.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_unsupported(self.max_norm, self.scale_grad_by_freq, self.sparse)
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up tokens of any shape. The result is (*input.shape, D). Errors are as in `embedding`."""

@@ -131,7 +131,8 @@ def _listed(only: Iterable[str] | None, kinds: Sequence[str]) -> list[str]:
     if wanted is None or any(each not in kinds for each in wanted):
         given = only if wanted is None else wanted
         wrong = next((each for each in wanted or () if each not in kinds), given)
-        raise ValueError(f"replace: only must be some of {', '.join(kinds)}, got {given!r}{did_you_mean(wrong, kinds)}")
+        close = f"; pass a list: [{only!r}]" if only in kinds else did_you_mean(wrong, kinds)
+        raise ValueError(f"replace: only must be a list of some of {', '.join(kinds)}, got {given!r}{close}")
     return wanted
 
 

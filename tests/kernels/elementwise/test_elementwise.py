@@ -506,6 +506,43 @@ def test_gradients_where_functions_have_corners() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda a, b: torch.round(a / 0.5) * 0.5 + b, id="quantizer"),
+        pytest.param(lambda a, b: torch.sign(torch.floor(a) * b), id="all"),
+        pytest.param(lambda a, b: (torch.trunc(a) + a, torch.ceil(b) * 2), id="another path"),
+        pytest.param(lambda a, b: torch.where(torch.ceil(a) > 0, b, torch.floor(b)), id="condition"),
+        pytest.param(lambda a, b: b * 2, id="unused"),
+    ],
+)
+def test_flat_functions_have_gradients_of_zero(function: Callable[..., Any]) -> None:
+    """PyTorch gives None only for arguments of which no gradient exists, such as those of comparisons."""
+    found = []
+    for each in (fused(function), function):
+        a, b = values(3, 4).requires_grad_(), values(4, seed=1).double().requires_grad_()
+        result = each(a, b)
+        torch.cat([y.flatten() for y in (result if isinstance(result, tuple) else (result,))]).sum().backward()
+        found.append((a.grad, b.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert ours.dtype == theirs.dtype
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_operators_that_are_not_supported_are_named_with_those_that_are() -> None:
+    for function, symbol in (
+        (lambda a, b: a // b, "//"),
+        (lambda a, b: 2 % b, "%"),
+        (lambda a, b: a << b, "<<"),
+        (lambda a, b: a @ b, "@"),
+        (lambda a, b: a[0] + b, r"\[ \]"),
+    ):
+        with pytest.raises(TypeError, match=rf"have no {symbol}: a fused function may use \+ - .*, casts and .*floor"):
+            fused(function)
+
+
 def test_results_of_different_shapes_have_their_own_gradients() -> None:
     def function(x: Any, y: Any) -> Any:
         return x + 1, x * y, y > 0
@@ -637,7 +674,7 @@ def test_other_text_is_refused(text: str) -> None:
         (lambda x: fused(lambda x: torch.softmax(x, 0)), TypeError, "softmax is not elementwise"),
         (lambda x: fused(lambda x: x.sum()), AttributeError, "have no 'sum': a fused function may use"),
         (lambda x: fused(lambda x: x if x > 0 else -x), TypeError, r"no truth value .* torch\.where"),
-        (lambda x: fused(lambda x: x[0]), TypeError, "not subscriptable"),
+        (lambda x: fused(lambda x: x[0]), TypeError, r"have no \[ \]"),
         (lambda x: fused(lambda x: x + torch.ones(3)), TypeError, "not an argument of the function: add an argument"),
         (lambda x: fused(lambda x: 3.0), TypeError, "must return expressions"),
         (lambda x: fused(lambda *x: x[0]), TypeError, r"without \* and \*\*"),

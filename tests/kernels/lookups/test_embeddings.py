@@ -232,7 +232,7 @@ def test_cost_is_what_a_person_counts() -> None:
         ({"max_norm": 1.0}, NotImplementedError, "max_norm is not supported: use torch.nn.functional.embedding"),
         ({"scale_grad_by_freq": True}, NotImplementedError, "scale_grad_by_freq is not supported"),
         ({"sparse": True}, NotImplementedError, "sparse is not supported"),
-        ({"input": torch.tensor([5])}, IndexError, "index out of range"),
+        ({"input": torch.tensor([5])}, IndexError, "from 0 to 4, the rows of weight, got 5 to 5"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, object], error: type[Exception], message: str) -> None:

@@ -365,7 +365,8 @@ def test_cost_is_what_a_person_counts() -> None:
     [
         ({"input": [1.0]}, TypeError, "input must be a tensor, got list"),
         ({"input": torch.ones(3, 4, dtype=torch.int64)}, TypeError, "input must be bfloat16"),
-        ({"target": torch.rand(3, 4)}, TypeError, "class indices of int64, got torch.float32"),
+        ({"target": torch.rand(3, 4)}, TypeError, "class indices of int64, got torch.float32; for class probabilities"),
+        ({"target": torch.ones(3, dtype=torch.int32)}, TypeError, r"got torch.int32; pass target.long\(\)"),
         ({"target": torch.zeros(4, dtype=torch.int64)}, ValueError, r"expected target of shape \(3,\)"),
         ({"target": torch.tensor([0, 4, 1])}, ValueError, "target 4 at 1 is not a class: expected 0 to 3"),
         ({"target": torch.tensor([0, 1, -1])}, ValueError, "target -1 at 2 is not a class"),

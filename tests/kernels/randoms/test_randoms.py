@@ -303,7 +303,8 @@ X = torch.zeros(2, 3)
             ValueError,
             "a normal distribution with mean 0.0 and std 1.0 has almost no values between 5.0",
         ),
-        (lambda: random_normal((3,), 0, low=1.0, high=0.0), ValueError, "has almost no values"),
+        (lambda: random_normal((3,), 0, low=1.0, high=0.0), ValueError, "low must be below high, got 1.0 and 0.0"),
+        (lambda: random_uniform((2, -3), 0), ValueError, r"sizes of box must not be negative, got \(2, -3\)"),
         (
             lambda: random_normal(FIVE, 0),
             ValueError,

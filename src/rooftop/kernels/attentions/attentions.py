@@ -602,5 +602,5 @@ def _check_mask(query: Tensor, key: Tensor, mask: Tensor, is_causal: bool) -> No
     if mask.dtype not in (*FLOATS, torch.bool):
         raise TypeError(f"attention: attn_mask must be boolean or floating point, got {mask.dtype}")
     scores = (*query.shape[:3], key.shape[2])
-    if mask.dim() > 4 or any(m not in (1, n) for m, n in zip(mask.shape[::-1], scores[::-1], strict=False)):
+    if mask.dim() > 4 or any(m != 1 and m != n for m, n in zip(mask.shape[::-1], scores[::-1], strict=False)):
         raise ValueError(f"attention: attn_mask of shape {tuple(mask.shape)} does not broadcast to {scores}")

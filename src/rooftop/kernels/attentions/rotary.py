@@ -323,7 +323,9 @@ def _check_pair(name: str, query: Tensor, key: Tensor) -> None:
 
 def _check_tables(name: str, argument: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     batch = x.shape[0] if x.dim() == 4 else 1
-    if cos.shape != sin.shape or cos.dim() not in (2, 3) or (cos.dim() == 3 and cos.shape[0] not in (1, batch)):
+    # not `in (1, batch)`, which is False for a constant and a symbolic size
+    fits = cos.dim() == 2 or (cos.dim() == 3 and (cos.shape[0] == 1 or cos.shape[0] == batch))
+    if cos.shape != sin.shape or not fits:
         raise ValueError(
             f"{name}: expected cos and sin of one shape (T, R / 2) or ({batch}, T, R / 2), "
             f"got {tuple(cos.shape)} and {tuple(sin.shape)}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import sys
 from collections import Counter
@@ -147,6 +148,8 @@ class Kept(NamedTuple):
             gradient = next(computed) if passed is None else given[passed].sum_to_size(like.shape)
             gradient = gradient if gradient.shape == like.shape else gradient.reshape(like.shape)
             found[like.number] = gradient if gradient.device == like.device else gradient.to(like.device)
+        for like in call.zero:
+            found[like.number] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         return found
 
 
@@ -160,6 +163,7 @@ class BackwardCall(NamedTuple):
         found: for each gradient, its `Like`, and the number of an output or None. If it is a number, the gradient
             equals the gradient of that output, summed to the argument's shape. If it is None, the call computes the
             gradient.
+        zero: arguments whose gradient is 0 everywhere.
     """
 
     program: str
@@ -167,6 +171,7 @@ class BackwardCall(NamedTuple):
     slopes: tuple[int, ...]
     numbers: tuple[int, ...]
     found: tuple[tuple[Like, int | None], ...]
+    zero: tuple[Like, ...]
 
 
 def _remembered(function: Any, *arguments: Any) -> Any:
@@ -186,8 +191,9 @@ def _backward_call(
     """
     plan = gradients_of(text, outputs, tuple((like.number, like.dtype) for like in wanted))
     found = tuple((like, passed) for like, passed, there in zip(wanted, plan.passed, plan.there, strict=True) if there)
+    zero = tuple(itertools.compress(wanted, plan.zero))
     if not plan.program:
-        return BackwardCall("", (), (), (), found)
+        return BackwardCall("", (), (), (), found, zero)
     program = program_of(text)
     kinds, _, trees = plan.program.partition(":")
     fresh = [like.shape for like, passed in found if passed is None]
@@ -196,7 +202,7 @@ def _backward_call(
     tensors = tuple(n for n, i in enumerate(places) if i in plan.used)
     slopes = tuple(i - first for i in plan.used if i >= first)
     numbers = tuple(n for n, i in enumerate(program.places("n")) if i in plan.used)
-    return BackwardCall(f"{kinds}{sums}:{trees}", tensors, slopes, numbers, found)
+    return BackwardCall(f"{kinds}{sums}:{trees}", tensors, slopes, numbers, found, zero)
 
 
 @functools.lru_cache(maxsize=4096)

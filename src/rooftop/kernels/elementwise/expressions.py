@@ -43,6 +43,7 @@ class Operation:
         apply: the operation in PyTorch, on tensors of one dtype.
         gradients: a function from (gradient of the result, result, *operands) to the gradients of the operands; None:
             the operation has no gradient.
+        flat: whether the gradient is 0 for all operands, so that `gradients` is None.
         flops: flops of one element.
         symbol: notation of the operation, if it is not written as a function call.
         autocast: whether the operation is computed in float32 under autocast on a GPU, as in PyTorch.
@@ -55,6 +56,7 @@ class Operation:
     flops: int = 1
     symbol: str = ""
     autocast: bool = False
+    flat: bool = False
 
 
 def _operations() -> dict[str, Operation]:
@@ -107,11 +109,11 @@ def _operations() -> dict[str, Operation]:
         "bitwise_not": Operation("bitwise", 1, torch.bitwise_not, symbol="~"),
         "neg": Operation("promoted", 1, torch.neg, lambda g, y, a: (-g,), symbol="-"),
         "abs": Operation("promoted", 1, torch.abs, lambda g, y, a: (g * apply("sign", a),)),
-        "sign": Operation("promoted", 1, torch.sign),
-        "floor": Operation("promoted", 1, torch.floor),
-        "ceil": Operation("promoted", 1, torch.ceil),
-        "trunc": Operation("promoted", 1, torch.trunc),
-        "round": Operation("promoted", 1, torch.round),
+        "sign": Operation("promoted", 1, torch.sign, flat=True),
+        "floor": Operation("promoted", 1, torch.floor, flat=True),
+        "ceil": Operation("promoted", 1, torch.ceil, flat=True),
+        "trunc": Operation("promoted", 1, torch.trunc, flat=True),
+        "round": Operation("promoted", 1, torch.round, flat=True),
         "nearest": Operation("nearest", 1, _nearest),
         "float64_of_bits": Operation("bits", 1, lambda a: a.view(torch.float64), flops=0),
         "relu": Operation("promoted", 1, torch.relu, lambda g, y, a: (where(y <= 0, 0, g),)),
@@ -227,10 +229,7 @@ class Expression:
         def __neg__(self) -> Expression: ...
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"elementwise expressions have no {name!r}: a fused function may use operators, casts and these functions: "
-            + ", ".join(sorted({function.__name__ for function in FUNCTIONS}))
-        )
+        raise AttributeError(f"elementwise expressions have no {name!r}: {_supported()}")
 
     @classmethod
     def __torch_function__(
@@ -551,6 +550,25 @@ def _define_methods() -> None:
         setattr(Expression, f"__{name}__", _binary(name))
     for name, operation in {"neg": "neg", "invert": "bitwise_not", "abs": "abs"}.items():
         setattr(Expression, f"__{name}__", _unary(operation))
+    absent = {"floordiv": "//", "mod": "%", "divmod": "divmod", "matmul": "@", "lshift": "<<", "rshift": ">>"}
+    for name, symbol in {**absent, **{f"r{name}": symbol for name, symbol in absent.items()}, "getitem": "[ ]"}.items():
+        setattr(Expression, f"__{name}__", _refusal(symbol))
+
+
+def _refusal(symbol: str) -> Callable[..., Expression]:
+    def refuse(*operands: Any) -> Expression:
+        raise TypeError(f"elementwise expressions have no {symbol}: {_supported()}")
+
+    return refuse
+
+
+def _supported() -> str:
+    """What a fused function may use, in words."""
+    operators = [each.symbol for each in OPERATIONS.values() if each.symbol]
+    names = sorted({function.__name__ for function in FUNCTIONS})
+    return (
+        f"a fused function may use {' '.join(dict.fromkeys(operators))}, casts and these functions: {', '.join(names)}"
+    )
 
 
 _define_methods()
@@ -561,9 +579,9 @@ _define_methods()
 
 def derivatives(
     outputs: Sequence[Expression], gradients: Sequence[Expression], wanted: Sequence[int]
-) -> list[Expression | None]:
-    """The gradients of sum(outputs * gradients) with respect to the arguments `wanted`; None for arguments without a
-    gradient.
+) -> tuple[list[Expression | None], list[bool]]:
+    """Return (the gradients of sum(outputs * gradients) with respect to the arguments `wanted`, whether each gradient
+    is 0 everywhere). A gradient is None if it is 0, or if the argument has no gradient.
 
     The gradients have the shape of the outputs: the caller must sum the gradient of a broadcast argument. The function
     traverses the tree from the outputs, and visits only nodes that depend on the wanted arguments.
@@ -578,6 +596,7 @@ def derivatives(
         if needed:
             depends.add(id(node))
     found: dict[int, Expression] = {}
+    flat: set[int] = set()  # nodes with a gradient of 0
 
     def add(node: Expression, gradient: Expression) -> None:
         found[id(node)] = found[id(node)] + gradient if id(node) in found else gradient
@@ -585,10 +604,20 @@ def derivatives(
     for output, gradient in zip(outputs, gradients, strict=True):
         add(output, gradient)
     for node in reversed(nodes):
-        rule = OPERATIONS[node.operation].gradients if node.operands else None
-        if rule is None or id(node) not in found or id(node) not in depends:
+        operation = OPERATIONS[node.operation] if node.operands else None
+        if operation is None or id(node) not in depends or not (id(node) in found or id(node) in flat):
             continue
-        for operand, part in zip(node.operands, rule(found[id(node)], node, *node.operands), strict=True):
-            if part is not None and id(operand) in depends:
-                add(operand, part)
-    return [found.get(id(argument(number))) for number in wanted]
+        if operation.flat:
+            flat.update(map(id, node.operands))
+        elif operation.gradients is not None:
+            slope = found.get(id(node))
+            parts = operation.gradients(node if slope is None else slope, node, *node.operands)
+            for operand, part in zip(node.operands, parts, strict=True):
+                if part is None or id(operand) not in depends:
+                    continue
+                if slope is None:
+                    flat.add(id(operand))
+                else:
+                    add(operand, part)
+    places = [id(argument(number)) for number in wanted]
+    return [found.get(place) for place in places], [place in flat and place not in found for place in places]

@@ -246,7 +246,8 @@ class ProgramGradients:
     Attributes:
         passed: for each argument, the output whose gradient is also the gradient of the argument; None if the gradient
             must be computed.
-        there: for each argument, whether a gradient with respect to that argument exists.
+        there: for each argument, whether a gradient with respect to that argument exists and is not 0 everywhere.
+        zero: for each argument, whether its gradient is 0 everywhere.
         used: indices of the arguments that `program` needs. The gradient of output i has the index n + i, where n is
             the original program's number of arguments.
         program: text of the program that computes the existing gradients for which `passed` is None; "" if there are
@@ -255,6 +256,7 @@ class ProgramGradients:
 
     passed: tuple[int | None, ...]
     there: tuple[bool, ...]
+    zero: tuple[bool, ...]
     used: tuple[int, ...]
     program: str
 
@@ -268,7 +270,7 @@ def gradients_of(
     program = program_of(text)
     first = len(program.kinds)
     given = [argument(first + i) for i, _ in outputs]
-    found = derivatives([program.outputs[i] for i, _ in outputs], given, [i for i, _ in wanted])
+    found, zero = derivatives([program.outputs[i] for i, _ in outputs], given, [i for i, _ in wanted])
     passed, computed = [], []
     for gradient, (_, dtype) in zip(found, wanted, strict=True):
         same = next((i for each, (i, d) in zip(given, outputs, strict=True) if each is gradient and d == dtype), None)
@@ -279,7 +281,7 @@ def gradients_of(
     kinds = "".join(kind if i in used else "-" for i, kind in enumerate(program.kinds + "t" * len(program.outputs)))
     there = tuple(each is not None for each in found)
     text = f"{kinds}: {text_of(computed)}" if computed else ""
-    return ProgramGradients(tuple(passed), there, tuple(used), text)
+    return ProgramGradients(tuple(passed), there, tuple(zero), tuple(used), text)
 
 
 def kept_dims(shape: torch.Size, full: torch.Size) -> str:

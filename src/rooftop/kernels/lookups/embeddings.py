@@ -52,9 +52,12 @@ class Embedding(NamedTuple):
         pitch, size = weight.stride(0), weight.element_size()
         whole = weight.stride(1) == 1 and (width * size | pitch * size | weight.data_ptr()) % 16 == 0
         if by_reference(weight) or not whole or not input.numel():
-            return torch.embedding(weight, input)
+            try:
+                return torch.embedding(weight, input)
+            except IndexError:
+                raise _out_of_range(input, rows) from None
         if input.is_cpu and not bool(((input >= 0) & (input < rows)).all()):
-            raise IndexError(f"embedding: index out of range: tokens must be from 0 to {rows - 1}")
+            raise _out_of_range(input, rows)
         return launches.gather(input, weight)
 
     def fake(self) -> Tensor:
@@ -154,12 +157,24 @@ def embedding(
         ValueError: shapes or devices do not match, or padding_idx is outside the table.
         NotImplementedError: max_norm, scale_grad_by_freq or sparse is given.
     """
-    for name, given in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
-        if given is not None and given is not False:
-            raise NotImplementedError(f"embedding: {name} is not supported: use torch.nn.functional.embedding for it")
+    check_unsupported(max_norm, scale_grad_by_freq, sparse)
     _check(input, weight, padding_idx)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     return _embedding(input, weight, padding)
+
+
+def check_unsupported(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
+    """Raise NotImplementedError if one of these arguments of `torch.nn.functional.embedding` is given."""
+    for name, given in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
+        if given is not None and given is not False:
+            raise NotImplementedError(f"embedding: {name} is not supported: use torch.nn.functional.embedding for it")
+
+
+def _out_of_range(input: Tensor, rows: int) -> IndexError:
+    return IndexError(
+        f"embedding: index out of range: input must be from 0 to {rows - 1}, the rows of weight, got {input.min()} to "
+        f"{input.max()}"
+    )
 
 
 def _check(input: Tensor, weight: Tensor, padding_idx: int | None) -> None:

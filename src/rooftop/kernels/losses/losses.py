@@ -479,10 +479,9 @@ def check_arguments(
         check_tensors(name, FLOATS, input=x)
     check_tensors(name, None, ("weight",), ("input", x), target=target, weight=weight)
     if target.dtype != torch.int64:
-        raise TypeError(
-            f"{name}: target must be class indices of int64, got {target.dtype}; for class probabilities use "
-            "torch.nn.functional.cross_entropy"
-        )
+        floats = target.dtype.is_floating_point
+        remedy = "for class probabilities use torch.nn.functional.cross_entropy" if floats else "pass target.long()"
+        raise TypeError(f"{name}: target must be class indices of int64, got {target.dtype}; {remedy}")
     if x.dim() == 0:
         raise ValueError(f"{name}: expected input of shape (N, V), got ()")
     classes_at = min(1, x.dim() - 1)

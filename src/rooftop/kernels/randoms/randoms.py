@@ -295,12 +295,14 @@ def random_normal(
 
     Raises:
         TypeError: an argument has a wrong type, or the dtype is not supported.
-        ValueError: key or step is out of range, std is negative, less than 2^-16 of the distribution is between the
-            bounds, or the box needs more than four dimensions.
+        ValueError: key or step is out of range, std is negative, low is not below high, less than 2^-16 of the
+            distribution is between the bounds, or the box needs more than four dimensions.
     """
     sizes, strides, offset, shape = _checked("random_normal", box, key, step, dtype)
     if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
         raise ValueError(f"random_normal: mean and std must be finite and std not negative, got {mean} and {std}")
+    if not low < high:
+        raise ValueError(f"random_normal: low must be below high, got {low} and {high}")
     if (low != -math.inf or high != math.inf) and not _share_between(mean, std, low, high) > 2**-16:
         raise ValueError(
             f"random_normal: a normal distribution with mean {mean} and std {std} has almost no values between {low} "
@@ -376,6 +378,8 @@ def _checked(
     if isinstance(box, Box):
         (sizes, strides, offset), shape = box.index_map(), box.size
     elif isinstance(box, Sequence) and not isinstance(box, str):
+        if any(size < 0 for size in box):
+            raise ValueError(f"{name}: the sizes of box must not be negative, got {tuple(box)}")
         sizes, strides, offset, shape = [math.prod(box)], [1], 0, tuple(box)
     else:
         raise TypeError(f"{name}: box must be a Box or a shape, got {type(box).__name__}")

@@ -252,5 +252,5 @@ def _check(name: str, x: Tensor, dim: int, dtype: torch.dtype | None, mask: Tens
         return
     if mask.dtype not in (*FLOATS, torch.bool):
         raise TypeError(f"{name}: mask must be boolean or floating point, got {mask.dtype}")
-    if mask.dim() > x.dim() or any(m not in (1, n) for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
+    if mask.dim() > x.dim() or any(m != 1 and m != n for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
         raise ValueError(f"{name}: a mask of shape {tuple(mask.shape)} does not broadcast to {tuple(x.shape)}")
