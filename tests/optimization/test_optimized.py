@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import copy
 import io
+import json
+import os
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import prune
 
-from rooftop.optimization import Optimized, OptimizedModule
+from rooftop.optimization import Optimized, OptimizedModule, optimize
 from rooftop.rewrites import Candidate, FoldNorms
 from rooftop.rewrites.splitting import OtherPathError
 
@@ -356,3 +359,74 @@ def test_it_says_which_part_of_a_call_is_not_proven() -> None:
         assert "not proven for 2x6 float32: pass shapes=[...] to optimize" in ran(module, calls, X[:2])
         other = "a dtype, a device, requires_grad or another argument differs: optimize again with such arguments"
         assert f"not proven for 4x6 float32: {other}" in ran(module, calls, X.clone().requires_grad_())
+
+
+def convolved() -> tuple[nn.Sequential, Optimized, Tensor]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    x = torch.randn(2, 3, 8, 8)
+    return model, optimize(model, x, rules=["fold-norms"], min_gain=0.0, budget_s=5), x
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda module, x: torch.export.export(module, (x,)), id="export"),
+        pytest.param(lambda module, x: torch.compile(module, backend="eager")(x), id="compile"),
+        pytest.param(lambda module, x: torch.compile(module.original, backend="eager")(x), id="compile the original"),
+        pytest.param(lambda module, x: module.to("cpu"), id="to the same device"),
+        pytest.param(
+            lambda module, x: module.original[0].__dict__.update(stride=tuple(int(n) for n in "11")), id="equal tuple"
+        ),
+    ],
+)
+def test_what_changes_nothing_leaves_the_faster_model(use: Callable[[Any, Tensor], Any]) -> None:
+    _, found, x = convolved()
+    candidate = found.module._own.candidate
+    calls: list[int] = []
+    run = candidate.call
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return run(*args)
+
+    candidate.call, candidate.changes["fold-norms"] = counted, "1 norm"
+    found.module._own.unchanged = False
+    with torch.no_grad():
+        use(found.module, x)
+        before = len(calls)
+        for _ in range(2):
+            found.module(x)
+    assert len(calls) == before + 2
+    assert not found.module.unproven
+    found.module.original[0].stride = (2, 2)
+    with torch.no_grad():
+        with pytest.warns(RuntimeWarning, match="attributes, tensors or modules was replaced"):
+            found.module(x)
+        found.module(x)
+    assert list(found.module.unproven.values()) == [2], "the present state does not become the one that is compared"
+
+
+def test_containers_are_still_containers() -> None:
+    model, found, _ = convolved()
+    assert len(found.module) == 3
+    assert list(found.module) == list(model)
+    assert found.module[0] is model[0]
+    assert not hasattr(optimize(nn.Linear(2, 2), torch.ones(1, 2), budget_s=1).module, "__len__")
+
+
+def test_a_plan_replaces_neither_links_nor_pipes(tmp_path: Path) -> None:
+    _, found, _ = convolved()
+    (tmp_path / "link").symlink_to(tmp_path / "plan.json")
+    for _ in range(2):
+        found.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "plan.json").read_text())["rules"] == found.kept
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    found.save(tmp_path / "pipe")
+    assert json.loads(os.read(reader, 1 << 20))["rules"] == found.kept
+    os.close(reader)
+    with pytest.raises(OSError, match="missing"):
+        found.save(tmp_path / "missing" / "plan.json")
+    assert {each.name for each in tmp_path.iterdir()} == {"link", "plan.json", "pipe"}

@@ -81,6 +81,18 @@ class Named(Nothing):
     name = "compile"
 
 
+class Nesting(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return torch.nested.nested_tensor([y[:1], y])
+
+
+def hooked_weight() -> nn.Module:
+    model = linear()
+    model.weight.register_hook(lambda slope: None)
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "compiled": (lambda: rooftop.optimize(torch.compile(linear()), X), "this model is compiled"),
     "compiled in place": (lambda: rooftop.optimize(compiled_in_place(), X), "this model is compiled"),
@@ -116,6 +128,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a flag as a budget": (lambda: rooftop.optimize(linear(), X, budget_s=True), "budget_s must be seconds above 0"),
     "a flag as a gain": (lambda: rooftop.optimize(linear(), X, min_gain=False), "min_gain must be a share from 0 to 1"),
     "a huge budget": (lambda: rooftop.optimize(linear(), X, budget_s=10**400), r"pass float\('inf'\)"),
+    "a number for train": (lambda: rooftop.optimize(linear(), X, train=1), "train must be True or False, got 1"),
+    "a word for exact": (lambda: rooftop.optimize(linear(), X, exact="no"), "exact must be True or False, got 'no'"),
+    "no shapes": (lambda: rooftop.optimize(linear(), X, shapes=None), "shapes must be a list of shapes.*got None"),
+    "no progress": (lambda: rooftop.optimize(linear(), X, progress=None), "progress must be a function.*got None"),
+    "a class": (lambda: rooftop.optimize(linear(), X, rules=[Nothing]), r"got the class Nothing: pass Nothing\(\)"),
+    "a nested result": (lambda: rooftop.optimize(Nesting(4, 4).eval(), X), "a result is a nested tensor"),
+    "hooks of a parameter": (lambda: train(hooked_weight()), "weight has hooks, which the search would call"),
     "a plan and rules": (
         lambda: rooftop.optimize(linear(), X, plan="plan.json", rules=["compile"]),
         "with plan=, pass only rules that you wrote, got compile",

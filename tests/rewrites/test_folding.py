@@ -1028,3 +1028,35 @@ def test_a_split_norm_is_compiled_in_one_graph() -> None:
     expected = model(x)
     fold_norms(model)
     assert_same(torch.compile(model, backend="aot_eager", fullgraph=True)(x), expected)
+
+
+def test_a_trace_leaves_other_threads_alone() -> None:
+    """torch.fx replaces methods of `nn.Module` for all threads while it traces."""
+    other = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    x, expected = torch.ones(2, 4), other(torch.ones(2, 4))
+    over, errors = threading.Event(), []
+
+    def run() -> None:
+        while not over.is_set():
+            try:
+                assert torch.equal(other(x), expected)
+            except Exception as error:
+                errors.append(error)
+
+    def trace() -> None:
+        try:
+            blocks = (nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(40))
+            fold_norms(nn.Sequential(*blocks).eval())
+        except Exception as error:
+            errors.append(error)
+
+    call = nn.Module.__call__
+    threads = [threading.Thread(target=each) for each in (run, trace, trace, trace)]
+    for thread in threads:
+        thread.start()
+    for thread in threads[1:]:
+        thread.join()
+    over.set()
+    threads[0].join()
+    assert not errors, errors[0]
+    assert nn.Module.__call__ is call

@@ -20,6 +20,7 @@ from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, resolve_target
 from rooftop.errors import InputError, ModelRunError, TargetError
+from rooftop.hardware.ceilings import write_whole
 from rooftop.optimization import Change, Optimized, optimize
 from rooftop.optimization.draws import in_words
 from rooftop.optimization.optimized import LEAST_BYTES
@@ -80,8 +81,9 @@ def run(
             raise
         except (TypeError, ValueError, torch.OutOfMemoryError) as error:
             raise ModelRunError(str(error)) from error
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # a subclass, so not an error of PyTorch's operators
+        except (RuntimeError, IndexError, KeyError) as error:
+            # another subclass is not an error of PyTorch's operators
+            if type(error) not in (RuntimeError, NotImplementedError, IndexError, KeyError):
                 raise
             given = in_words((found.args, dict(found.kwargs)))
             raise ModelRunError(
@@ -95,12 +97,12 @@ def run(
     if save is not None:
         optimized.save(save)
     if output is not None:
-        output.write_text(render_page(optimized, target), encoding="utf-8")
+        write_whole(output, render_page(optimized, target))
     if json_path == STANDARD_OUTPUT:
         click.echo(json.dumps(optimized.to_dict(), indent=1))
         return
     if json_path is not None:
-        json_path.write_text(json.dumps(optimized.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_whole(json_path, json.dumps(optimized.to_dict(), indent=1) + "\n")
     _show(optimized, target)
     for what, path in (("plan", save), ("results", json_path), ("page", output)):
         if path is not None:

@@ -307,7 +307,8 @@ def _positive(value: float) -> float:
 
 
 def write_whole(target: Path, text: str) -> None:
-    """Write a file completely or not at all."""
+    """Write a file completely or not at all. A link stays a link."""
+    target = target.resolve()
     if target.exists() and not target.is_file():  # a device or a pipe: renaming a file onto it would replace it
         target.write_text(text, encoding="utf-8")
         return

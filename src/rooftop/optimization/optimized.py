@@ -8,7 +8,7 @@ import operator
 import os
 import warnings
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from rooftop.hardware.ceilings import write_whole
 from rooftop.nn.contents import OWN, REGISTERS, Contents
 from rooftop.optimization import draws
 from rooftop.optimization.draws import Arguments, in_words, key_of, without_shapes
@@ -27,6 +28,9 @@ from rooftop.words import first_line
 PLAN_VERSION = 1
 LEAST_BYTES = 1_000_000
 """Changes of memory below this size are not printed."""
+OF_CONTAINERS = ("__len__", "__getitem__", "__iter__", "__contains__")
+MARKS = ("_is_torch_compile", "__overloads__")
+"""Attributes that PyTorch adds to a module when it is compiled or scripted."""
 VERSION = operator.attrgetter("_version")
 QUICK = frozenset((bool, int, str, type(None)))
 """Types whose constants are interchangeable if they are equal. Floats are not: 0.0 equals -0.0."""
@@ -124,10 +128,7 @@ class Optimized:
             "after_ms": self.after_ms,
             "surroundings": self.surroundings,
         }
-        target = Path(path)
-        partial = target.with_name(f"{target.name}.partial")
-        partial.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
-        partial.replace(target)
+        write_whole(Path(path), json.dumps(plan, indent=1) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         """Everything except the module and the optimizer, as numbers and text."""
@@ -173,6 +174,14 @@ class OptimizedModule(nn.Module):
         candidate: the faster model, which runs instead of the original.
         proven: arguments for which the candidate was proven.
     """
+
+    def __new__(cls, original: nn.Module, *args: Any) -> OptimizedModule:
+        """An object of a class that has those special methods of containers that the original has: Python looks these
+        up in the class.
+        """
+        names = [name for name in OF_CONTAINERS if hasattr(type(original), name)]
+        kind = type(cls.__name__, (cls,), {name: _of_original(name) for name in names}) if names else cls
+        return super().__new__(kind)
 
     def __init__(self, original: nn.Module, candidate: Candidate, proven: list[Arguments]) -> None:
         super().__init__()
@@ -276,7 +285,8 @@ class OptimizedModule(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> OptimizedModule:
         self.original._apply(*args, **kwargs)
-        self.stop("because the model was moved or cast: optimize it again")
+        if self._own.moved():
+            self.stop("because the model was moved or cast: optimize it again")
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -288,6 +298,15 @@ class OptimizedModule(nn.Module):
             "rooftop.optimize: an optimized module cannot be pickled: save its state_dict and the plan "
             "(`Optimized.save`), and call optimize(..., plan=...) after loading"
         )
+
+
+def _of_original(name: str) -> Callable[..., Any]:
+    """A special method that calls that of the original."""
+
+    def method(self: OptimizedModule, *args: Any) -> Any:
+        return getattr(type(self.original), name)(self.original, *args)
+
+    return method
 
 
 @dataclass
@@ -346,12 +365,29 @@ class _State:
         """Whether all modules still have the objects (attributes, parameters, buffers, submodules) that they had when
         the model was proven.
         """
-        if list(map(len, self.dicts)) != self.sizes:
-            return False
         try:
-            return all(map(operator.is_, map(operator.getitem, self.places, self.keys), self.values))
+            same = list(map(len, self.dicts)) == self.sizes
+            same = same and all(map(operator.is_, map(operator.getitem, self.places, self.keys), self.values))
         except KeyError:  # an entry was removed, and another was added
-            return False
+            same = False
+        return same or self._equal_again()
+
+    def _equal_again(self) -> bool:
+        """Whether only equal constants replaced each other, as torch.export does with tuples, and only attributes were
+        added with which PyTorch marks modules. If so, the present objects are compared from now on.
+        """
+        watched = self.dicts, self.sizes, self.places, self.keys, self.values
+        before = self._contents()
+        self._watch()
+        now = self._contents()
+        same = before.keys() == now.keys() and all(_equal(before[place], now[place]) for place in before)
+        if not same:
+            self.dicts, self.sizes, self.places, self.keys, self.values = watched
+        return same
+
+    def _contents(self) -> dict[tuple[int, str], Any]:
+        found = zip(self.places, self.keys, self.values, strict=True)
+        return {(id(part), key): value for part, key, value in found if key not in MARKS}
 
     def _remedy(self, given: Arguments) -> str:
         if without_shapes(key_of(given)) in map(without_shapes, self.proven):
@@ -387,6 +423,10 @@ class _State:
             self.hooks = RemovableHandle.next_id
         return ""
 
+    def moved(self) -> bool:
+        """Whether the model is on another device or has another dtype than when it was proven."""
+        return self._kinds() != self.kinds
+
     def changed(self) -> str:
         """What changed in the original since this module was proven; "" if nothing did."""
         if not self._as_it_was():
@@ -394,7 +434,7 @@ class _State:
                 return "because some of its modules are in another mode: optimize the model in this mode"
             return "because one of its attributes, tensors or modules was replaced: optimize it again"
         if self._addresses() != self.addresses:
-            if self._kinds() != self.kinds:
+            if self.moved():
                 return "because the model was moved or cast: optimize it again"
             if self.candidate.frozen:
                 return "because its weights were changed: optimize it again"
@@ -407,6 +447,17 @@ class _State:
 
     def _wants_gradients(self, given: Arguments) -> bool:
         return any(t.requires_grad for t in self.tensors) or any(t.requires_grad for t in draws.tensors_of(given))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same object, or equal constants."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) is tuple:
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) in QUICK and one == other
 
 
 def _quick_key(given: Arguments) -> Hashable | None:

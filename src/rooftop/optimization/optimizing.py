@@ -84,7 +84,7 @@ def optimize(
         >>> y = found.module(x)
     """
     began = time.perf_counter()
-    check_arguments(module, train, loss, optimizer, min_gain, budget_s)
+    check_arguments(module, train, loss, optimizer, min_gain, budget_s, exact, progress)
     chosen, plan_of = (_rules(rules), None) if plan is None else _planned(plan, rules)
     step = Step(train, loss)
     generator = torch.Generator().manual_seed(SEED)
@@ -157,6 +157,10 @@ def _rules(given: Sequence[str | Rule] | None) -> list[Rule]:
     for each in given:
         if not isinstance(each, Rule) and not (isinstance(each, str) and each in by_name):
             close = did_you_mean(str(each), list(by_name))
+            if isinstance(each, type) and issubclass(each, Rule):
+                raise TypeError(
+                    f"optimize: rules must be names or rules, got the class {each.__name__}: pass {each.__name__}()"
+                )
             raise ValueError(f"optimize: rules must be some of {', '.join(by_name)}, got {each!r}{close}")
     names = [each.name for each in given if isinstance(each, Rule) and each not in RULES]
     if any(not isinstance(name, str) or not name for name in names):
@@ -209,8 +213,12 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
         raise InputError(f"{path} is not a plan of rooftop.optimize ({type(error).__name__}: {error})") from error
     if version != PLAN_VERSION:
         raise InputError(f"{path} is a plan of version {version}, expected {PLAN_VERSION}: optimize again and save it")
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or not isinstance(surroundings, dict):
-        raise InputError(f"{path} is not a plan of rooftop.optimize: rules must be a list of names")
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise InputError(f"{path} is not a plan of rooftop.optimize: rules must be a list of names, got {names!r}")
+    if not isinstance(surroundings, dict):
+        raise InputError(
+            f"{path} is not a plan of rooftop.optimize: surroundings must be an object, got {surroundings!r}"
+        )
     by_name = {rule.name: rule for rule in (*RULES, *mine)}
     unknown = [name for name in names if name not in by_name]
     if unknown:

@@ -149,6 +149,8 @@ def outcome_of(step: Step, call: Callable[..., Any], model: nn.Module, given: Ar
         arguments = {f"argument {i}": t for i, t in enumerate(tensors_of(given))}
         output, gradients = step.run(call, model, given)
         results = tensors_of(output)
+        if any(tensor.is_nested for tensor in results):
+            raise TypeError("optimize: a result is a nested tensor, which cannot be compared: return a padded tensor")
         try:
             structure = signature((output, given), _layout)[0]
         except TypeError as error:

@@ -25,6 +25,8 @@ def check_arguments(
     optimizer: torch.optim.Optimizer | None,
     min_gain: float,
     budget_s: float,
+    exact: bool,
+    progress: Callable[[str, float], None],
 ) -> None:
     """Raise TypeError or ValueError for wrong arguments; the message has the remedy."""
     if not isinstance(module, nn.Module):
@@ -42,13 +44,29 @@ def check_arguments(
         raise ValueError(f"optimize: budget_s must be seconds above 0, got {budget_s!r}")
     if isinstance(budget_s, int) and budget_s > sys.float_info.max:
         raise ValueError("optimize: budget_s is larger than a float can be: for no limit, pass float('inf')")
+    if not isinstance(train, bool):
+        raise TypeError(f"optimize: train must be True or False, got {train!r}")
+    if not isinstance(exact, bool):
+        raise TypeError(f"optimize: exact must be True or False, got {exact!r}")
+    if not callable(progress):
+        raise TypeError(f"optimize: progress must be a function of (activity, fraction), got {progress!r}")
     _check_model(module)
+    if train and (hooks := _hooked_tensor(module)):
+        raise ValueError(f"optimize: {hooks} has hooks, which the search would call: remove them first")
     if optimizer is not None:
         _check_optimizer(optimizer, module)
     if why := unusual_context():
         raise ValueError(
             f"optimize: {why}, which the comparison with the original does not cover: turn it off around this call"
         )
+
+
+def _hooked_tensor(module: nn.Module) -> str:
+    """The name of a parameter with hooks; "" if there is none."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return name
+    return ""
 
 
 def _check_model(module: nn.Module) -> None:
@@ -104,6 +122,8 @@ def check_drawn(arguments: Any) -> tuple[Any, ...]:
 
 def check_shapes(shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """The requested shapes, without repetitions."""
+    if not isinstance(shapes, Sequence):
+        raise TypeError(f"optimize: shapes must be a list of shapes such as [(1, 3, 224, 224)], got {shapes!r}")
     found: dict[tuple[int, ...], None] = {}
     for shape in shapes:
         sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else None

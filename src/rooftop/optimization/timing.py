@@ -226,6 +226,8 @@ def _key(args: tuple[Any, ...]) -> str:
 
 
 def _without_data(tensor: Tensor) -> Tensor:
+    if tensor.is_nested:  # such a tensor has no sizes
+        return torch.empty(0, dtype=tensor.dtype, device="meta")
     if tensor.layout != torch.strided:
         return tensor.detach().to("meta")
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

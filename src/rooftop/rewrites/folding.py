@@ -42,6 +42,7 @@ from rooftop.rewrites.splitting import (
     unsplit,
 )
 from rooftop.rewrites.stand_ins import SPECIAL_METHODS
+from rooftop.rewrites.tracing import OwnThreadTracer
 from rooftop.rewrites.type_questions import answered, was_asked
 from rooftop.words import in_a_line
 
@@ -325,7 +326,7 @@ class _Reads(LightMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(OwnThreadTracer):
     """Trace into modules that have submodules and no hooks, and can be traced. Other modules become single nodes."""
 
     proxy_buffer_attributes = True

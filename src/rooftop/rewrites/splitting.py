@@ -24,6 +24,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from rooftop.rewrites.tracing import OwnThreadTracer
+
 KINDS: tuple[type[_BatchNorm], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 PART = "rooftop_norm"
 """The name of the part: the plain batch norm that is a submodule of a split norm."""
@@ -117,7 +119,7 @@ def has_hooks(module: nn.Module) -> bool:
 # ---- the trace -----------------------------------------------------------------------------------------------------
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(OwnThreadTracer):
     proxy_buffer_attributes = True
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
