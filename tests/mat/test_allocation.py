@@ -129,9 +129,22 @@ def test_allocators_that_give_something_else() -> None:
         mat.getStdAllocator("cuda", pinned=True)
     with pytest.raises(ValueError, match="got device meta and an allocator of cpu"):
         Mat(2, 2, CV_8U, device="meta", allocator=mat.getStdAllocator())
-    if not torch.cuda.is_available():
+    m = Mat.zeros(2, 2, CV_8U)
+    for call in (lambda: Mat(2, 2, CV_8U, device="foo"), lambda: m.to("foo"), lambda: mat.getStdAllocator("foo")):
+        with pytest.raises(ValueError, match=r"a device is 'cpu', 'cuda', 'cuda:0' .* got 'foo'"):
+            call()
+    with pytest.raises(TypeError, match=r"a device is 'cpu', .* got 3\.5"):
+        Mat(2, 2, CV_8U, device=3.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got 'cuda:-1'"):
+        m.cuda(-1)
+    if torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"no device cuda:99 here: torch can use \d+ GPUs"):
+            m.cuda(99)
+    else:
         with pytest.raises(ValueError, match=r"no CUDA device here .*: use device='cpu'"):
-            Mat.zeros(2, 2, CV_8U).cuda()
+            m.cuda()
+        with pytest.raises(ValueError, match=r"no GPU here .* for which to pin memory: leave out pinned=True"):
+            mat.getStdAllocator(pinned=True)
     with pytest.raises(TypeError, match="apply to new memory, but this Mat shares the memory of its argument"):
         Mat(np.zeros((2, 2)), device="cpu")
 

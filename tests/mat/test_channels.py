@@ -112,12 +112,14 @@ def test_no_elements() -> None:
     empty = Mat(0, 4, CV_8UC3)
     assert [tuple(m.size) for m in split(empty)] == [(0, 4)] * 3
     assert merge(split(empty)).type() == CV_8UC3
+    assert [m.dims for m in split(Mat((), CV_8UC3))] == [0] * 3
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda m: merge([]), ValueError, "at least one Mat"),
+        (lambda m: merge([Mat(), Mat()]), ValueError, r"Mats with sizes, got Mat\(empty, cpu\)"),  # as in OpenCV
         (lambda m: merge([m, Mat.zeros(2, 3, CV_8U)]), ValueError, "one size, depth and device, got .* and"),
         (lambda m: merge([m, Mat.zeros(2, 2, CV_32FC1)]), ValueError, "CV_8UC1 and CV_32FC1 of one channel"),
         (lambda m: merge([m] * 171), ValueError, "513 channels are too many"),

@@ -209,6 +209,25 @@ def test_create_allocates_only_when_it_must() -> None:
     assert whole.dims == 0
 
 
+def test_a_mat_whose_memory_cannot_be_allocated_is_empty() -> None:
+    m = Mat(2, 2, CV_8UC3, 1)
+    with pytest.raises(MemoryError, match="2147483648 x 268435456 CV_8UC3 needs"):
+        m.create(2**31, 2**28, CV_8UC3)
+    assert (m.dims, m.data, m.numpy().size) == (0, None, 0)
+    with pytest.raises(ValueError, match=r"fewer than 2\^63"):
+        Mat(1, 1, CV_8UC3).reserve(2**63)
+
+
+def test_copies_of_an_empty_mat_are_empty() -> None:
+    """As in OpenCV, which releases the target."""
+    image = Mat(4, 4, CV_8UC3, 1)
+    for target in (Mat(2, 2, CV_8UC3, 0), image[0:2]):
+        for copied in (Mat().copyTo(target), Mat().convertTo(CV_8UC3, dst=target)):
+            assert copied is target
+            assert (target.dims, target.data) == (0, None)
+    assert image.numpy().min() == 1
+
+
 def test_new_memory_under_a_mask_is_zero_elsewhere() -> None:
     array = np.full((3, 3), 9, np.uint8)
     assert Mat(array).copyTo(mask=np.eye(3, dtype=np.uint8)).numpy().tolist() == (9 * np.eye(3)).tolist()
@@ -237,6 +256,14 @@ def test_what_is_no_mask(mask: np.ndarray, error: type[Exception], message: str)
     [
         ((2, 3), TypeError, r"sizes \(2, 3\) came without a type: pass one, such as CV_8UC3"),
         ((2, -3, 0), ValueError, r"sizes must be at least 0, got \(2, -3\)"),
+        ((2**40, 2**40, 0), ValueError, "a Mat of 1099511627776 x 1099511627776 CV_8UC1 needs .* fewer than 2.63"),
+        ((2**63, 1, 0), ValueError, "needs 9,223,372,036,854,775,808 bytes, but a tensor has fewer than 2.63"),
+        (((0, 2**40, 2**40), 0), ValueError, "a Mat of 0 x 1099511627776 x .* fewer than 2.63"),
+        (
+            (2**31, 2**28, 0),
+            MemoryError,
+            "2147483648 x 268435456 CV_8UC1 needs 576,460,.* bytes, but the host has .* free",
+        ),
         ((2, 3, 0, 1, 5), TypeError, "1 arguments too many"),
         (([[1, 2], [3, 4]],), TypeError, r"np.array\(...\) makes an array"),
         ((5,), TypeError, "got 5"),
@@ -258,5 +285,6 @@ def test_copies_by_pythons_own_means() -> None:
     for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
         assert other.type() == m.type()
         assert same_bits(other.numpy(), np.ascontiguousarray(array[1:, 1:]))
-    for empty in (Mat(), Mat(0, 3, CV_8UC3)):
-        assert tuple(pickle.loads(pickle.dumps(empty)).size) == tuple(empty.size)
+    for empty in (Mat(), Mat((), CV_8UC3), Mat(0, 3, CV_8UC3)):
+        other = pickle.loads(pickle.dumps(empty))
+        assert (tuple(other.size), other.type()) == (tuple(empty.size), empty.type())

@@ -69,6 +69,7 @@ def test_the_same_pointer_through_every_protocol() -> None:
     torch.as_tensor(region, device="cuda").zero_()
     assert not x[1:3, 2:5].any()
     assert Mat(torch.zeros(3, 4, device="cuda", dtype=torch.uint8)).__cuda_array_interface__["strides"] is None
+    assert Mat(device="cuda").__cuda_array_interface__["shape"] == (0,)
     with pytest.raises(ValueError, match=r"cpu\(\).numpy\(\) copies the Mat"):
         m.numpy()
 

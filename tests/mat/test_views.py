@@ -163,6 +163,31 @@ def test_no_elements(sizes: tuple[int, ...]) -> None:
     assert tuple(m.setTo(1).convertTo(CV_32FC1).size) == sizes
 
 
+def test_a_mat_without_sizes_has_no_elements() -> None:
+    released = Mat(2, 2, CV_8UC3, 7)
+    released.release()
+    for m, shape in ((Mat(), (0,)), (Mat((), CV_8U, 5), (0,)), (Mat.zeros((), CV_8UC3), (0, 3)), (released, (0, 3))):
+        assert m.empty()
+        assert (m.total(), m.data, m.dims) == (0, None, 0)
+        assert m.numpy().shape == np.asarray(m).shape == np.from_dlpack(m).shape == shape
+        assert m.tensor().shape == (0, m.channels())
+        with m.mapped() as array:
+            assert array.size == 0
+        m[...] = 3
+        for other in (m[...], m[()], m.clone(), Mat(m), m.convertTo(CV_32FC1), Mat(m > 1), m.copyTo()):
+            assert (other.dims, other.channels()) == (0, m.channels())
+        for wrong in (lambda m: m.at(), lambda m: m.at(0), lambda m: m[0], lambda m: m[0, 0]):
+            with pytest.raises(IndexError, match=r"Mat\(empty, cpu\), because it is empty"):
+                wrong(m)
+        assert m.dot(m) == 0
+        assert Mat(m.numpy()).empty()
+        assert m.reshape(1, (-1,)).size == (0,)
+    with pytest.raises(ValueError, match=r"0 numbers \(\(\), 1 channels\) cannot be reshaped to \(1, 1\)"):
+        Mat().reshape(1, (1, 1))
+    with pytest.raises(ValueError, match=r"reshape needs at least one size, got \(\)"):
+        Mat.zeros(1, 1, CV_8U).reshape(0, ())
+
+
 def test_empty_regions_keep_their_other_size() -> None:
     m = Mat(4, 6, CV_8UC3)
     assert tuple(m[2:2].size) == (0, 6)

@@ -331,6 +331,23 @@ def test_keys_beyond_int32_and_coordinates_near_2_to_20(kind: str) -> None:
     assert_law(build_rulebook(indices, shape), indices, shape)
 
 
+def test_outputs_beyond_int32_need_int64_indices() -> None:
+    indices = torch.tensor([[0, 2**30]], dtype=torch.int32)
+    shape = geometry(1, (2**31 - 1,), 2, 2, transpose=True)
+    for build in (build_rulebook, rulebook_reference):
+        for bound in (None, 5):
+            with pytest.raises(ValueError, match=r"output's shape \(4294967294,\) exceeds 2\^31.*use indices.long\(\)"):
+                build(indices, shape, bound)
+        assert build(indices.long(), shape).out_indices.tolist() == [[0, 2**31], [0, 2**31 + 1]]
+    just = geometry(1, (2**30,), 2, 2, transpose=True)  # an output of 2^31 cells
+    assert build_rulebook(indices - torch.tensor([0, 1]).int(), just).out_indices.tolist() == [
+        [0, 2**31 - 2],
+        [0, 2**31 - 1],
+    ]
+    same = geometry(1, (2**32,), 3, subm=True)  # keeps the sites of its inputs
+    assert build_rulebook(indices, same).out_indices is indices
+
+
 def test_batch_elements_do_not_see_each_other() -> None:
     sites = torch.tensor([[0, 0], [0, 1], [0, 2]])
     both = torch.cat([sites, sites + torch.tensor([2, 0])])  # element 1 has no sites

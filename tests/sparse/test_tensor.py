@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rooftop import sparse
 from rooftop.sparse import SparseConvTensor, build_rulebook, geometry
 
 INDICES = torch.tensor([[0, 2, 1], [1, 0, 3], [1, 2, 3]], dtype=torch.int32)
@@ -165,6 +166,41 @@ def test_a_site_that_is_there_twice() -> None:
     assert x.coalesce().dense().count_nonzero() == 4
 
 
+def test_which_layers_find_repeated_sites() -> None:
+    """Those that build a rulebook, as docs/sparse-layers.md says."""
+    x = SparseConvTensor(torch.ones(2, 1), torch.tensor([[0, 1], [0, 1]]), [4], 1)
+    for layer in (
+        *(sparse.SubMConv1d(1, 1, 3), sparse.SparseConv1d(1, 1, 2), sparse.SparseConvTranspose1d(1, 1, 2)),
+        *(sparse.SparseConv1d(1, 1, 1, stride=2), sparse.SparseConv1d(1, 1, 1, padding=1)),
+        *(sparse.SparseConv1d(1, 1, 1, num_out_act_bound=2), sparse.SparseMaxPool1d(1), sparse.SparseAvgPool1d(2)),
+        sparse.ToDense(),
+    ):
+        with pytest.raises(ValueError, match="rows 0 and 1 of indices are the same site"):
+            layer(x)
+    for layer in (
+        *(sparse.SubMConv1d(1, 1, 1), sparse.SparseConv1d(1, 1, 1), sparse.SparseConvTranspose1d(1, 1, 1)),
+        *(sparse.SparseBatchNorm(1), sparse.SparseReLU()),
+    ):
+        assert len(layer(x).indices) == 2
+    assert sparse.SparseGlobalAvgPool()(x).tolist() == [[1.0]]
+    assert sparse.functional.sparse_add(x, x).features.tolist() == [[4.0]]
+
+
+def test_rows_of_padding_do_not_count_as_sites() -> None:
+    indices = torch.tensor([[0, 1], [-1, -1], [-1, -1]])
+    x = SparseConvTensor(torch.ones(3, 1), indices, [4], 1, padded=True)
+    assert x.sparity == 0.25
+    assert repr(x) == "SparseConvTensor(3 rows, some of them padding, 1 channels, grid 4, batch of 1)"
+
+
+def test_grids_that_no_memory_can_hold() -> None:
+    site = torch.tensor([[0, 1]])
+    with pytest.raises(ValueError, match=r"dense\(\): a tensor of \(1, 4611686018427387904, 1\) needs .* 2\^63"):
+        SparseConvTensor(torch.ones(1, 1), site, [2**62], 1).dense()
+    with pytest.raises(MemoryError, match=r"\(1, 288230376151711744, 1\) needs 1,152,.* bytes, but the host has"):
+        SparseConvTensor(torch.ones(1, 1), site, [2**58], 1).dense()
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"features": torch.zeros(2, 2)}, ValueError, r"for each of the 3 rows of indices, got \(2, 2\)"),
     ({"features": torch.zeros(3)}, ValueError, r"features must be \(N, C\).*got \(3,\)"),
@@ -198,6 +234,8 @@ def test_wrong_calls() -> None:
         a_tensor().replace_feature(torch.ones(3, 1, dtype=torch.int64)).coalesce()
     with pytest.raises(ValueError, match=r"\(batch, 1 to 4 dimensions, channels\), got \(3, 4\)"):
         SparseConvTensor.from_dense(torch.zeros(3, 4))
+    with pytest.raises(ValueError, match=r"\(1, 2147483649\) exceeds 2\^31, the range of int32 indices: split"):
+        SparseConvTensor.from_dense(torch.zeros(1, 1, 1).expand(1, 2**31 + 1, 1))
 
 
 @pytest.mark.gpu

@@ -307,6 +307,13 @@ def test_what_cannot_be_voxels(arguments: dict[str, Any], message: str) -> None:
         PointToVoxel(**{**usual, "max_num_points_per_voxel": 2, **arguments})
 
 
+def test_voxels_that_no_memory_can_hold() -> None:
+    with pytest.raises(ValueError, match=r"PointToVoxel: a tensor of \(1, 4611686018427387904, 4\) needs .* 2\^63"):
+        PointToVoxel(SIZE, RANGE, 4, 5, 2**62)(torch.zeros(3, 4))
+    with pytest.raises(MemoryError, match=r"\(1, 72057594037927936, 4\) needs 1,152,.* bytes, but the host has"):
+        PointToVoxel(SIZE, RANGE, 4, 5, 2**56)(torch.zeros(3, 4))
+
+
 def test_what_are_no_sizes() -> None:
     for size, ends in ((0.5, RANGE), (SIZE, [[0, 0, 0], [1, 1, 1]]), ("abc", RANGE)):
         with pytest.raises(
@@ -343,6 +350,18 @@ def test_what_are_no_points(points: Any, error: type[Exception], message: str) -
             {"voxel_size": [1e-6] * 3, "batch": torch.tensor([0, 1, 2])},
             ValueError,
             "3 batch elements with 9000000000000000000 cells each",
+        ),
+        (
+            {"voxel_size": [1e-5] * 3, "batch": torch.tensor([0, 1, 2]).int() * 2000},
+            ValueError,
+            "4001 batch elements with 9000000000000000 cells each",
+        ),
+        ({"batch": torch.tensor([0, 2**32, 0])}, ValueError, r"batch has element 4294967296, .* below 2\^31"),
+        ({"batch": torch.tensor([2**31, 0, 0])}, ValueError, r"batch has element 2147483648, .* below 2\^31"),
+        (
+            {"voxel_size": [1e-3] * 3, "batch": torch.tensor([0, 2**34, 0])},
+            ValueError,
+            r"batch has element 17179869184, .* below 2\^31",
         ),
     ],
 )
@@ -405,11 +424,30 @@ def test_ten_runs_give_the_same_bits_on_a_gpu() -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+def test_the_last_batch_element_of_int32() -> None:
+    points = torch.zeros(3, 4)
+    _, indices = voxelize(points, SIZE, RANGE, batch=torch.tensor([2**31 - 1, -(2**40), 0]))
+    assert indices.dtype == torch.int32
+    assert indices[:, 0].tolist() == [0, 2**31 - 1]
+
+
+@pytest.mark.gpu
+def test_a_gpu_refuses_batch_elements_beyond_int32() -> None:
+    with pytest.raises(ValueError, match="batch has element 4294967296"):
+        voxelize(torch.zeros(3, 4).cuda(), SIZE, RANGE, batch=torch.tensor([0, 2**32, 0]).cuda())
+
+
 @pytest.mark.gpu
 def test_it_waits_for_the_gpu_once() -> None:
     points = a_cloud(1000).cuda()
     make = PointToVoxel(SIZE, RANGE, 5, 40, 5, torch.device("cuda"))
-    for call in (lambda: make(points), lambda: voxelize(points, SIZE, RANGE)):
+    batch = torch.zeros(len(points), dtype=torch.int64, device="cuda")
+    for call in (
+        lambda: make(points),
+        lambda: voxelize(points, SIZE, RANGE),
+        lambda: voxelize(points, SIZE, RANGE, batch=batch),
+        lambda: voxelize(points, [1e-5] * 3, RANGE, batch=batch.int()),
+    ):
         call()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

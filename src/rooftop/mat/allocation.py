@@ -137,7 +137,7 @@ class MatAllocator:
     flags: MatDataFlag = MatDataFlag.NONE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", torch.device(self.device))
+        object.__setattr__(self, "device", device_named(self.device))
 
     def allocate(self, size_bytes: int) -> MatData:
         """Allocate a block with undefined content.
@@ -173,16 +173,20 @@ def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatA
     allocator.
 
     Raises:
-        ValueError: `pinned` was requested for a GPU.
+        ValueError: `pinned` was requested for a GPU, or without a GPU; or the device does not exist.
     """
-    where = torch.device(device)
+    where = device_named(device)
     if (found := _STANDARD.get((where, pinned))) is not None:  # checking for a GPU takes longer than an allocation
         return found
     if pinned and where.type != "cpu":
         raise ValueError(f"only host memory can be pinned, got device {where}: leave out pinned=True")
+    if pinned and not torch.accelerator.is_available():
+        raise ValueError(f"no GPU here (torch {torch.__version__}) for which to pin memory: leave out pinned=True")
     if where.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"no CUDA device here (torch {torch.__version__}): use device='cpu'")
+        if where.index is not None and where.index >= torch.cuda.device_count():
+            raise ValueError(f"no device {where} here: torch can use {torch.cuda.device_count()} GPUs, from cuda:0 on")
         where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
     if (where, pinned) not in _STANDARD:
         _STANDARD[where, pinned] = _pinned_host() if pinned else _standard(where)
@@ -214,13 +218,26 @@ def allocator_for(device: DeviceLike | None, allocator: MatAllocator | None) -> 
     the device's standard allocator."""
     if allocator is not None:
         _checked(allocator)
-        if device is not None and not same_device(torch.device(device), allocator.device):
+        if device is not None and not same_device(device_named(device), allocator.device):
             raise ValueError(f"got device {device} and an allocator of {allocator.device}: pass only one of the two")
         return allocator
     default = getDefaultAllocator()
-    if device is None or same_device(torch.device(device), default.device):
+    if device is None or same_device(device_named(device), default.device):
         return default
     return getStdAllocator(device)
+
+
+def device_named(device: DeviceLike) -> torch.device:
+    """Convert the name of a device to a `torch.device`.
+
+    Raises:
+        TypeError, ValueError: this is not a device's name.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"a device is 'cpu', 'cuda', 'cuda:0' and so on, or a torch.device; got {device!r}") from error
 
 
 def same_device(one: torch.device, other: torch.device) -> bool:

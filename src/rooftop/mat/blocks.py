@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Self
 
 import torch
 
+from rooftop.hardware.large_tensors import MOST_BYTES, check_host_memory, too_large
 from rooftop.mat import headers
 from rooftop.mat.allocation import DeviceLike, MatAllocator, allocator_for, same_device
 from rooftop.mat.exports import ExportedHeader
 from rooftop.mat.headers import Sizes
 from rooftop.mat.interchange import parts_of
-from rooftop.mat.type_codes import CV_MAT_CN, depth_of
+from rooftop.mat.type_codes import CV_MAT_CN, depth_of, typeToString
 from rooftop.mat.views import Header, is_integer
 
 
@@ -29,7 +29,7 @@ class Block(ExportedHeader):
 
         If sizes, type and device stay the same, nothing is allocated, so results can be written into regions. If sizes,
         type or device change, this Mat drops its reference to the old memory and gets new, uninitialized memory from
-        its allocator.
+        its allocator. If there is too little memory, this Mat becomes empty.
         """
         sizes, type, _ = shape_arguments(shape, type, None)
         where = self._device if device is None and allocator is None else allocator_for(device, allocator).device
@@ -55,11 +55,15 @@ class Block(ExportedHeader):
     # Internal.
 
     def _allocate(self, sizes: Sizes, type: int, allocator: MatAllocator) -> None:
-        elem_bytes = depth_of(type).size_bytes * CV_MAT_CN(type)
         self._set_empty(type, sizes, allocator.device)
-        size_bytes = math.prod(sizes) * elem_bytes
+        size_bytes = self.total() * self.elemSize()
         if size_bytes:
-            self._data = allocator.allocate(size_bytes)
+            try:
+                self._data = allocator.allocate(size_bytes)
+            except BaseException as error:
+                self._set_empty(type, (), allocator.device)  # no Mat has elements without memory
+                check_host_memory(_told(sizes, type), size_bytes, error)
+                raise
             self._share, self._device = self._data.share, self._data.device
             self._offset = self._start = self._data.start_bytes
             self._finish()
@@ -137,7 +141,15 @@ def shape_arguments(given: tuple[Any, ...], type: int | None, value: Any) -> tup
         raise TypeError(f"{len(rest)} arguments too many: expected (rows, cols, type, value) or (sizes, type, value)")
     if type is None:
         raise TypeError(f"sizes {sizes} came without a type: pass one, such as CV_8UC3")
-    depth_of(type)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"sizes must be at least 0, got {sizes}")
+    span_bytes = depth_of(type).size_bytes * CV_MAT_CN(type)
+    for size in sizes:
+        if size < 0:
+            raise ValueError(f"sizes must be at least 0, got {sizes}")
+        span_bytes *= size or 1  # PyTorch's strides also count a size of 0 as 1
+    if span_bytes > MOST_BYTES:
+        raise ValueError(too_large(_told(sizes, type), span_bytes))
     return sizes, type, value
+
+
+def _told(sizes: Sizes, type: int) -> str:
+    return f"a Mat of {' x '.join(map(str, sizes))} {typeToString(type)}"

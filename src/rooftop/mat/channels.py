@@ -20,13 +20,15 @@ def merge(mv: Sequence[Mat | MatExpr], dst: Mat | None = None) -> Mat:
     """One Mat with the channels of all Mats, in order. Each Mat may have several channels.
 
     Raises:
-        ValueError: there are no Mats; their sizes, depths or devices differ; or they have more than 512 channels
-            together.
+        ValueError: there are no Mats, or Mats without sizes; their sizes, depths or devices differ; or they have more
+            than 512 channels together.
     """
     if not mv:
         raise ValueError("merge needs at least one Mat")
     mats = [as_mat(m) for m in mv]
     _check_alike("merge", mats)
+    if not mats[0].dims:
+        raise ValueError(f"merge needs Mats with sizes, got {mats[0]}: leave out empty Mats")
     channels = sum(m.channels() for m in mats)
     if channels > CV_CN_MAX:
         raise ValueError(f"{channels} channels are too many: a Mat has at most {CV_CN_MAX}")

@@ -20,7 +20,7 @@ class ExportedHeader(Header):
 
     def tensor(self, layout: Literal["hwc", "chw"] = "hwc") -> Tensor:
         """The elements as a tensor on the same memory: (H, W, C), or (*sizes, C) for other numbers of dimensions. With
-        a single channel, C is 1.
+        a single channel, C is 1. A Mat without sizes, such as `Mat()`, gives (0, C).
 
         Args:
             layout: "chw" returns the same memory as (C, H, W).
@@ -36,7 +36,7 @@ class ExportedHeader(Header):
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """The elements as an array on the same memory, in OpenCV-Python's shape: (H, W) for one channel, (H, W, C) for
-        several.
+        several. A Mat without sizes, such as `Mat()`, gives (0,) or (0, C).
 
         Raises:
             ValueError: the Mat is on a GPU; `cpu().numpy()` copies it.
@@ -71,7 +71,8 @@ class ExportedHeader(Header):
     def __cuda_array_interface__(self) -> dict[str, Any]:
         if self._device.type != "cuda":
             raise AttributeError(f"{self} is not on a CUDA device and has no __cuda_array_interface__")
-        shape = self._sizes if self.channels() == 1 else (*self._sizes, self.channels())
+        sizes = self._sizes or (0,)  # an array without dimensions would have one element
+        shape = sizes if self.channels() == 1 else (*sizes, self.channels())
         steps = self._steps if self.channels() == 1 else (*self._steps, self.elemSize1())
         # In this protocol, 1 means the default stream, whose handle is 0.
         stream = torch.cuda.current_stream(self._device).cuda_stream or 1

@@ -109,9 +109,11 @@ def reshaped_nd(sizes: Sizes, cn: int, new_cn: int, wanted: Sizes) -> tuple[Size
     size may be -1, which is computed from the others.
 
     Raises:
-        ValueError: the new sizes and channels give a different count of numbers.
+        ValueError: there are no new sizes, or the new sizes and channels give a different count of numbers.
     """
     new_cn = new_cn or cn
+    if not wanted:
+        raise ValueError("reshape needs at least one size, got (): use (1,) for one element")
     if any(size < -1 for size in wanted) or wanted.count(-1) > 1:
         raise ValueError(f"sizes are numbers of at least 0, with at most one -1, got {wanted}")
     kept = []
@@ -121,7 +123,7 @@ def reshaped_nd(sizes: Sizes, cn: int, new_cn: int, wanted: Sizes) -> tuple[Size
                 f"the 0 at dimension {axis} keeps that dimension's size, but {sizes} has no such dimension"
             )
         kept.append(sizes[axis] if size == 0 else size)
-    numbers = math.prod(sizes) * cn
+    numbers = math.prod(sizes) * cn if sizes else 0
     known = math.prod(size for size in kept if size != -1) * new_cn
     if -1 in kept and known and numbers % known == 0:
         kept[kept.index(-1)] = numbers // known

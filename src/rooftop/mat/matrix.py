@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from rooftop.mat import growth
-from rooftop.mat.allocation import DeviceLike, MatAllocator, allocator_for, same_device
+from rooftop.mat.allocation import DeviceLike, MatAllocator, allocator_for, device_named, same_device
 from rooftop.mat.blocks import Block, shape_arguments
 from rooftop.mat.conversions import scales_wholes
 from rooftop.mat.converting import convert
@@ -74,8 +74,9 @@ class Mat(Block, Arithmetic):
 
         Raises:
             TypeError: an argument has a wrong type, or no depth has this dtype.
-            ValueError: a size is negative, or the memory cannot be a Mat without a copy (the message names the call
-                that copies).
+            ValueError: a size is negative or too large, the device does not exist, or the memory cannot be a Mat
+                without a copy (the message names the call that copies).
+            MemoryError: the host has too little memory. On a GPU, PyTorch raises `torch.OutOfMemoryError`.
         """
         if given and (isinstance(given[0], Arithmetic) or is_foreign(given[0])):
             self._init_from(given, type, value, device, allocator, layout)
@@ -359,11 +360,9 @@ class Mat(Block, Arithmetic):
             non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless
                 `allocator` is a pinned one; then synchronize the GPU's stream before you read the copy.
         """
-        where = torch.device(device)
+        where = device_named(device)
         if same_device(where, self._device) and allocator is None:
             return self._header_of_itself()
-        if not self._sizes:
-            return Mat(device=where)
         there = Mat(self._sizes, self._type, device=where, allocator=allocator)
         if not there.empty():
             there._bits().copy_(self._bits(), non_blocking=non_blocking)
@@ -371,7 +370,7 @@ class Mat(Block, Arithmetic):
 
     def cuda(self, device: DeviceLike | int | None = None, *, non_blocking: bool = False) -> Mat:
         """A copy on a GPU, by default the current one."""
-        where = "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
+        where = "cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device
         return self.to(where, non_blocking=non_blocking)
 
     def cpu(self) -> Mat:
@@ -413,8 +412,7 @@ class Mat(Block, Arithmetic):
         return self.clone()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        elements = self._tensor().contiguous().clone() if self._sizes else None
-        return _rebuilt, (elements, self._sizes, self._type)
+        return _rebuilt, (self._tensor().contiguous().clone(), self._sizes, self._type)
 
     # Internal.
 
@@ -472,9 +470,7 @@ def _value_of(expression: MatExpr, rtype: int | None) -> Mat:
 MatExpr._value_as_mat = _value_of  # set here, because expressions must not import higher modules
 
 
-def _rebuilt(elements: Tensor | None, sizes: Sizes, type: int) -> Mat:
-    if elements is None:
-        return Mat()
-    if 0 in sizes:
+def _rebuilt(elements: Tensor, sizes: Sizes, type: int) -> Mat:
+    if not elements.numel():
         return Mat(sizes, type, device=elements.device)
     return Mat(elements, CV_MAKETYPE(CV_MAT_DEPTH(type), 1)).reshape(CV_MAT_CN(type), sizes)

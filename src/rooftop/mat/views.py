@@ -294,7 +294,9 @@ class Header(Shaped):
         """
         if len(index) == 1 and self.dims == 2 and 1 in self._sizes:
             index = (0, index[0]) if self._sizes[0] == 1 else (index[0], 0)
-        if len(index) != self.dims:
+        if not index or len(index) != self.dims:
+            if not self._sizes:
+                raise IndexError(f"Mat.at() cannot read an element of {self}, because it is empty")
             raise IndexError(f"Mat.at() needs {self.dims} indices for {self}, got {len(index)}")
         return self[index]
 
@@ -329,12 +331,14 @@ class Header(Shaped):
                 given = (*given[:place], *[slice(None)] * (len(sizes) + 1 - len(given)), *given[place + 1 :])
                 break
         if len(given) > len(sizes):
+            if not sizes:
+                raise IndexError(f"there is no element {index!r} in {self}, because it is empty")
             raise IndexError(
                 f"{len(given)} indices of {len(sizes)} dimensions: {self}; channels have no index, because an "
                 "element contains all of them: use extractChannel(m, c) or insertChannel(one, m, c)"
             )
         ranges: dict[int, tuple[int, int]] = {}
-        single = len(given) == len(sizes)
+        single = 0 < len(given) == len(sizes)
         for axis, each in enumerate(given):
             if isinstance(each, slice):
                 single = False
@@ -356,7 +360,8 @@ class Header(Shaped):
     def _strided(self, dtype: torch.dtype) -> Tensor:
         channels = self.channels()
         if self._data is None:
-            return torch.empty((*self._sizes, channels), dtype=dtype, device=self._device)
+            sizes = self._sizes or (0,)  # a tensor without dimensions would have one element
+            return torch.empty((*sizes, channels), dtype=dtype, device=self._device)
         item = dtype.itemsize
         strides = (*(step // item for step in self._steps), 1)
         return self._data.strided(dtype, (*self._sizes, channels), strides, self._offset // item)

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftop.hardware.large_tensors import allocated
 from rooftop.sparse.functional import convolve, linear
-from rooftop.sparse.geometries import PerDimension
+from rooftop.sparse.geometries import PerDimension, check_kernel
 from rooftop.sparse.modules import SparseModule
 from rooftop.sparse.rulebook import Rulebook
 from rooftop.sparse.rulebook_cache import (
@@ -107,7 +108,8 @@ class SparseConvolution(SparseModule):
             device, dtype: device and dtype of weight and bias.
 
         Raises:
-            TypeError, ValueError: invalid sizes, groups or algo.
+            TypeError, ValueError: invalid sizes, groups or algo, or a weight of 2^63 bytes or more.
+            MemoryError: the host has too little memory for the weight.
         """
         super().__init__(name)
         if algo is not None and not isinstance(algo, ConvAlgo):
@@ -134,8 +136,11 @@ class SparseConvolution(SparseModule):
         self.conv1x1 = max(self.kernel_size) == 1 and in_place and not self.inverse
         if self.subm:
             check_submanifold(self.kernel_size, self.stride)
+        check_kernel(self.kernel_size)
         shape = (out_channels, *self.kernel_size, in_channels // groups)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        numbers = dtype or torch.get_default_dtype()
+        weight = allocated("a weight", shape, numbers, lambda: torch.empty(shape, device=device, dtype=dtype))
+        self.weight = nn.Parameter(weight)
         if bias:
             self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
         else:

@@ -9,6 +9,7 @@ from typing import Any
 
 MAX_DIMS = 4
 MAX_ROWS = 2**31 - 1  # tables store row numbers as int32
+INT32_SIZE = 2**31  # largest size of a dimension, or of a batch, whose coordinates int32 indices can store
 NO_KEY = 2**63 - 1  # the maximum int64, which sorts after all keys
 EMPTY = -1  # marks a free slot in a hash table of keys
 NO_ROOM = 2  # index in a rulebook's `faults`: the hash table has no room, or the bound is too small
@@ -69,8 +70,7 @@ def geometry(
     kernel, step = _sizes("ksize", ksize, dims, 1), _sizes("stride", stride, dims, 1)
     pad, spread = _sizes("padding", padding, dims, 0), _sizes("dilation", dilation, dims, 1)
     more = _sizes("out_padding", out_padding, dims, 0)
-    if math.prod(kernel) > MAX_ROWS:
-        raise ValueError(f"a kernel of {kernel} has more offsets than int32 can number: use a smaller kernel")
+    check_kernel(kernel)
     if any(more) and not transpose:
         raise ValueError(f"out_padding must be 0 except for transposed convolutions, got {more}")
     if subm:
@@ -98,6 +98,12 @@ def _check_submanifold(ksize: tuple[int, ...], stride: tuple[int, ...], transpos
         raise ValueError(f"the kernel of a submanifold convolution needs a centre: ksize must be odd, got {ksize}")
     if any(s != 1 for s in stride):
         raise ValueError(f"a submanifold convolution keeps its sites: stride must be 1, got {stride}")
+
+
+def check_kernel(ksize: tuple[int, ...]) -> None:
+    """Raise `ValueError` if a kernel has more offsets than tables can number."""
+    if math.prod(ksize) > MAX_ROWS:
+        raise ValueError(f"a kernel of {ksize} has more offsets than int32 can number: use a smaller kernel")
 
 
 def check_cells(what: str, shape: Sequence[int], batch_size: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rooftop.kernels import sparse_avg_pool, sparse_global_avg_pool, sparse_global_max_pool, sparse_max_pool
 from rooftop.sparse.convolutions import VOXEL_COUNT, ConvAlgo, check_submanifold, record_most
-from rooftop.sparse.geometries import PerDimension
+from rooftop.sparse.geometries import PerDimension, check_kernel
 from rooftop.sparse.modules import SparseModule
 from rooftop.sparse.rulebook_cache import layer_geometry, layer_rulebook, on_outputs, per_dimension, rows_of_outputs
 from rooftop.sparse.tensor import SparseConvTensor
@@ -84,6 +84,7 @@ class SparsePool(SparseModule):
         self.dilation = per_dimension("dilation", dilation, ndim, 1)
         if subm:
             check_submanifold(self.kernel_size, self.stride)
+        check_kernel(self.kernel_size)
         self.record_voxel_count, self.num_out_act_bound = record_voxel_count, rows_of_outputs(num_out_act_bound)
         if record_voxel_count and not subm:
             self.register_buffer(VOXEL_COUNT, torch.zeros(1, dtype=torch.int32))

@@ -46,7 +46,7 @@ from rooftop.sparse.bitmaps import (
 )
 from rooftop.sparse.geometries import MAX_ROWS, NO_KEY, Geometry, PerDimension, geometry, whole_number
 from rooftop.sparse.hash_tables import Tables, load_kernels, regular_by_hash, submanifold_by_hash
-from rooftop.sparse.sites import check_indices, check_sites, checks_values, keys_of, sites_of
+from rooftop.sparse.sites import check_indices, check_int32, check_sites, checks_values, keys_of, sites_of
 from rooftop.sparse.table_orders import NeighbourTable, row_pairs
 
 WORD_BITS = 32
@@ -227,6 +227,7 @@ def rulebook_reference(indices: Tensor, shape: Geometry, num_out_act_bound: int 
     Arguments and errors are those of `build_rulebook`, but every error is raised immediately.
     """
     check_indices(indices, shape.dims)
+    _check_outputs(indices, shape)
     check_sites(indices, shape.batch_size, shape.in_shape)
     sites = indices.long()
     reached, valid = _reached(sites, shape)  # (N, K)
@@ -291,7 +292,8 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
 
     Raises:
         MissingExtraError: Warp is not installed.
-        TypeError, ValueError: the shape, dtype or device of the indices is wrong, or the bound is invalid.
+        TypeError, ValueError: the shape, dtype or device of the indices is wrong, int32 indices cannot store all
+            coordinates of the output's grid, or the bound is invalid.
         ValueError: a site is out of range or repeated, or there are more outputs than the bound. On the CPU, this
             call raises the error. On a GPU, this call raises the error only if the host waits for the GPU anyway, or
             with ROOFTOP_CHECK=1 in the environment. Otherwise, `Rulebook.check()` raises the error. Until the error is
@@ -301,6 +303,7 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
     check_indices(indices, shape.dims)
     if indices.device.type not in ("cpu", "cuda"):
         raise ValueError(f"indices must be on the CPU or an NVIDIA GPU, got {indices.device}")
+    _check_outputs(indices, shape)
     if num_out_act_bound is not None:
         if not isinstance(num_out_act_bound, torch.SymInt):
             num_out_act_bound = whole_number("num_out_act_bound", num_out_act_bound)
@@ -326,6 +329,12 @@ def build_rulebook(indices: Tensor, shape: Geometry, num_out_act_bound: int | No
         return Rulebook(shape, indices, indices, table, None, faults, version=version)
     reached_table = NeighbourTable(reached, out_indices.shape[0])
     return Rulebook(shape, indices, out_indices, table, reached_table, faults, bounded, version=version)
+
+
+def _check_outputs(indices: Tensor, shape: Geometry) -> None:
+    """Raise `ValueError` if the output indices, which have the dtype of `indices`, could not store all outputs."""
+    if indices.dtype == torch.int32 and not shape.subm:
+        check_int32("the output's shape", shape.out_shape, "use indices.long()")
 
 
 def version_of(indices: Tensor) -> int | None:

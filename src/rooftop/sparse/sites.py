@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rooftop.sparse.geometries import MAX_ROWS
+from rooftop.sparse.geometries import INT32_SIZE, MAX_ROWS
 
 # ---- keys ------------------------------------------------------------------------------------------------------
 
@@ -96,3 +96,9 @@ def check_indices(indices: Tensor, dims: int) -> None:
         )
     if indices.shape[0] > MAX_ROWS:
         raise ValueError(f"{indices.shape[0]} rows of indices exceed the range of int32: split the batch")
+
+
+def check_int32(what: str, sizes: Sequence[int], remedy: str) -> None:
+    """Raise `ValueError` if int32 indices cannot store all coordinates of a grid with these sizes."""
+    if any(size > INT32_SIZE for size in sizes):
+        raise ValueError(f"{what} {tuple(sizes)} exceeds 2^31, the range of int32 indices: {remedy}")

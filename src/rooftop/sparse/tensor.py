@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rooftop.hardware.large_tensors import allocated
 from rooftop.sparse.geometries import batch_size_of, check_cells, sizes_of
 from rooftop.sparse.rulebook import Faults
-from rooftop.sparse.sites import check_indices, check_range, check_sites, checks_values, in_range, keys_of, sites_of
+from rooftop.sparse.sites import (
+    check_indices,
+    check_int32,
+    check_range,
+    check_sites,
+    checks_values,
+    in_range,
+    keys_of,
+    sites_of,
+)
 from rooftop.words import did_you_mean
 
 REDUCTIONS = ("sum", "mean", "max", "min")
@@ -55,7 +65,7 @@ class SparseConvTensor:
         Raises:
             TypeError, ValueError: a shape, dtype or device is wrong; the grid, including the batch, has 2^63 cells or
                 more; or a site is out of range (checked on the CPU, and on a GPU with ROOFTOP_CHECK=1 in the
-                environment). Repeated sites raise an error later: when a convolution builds its rulebook, or
+                environment). Repeated sites raise an error later: in the first layer that builds a rulebook, or
                 in `dense()`. `coalesce()` merges repeated sites.
         """
         self.spatial_shape = list(sizes_of(spatial_shape))
@@ -81,16 +91,21 @@ class SparseConvTensor:
         """Create a sparse tensor from a dense tensor (B, *spatial_shape, C). Cells with a nonzero channel become sites.
 
         Indices are int32 and sorted. The host waits for the device.
+
+        Raises:
+            ValueError: x has too few dimensions, or a size above 2^31.
         """
         if x.dim() < 3:
             raise ValueError(f"from_dense needs (batch, 1 to 4 dimensions, channels), got {tuple(x.shape)}")
+        check_int32("from_dense: the shape (batch, *spatial_shape)", x.shape[:-1], "split the tensor")
         active = (x != 0).any(-1)
         return cls(x[active], active.nonzero().int(), x.shape[1:-1], x.shape[0])
 
     def __repr__(self) -> str:
         rows, channels = self.features.shape
+        kind = "rows, some of them padding" if self.padded else "sites"
         grid = " x ".join(map(str, self.spatial_shape))
-        return f"SparseConvTensor({rows} sites, {channels} channels, grid {grid}, batch of {self.batch_size})"
+        return f"SparseConvTensor({rows} {kind}, {channels} channels, grid {grid}, batch of {self.batch_size})"
 
     @property
     def features(self) -> Tensor:
@@ -112,8 +127,12 @@ class SparseConvTensor:
 
     @property
     def sparity(self) -> float:
-        """The number of rows divided by the number of cells in the batch. spconv uses the same name."""
-        return len(self.indices) / (self.spatial_size * self.batch_size)
+        """The number of sites divided by the number of cells in the batch. spconv uses the same name.
+
+        If the tensor is padded, the host waits for the device, which counts the sites.
+        """
+        sites = int((self.indices[:, 0] >= 0).sum()) if self.padded else len(self.indices)
+        return sites / (self.spatial_size * self.batch_size)
 
     def replace_feature(self, feature: Tensor) -> SparseConvTensor:
         """Return a tensor with the same sites and rulebooks, and these features (N, any number of channels)."""
@@ -193,8 +212,9 @@ class SparseConvTensor:
 
         Raises:
             ValueError: a site is repeated or out of range (checked on the CPU, and on a GPU with ROOFTOP_CHECK=1 in the
-                environment). Without this check, only one row of a repeated site is used, and sites out of range are
-                ignored.
+                environment), or the dense tensor would have 2^63 bytes or more. Without the check of sites, only one
+                row of a repeated site is used, and sites out of range are ignored.
+            MemoryError: the host has too little memory. On a GPU, PyTorch raises `torch.OutOfMemoryError`.
         """
         if _has_values(self.indices) and checks_values(self.indices):
             check_sites(self.indices, self.batch_size, self.spatial_shape)
@@ -203,8 +223,10 @@ class SparseConvTensor:
         cell = torch.where(
             inside, keys_of(sites, self.spatial_shape), cells
         )  # an additional cell collects rows that are not sites
-        grid = self.features.new_zeros(cells + 1, self.features.shape[1]).index_copy(0, cell, self.features)[:cells]
-        grid = grid.view(self.batch_size, *self.spatial_shape, -1)
+        channels, new_zeros = self.features.shape[1], self.features.new_zeros
+        shape = (self.batch_size, *self.spatial_shape, channels)
+        zeros = allocated("dense(): a tensor", shape, self.features.dtype, lambda: new_zeros(cells + 1, channels))
+        grid = zeros.index_copy(0, cell, self.features)[:cells].view(shape)
         return grid.movedim(-1, 1).contiguous() if channels_first else grid
 
     def coalesce(self, reduce: str = "sum") -> SparseConvTensor:

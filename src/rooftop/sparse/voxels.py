@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftop.sparse.geometries import MAX_DIMS, NO_KEY
+from rooftop.hardware.large_tensors import allocated
+from rooftop.sparse.geometries import INT32_SIZE, MAX_DIMS, NO_KEY
 from rooftop.words import did_you_mean
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "max", "sum", "first")
-MOST_CELLS = 2**31  # maximum cells per dimension, since indices are int32
 
 # ---- the grid --------------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_s
         counts = ((last - first) / step + 0.5).floor().tolist()  # half a cell rounds up to one cell
     else:
         counts = [_covering((b - a) / size) for a, b, size in zip(low, high, sizes, strict=True)]
-    if not all(1 <= count <= MOST_CELLS for count in counts) or math.prod(counts) >= NO_KEY:
+    if not all(1 <= count <= INT32_SIZE for count in counts) or math.prod(counts) >= NO_KEY:
         raise ValueError(
             f"voxels of {list(sizes)} in the range {list(ends)} make a grid of {counts}: a grid must have 1 to 2^31 "
             "cells in each dimension, and fewer than 2^63 in all"
@@ -103,7 +103,7 @@ def _cells(points: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     at = at if at.dtype == torch.float64 else at.float()
     # Divide by a tensor. For a Python number, PyTorch on a GPU would multiply by the number's rounded reciprocal.
     low, sizes = _on_device([grid.low, grid.sizes], at.dtype, at.device)
-    cells = at.sub(low).div(sizes).floor().nan_to_num(-1.0).clamp(-1, MOST_CELLS).long()
+    cells = at.sub(low).div(sizes).floor().nan_to_num(-1.0).clamp(-1, INT32_SIZE).long()
     shape = _on_device(grid.shape, torch.int64, at.device)
     if grid.high is None:
         return cells, ((cells >= 0) & (cells < shape)).all(1)
@@ -224,7 +224,8 @@ class PointToVoxel:
             int64, -1 for none. As in spconv, a point is assigned to its voxel even if the voxel has no free slot.
 
         Raises:
-            TypeError, ValueError: the points are invalid, or on another device.
+            TypeError, ValueError: the points are invalid, or on another device; or the voxels have 2^63 bytes or more.
+            MemoryError: the host has too little memory.
         """
         _check_points("PointToVoxel", pc, self.ndim)
         if pc.shape[1] != self.num_point_features:
@@ -243,8 +244,10 @@ class PointToVoxel:
         lies = (number >= 0) & (slot < slots)
         # an additional slot collects the points that are in no voxel
         place = (number * slots + slot).where(lies, count * slots)
-        voxels = pc.new_zeros(count * slots + 1, pc.shape[1]).index_copy(0, place, pc.index_select(0, found.order))
-        voxels = voxels[:-1].view(count, slots, pc.shape[1])
+        shape = (count, slots, pc.shape[1])
+        zeros = allocated("PointToVoxel: a tensor", shape, pc.dtype, lambda: pc.new_zeros(count * slots + 1, shape[2]))
+        voxels = zeros.index_copy(0, place, pc.index_select(0, found.order))
+        voxels = voxels[:-1].view(shape)
         numbers = torch.zeros(count + 1, dtype=torch.int32, device=pc.device)
         numbers.scatter_add_(0, number.where(lies, count), torch.ones_like(number, dtype=torch.int32))
         numbers = numbers[:-1]
@@ -263,8 +266,7 @@ def voxelize(
 ) -> tuple[Tensor, Tensor]:
     """Compute one row of features for each voxel that has a point, for a `SparseConvTensor`.
 
-    The host waits for the device once, for the number of voxels. With a grid of 2^32 cells or more, the host
-    waits twice, to check that int64 keys can represent all batch elements.
+    The host waits for the device once, for the number of voxels.
 
     Args:
         points: (N, F) float16, bfloat16, float32 or float64, with the coordinates (x, y, z) first. N may be 0.
@@ -273,8 +275,8 @@ def voxelize(
             (exclusive) are in a voxel. The grid is `voxel_grid(voxel_size, coordinate_range)`, whose last cells may
             extend beyond the range.
         reduce: the features of a voxel: the "mean", "max" or "sum" of its points, or its "first" point.
-        batch: (N,) int32 or int64, the batch element of each point, or -1 for points to leave out. None: all points are
-            one cloud.
+        batch: (N,) int32 or int64, the batch element of each point, below 2^31, or -1 for points to leave out. None:
+            all points are one cloud.
 
     Returns:
         Features (V, F) in the points' dtype, through which gradients flow back to the points. Points that tie for a
@@ -290,12 +292,16 @@ def voxelize(
         )
     grid = grid_of(voxel_size, coordinate_range)
     _check_points("voxelize", points, len(grid.shape))
-    _check_batch(points, batch, math.prod(grid.shape))
+    _check_batch(points, batch)
+    last = _last_element(batch, math.prod(grid.shape))
     cells, inside = _cells(points, grid)
     if batch is not None:
         inside &= batch >= 0
     found = _by_voxel(_keys(cells, inside, grid.shape, batch))
-    places = found.starts.nonzero().squeeze(1)  # position of the first point of each voxel among the sorted points
+    # The position of the first point of each voxel among the sorted points. The host waits here.
+    places = found.starts.nonzero().squeeze(1)
+    if last is not None:
+        _check_last_element(int(last), math.prod(grid.shape))
     firsts = found.order[places]
     element = torch.zeros_like(firsts) if batch is None else batch[firsts].long()
     indices = torch.cat([element[:, None], cells[firsts].flip(1)], 1).int()
@@ -357,7 +363,7 @@ def _check_points(name: str, points: Tensor, dims: int) -> None:
         )
 
 
-def _check_batch(points: Tensor, batch: Tensor | None, cells: int) -> None:
+def _check_batch(points: Tensor, batch: Tensor | None) -> None:
     if batch is None:
         return
     if not isinstance(batch, Tensor) or batch.dtype not in (torch.int32, torch.int64):
@@ -368,8 +374,30 @@ def _check_batch(points: Tensor, batch: Tensor | None, cells: int) -> None:
             f"voxelize: expected batch of shape ({len(points)},) on {points.device}, got {tuple(batch.shape)} on "
             f"{batch.device}"
         )
-    if cells >= 2**32 and batch.numel() and (int(batch.max()) + 1) * cells >= NO_KEY:
+
+
+def _most_elements(cells: int) -> int:
+    """The maximum number of batch elements, which int32 indices and int64 keys can represent."""
+    return min(INT32_SIZE, (NO_KEY - 1) // cells)
+
+
+def _last_element(batch: Tensor | None, cells: int) -> Tensor | None:
+    """Return the maximum of `batch` on the CPU, or None if no int32 number can be too large.
+
+    A GPU copies the maximum to the CPU while the host continues. The host may read it after the next wait.
+    """
+    if batch is None or not batch.numel() or (batch.dtype == torch.int32 and _most_elements(cells) == INT32_SIZE):
+        return None
+    return batch.amax().to("cpu", non_blocking=True)
+
+
+def _check_last_element(last: int, cells: int) -> None:
+    if last >= INT32_SIZE:
         raise ValueError(
-            f"voxelize: {int(batch.max()) + 1} batch elements with {cells} cells each are too many for int64 keys: use "
-            f"larger voxels or a smaller range"
+            f"voxelize: batch has element {last}, but int32 indices need elements below 2^31: number the clouds from 0"
+        )
+    if last >= _most_elements(cells):
+        raise ValueError(
+            f"voxelize: {last + 1} batch elements with {cells} cells each are too many for int64 keys: use larger "
+            "voxels or a smaller range"
         )
