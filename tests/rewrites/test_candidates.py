@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rooftop.rewrites import ChannelsLast, FuseConvolutions, Kernels, Liger, Pools, Times
 from rooftop.rewrites.candidates import NOTHING, Call, Candidate
@@ -71,3 +72,18 @@ def test_rules_report_that_a_step_has_none_of_their_operators() -> None:
     assert absent(aten.max_pool2d_with_indices.default, aten.rsqrt.default) == ["fuse-convolutions", "channels-last"]
     assert absent(aten.native_layer_norm.default) == ["fuse-convolutions", "channels-last", "pools"]
     assert absent(aten._log_softmax.default) == ["fuse-convolutions", "channels-last", "pools", "liger-kernel"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    x: Tensor
+    scale: dataclasses.InitVar[int]
+
+    def __post_init__(self, scale: int) -> None:
+        object.__setattr__(self, "factor", scale)
+
+
+def test_structures_of_dataclasses_that_cannot_be_built_again() -> None:
+    found = mapped([Scaled(torch.ones(2), 3)], lambda t: t + 1)[0]
+    assert torch.equal(found.x, torch.full((2,), 2.0))
+    assert found.factor == 3

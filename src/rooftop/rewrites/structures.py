@@ -47,7 +47,13 @@ def _mapped(part: Any, function: Callable[[Any], Tensor], strict: bool, of_type:
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
         fields = dataclasses.fields(part)
         values = {field.name: _mapped(getattr(part, field.name), *rest) for field in fields if field.init}
-        return dataclasses.replace(part, **values)
+        try:
+            return dataclasses.replace(part, **values)
+        except ValueError:  # it has an InitVar, whose value was not kept
+            same = copy.copy(part)
+            for name, value in values.items():
+                object.__setattr__(same, name, value)
+            return same
     if strict and type(part) not in CONSTANTS:
         raise TypeError(_unknown(part))
     return part
