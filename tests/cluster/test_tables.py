@@ -129,6 +129,20 @@ def test_an_error_is_one_line_of_some_length() -> None:
     assert Failure.of(InputError("a.jpg is damaged")).why == "a.jpg is damaged"
     assert Failure.of(KeyError()).why == "KeyError"
     assert len(Failure.of(ValueError("x" * 10_000)).why) == 500
+    assert len(Failure("\udce9" * 10_000).why) == 500
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_each_error_can_be_put_into_a_table() -> None:
+    assert Failure.of(Unprintable()).why == "Unprintable: <it cannot be printed>"
+    rows, errors, _ = rows_of([{"a": 1}, {"\udce9": 1}, Failure.of(ValueError("bad \udce9"))])
+    assert errors == 2
+    assert "with \\udce9" in rows[1]["error"]
+    assert rows[2]["error"] == "ValueError: bad \\udce9"
 
 
 @pytest.mark.parametrize("big", [2**63, -(2**63) - 1, 2**70])

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rooftop.cluster.arrow import load_arrow
 from rooftop.errors import InputError, MissingExtraError
-from rooftop.words import did_you_mean
+from rooftop.words import did_you_mean, whole_message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -363,4 +363,4 @@ def _cloud(source: str, columns: int) -> Tensor:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return whole_message(error) or type(error).__name__

@@ -17,6 +17,7 @@ import numpy as np
 from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.items import Item
 from rooftop.errors import InputError
+from rooftop.words import whole_message
 
 FIXED = ("input", "place", "error")
 MOST_CHARACTERS = 500  # maximum length of an error in a table
@@ -26,17 +27,20 @@ ATOMS = frozenset({bool, int, float, str, bytes, type(None)})  # types whose val
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a result is missing, in one line."""
+    """The reason why a result is missing, in one line of limited length that a table can hold."""
 
     why: str
+
+    def __post_init__(self) -> None:
+        text = whole_message(self.why)
+        object.__setattr__(self, "why", text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "...")
 
     @staticmethod
     def of(error: BaseException) -> Failure:
         """Describe an exception by its type and message, or an error of Rooftop by only its message."""
-        said = " ".join(str(error).split())
+        said = whole_message(error)
         kind = type(error).__name__
-        text = said if isinstance(error, InputError) and said else f"{kind}: {said}" if said else kind
-        return Failure(text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "...")
+        return Failure(said if isinstance(error, InputError) and said else f"{kind}: {said}" if said else kind)
 
 
 Row = dict[str, Any]
