@@ -183,6 +183,8 @@ def map_items(
         ModelRunError: workers cannot load the target, or end during their start.
         SchedulerError: no scheduler answers, or the scheduler went away and did not come back. `out` keeps the results
             so far.
+        OutputError: the results cannot be written, for example because the disk is full. `out` keeps the results so
+            far.
         MissingExtraError: pyarrow, or a package for the kind or the scheduler, is not installed.
     """
     begun = time.monotonic()
