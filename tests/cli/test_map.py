@@ -69,7 +69,7 @@ def test_the_status_is_1_if_a_file_cannot_be_read_to_its_end(capsys: pytest.Capt
     Path("twice.csv").write_text("a,a\n1,2\n")
     Path("my.py").write_text("def cells(row):\n    return len(row)\n")
     words = ["map", "my.py:cells", "good.csv", "twice.csv", "-o", "out.parquet", "--workers", "1", "--device", "cpu"]
-    said = "later lines or rows are missing of 1 file: twice.csv could not be read to its end"
+    said = "twice.csv could not be read to its end: its later lines or rows are missing\n"
     assert main(words) == 1
     assert said in capsys.readouterr().out
     assert main(words) == 1

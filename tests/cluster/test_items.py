@@ -84,6 +84,9 @@ def test_each_line_of_a_text_is_an_item(lines: list[str], tmp_path_factory: pyte
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ufefftwo\n", encoding="utf-8-sig")
     assert [item.content for item in listed(tmp_path / "a.txt", "text")] == ["one", "\ufefftwo"]
+    (tmp_path / "a.txt").write_text("one\ntwo\n", encoding="utf-16")
+    (item,) = listed(tmp_path / "a.txt", "text")
+    assert item.content == Damage("UTF-16: save the file with the encoding UTF-8", rest=True)
 
 
 def test_a_line_that_is_no_utf8_is_damaged_alone(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ The process that lists items reads lines and rows itself, and sends them to work
 
 from __future__ import annotations
 
+import codecs
 import csv
 import importlib
 import json
@@ -211,6 +212,9 @@ def _lines(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
     try:
         with open(source, "rb") as file:
             for last, line in enumerate(file):
+                if not last and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    yield Item(name, 0, source, Damage("UTF-16: save the file with the encoding UTF-8", rest=True))
+                    return
                 encoding = "utf-8" if last else "utf-8-sig"  # the file may begin with a byte-order mark
                 try:
                     yield Item(name, last, source, line.rstrip(b"\r\n").decode(encoding))

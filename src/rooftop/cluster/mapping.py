@@ -96,8 +96,8 @@ class MapReport:
         there = f"{counted(self.before, 'row')} from before" if self.before else ""
         unread = []
         if self.unread:
-            what = "1 file" if len(self.unread) == 1 else f"{len(self.unread):,} files, the first of them"
-            unread = [f"later lines or rows are missing of {what}: {self.unread[0]} could not be read to its end"]
+            others = f", as are those of {counted(len(self.unread) - 1, 'other file')}" if self.unread[1:] else ""
+            unread.append(f"{self.unread[0]} could not be read to its end: its later lines or rows are missing{others}")
         if not self.items:
             return "\n".join([f"{self.out}: nothing to do, {there or 'no items'}", *unread])
         errors = f", {self.errors:,} of them with an error (column error)" if self.errors else ""
