@@ -355,7 +355,8 @@ def _json_rows(source: str) -> Iterator[tuple[int, Any]]:
 def _json_row(line: bytes) -> dict[str, Any] | Damage:
     try:
         row = json.loads(line, object_pairs_hook=_json_object)
-        deep = _is_deeper(row, MOST_LEVELS)
+        brackets = line.count(b"[") + line.count(b"{")  # the full check would take most of the time
+        deep = brackets > MOST_LEVELS and _is_deeper(row, MOST_LEVELS)
     except ValueError as error:
         return Damage(f"no JSON: {error}")
     except RecursionError:
