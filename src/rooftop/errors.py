@@ -67,6 +67,10 @@ class LoadingError(RooftopError, RuntimeError):
     """A process that loads samples ended or was killed. The message says how the process ended, and at which batch."""
 
 
+class OutputError(RooftopError, OSError):
+    """A file of results cannot be written, for example because the disk is full. Earlier results are kept."""
+
+
 class GeometryFileError(RooftopError, ValueError):
     """A geometry file that is damaged, cut off or of another format; the message says what is wrong and where.
 

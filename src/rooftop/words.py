@@ -20,13 +20,22 @@ def first_line(error: object) -> str:
 
     If the first line ends with a colon, the next line is appended, because dynamo puts the compiler's error there.
     """
-    try:
-        message = str(error)
-    except Exception:  # raised by `__str__` of a user's class
-        return "<it cannot be printed>"
-    first, *rest = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    first, *rest = [line.strip() for line in _message(error).splitlines() if line.strip()] or [""]
     first = re.sub(r"^\[[^]]*\.(cc|cpp|h|hpp):\d+\] ", "", first)
     return f"{first} {rest[0]}" if first.endswith(":") and rest else first
+
+
+def whole_message(error: object) -> str:
+    """The whole message of an error, in one line."""
+    return " ".join(_message(error).split())
+
+
+def _message(error: object) -> str:
+    """The message of an error, with backslash escapes for characters that UTF-8 cannot encode."""
+    try:
+        return str(error).encode("utf-8", "backslashreplace").decode("utf-8")
+    except Exception:  # raised by `__str__` of a user's class
+        return "<it cannot be printed>"
 
 
 def in_a_line(error: object) -> str:

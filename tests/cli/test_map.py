@@ -64,6 +64,19 @@ def test_the_status_is_1_if_nothing_has_a_result(capsys: pytest.CaptureFixture[s
     assert main(words) == 1  # the workers exist, but none has a result yet
 
 
+def test_the_status_is_1_if_a_file_cannot_be_read_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("good.csv").write_text("a,b\n1,2\n")
+    Path("twice.csv").write_text("a,a\n1,2\n")
+    Path("my.py").write_text("def cells(row):\n    return len(row)\n")
+    words = ["map", "my.py:cells", "good.csv", "twice.csv", "-o", "out.parquet", "--workers", "1", "--device", "cpu"]
+    said = "twice.csv could not be read to its end: its later lines or rows are missing\n"
+    assert main(words) == 1
+    assert said in capsys.readouterr().out
+    assert main(words) == 1
+    assert said in capsys.readouterr().out
+    assert sorted(pq.read_table("out.parquet")["result"].to_pylist(), key=str) == [2, None]
+
+
 def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (30, 20)).save("a.png")
     words = ["map", "resnet18", "a.png", "-o", "out.parquet", "--random-weights", "0", "--top", "2", "--device", "cpu"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,18 @@ def test_folders_have_what_is_below_them(tmp_path: Path) -> None:
         find_inputs([tmp_path])
 
 
+def test_links_to_folders_are_followed_without_loops(tmp_path: Path) -> None:
+    for name in ("there/1.jpg", "here/2.jpg"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    here = tmp_path / "here"
+    for name, end in (("loop", here), ("linked", tmp_path / "there"), ("broken.jpg", tmp_path / "nothing")):
+        (here / name).symlink_to(end)
+    (tmp_path / "there" / "back").symlink_to(here)
+    found = [str(path.relative_to(here)) for path in find_inputs([here])[1]]
+    assert found == ["2.jpg", "broken.jpg", "linked/1.jpg"]
+
+
 def test_inputs_that_cannot_be_found(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "what.xyz").touch()
@@ -64,7 +77,16 @@ def test_inputs_that_cannot_be_found(tmp_path: Path) -> None:
 def test_each_line_of_a_text_is_an_item(lines: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("lines") / "a.txt"
     path.write_bytes("".join(f"{line}\n" for line in lines).encode())
+    lines[:1] = [line.removeprefix("\ufeff") for line in lines[:1]]  # a byte-order mark is no part of the text
     assert [(item.place, item.content) for item in listed(path, "text")] == list(enumerate(lines))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ufefftwo\n", encoding="utf-8-sig")
+    assert [item.content for item in listed(tmp_path / "a.txt", "text")] == ["one", "\ufefftwo"]
+    (tmp_path / "a.txt").write_text("one\ntwo\n", encoding="utf-16")
+    (item,) = listed(tmp_path / "a.txt", "text")
+    assert item.content == Damage("UTF-16: save the file with the encoding UTF-8", rest=True)
 
 
 def test_a_line_that_is_no_utf8_is_damaged_alone(tmp_path: Path) -> None:
@@ -98,6 +120,61 @@ def test_rows_that_are_damaged(tmp_path: Path) -> None:
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
     (cut,) = listed(tmp_path / "cut.parquet", "row")
     assert "cannot be read further" in cut.content.why
+
+
+def test_json_that_is_nested_too_deep_is_an_error_of_its_row(tmp_path: Path) -> None:
+    deep = [f'{{"a": {"[" * levels}{"]" * levels}}}' for levels in (199, 200, 600, 3000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(deep))
+    items = listed(tmp_path / "a.jsonl", "row")
+    pickle.dumps(items)  # as for a worker
+    assert [isinstance(item.content, Damage) for item in items] == [False, True, True, True]
+    assert "nested more than 200 levels" in items[1].content.why
+
+
+def test_values_of_the_same_name_are_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,a,b\n1,2,3\n")
+    pq.write_table(pa.Table.from_arrays([pa.array([1])] * 2, ["a", "a"]), tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        (item,) = listed(tmp_path / name, "row")
+        assert item.content.rest
+        assert "several columns named 'a'" in item.content.why
+    (tmp_path / "b.csv").write_text("a,,\n1,,\n2,x,y\n")
+    empty, lost = (item.content for item in listed(tmp_path / "b.csv", "row"))
+    assert empty == {"a": "1", "": ""}
+    assert "columns without a name" in lost.why
+    (tmp_path / "a.jsonl").write_text('{"a": 1, "b": {"c": 1, "c": 2}}\n')
+    (item,) = listed(tmp_path / "a.jsonl", "row")
+    assert "several values for 'c'" in item.content.why
+
+
+def test_a_large_cell_of_a_csv(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"a,b\n1,{'x' * 200_000}\n2,y\n")
+    assert [len(item.content["b"]) for item in listed(tmp_path / "a.csv", "row")] == [200_000, 1]
+
+
+def test_a_malformed_row_of_a_csv_hides_no_other_rows(tmp_path: Path) -> None:
+    row = {"a": "9", "b": 'say "z"\nagain'}
+    for malformed in (b'1,"never closed', b'1,"x"y', b"1,caf\xe9"):
+        (tmp_path / "a.csv").write_bytes(b"a,b\n" + malformed + b'\n9,"say ""z""\nagain"\n\n9,"say ""z""\nagain"\n')
+        items = listed(tmp_path / "a.csv", "row")
+        assert [item.place for item in items] == [0, 1, 2]
+        assert isinstance(items[0].content, Damage)
+        assert [item.content for item in items[1:]] == [row, row]
+
+
+def test_a_damaged_part_of_a_parquet_file_hides_no_other_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": range(9)}), path, row_group_size=3, compression="none", use_dictionary=False)
+    column = pq.read_metadata(path).row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    content[column.data_page_offset : column.data_page_offset + 8] = b"\xff" * 8
+    path.write_bytes(content)
+    contents = [item.content for item in listed(path, "row")]
+    assert [isinstance(each, Damage) for each in contents] == [False] * 3 + [True] * 3 + [False] * 3
+    assert contents[8] == {"a": 8}
+    pq.write_table(pa.table({"t": pa.array([0, 2**60, 1], pa.timestamp("ms"))}), path)
+    contents = [item.content for item in listed(path, "row")]
+    assert [isinstance(each, Damage) for each in contents] == [False, True, False]
 
 
 def test_photographs_and_clouds_become_tensors(tmp_path: Path) -> None:

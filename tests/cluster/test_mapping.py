@@ -28,6 +28,7 @@ from rooftop.errors import InputError, ModelRunError, TargetError
 pq = pytest.importorskip("pyarrow.parquet")
 
 TARGETS = '''
+import asyncio
 import os
 import signal
 import time
@@ -56,6 +57,8 @@ def troubled(text):
         os.kill(os.getpid(), signal.SIGKILL)
     if n == 11:
         raise SystemExit(3)
+    if n == 12:
+        raise KeyboardInterrupt("\\udce9")
     return {"n": n}
 
 
@@ -97,6 +100,21 @@ def size(image):
 class Broken:
     def __init__(self):
         raise OSError("no weights here")
+
+
+class Cancelled:
+    def __init__(self):
+        raise asyncio.CancelledError
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Unsaid:
+    def __init__(self):
+        raise Unprintable
 
 
 def wrong(texts):
@@ -206,13 +224,14 @@ def test_two_thousand_photographs_ten_damaged_one_worker_killed(workers: Workers
 def test_what_raises_hangs_differs_or_ends_its_process_is_an_error_of_its_item() -> None:
     report, rows = mapped("my.py:troubled", [lines(14)], timeout_s=5.0)
     errors = {row["place"]: row["error"] for row in rows if row["error"] is not None}
-    assert [row["n"] for row in rows if row["error"] is None] == [0, 1, 2, 4, 6, 8, 10, 12, 13]
+    assert [row["n"] for row in rows if row["error"] is None] == [0, 1, 2, 4, 6, 8, 10, 13]
     assert errors[3] == "ValueError: three is bad"
     assert errors[5] == "took longer than the timeout of 5 s"
     assert errors[7] == "its columns differ from those of the first result: without n and with m (expected n)"
     assert errors[9] == "the worker process ended by signal SIGKILL during this item, 3 times"
     assert errors[11] == "SystemExit: 3"
-    assert (report.items, report.errors) == (14, 5)
+    assert errors[12] == "KeyboardInterrupt: \\udce9"  # raised by the function, so not a real Ctrl-C
+    assert (report.items, report.errors) == (14, 6)
     assert report.first_error == "lines.txt, line 3 (the first is 0): ValueError: three is bad"
 
 
@@ -352,6 +371,8 @@ def test_targets_that_cannot_work_end_the_run() -> None:
         ("my.py:TARGETS", TargetError, "has no 'TARGETS'"),
         ("number", TargetError, "expected a model's name, my.py:function"),
         ("my.py:Broken", ModelRunError, "creating my.py:Broken raised OSError: no weights here"),
+        ("my.py:Cancelled", ModelRunError, "creating my.py:Cancelled raised CancelledError$"),
+        ("my.py:Unsaid", ModelRunError, "creating my.py:Unsaid raised Unprintable: <it cannot be printed>"),
         ("my.py:named", InputError, "'error', which every row already has"),
         (threading.Lock().acquire, TargetError, "cannot be sent to other processes"),
     ):

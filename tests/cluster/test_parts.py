@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from rooftop.cluster import parts as parts_module
 from rooftop.cluster.items import Item
 from rooftop.cluster.parts import Done, Parts
 from rooftop.cluster.tables import Failure, to_batch
-from rooftop.errors import InputError
+from rooftop.errors import InputError, OutputError
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -94,19 +96,51 @@ def test_a_part_that_was_begun_is_no_part(tmp_path: Path, monkeypatch: pytest.Mo
     out = tmp_path / "out"
 
     def broken(*_: object) -> None:
-        raise OSError("no space left")
+        raise KeyboardInterrupt
 
     parts = opened(out)
     parts.settle(schema())
     parts.add(batch_of(["a"]))
     monkeypatch.setattr(os, "replace", broken)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(KeyboardInterrupt):
         parts.__exit__(None, None, None)
     monkeypatch.undo()
     assert [path.name for path in out.glob(".part*")] == [".part-00000.parquet.tmp"]
     with opened(out) as parts:
         assert parts.done.rows == 0
         assert not list(out.glob(".part*"))
+
+
+def test_a_full_disk_keeps_earlier_parts_and_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    parts = opened(out)
+    parts.settle(schema())
+    parts.add(batch_of(["a", "b"], failed=("b",)))
+    parts.flush()
+    _, limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    parts.add(batch_of(["c"]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit))
+    said = (
+        r"out/part-0000{} cannot be written \(File too large\), but .*out keeps 2 rows: raise .*ulimit.* same command"
+    )
+    try:
+        with pytest.raises(OutputError, match=said.format("1.parquet")):
+            parts.__exit__(None, None, None)
+        with pytest.raises(OutputError, match=said.format("0.parquet")):
+            opened(out, retry_errors=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    assert [path.name for path in out.glob("*part-*")] == ["part-00000.parquet"]
+    with opened(out) as parts:
+        assert parts.done.rows == 2
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "Error writing bytes")
+
+    monkeypatch.setattr(os, "replace", full)
+    said = r"_rooftop.json cannot be written \(No space left on device\).*make room"
+    with opened(tmp_path / "new") as parts, pytest.raises(OutputError, match=said):
+        parts.settle(schema())
 
 
 def test_errors_are_done_again_if_asked_for(tmp_path: Path) -> None:

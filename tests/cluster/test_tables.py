@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from rooftop.cluster.tables import Failure, fitted, is_settled, row_of, to_batch
 from rooftop.errors import InputError
 
 pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 
 def rows_of(results: list[Any], columns: Any = None, learn: bool = True) -> tuple[list[dict[str, Any]], int, Any]:
@@ -129,6 +133,20 @@ def test_an_error_is_one_line_of_some_length() -> None:
     assert Failure.of(InputError("a.jpg is damaged")).why == "a.jpg is damaged"
     assert Failure.of(KeyError()).why == "KeyError"
     assert len(Failure.of(ValueError("x" * 10_000)).why) == 500
+    assert len(Failure("\udce9" * 10_000).why) == 500
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_each_error_can_be_put_into_a_table() -> None:
+    assert Failure.of(Unprintable()).why == "Unprintable: <it cannot be printed>"
+    rows, errors, _ = rows_of([{"a": 1}, {"\udce9": 1}, Failure.of(ValueError("bad \udce9"))])
+    assert errors == 2
+    assert "with \\udce9" in rows[1]["error"]
+    assert rows[2]["error"] == "ValueError: bad \\udce9"
 
 
 @pytest.mark.parametrize("big", [2**63, -(2**63) - 1, 2**70])
@@ -148,6 +166,71 @@ def test_values_that_fit_alone_but_not_in_one_list_of_python() -> None:
     assert (errors, [row["n"] for row in rows]) == (0, [1, 1, 2])
     rows, errors, _ = rows_of([{"n": [1]}, {"n": [True, False]}])
     assert (errors, [row["n"] for row in rows]) == (0, [[1], [1, 0]])
+
+
+def test_the_keys_of_a_dict_may_have_another_order_or_be_missing() -> None:
+    results = [{"s": {"a": 1, "b": 2.5}}, {"s": {"b": 0.5, "a": 3}}, {"s": {"a": 4}}]
+    for shape in (lambda s: s, lambda s: [s]):
+        rows, errors, columns = rows_of([{"s": shape(each["s"])} for each in results])
+        alone = [rows_of([{"s": shape(each["s"])}], columns, learn=False)[0][0] for each in results]
+        for found in (rows, alone):
+            wanted = [shape({"a": 1, "b": 2.5}), shape({"a": 3, "b": 0.5}), shape({"a": 4, "b": None})]
+            assert (errors, [row["s"] for row in found]) == (0, wanted)
+    rows, errors, _ = rows_of([{"s": {"a": 1}}, {"s": {"a": 1, "b": 2}}])
+    assert errors == 1
+    assert "instead of struct<a: int64>" in rows[1]["error"]
+
+
+def test_decimals_have_room_for_more_digits_than_the_first_one() -> None:
+    numbers = [Decimal("1.5"), Decimal("123.456"), Decimal("-0.000000000000000001"), 2**63 - 1, Decimal(10**20 - 1)]
+    rows, errors, _ = rows_of([{"d": each, "deep": [{"d": each}]} for each in numbers])
+    assert errors == 0
+    assert [row["d"] for row in rows] == numbers
+    assert [row["deep"][0]["d"] for row in rows] == numbers
+    for first in (Decimal("0.1234567890123456789"), Decimal(10**25), Decimal(10**50)):
+        assert rows_of([first])[0][0]["result"] == first
+    rows, errors, _ = rows_of([Decimal("0.1"), 0.1])
+    assert (errors, rows[1]["result"]) == (1, None)
+    rows, errors, _ = rows_of([0.1, Decimal("0.1")])
+    assert (errors, rows[1]["result"]) == (1, None)
+
+
+@pytest.mark.parametrize("unit", ["Y", "M", "W", "D", "h", "m", "s", "ms", "us"])
+def test_dates_and_times_of_numpy(unit: str) -> None:
+    given = np.array(["2020-01-02", "NaT"], f"datetime64[{unit}]")
+    rows, errors, columns = rows_of(
+        [{"t": given[0], "ts": given, "deep": given[None]}, {"t": given[1], "ts": given[:0], "deep": given[None]}]
+    )
+    assert (errors, is_settled(columns)) == (0, True)
+    wanted = given.astype("M8[D]" if unit in "YMWD" else "M8[us]").tolist()
+    assert ([row["t"] for row in rows], rows[0]["ts"], rows[1]["ts"]) == (wanted, wanted, [])
+    assert rows[0]["deep"] == [wanted]
+
+
+def test_durations_of_numpy_and_a_time_that_becomes_no_date() -> None:
+    rows, errors, _ = rows_of([np.timedelta64(2, unit) for unit in ("W", "D", "h", "m", "s")])
+    assert (errors, rows[1]["result"]) == (0, datetime.timedelta(days=2))
+    rows, errors, _ = rows_of([datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1, 12)])
+    assert (errors, rows[1]["result"]) == (1, None)
+
+
+def test_arrays_in_the_other_order_of_bytes() -> None:
+    given = np.arange(6).reshape(2, 3)
+    rows, errors, _ = rows_of([{"n": given.astype(">i4"), "x": given.astype(">f8")[0], "t": given.astype(">M8[s]")[0]}])
+    assert errors == 0
+    assert (rows[0]["n"], rows[0]["x"]) == (given.tolist(), [0, 1, 2])
+
+
+def test_a_result_that_is_nested_too_deep_for_a_parquet_file(tmp_path: Path) -> None:
+    def nested(levels: int, inner: Any = 1) -> Any:
+        return inner if levels == 0 else [nested(levels - 1, inner)]
+
+    whole = to_batch([Item("a", None, "")], [row_of(nested(40))], None, learn=True)[0]
+    pq.write_table(pa.Table.from_batches([whole]), tmp_path / "a.parquet")
+    assert pq.read_table(tmp_path / "a.parquet")["result"].to_pylist() == [nested(40)]
+    for value in (nested(41), nested(900), nested(39, np.ones((1, 1)))):
+        with pytest.raises(ValueError, match="more than 40 levels"):
+            row_of(value)
 
 
 @pytest.mark.parametrize("value", [2, 0, 1.0, [2]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from rooftop.cluster.items import Decoding, Item
+from rooftop.cluster.tables import Failure
 from rooftop.cluster.targets import CallableTarget, PipelinedCall
-from rooftop.cluster.working import Chunk, Decoded, Job, Outcome, Workshop
+from rooftop.cluster.working import Chunk, Decoded, Job, Outcome, Workshop, decoded
 
 pytest.importorskip("pyarrow")
 
@@ -102,6 +104,22 @@ def test_a_batch_that_fails_is_tried_item_by_item(half: str) -> None:
     assert numbers(outcomes) == [[0, 1, 2, None, 4, 5]]
     assert outcomes[0].errors == 1
     assert outcomes[0].batch.column("error")[3].as_py().startswith("ValueError: no ")
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_each_exception_of_a_users_code_is_an_error_of_its_item(kind: type[BaseException]) -> None:
+    def call(values: list[int]) -> Sequence[Any]:
+        if 1 in values:
+            raise kind("stop")
+        return [{"n": value} for value in values]
+
+    def decode(item: Item) -> Any:
+        raise kind("stop")
+
+    (outcome,) = done(call, [4])
+    assert numbers([outcome]) == [[0, None, 2, 3]]
+    assert outcome.batch.column("error")[1].as_py() == f"{kind.__name__}: stop"
+    assert decoded(decode, Item("a", 0, "")).value == Failure(f"{kind.__name__}: stop")
 
 
 def test_a_plain_call_works_on_one_batch_after_another() -> None:

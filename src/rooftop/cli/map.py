@@ -72,7 +72,7 @@ def run(
         if seed is not None:
             click.echo("random weights: the results mean nothing")
     rows, errors = report.before + report.items, report.errors_before + report.errors
-    return 1 if rows and errors == rows else 0
+    return 1 if report.unread or (rows and errors == rows) else 0
 
 
 def _target(

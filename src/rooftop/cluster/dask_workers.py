@@ -21,6 +21,7 @@ from rooftop.cluster.dask_tasks import do_chunk
 from rooftop.cluster.events import Event, Finished, Hung, Lost
 from rooftop.cluster.working import Chunk, Job, Outcome
 from rooftop.errors import MissingExtraError, ModelRunError, RooftopError, SchedulerError
+from rooftop.words import whole_message
 
 CHUNKS_OF_A_WORKER = 2
 CONNECT_S = 10.0
@@ -223,4 +224,4 @@ def carrier_class() -> Any:
 
 
 def _line(error: BaseException | None) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return whole_message(error)[:300] or type(error).__name__

@@ -14,6 +14,7 @@ The process that lists items reads lines and rows itself, and sends them to work
 
 from __future__ import annotations
 
+import codecs
 import csv
 import importlib
 import json
@@ -23,11 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from rooftop.cluster.arrow import load_arrow
 from rooftop.errors import InputError, MissingExtraError
-from rooftop.words import did_you_mean
+from rooftop.words import did_you_mean, whole_message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +40,8 @@ BY_SUFFIX = ("text", "row", "cloud", "image", "clip")
 """
 
 ROWS_AT_ONCE = 1024  # rows of a Parquet file that are in memory at a time
+MOST_CHARACTERS = 1 << 26  # maximum length of a .csv cell, so that a quote that is never closed stays in memory
+MOST_LEVELS = 200  # maximum depth of a .jsonl row: pickling, which sends it to a worker, stops at 497 (Python 3.11)
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,14 @@ class Decoding:
 
 
 class Damage(NamedTuple):
-    """The reason why an item cannot be read, which replaces the item's content."""
+    """The reason why an item cannot be read, which replaces the item's content.
+
+    Attributes:
+        rest: whether the later items of the file cannot be read either, so that they have no items of their own.
+    """
 
     why: str
+    rest: bool = False
 
 
 class Item(NamedTuple):
@@ -148,15 +156,22 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]], kind: str | None = Non
     return kind or _kind_of(list(found)), list(found)
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
     """The sorted files below a folder, without hidden files and, as in Parquet readers, without names that begin with
-    "_"."""
+    "_". Symbolic links are followed, except to a folder that contains them.
+
+    Args:
+        above: the resolved folders that contain this folder.
+    """
+    here = folder.resolve()
+    if here in above:
+        return
     for each in sorted(folder.iterdir()):
         if each.name.startswith((".", "_")):
             continue
-        if each.is_dir() and not each.is_symlink():
-            yield from _files_below(each)
-        elif each.is_file():
+        if each.is_dir():
+            yield from _files_below(each, above | {here})
+        elif each.is_file() or each.is_symlink():  # a broken link becomes a row with an error
             yield each
 
 
@@ -197,12 +212,16 @@ def _lines(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
     try:
         with open(source, "rb") as file:
             for last, line in enumerate(file):
+                if not last and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    yield Item(name, 0, source, Damage("UTF-16: save the file with the encoding UTF-8", rest=True))
+                    return
+                encoding = "utf-8" if last else "utf-8-sig"  # the file may begin with a byte-order mark
                 try:
-                    yield Item(name, last, source, line.rstrip(b"\r\n").decode("utf-8"))
+                    yield Item(name, last, source, line.rstrip(b"\r\n").decode(encoding))
                 except UnicodeDecodeError as error:
                     yield Item(name, last, source, Damage(f"no UTF-8: {error}"))
     except OSError as error:
-        yield Item(name, last + 1, source, Damage(f"cannot be read further: {error.strerror}"))
+        yield Item(name, last + 1, source, _unread(error))
 
 
 def _rows(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
@@ -214,39 +233,154 @@ def _rows(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
     try:
         for last, row in rows(source):
             yield Item(name, last, source, row)
-    except (OSError, ValueError, csv.Error) as error:  # pyarrow's own errors are ValueErrors
-        yield Item(name, last + 1, source, Damage(f"cannot be read further: {_line(error)}"))
+    except (OSError, ValueError, csv.Error, load_arrow().ArrowException) as error:
+        yield Item(name, last + 1, source, _unread(error))
+
+
+def _unread(error: BaseException) -> Damage:
+    said = error.strerror if isinstance(error, OSError) and error.strerror else _line(error)
+    return Damage(f"cannot be read further: {said}", rest=True)
+
+
+# ---- Parquet
 
 
 def _parquet_rows(source: str) -> Iterator[tuple[int, Any]]:
+    """The rows of all row groups. If a group is damaged, each of its rows is damaged."""
+    pa = load_arrow()
     number = 0
-    with load_arrow().parquet.ParquetFile(source) as file:
-        for batch in file.iter_batches(ROWS_AT_ONCE):
-            for row in batch.to_pylist():
-                yield number, row
-                number += 1
+    with pa.parquet.ParquetFile(source) as file:
+        _check_names(file.schema_arrow.names)
+        for group in range(file.num_row_groups):
+            end = number + file.metadata.row_group(group).num_rows
+            try:
+                for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group]):
+                    for row in _python_rows(batch):
+                        yield number, row
+                        number += 1
+            except (OSError, ValueError, pa.ArrowException) as error:
+                damage = Damage(f"its row group {group} cannot be read: {_line(error)}")
+                while number < end:
+                    yield number, damage
+                    number += 1
+
+
+def _python_rows(batch: Any) -> list[Any]:
+    """A batch's rows as dicts. A row that Python cannot represent, such as a date after the year 9999, is damaged."""
+    try:
+        return list(batch.to_pylist())
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows == 1:
+            return [Damage(f"Python cannot represent it: {_line(error)}")]
+        return [row for number in range(batch.num_rows) for row in _python_rows(batch.slice(number, 1))]
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Refuse columns with the same name, because a dict would lose one of them.
+
+    Raises:
+        InputError: two columns have the same name.
+    """
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"it has several columns named {twice!r}: give each column a name of its own")
+
+
+# ---- CSV
 
 
 def _csv_rows(source: str) -> Iterator[tuple[int, Any]]:
-    with open(source, encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file)
+    """The rows below the header. Columns without a name may be empty, as at the end of a spreadsheet's rows."""
+    csv.field_size_limit(max(csv.field_size_limit(), MOST_CHARACTERS))
+    with open(source, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = _csv_cells(file)
         names = next(rows, [])
-        for number, cells in enumerate(each for each in rows if each):
-            whole = len(cells) == len(names)
-            said = f"{len(cells)} cells, expected as many as the header has: {len(names)}"
-            yield number, dict(zip(names, cells, strict=True)) if whole else Damage(said)
+        if isinstance(names, Damage):
+            raise InputError(names.why)
+        _check_names([name for name in names if name])
+        unnamed = [place for place, name in enumerate(names) if not name][:-1]  # a dict can hold only the last one
+        for number, cells in enumerate(rows):
+            if isinstance(cells, Damage):
+                yield number, cells
+            elif len(cells) != len(names):
+                yield number, Damage(f"{len(cells)} cells, expected as many as the header has: {len(names)}")
+            elif any(cells[place] for place in unnamed):
+                yield number, Damage("several cells are in columns without a name: give each column a name of its own")
+            else:
+                yield number, dict(zip(names, cells, strict=True))
+
+
+def _csv_cells(file: TextIO) -> Iterator[list[str] | Damage]:
+    """The cells of each row that is not empty.
+
+    If a row is malformed, its first line is damaged, and the next row begins at its second line. So a quote that is
+    never closed costs one row, not the rest of the file.
+    """
+    taken: list[str] = []  # the lines of the current row
+    again: list[str] = []  # lines to read again, in reverse order
+
+    def lines() -> Iterator[str]:
+        while line := again.pop() if again else file.readline():
+            taken.append(line)
+            yield line
+
+    rows = csv.reader(lines(), strict=True)
+    while True:
+        taken.clear()
+        try:
+            cells = next(rows, None)
+        except csv.Error as error:
+            again.extend(reversed(taken[1:]))
+            rows = csv.reader(lines(), strict=True)
+            yield Damage(f"no CSV: {error} (close each quoted cell, and write a quote in a cell as two quotes)")
+            continue
+        if cells is None:
+            return
+        if not "".join(cells).isascii() and any("\udc80" <= each <= "\udcff" for each in "".join(cells)):
+            yield Damage("no UTF-8: save the file with the encoding UTF-8")
+        elif cells:
+            yield cells
+
+
+# ---- JSON lines
 
 
 def _json_rows(source: str) -> Iterator[tuple[int, Any]]:
     with open(source, "rb") as file:
         for number, line in enumerate(file):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                row = Damage(f"no JSON: {error}")
-            yield number, row if isinstance(row, (dict, Damage)) else Damage(f"expected an object, got {line[:40]!r}")
+            if line.strip():
+                yield number, _json_row(line)
+
+
+def _json_row(line: bytes) -> dict[str, Any] | Damage:
+    try:
+        row = json.loads(line, object_pairs_hook=_json_object)
+        brackets = line.count(b"[") + line.count(b"{")  # the full check would take most of the time
+        deep = brackets > MOST_LEVELS and _is_deeper(row, MOST_LEVELS)
+    except ValueError as error:
+        return Damage(f"no JSON: {error}")
+    except RecursionError:
+        deep = True
+    if deep:
+        return Damage(f"its lists and objects are nested more than {MOST_LEVELS} levels deep: expected fewer")
+    return row if isinstance(row, dict) else Damage(f"expected an object, got {line[:40]!r}")
+
+
+def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has several values for {twice!r}: give each a name of its own")
+    return found
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and dicts in a value are nested more than this number of levels."""
+    if not isinstance(value, (dict, list)):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(each, levels - 1) for each in inside)
 
 
 ROWS: dict[str, Callable[[str], Iterator[tuple[int, Any]]]] = {
@@ -263,7 +397,7 @@ def _clips(name: str, source: str, decoding: Decoding) -> Iterator[Item]:
     try:
         with VideoReader(source) as reader:
             there = len(reader)
-    except (InputError, DamagedVideoError) as error:
+    except (InputError, DamagedVideoError, OSError) as error:
         yield Item(name, None, source, Damage(_line(error)))
         return
     if there < span:
@@ -363,4 +497,4 @@ def _cloud(source: str, columns: int) -> Tensor:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return whole_message(error) or type(error).__name__

@@ -36,6 +36,7 @@ from rooftop.cluster.events import Event, Finished, Hung, Lost
 from rooftop.cluster.items import Item
 from rooftop.cluster.working import Chunk, Job, Workshop
 from rooftop.errors import MissingExtraError, ModelRunError, RooftopError
+from rooftop.words import whole_message
 
 if TYPE_CHECKING:
     from rooftop.cluster.decoders import Decoders
@@ -360,7 +361,7 @@ def _work(connection: Connection, status: Any, division: Division, number: int, 
         starting.did("decoding processes")
         shop = Workshop(job, division.device, f"process {number}", decode)
         starting.did("target")
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         connection.send(("failed", _sendable(error)))
         return
     chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
@@ -484,4 +485,4 @@ def _sendable(error: BaseException) -> RooftopError | str:
 
             pickle.dumps(error)
             return type(error)(str(error))
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {whole_message(error)}"

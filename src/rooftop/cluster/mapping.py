@@ -24,7 +24,7 @@ from typing import Any
 
 from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.events import Event, Finished, Lost, Workers
-from rooftop.cluster.items import DECODED, Decoding, Item, find_inputs, list_items
+from rooftop.cluster.items import DECODED, Damage, Decoding, Item, find_inputs, list_items
 from rooftop.cluster.local_workers import CHUNKS_OF_A_WORKER, LocalWorkers, divide
 from rooftop.cluster.parts import Parts
 from rooftop.cluster.tables import Failure, is_settled, to_batch
@@ -66,6 +66,7 @@ class MapReport:
             processes".
         lost: number of chunks that had to be repeated.
         first_error: "input: error" of the first row of this run with an error, or None.
+        unread: the files that could not be read to their end, so that later lines or rows are missing in the results.
     """
 
     out: Path
@@ -85,6 +86,7 @@ class MapReport:
     decoding: str
     lost: int
     first_error: str | None
+    unread: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as a dict for JSON."""
@@ -92,8 +94,12 @@ class MapReport:
 
     def __str__(self) -> str:
         there = f"{counted(self.before, 'row')} from before" if self.before else ""
+        unread = []
+        if self.unread:
+            others = f", as are those of {counted(len(self.unread) - 1, 'other file')}" if self.unread[1:] else ""
+            unread.append(f"{self.unread[0]} could not be read to its end: its later lines or rows are missing{others}")
         if not self.items:
-            return f"{self.out}: nothing to do, {there or 'no items'}"
+            return "\n".join([f"{self.out}: nothing to do, {there or 'no items'}", *unread])
         errors = f", {self.errors:,} of them with an error (column error)" if self.errors else ""
         lines = [f"{self.out}: {counted(self.items, 'row')}{errors}{'; ' + there if there else ''}"]
         if self.items_per_s is not None:
@@ -116,7 +122,7 @@ class MapReport:
             lines.append(f"the first error: {self.first_error}")
         if self.lost:
             lines.append(f"{counted(self.lost, 'group')} of items computed again, because a process ended or hung")
-        return "\n".join(lines)
+        return "\n".join([*lines, *unread])
 
 
 def map_items(
@@ -177,6 +183,8 @@ def map_items(
         ModelRunError: workers cannot load the target, or end during their start.
         SchedulerError: no scheduler answers, or the scheduler went away and did not come back. `out` keeps the results
             so far.
+        OutputError: the results cannot be written, for example because the disk is full. `out` keeps the results so
+            far.
         MissingExtraError: pyarrow, or a package for the kind or the scheduler, is not installed.
     """
     begun = time.monotonic()
@@ -205,7 +213,8 @@ def map_items(
     with Parts(Path(out), made.name, arguments, retry_errors) as parts:
         if parts.columns is None and made.columns is not None:
             parts.settle(made.columns)
-        items = (item for item in list_items(files, decoding) if item not in parts.done)
+        unread: list[str] = []
+        items = (item for item in _noted(list_items(files, decoding), unread) if item not in parts.done)
         first = next(items, None)
         run = _Run(parts, progress, len(files) if kind in ("image", "cloud", "path") else None)
         if first is not None:
@@ -226,7 +235,15 @@ def map_items(
             finally:
                 pool.close(at_once)
         parts.flush()
-        return run.report(time.monotonic() - begun)
+        return run.report(time.monotonic() - begun, unread)
+
+
+def _noted(items: Iterator[Item], unread: list[str]) -> Iterator[Item]:
+    """Pass on items, and note the files that cannot be read to their end."""
+    for item in items:
+        if isinstance(item.content, Damage) and item.content.rest:
+            unread.append(item.input)
+        yield item
 
 
 def _inside(files: Sequence[Path], folder: Path) -> Path | None:
@@ -457,7 +474,7 @@ class _Run:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def report(self, seconds: float) -> MapReport:
+    def report(self, seconds: float, unread: list[str]) -> MapReport:
         """The report of the run. Call this method after `all`."""
         working_s = max(0.0, self.last_at - self.first_at)
         steady_s = self.last_at - self.first_done_at
@@ -488,4 +505,5 @@ class _Run:
             decoding=self.decoding,
             lost=self.lost,
             first_error=self.first_error,
+            unread=unread,
         )

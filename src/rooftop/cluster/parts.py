@@ -13,10 +13,12 @@ items.
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -25,8 +27,9 @@ import rooftop
 from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.items import Item
 from rooftop.cluster.tables import fitted, whole_schema
-from rooftop.errors import InputError
+from rooftop.errors import InputError, OutputError
 from rooftop.hardware.ceilings import write_whole
+from rooftop.words import counted
 
 FORMAT = 1
 RECORD = "_rooftop.json"
@@ -35,6 +38,15 @@ PART_BYTES = 64 << 20  # maximum bytes of a part in memory
 # intervals make fewer parts.
 FIRST_PART_S = 10.0
 PART_SHARE = 0.02
+
+REMEDIES = {
+    errno.ENOSPC: "make room on this disk",
+    errno.EDQUOT: "make room within your quota",
+    errno.EFBIG: "raise the maximum size of a file (ulimit -f)",
+    errno.EROFS: "make this disk writable",
+    errno.EACCES: "make this folder writable",
+}
+"""What a user can do about an error that occurs while a part is written."""
 
 
 class Done:
@@ -85,6 +97,7 @@ class Parts:
     Raises:
         InputError: the folder is a file or cannot be created; another run is writing to the folder; the folder has
             results of another target or of other arguments, or unrelated files; or a part is damaged.
+        OutputError: with `retry_errors`, a part cannot be written.
     """
 
     def __init__(self, folder: Path, target: str, arguments: Mapping[str, Any], retry_errors: bool = False) -> None:
@@ -172,15 +185,16 @@ class Parts:
         try:
             table = pa.parquet.read_table(path, columns=["input", "place", "error"])
             bad = table.num_rows - table["error"].null_count
-            if retry_errors and bad:
+            again = retry_errors and bad > 0
+            if again:
                 whole = pa.parquet.read_table(path)
-                whole = whole.filter(whole["error"].is_null())
-                self._write(path, whole) if whole.num_rows else path.unlink()
-                table, bad = whole, 0
+                table, bad = whole.filter(whole["error"].is_null()), 0
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{path} is damaged ({error}): remove it, and run the command again to repeat its items"
             ) from error
+        if again:
+            self._write(path, table) if table.num_rows else path.unlink()
         for batch in table.to_batches():
             for name, place in zip(batch["input"].to_pylist(), batch["place"].to_pylist(), strict=True):
                 self.done.add(name, place)
@@ -209,7 +223,8 @@ class Parts:
             "columns": types,
             "schema": encoded,
         }
-        write_whole(self.folder / RECORD, json.dumps(record, indent=1) + "\n")
+        with self._explained(self.folder / RECORD):
+            write_whole(self.folder / RECORD, json.dumps(record, indent=1) + "\n")
 
     def add(self, batch: Any) -> None:
         """Add rows (a pyarrow.RecordBatch). The rows are written at once or later."""
@@ -239,12 +254,35 @@ class Parts:
         self._waiting, self._waiting_bytes = [], 0
 
     def _write(self, path: Path, table: Any) -> None:
-        """Write a part completely or not at all, even if the machine loses power."""
+        """Write a part completely or not at all, even if the machine loses power.
+
+        Raises:
+            OutputError: the part cannot be written.
+        """
         temporary = path.with_name(f".{path.name}.tmp")
-        load_arrow().parquet.write_table(table, temporary, compression="zstd")
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with self._explained(path):
+            try:
+                load_arrow().parquet.write_table(table, temporary, compression="zstd")
+                with temporary.open("rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            except OSError:
+                temporary.unlink(missing_ok=True)  # leave its room to others
+                raise
+
+    @contextmanager
+    def _explained(self, path: Path) -> Iterator[None]:
+        """Errors in this block say which file cannot be written, why, what is kept, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else str(error)
+            kept = sum(load_arrow().parquet.read_metadata(each).num_rows for each in self.folder.glob("part-*.parquet"))
+            remedy = REMEDIES.get(error.errno or 0, "mend this")
+            raise OutputError(
+                f"{path} cannot be written ({why}), but {self.folder} keeps {counted(kept, 'row')}: {remedy}, and run "
+                "the same command again, which computes only the missing rows"
+            ) from error
 
 
 def _differences(there: dict[str, Any], mine: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -17,51 +18,77 @@ import numpy as np
 from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.items import Item
 from rooftop.errors import InputError
+from rooftop.words import whole_message
 
 FIXED = ("input", "place", "error")
 MOST_CHARACTERS = 500  # maximum length of an error in a table
 REFUSALS = (ValueError, TypeError, OverflowError)  # raised by pyarrow for unsuitable values, besides its own exceptions
+MOST_LEVELS = 40  # maximum nesting of a result; Parquet files with lists in 50 levels can be written, but not read
+DECIMAL = (38, 18)  # precision and scale of a column of decimals, as in Spark: 20 digits before the point, 18 after it
+# NumPy's units of time that Arrow does not have -> a finer unit that it has. D is a date, and no duration in Arrow.
+DATE_UNITS = {"Y": "D", "M": "D", "W": "D", "h": "s", "m": "s", "generic": "s"}
+DURATION_UNITS = {"W": "s", "D": "s", "h": "s", "m": "s", "generic": "s"}
 ATOMS = frozenset({bool, int, float, str, bytes, type(None)})  # types whose values contain no arrays or tensors
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a result is missing, in one line."""
+    """The reason why a result is missing, in one line of limited length that a table can hold."""
 
     why: str
+
+    def __post_init__(self) -> None:
+        text = whole_message(self.why)
+        object.__setattr__(self, "why", text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "...")
 
     @staticmethod
     def of(error: BaseException) -> Failure:
         """Describe an exception by its type and message, or an error of Rooftop by only its message."""
-        said = " ".join(str(error).split())
+        said = whole_message(error)
         kind = type(error).__name__
-        text = said if isinstance(error, InputError) and said else f"{kind}: {said}" if said else kind
-        return Failure(text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "...")
+        return Failure(said if isinstance(error, InputError) and said else f"{kind}: {said}" if said else kind)
 
 
 Row = dict[str, Any]
 
 
 def row_of(result: Any) -> Row:
-    """Return a result as a row: a mapping's items, or the column `result` for any other value."""
+    """Return a result as a row: a mapping's items, or the column `result` for any other value.
+
+    Raises:
+        ValueError: a value is nested too deep.
+    """
     if isinstance(result, Mapping):
         return {str(name): _plain(value) for name, value in result.items()}
     return {"result": _plain(result)}
 
 
-def _plain(value: Any) -> Any:
-    """Convert tensors to arrays of the same dtype, also inside lists and dicts."""
+def _plain(value: Any, levels: int = 1) -> Any:
+    """Convert tensors to arrays of the same dtype, also inside lists and dicts, and arrays to dtypes of Arrow."""
     if type(value) in ATOMS:
         return value
+    if levels + getattr(value, "ndim", 0) > MOST_LEVELS:
+        raise ValueError(f"the result is nested more than {MOST_LEVELS} levels deep: expected fewer levels")
     torch = sys.modules.get("torch")  # no value is a tensor if torch is not loaded
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _plain(each, levels + 1) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return list(value) if _holds_atoms(value) else [_plain(each) for each in value]
+        return list(value) if _holds_atoms(value) else [_plain(each, levels + 1) for each in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.astype(_dtype_of_arrow(value.dtype), copy=False)
     return value
+
+
+def _dtype_of_arrow(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in native byte order, and in a unit of time that Arrow has. It holds the same values."""
+    if dtype.kind in "mM":
+        unit, _ = np.datetime_data(dtype)
+        unit = (DATE_UNITS if dtype.kind == "M" else DURATION_UNITS).get(unit, unit)
+        return np.dtype(f"{dtype.kind}8[{unit}]")
+    return dtype.newbyteorder("=")
 
 
 def _holds_atoms(values: Sequence[Any]) -> bool:
@@ -91,20 +118,35 @@ def _untyped(kind: Any) -> bool:
 
 def _type_of(value: Any) -> Any:
     pa = load_arrow()
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufmM":
         kind = pa.from_numpy_dtype(value.dtype)
         for _ in range(value.ndim):
             kind = pa.list_(kind)
         return kind
     if isinstance(value, list) and value and all(isinstance(each, np.ndarray) for each in value):
         return pa.list_(_type_of(value[0]))
-    return pa.infer_type([_nested(value)])
+    return _roomy(pa.infer_type([_nested(value)]))
+
+
+def _roomy(kind: Any) -> Any:
+    """The type with more digits in decimals, since the first decimal does not tell how many digits others have."""
+    pa = load_arrow()
+    if pa.types.is_decimal(kind):
+        precision, scale = DECIMAL
+        if kind.scale <= scale and kind.precision - kind.scale <= precision - scale:
+            return pa.decimal128(precision, scale)
+        return pa.decimal128(38, kind.scale) if kind.precision <= 38 else pa.decimal256(76, kind.scale)
+    if pa.types.is_struct(kind):
+        return pa.struct([each.with_type(_roomy(each.type)) for each in kind])
+    return pa.list_(_roomy(kind.value_type)) if pa.types.is_list(kind) else kind
 
 
 def _nested(value: Any) -> Any:
-    """Convert arrays to nested lists of 1-D arrays, which pyarrow accepts."""
+    """Convert arrays to nested lists of 1-D arrays, and NumPy's dates to Python's, which pyarrow accepts."""
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype == "M8[D]":
+        return value.tolist()
     if isinstance(value, np.ndarray):
-        return value.item() if value.ndim == 0 else value if value.ndim == 1 else [_nested(each) for each in value]
+        return value[()] if value.ndim == 0 else value if value.ndim == 1 else [_nested(each) for each in value]
     if isinstance(value, list):
         return value if _holds_atoms(value) else [_nested(each) for each in value]
     if isinstance(value, dict):
@@ -214,6 +256,8 @@ def _column(values: list[Any], kind: Any) -> Any:
     """
     pa = load_arrow()
     found = pa.array(values)
+    if pa.types.is_date(found.type) and any(isinstance(each, datetime) for each in values):
+        raise TypeError("dates and times")  # of which Arrow has dropped the times of day
     if found.type == kind:
         return found
     if pa.types.is_null(found.type):
@@ -225,21 +269,31 @@ def _column(values: list[Any], kind: Any) -> Any:
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether values of type `one` may become `other`: both are numbers, both are text, or both are nested in the same
-    way. An unknown type matches any type. A boolean may become a number, but no number becomes a boolean."""
+    way. The keys of a dict may have another order, and missing keys are null. An unknown type matches any type.
+
+    A boolean may become a number, but no number becomes a boolean. A float becomes no decimal, and no decimal becomes a
+    float, since their digits differ. A time becomes no date."""
     pa = load_arrow()
     if pa.types.is_null(one) or pa.types.is_null(other):
         return True
     if pa.types.is_boolean(other) and not pa.types.is_boolean(one):
         return False  # 2 would become True
+    if pa.types.is_date(other) and not pa.types.is_date(one):
+        return False  # Arrow drops the time of day
+    if pa.types.is_decimal(one) or pa.types.is_decimal(other):
+        return all(pa.types.is_decimal(each) or pa.types.is_integer(each) for each in (one, other))
     numbers = [pa.types.is_boolean(each) or pa.types.is_primitive(each) for each in (one, other)]
-    if any(numbers) or one.num_fields != other.num_fields:
+    if any(numbers):
         return all(numbers) and pa.types.is_temporal(one) == pa.types.is_temporal(other)
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        places = [other.get_field_index(each.name) for each in one]
+        return -1 not in places and all(
+            _alike(each.type, other.field(place).type) for each, place in zip(one, places, strict=True)
+        )
+    if one.num_fields != other.num_fields or pa.types.is_struct(one) or pa.types.is_struct(other):
+        return False
     if not one.num_fields:
         return bool(one == other)
-    names = [[each.field(i).name for i in range(each.num_fields)] for each in (one, other)]
-    structs = pa.types.is_struct(one) or pa.types.is_struct(other)
-    if structs and (names[0] != names[1] or type(one) is not type(other)):
-        return False
     return all(_alike(one.field(i).type, other.field(i).type) for i in range(one.num_fields))
 
 

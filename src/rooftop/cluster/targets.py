@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from rooftop.errors import InputError, ModelRunError, TargetError
-from rooftop.words import did_you_mean
+from rooftop.words import did_you_mean, whole_message
 
 Call = Callable[[list[Any]], Sequence[Any]]
 """A function from the values of several items to their results, in the same order."""
@@ -118,8 +118,8 @@ class CallableTarget:
         if isinstance(found, type):
             try:
                 found = found()
-            except (Exception, SystemExit) as error:
-                raise ModelRunError(f"creating {self.name} raised {type(error).__name__}: {error}") from error
+            except BaseException as error:  # also KeyboardInterrupt: workers ignore Ctrl-C
+                raise ModelRunError(f"creating {self.name} raised {_said(error)}") from error
         if self.batch is not None:
             return lambda values: _as_many(found(values), len(values))
         return lambda values: [found(value) for value in values]
@@ -190,7 +190,7 @@ def pickled(target: Any, name: str) -> bytes:
         found: bytes = cloudpickle.dumps(target)
     except Exception as error:
         raise TargetError(
-            f"{name} cannot be sent to other processes ({type(error).__name__}: {error}): give a class instead, whose "
+            f"{name} cannot be sent to other processes ({_said(error)}): give a class instead, whose "
             f"__init__ runs in each worker and creates the objects that cannot be sent"
         ) from error
     return found
@@ -205,14 +205,14 @@ def imported(where: str, attribute: str) -> Any:
     """
     try:
         module = _of_file(Path(where)) if where.endswith(".py") else _of_name(where)
-    except TargetError:
+    except (TargetError, KeyboardInterrupt):
         raise
     except ModuleNotFoundError as error:
         if error.name and (where == error.name or where.startswith(error.name + ".")):
             raise TargetError(f"no module {error.name!r} here ({os.getcwd()}) or in this environment") from error
-        raise ModelRunError(f"importing {where} failed: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ModelRunError(f"importing {where} raised {type(error).__name__}: {error}") from error
+        raise ModelRunError(f"importing {where} failed: {whole_message(error)}") from error
+    except BaseException as error:
+        raise ModelRunError(f"importing {where} raised {_said(error)}") from error
     if not hasattr(module, attribute):
         public = [name for name in vars(module) if not name.startswith("_") and callable(getattr(module, name))]
         raise TargetError(
@@ -220,6 +220,10 @@ def imported(where: str, attribute: str) -> Any:
             f"{did_you_mean(attribute, public)}"
         )
     return getattr(module, attribute)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {whole_message(error)}".removesuffix(": ")
 
 
 def _of_name(name: str) -> ModuleType:

@@ -2,6 +2,9 @@
 the results.
 
 If an item fails, only this item becomes a row with an error. If a batch fails, its items are retried one by one.
+
+Every exception of a user's code is such a failure, also KeyboardInterrupt: workers ignore Ctrl-C, so only the code
+itself can have raised it. The process that started the run handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -120,7 +123,7 @@ def decoded(decode: Callable[[Item], Any], item: Item) -> Decoded:
         value = decode(item)
     except MissingExtraError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         value = Failure.of(error)
     return Decoded(value, time.perf_counter() - begun)
 
@@ -285,7 +288,7 @@ class Workshop:
             if values and self._pipelined is not None:
                 try:
                     begun = self._pipelined.begin(values)
-                except (Exception, SystemExit) as error:
+                except BaseException as error:
                     begun = error
             elif values:  # called here, so that one time limit covers decoding and call
                 begun = self._called(progress, values, lambda: self.call(values))
@@ -313,7 +316,7 @@ class Workshop:
         begun, before = time.perf_counter(), self._device_s()
         try:
             return [row_of(result) for result in call()]
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             torch = sys.modules.get("torch")
             if torch is not None and isinstance(error, torch.AcceleratorError):
                 raise  # this process can no longer use its GPU, so another process must continue

@@ -135,5 +135,5 @@ def command() -> None:
     the file), error, and the columns of the result. The first good result sets the columns. An item becomes a row with
     an error if it cannot be read, raises, hangs (--timeout) or kills its process.
 
-    The exit status is 1 if every item has an error, and otherwise 0.
+    The exit status is 1 if every item has an error or a file cannot be read to its end, and otherwise 0.
     """
