@@ -237,3 +237,21 @@ def test_a_run_that_diverged_leaves_a_table_and_a_page(tmp_path: Path, scripted:
     assert json.loads((tmp_path / "ablation.json").read_text())["switches"][0]["worth"] is None
     assert "not finite" in ablation_page(found, "resnet", "")
     assert ablated(tmp_path, train, repeats=2, names=["mix.mixup"]).worths[0].verdict == "not finite"
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_recipe_that_diverged_with_one_seed_leaves_a_table_and_a_page(
+    wrong: float, tmp_path: Path, scripted: SimpleNamespace
+) -> None:
+    def train(run: Run) -> Fitted:
+        run.folder.mkdir(parents=True)
+        values = {7: 0.9, 8: wrong, 9: -wrong}
+        return scripted.fit(scripted.task(), run.recipe, [], run.folder, {"accuracy": values[run.seed]})
+
+    found = ablated(tmp_path, train, names=["mix.mixup"])
+    write_ablation(found, tmp_path)
+    shown = io.StringIO()
+    Console(file=shown, width=110).print(ablation_table(found))
+    assert "not finite" in shown.getvalue()
+    assert "the whole recipe reaches nan" in ablation_heading(found)
+    assert "not finite" in ablation_page(found, "resnet", "")

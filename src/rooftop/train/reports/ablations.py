@@ -86,15 +86,13 @@ class Worth:
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.differences)
+        return mean_of(self.differences)
 
     @property
     def error(self) -> float | None:
         """Standard error of the mean difference; None for one seed."""
         count = len(self.differences)
-        if not math.isfinite(self.mean):
-            return math.nan
-        return statistics.stdev(self.differences) / math.sqrt(count) if count > 1 else None
+        return deviation_of(self.differences) / math.sqrt(count) if count > 1 else None
 
     @property
     def interval(self) -> float | None:
@@ -172,7 +170,7 @@ class Ablation:
             ["switch", "on", "off", "metric", "with", "without", "worth", "standard_error", "repeats", "verdict"]
         )
         for worth in self.worths:
-            means = [statistics.fmean(worth.with_it), statistics.fmean(worth.without_it), worth.mean]
+            means = [mean_of(worth.with_it), mean_of(worth.without_it), worth.mean]
             head = [worth.switch.name, json.dumps(worth.switch.on), json.dumps(worth.switch.off), self.metric]
             error = "" if worth.error is None else worth.error
             writer.writerow([*head, *means, error, len(worth.differences), worth.verdict])
@@ -308,6 +306,16 @@ def compared(recipe: Recipe, runs: Sequence[Run], results: dict[Path, float], me
             differences = tuple(sign * (one - other) for one, other in pairs)
             worths.append(Worth(mine[0].switch, with_it, without_it, differences))
     return Ablation(recipe, metric, maximize, whole, tuple(worths), len(results), len(runs))
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """The mean of the values; NaN if a value is not finite."""
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def deviation_of(values: Sequence[float]) -> float:
+    """The standard deviation of two or more values; NaN if a value is not finite."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def write_ablation(ablation: Ablation, folder: Path) -> None:
