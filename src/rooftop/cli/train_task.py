@@ -24,7 +24,7 @@ from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import seeded
 from rooftop.data.device_images import DecodingChoice
 from rooftop.doctor.extras import Extra, check_extras, missing
-from rooftop.errors import InputError, ModelRunError
+from rooftop.errors import DivergedError, InputError, ModelRunError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.parallel import World, join, others_wait
 from rooftop.train.fitting.loop import fit
@@ -255,35 +255,40 @@ class _Training:
         plotly = require_plotly() if self._first and self.page and not missing([PLOTLY]) else None
         if self._first:
             click.echo(f"{len(runs)} runs, {len(results)} of them already finished, in {self.folder}")
-        fits: list[Fitted] = []
+        fitted: Fitted | None = None  # of the last run that did not diverge
 
-        def told(run: Run, value: float, ablation: Ablation) -> None:
+        def told(run: Run, value: float, seconds: float, ablation: Ablation) -> None:
             if self._first:
-                click.echo(f"{run.name}: {task.best} {value_text(value)} ({seconds_text(fits[-1].seconds)})")
+                click.echo(f"{run.name}: {task.best} {value_text(value)} ({seconds_text(seconds)})")
                 self._write(ablation, plotly)
 
         with progress_bar() if self._first else nullcontext(_silent) as progress:
 
             def train(run: Run) -> Fitted:
+                nonlocal fitted
                 done = (len(results), len(runs), run.name)
                 observers: list[Observer] = [_RunProgress(progress, *done)] if self._first else []
                 try:
-                    fits.append(self._fit(self._task(run.recipe), run.recipe, run.folder, observers))
+                    fitted = self._fit(self._task(run.recipe), run.recipe, run.folder, observers)
+                except DivergedError as error:
+                    if self._first:
+                        _warn(f"note: {run.name} diverged: {error}")
+                    raise
                 except ModelRunError as error:
                     raise ModelRunError(f"{run.name}: {error}") from error
-                return fits[-1]
+                return fitted
 
             ablation = ablate(recipe, runs, results, train, task.best, task.maximize, told=told, write=self._first)
-        stopped = ablation.finished < ablation.runs
+        stopped = fitted if ablation.finished < ablation.runs else None
         if self._first:
             self._write(ablation, plotly)
             for_file = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
             click.echo(f"\n{ablation_heading(ablation)}")
             for_file.print(ablation_table(ablation))
             click.echo(f"\n{', '.join(str(path) for path in sorted(self.folder.glob('ablation.*')))}")
-            if stopped:
-                click.echo(f"{fits[-1].reason}; {resumed_by(self.call.task, self.folder)} continues", err=True)
-        return status_of(fits[-1]) if stopped else 0
+            if stopped is not None:
+                click.echo(f"{stopped.reason}; {resumed_by(self.call.task, self.folder)} continues", err=True)
+        return 0 if stopped is None else status_of(stopped)
 
     @property
     def _first(self) -> bool:

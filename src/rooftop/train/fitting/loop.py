@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rooftop.errors import InputError, ModelRunError
+from rooftop.errors import DivergedError, InputError
 from rooftop.models.weights.safetensors_files import safetensors_library
 from rooftop.parallel import World, join, report
 from rooftop.train.checkpoints.agreements import Agreement
@@ -87,7 +87,8 @@ def fit(
 
     Raises:
         InputError: the recipe does not fit the task or the ranks, or `out` holds another training.
-        ModelRunError: a loss or a gradient is not finite, or memory ran out.
+        DivergedError: a loss or a gradient is not finite.
+        ModelRunError: memory ran out.
         OSError: a checkpoint cannot be written; the previous one is kept.
         RankError: another rank failed.
     """
@@ -106,7 +107,11 @@ def fit(
         around.enter_context(_settings_of_torch(recipe, world.device))
         folder = None if out is None else RunFolder(Path(out), keep_last)
         fitting = _Fitting(task, recipe, world, folder, identity, observers if world.rank == 0 else (), stop)
-        return fitting.run(resume, save_every, interval or (INTERVAL if world.device.type == "cuda" else 1))
+        try:
+            return fitting.run(resume, save_every, interval or (INTERVAL if world.device.type == "cuda" else 1))
+        except DivergedError as error:
+            diverged = error
+    raise diverged  # after `join`: all ranks raise it, so no rank has failed the others, and they can train again
 
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -346,7 +351,7 @@ class _Fitting:
         """Read the results of the unread steps from the device, and report them.
 
         Raises:
-            ModelRunError: a loss or gradient was not finite and the recipe does not skip such steps, or too many steps
+            DivergedError: a loss or gradient was not finite and the recipe does not skip such steps, or too many steps
                 were skipped.
         """
         rows = torch.stack(self._unread).tolist()  # waits for the device
@@ -376,7 +381,7 @@ class _Fitting:
             self._tell("noted", note)
         self._tell_of_data()
         if trouble:
-            raise ModelRunError(trouble)
+            raise DivergedError(trouble)
         self._restart_clock()
 
     def _record(self, step: int, row: list[float], seconds: float, waiting: float) -> StepRecord:

@@ -16,12 +16,13 @@ import json
 import math
 import shutil
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rooftop.errors import InputError
+from rooftop.errors import DivergedError, InputError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.train.fitting.records import Fitted
 from rooftop.train.recipes.recipe import Recipe
@@ -234,7 +235,8 @@ def results_of(runs: Sequence[Run]) -> dict[Path, float]:
             continue
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
-            recipe, value = result["recipe"], float(result["value"])
+            recipe, value = result["recipe"], result["value"]
+            value = math.nan if value is None else float(value)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is not a result of a training: remove it, and the run is repeated") from error
         if recipe != _as_json(run.recipe):
@@ -253,7 +255,7 @@ def ablate(
     train: Callable[[Run], Fitted],
     metric: str,
     maximize: bool,
-    told: Callable[[Run, float, Ablation], None],
+    told: Callable[[Run, float, float, Ablation], None],
     write: bool = True,
 ) -> Ablation:
     """Train the unfinished runs, and report after each one.
@@ -262,10 +264,11 @@ def ablate(
         recipe: the whole recipe.
         runs: the result of `runs_of`.
         results: the result of `results_of`. With several ranks, read the results before any rank trains.
-        train: trains one run, and may resume an interrupted run.
+        train: trains one run, and may resume an interrupted run. If it raises DivergedError, the metric of the run is
+            NaN.
         metric: name of the metric by which runs are compared; its value in the last evaluation counts.
         maximize: whether a higher metric is better.
-        told: called after each run, with the run, its metric, and the ablation so far.
+        told: called after each run, with the run, its metric, its seconds, and the ablation so far.
         write: whether this process writes results; with several ranks, only the first rank does.
 
     Returns:
@@ -278,18 +281,24 @@ def ablate(
     for run in runs:
         if run.folder in results:
             continue
-        fitted = train(run)
-        if fitted.reason.startswith("stopped"):
-            break
-        if fitted.last is None or metric not in fitted.last.values:
-            raise InputError(f"an ablation compares {metric} on validation data, but the task reports none")
-        value = fitted.last.values[metric]
+        began = time.monotonic()
+        try:
+            fitted = train(run)
+        except DivergedError:
+            value = math.nan
+        else:
+            if fitted.reason.startswith("stopped"):
+                break
+            if fitted.last is None or metric not in fitted.last.values:
+                raise InputError(f"an ablation compares {metric} on validation data, but the task reports none")
+            value = fitted.last.values[metric]
+        seconds = time.monotonic() - began
         results[run.folder] = value
         if write:
-            result = {"value": value, "seconds": fitted.seconds, "recipe": _as_json(run.recipe)}
+            result = {"value": _number(value), "seconds": seconds, "recipe": _as_json(run.recipe)}
             write_whole(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # a finished run needs no checkpoints
-        told(run, value, compared(recipe, runs, results, metric, maximize))
+        told(run, value, seconds, compared(recipe, runs, results, metric, maximize))
     return compared(recipe, runs, results, metric, maximize)
 
 
