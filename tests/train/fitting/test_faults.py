@@ -320,6 +320,16 @@ def test_a_damaged_sample_is_skipped_and_named(tmp_path: Path) -> None:
         fit(task(train=Damaged()), recipe(6), device="cpu")
 
 
+def test_a_damaged_sample_of_the_validation_is_skipped_and_named() -> None:
+    seen = Notes()
+    how = recipe(18, faults={"damaged": "skip"}, evaluation={"every": 1.0})
+    fit(task(valid=Damaged(), train=Damaged()), how, device="cpu", observers=[seen])
+    assert sorted(seen.notes) == [
+        "sample 7 was skipped: picture 7 is cut off",
+        "validation sample 7 was skipped: picture 7 is cut off",
+    ]
+
+
 def test_a_step_without_a_readable_sample_ends_the_training_and_says_so() -> None:
     class Unreadable(Damaged):
         def __getitem__(self, index: int) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rooftop.data.pieces import Damaged
 from rooftop.errors import DivergedError, InputError
 from rooftop.models.weights.safetensors_files import safetensors_library
 from rooftop.parallel import World, join, report
@@ -177,8 +179,8 @@ class _Fitting:
         self.skipped = 0  # number of consecutive skipped steps
         self.reason = ""
         self.before = 0
-        self._looked_at = 0  # number of entries of the loader's `skipped` that were reported
-        self._damaged: set[int] = set()  # damaged samples that were already reported
+        self._looked_at: Counter[str] = Counter()  # number of entries of each loader's `skipped` that were reported
+        self._damaged: set[tuple[str, int]] = set()  # damaged samples that were already reported
         self._loading_told = False
         self._unread: list[Tensor] = []
 
@@ -379,7 +381,10 @@ class _Fitting:
             self._tell("stepped", records)
         for note in notes:
             self._tell("noted", note)
-        self._tell_of_data()
+        if loading := self._loading():
+            self._tell("noted", f"loading {loading}")
+        if self.first:  # later, `_evaluate` and `_save` tell of the samples of all ranks
+            self._tell_of_damage([self._damage()])
         if trouble:
             raise DivergedError(trouble)
         self._restart_clock()
@@ -411,14 +416,21 @@ class _Fitting:
         words += f". {saved} is the last checkpoint" if saved is not None else ""
         return f"{words}. A smaller optimizer.lr may help; faults.not_finite=skip skips such steps"
 
-    def _tell_of_data(self) -> None:
-        if loading := self._loading():
-            self._tell("noted", f"loading {loading}")
-        for index, name, reason in self.feed.loader.skipped[self._looked_at :]:
-            if index not in self._damaged:
-                self._tell("noted", f"sample {index}{f' ({name})' if name else ''} was skipped: {reason}")
-                self._damaged.add(index)
-        self._looked_at = len(self.feed.loader.skipped)
+    def _damage(self) -> list[tuple[str, Damaged]]:
+        """The samples that this rank has skipped since the last call, in training and in validation."""
+        loaders = {"sample": self.feed.loader}
+        if self.evaluator is not None:
+            loaders["validation sample"] = self.evaluator.loader
+        found = [(kind, each) for kind, loader in loaders.items() for each in loader.skipped[self._looked_at[kind] :]]
+        self._looked_at = Counter({kind: len(loader.skipped) for kind, loader in loaders.items()})
+        return found
+
+    def _tell_of_damage(self, of_ranks: Sequence[list[tuple[str, Damaged]]]) -> None:
+        """Name each damaged sample once."""
+        for kind, (index, name, reason) in chain.from_iterable(of_ranks):
+            if (kind, index) not in self._damaged:
+                self._tell("noted", f"{kind} {index}{f' ({name})' if name else ''} was skipped: {reason}")
+                self._damaged.add((kind, index))
 
     def _restart_clock(self) -> None:
         self._clock, self._waited = time.perf_counter(), self.feed.loader.waited_s
@@ -444,6 +456,7 @@ class _Fitting:
                 self._export(BEST)
             if self.reason:
                 self._export(LAST)
+        self._tell_of_damage(self.agreement.gathered(self._damage()))
 
     def _judge(self, step: int) -> bool:
         """Evaluate once; returns whether the result is the best so far."""
@@ -477,6 +490,7 @@ class _Fitting:
         saved = (
             self.folder.save(step, self.identity, self._progress(step), self.stepper.state()) if self.first else None
         )
+        self._tell_of_damage(self.agreement.gathered(self._damage()))
         return self.agreement.gathered(saved)[0]
 
     def _progress(self, step: int) -> dict[str, Any]:
