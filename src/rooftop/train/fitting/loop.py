@@ -32,12 +32,11 @@ from torch import Tensor
 
 from rooftop.data.pieces import Damaged
 from rooftop.errors import DivergedError, InputError
-from rooftop.models.weights.safetensors_files import safetensors_library
 from rooftop.parallel import World, join, report
 from rooftop.train.checkpoints.agreements import Agreement
 from rooftop.train.fitting.batch_norms import batch_norms_over_ranks
 from rooftop.train.fitting.evaluating import Evaluator
-from rooftop.train.fitting.exports import export_weights
+from rooftop.train.fitting.exports import check_exportable, export_weights
 from rooftop.train.fitting.faults import first_not_finite, memory_explained
 from rooftop.train.fitting.feeding import Feed
 from rooftop.train.fitting.lengths import Lengths
@@ -250,7 +249,9 @@ class _Fitting:
         self.lines: MetricLines | None = None
         if self.folder is None:
             return
-        safetensors_library()  # raises now if safetensors is missing, not after hours of training
+        # raises now, not after hours of training
+        check_exportable(self.task.model, self.task.metadata)
+        self.folder.check(self.stepper.state())
         saved = self.folder.load(self.identity) if resume else None
         if not resume and (there := self.folder.last()) is not None:
             raise InputError(

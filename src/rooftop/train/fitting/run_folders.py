@@ -161,6 +161,17 @@ class RunFolder:
         remove_unfinished(self.checkpoints)
         write_whole(self.out / RECIPE, recipe.toml() + "\n")
 
+    def check(self, state: Any) -> None:
+        """Check before a training that `save` can write its state.
+
+        Raises:
+            InputError: the state has a value that a checkpoint cannot store.
+        """
+        try:
+            taken_apart(state, "", {})
+        except TypeError as error:
+            raise InputError(f"the state of this training cannot be saved: {error}") from error
+
     def last(self) -> Path | None:
         """The folder of the last checkpoint; None if there is no checkpoint."""
         return last_step(self.checkpoints)
