@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import resource
@@ -305,6 +306,17 @@ class Damaged:
         if index == 7:
             raise OSError("picture 7 is cut off")
         return NUMBERS[index]
+
+
+def test_a_metric_that_is_not_finite_is_null_in_all_files(tmp_path: Path) -> None:
+    what = task(metrics=lambda model, batch: {"wrong": torch.full((len(batch[0]),), math.nan)})
+    fit(what, recipe(6), device="cpu", out=tmp_path)
+    (training,) = tmp_path.glob("checkpoints/step-*/training.json")
+    for text in (training.read_text(), *(tmp_path / "metrics.jsonl").read_text().splitlines()):
+        json.loads(text, parse_constant=pytest.fail)
+    done = fit(what, recipe(6), device="cpu", out=tmp_path, resume=True)
+    assert done.last is not None
+    assert math.isnan(done.last.values["wrong"])
 
 
 def test_a_damaged_sample_is_skipped_and_named(tmp_path: Path) -> None:

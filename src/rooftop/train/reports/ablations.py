@@ -24,6 +24,7 @@ from typing import Any
 
 from rooftop.errors import DivergedError, InputError
 from rooftop.hardware.ceilings import write_whole
+from rooftop.train.finite_json import finite
 from rooftop.train.fitting.records import Fitted
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.words import did_you_mean
@@ -140,28 +141,29 @@ class Ablation:
 
     def plain(self) -> dict[str, Any]:
         """The ablation as JSON values."""
-        return {
+        plain = {
             "metric": self.metric,
             "maximize": self.maximize,
             "finished": self.finished,
             "runs": self.runs,
             "recipe": self.recipe.plain(),
-            "values": {str(seed): _number(value) for seed, value in self.values.items()},
+            "values": {str(seed): value for seed, value in self.values.items()},
             "switches": [
                 {
                     "switch": worth.switch.name,
                     "on": worth.switch.on,
                     "off": worth.switch.off,
-                    "with": [_number(value) for value in worth.with_it],
-                    "without": [_number(value) for value in worth.without_it],
-                    "worth": _number(worth.mean),
-                    "standard_error": _number(worth.error),
-                    "interval": _number(worth.interval),
+                    "with": worth.with_it,
+                    "without": worth.without_it,
+                    "worth": worth.mean,
+                    "standard_error": worth.error,
+                    "interval": worth.interval,
                     "verdict": worth.verdict,
                 }
                 for worth in self.worths
             ],
         }
+        return finite(plain)  # type: ignore[no-any-return]
 
     def csv(self) -> str:
         """The ablation as CSV, with a row for each switch."""
@@ -295,7 +297,7 @@ def ablate(
         seconds = time.monotonic() - began
         results[run.folder] = value
         if write:
-            result = {"value": _number(value), "seconds": seconds, "recipe": _as_json(run.recipe)}
+            result = {"value": finite(value), "seconds": seconds, "recipe": _as_json(run.recipe)}
             write_whole(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # a finished run needs no checkpoints
         told(run, value, seconds, compared(recipe, runs, results, metric, maximize))
@@ -331,11 +333,6 @@ def write_ablation(ablation: Ablation, folder: Path) -> None:
     """Write ablation.json and ablation.csv, each atomically."""
     write_whole(folder / "ablation.json", json.dumps(ablation.plain(), indent=1) + "\n")
     write_whole(folder / "ablation.csv", ablation.csv())
-
-
-def _number(value: float | None) -> float | None:
-    """A number for JSON; None if it is not finite, because JSON has only finite numbers."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _value_of(recipe: Recipe, name: str) -> Any:
