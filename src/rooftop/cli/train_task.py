@@ -27,6 +27,7 @@ from rooftop.doctor.extras import Extra, check_extras, missing
 from rooftop.errors import DivergedError, InputError, ModelRunError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.parallel import World, join, others_wait
+from rooftop.train.checkpoints.locks import locked
 from rooftop.train.fitting.loop import fit
 from rooftop.train.fitting.metric_lines import METRICS, read_metrics
 from rooftop.train.fitting.records import Facts, Fitted, Observer, StepRecord
@@ -122,7 +123,7 @@ def train_task(
     runs = runs_of(recipe, switches_of(recipe, call.ablate), call.repeats, folder) if call.ablate else []
     results = results_of(runs)
     settings = {"task": name, "data": call.data, "recipe": recipe.toml(), "folder": str(folder), "ablate": call.ablate}
-    with join(settings=settings, device=kind) as world:
+    with join(settings=settings, device=kind) as world, locked(folder) if world.rank == 0 else nullcontext():
         if world.rank == 0:
             begin(folder, call, recipe)
             if note:
@@ -208,14 +209,13 @@ def recipe_of(
 
 
 def begin(folder: Path, call: Call, recipe: Recipe) -> None:
-    """Create the folder of the run, and write the files that --resume needs.
+    """Write the files of the run that --resume needs.
 
     Raises:
         InputError: the folder cannot be written.
     """
     kept = {"task": call.task, "data": call.data, "ablate": list(call.ablate), "repeats": call.repeats}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CALL, json.dumps(kept, indent=1) + "\n")
         if call.ablate:  # a single training writes its own recipe
             write_whole(folder / RECIPE, recipe.toml())

@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -34,13 +33,14 @@ from rooftop.data.pieces import Damaged
 from rooftop.errors import DivergedError, InputError
 from rooftop.parallel import World, join, report
 from rooftop.train.checkpoints.agreements import Agreement
+from rooftop.train.checkpoints.locks import locked
 from rooftop.train.fitting.batch_norms import batch_norms_over_ranks
 from rooftop.train.fitting.evaluating import Evaluator
 from rooftop.train.fitting.exports import check_exportable, export_weights
 from rooftop.train.fitting.faults import first_not_finite, memory_explained
 from rooftop.train.fitting.feeding import Feed
 from rooftop.train.fitting.lengths import Lengths
-from rooftop.train.fitting.metric_lines import METRICS, MetricLines
+from rooftop.train.fitting.metric_lines import METRICS, MetricLines, evaluation_of, plain_of
 from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, Observer, StepRecord
 from rooftop.train.fitting.run_folders import BEST, LAST, RunFolder, identity_of
 from rooftop.train.fitting.stepping import FAULT, LOSS, NORM, SKIPPED, Stepper
@@ -87,7 +87,8 @@ def fit(
         The result. A stopped training is saved.
 
     Raises:
-        InputError: the recipe does not fit the task or the ranks, or `out` holds another training.
+        InputError: the recipe does not fit the task or the ranks, `out` holds another training, or another process
+            trains in `out`.
         DivergedError: a loss or a gradient is not finite.
         ModelRunError: memory ran out.
         OSError: a checkpoint cannot be written; the previous one is kept.
@@ -252,6 +253,8 @@ class _Fitting:
         # raises now, not after hours of training
         check_exportable(self.task.model, self.task.metadata)
         self.folder.check(self.stepper.state())
+        if self.first:
+            ending.enter_context(locked(self.folder.out))
         saved = self.folder.load(self.identity) if resume else None
         if not resume and (there := self.folder.last()) is not None:
             raise InputError(
@@ -497,8 +500,8 @@ class _Fitting:
     def _progress(self, step: int) -> dict[str, Any]:
         return {
             "step": step,
-            "best": None if self.best is None else asdict(self.best),
-            "last": None if self.last is None else asdict(self.last),
+            "best": None if self.best is None else plain_of(self.best),
+            "last": None if self.last is None else plain_of(self.last),
             "worse": self.worse,
             "skipped": self.skipped,
             "reason": self.reason if not self.reason.startswith("stopped") else "",
@@ -507,7 +510,7 @@ class _Fitting:
     def _take_over(self, progress: Any) -> None:
         self.before = progress["step"]
         self.best, self.last = (
-            None if progress[name] is None else EvaluationRecord(**progress[name]) for name in ("best", "last")
+            None if progress[name] is None else evaluation_of(progress[name]) for name in ("best", "last")
         )
         self.worse, self.skipped, self.reason = progress["worse"], progress["skipped"], progress["reason"]
 
