@@ -8,9 +8,11 @@ import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -220,12 +222,80 @@ def test_out_of_memory_on_a_cpu_is_one_line_too() -> None:
         fit(task(Grows()), recipe(), device="cpu")
 
 
-def test_another_error_of_a_step_stays_as_it_is() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        raise RuntimeError("shapes differ")
+class RaisesKeyError:
+    """Data and functions that raise."""
 
-    with pytest.raises(RuntimeError, match=r"^shapes differ$"):
-        fit(task(loss=loss), recipe(), device="cpu")
+    def __call__(self, *arguments: Any) -> Any:
+        raise KeyError("shapes differ")
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError("shapes differ")
+
+
+@pytest.mark.parametrize(
+    "name", ["loss", "metrics", "judge", "alter", "prepare", "settle", "collate", "train", "valid"]
+)
+def test_an_error_of_a_function_of_the_task_names_the_function_and_its_line(name: str) -> None:
+    said = {"train": "train data", "valid": "valid data", "collate": "train data"}.get(name, name)
+    with pytest.raises(ModelRunError, match=rf"the task's {said} raised KeyError: 'shapes .*test_faults\.py:\d+\)$"):
+        fit(task(**{name: RaisesKeyError()}), recipe(1), device="cpu")
+
+
+@pytest.mark.parametrize("how", ["threads", "processes"])
+def test_an_error_of_the_data_is_named_in_any_worker(how: str) -> None:
+    loading = {"how": how, "workers": 1}
+    with pytest.raises(
+        ModelRunError, match=r"train data raised KeyError: .*sample \d+ was read \(.*test_faults\.py:\d+"
+    ):
+        fit(task(train=RaisesKeyError()), recipe(1, loading=loading), device="cpu")
+
+
+def test_an_error_of_rooftop_itself_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepping, "dropout_seed", None)
+    with pytest.raises(TypeError, match="not callable"):
+        fit(task(), recipe(), device="cpu")
+
+
+def cross_entropy(model: nn.Module, batch: Any, **options: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], **options)
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from NUMBERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"loss": partial(cross_entropy, reduction="none")}, r"loss returned a tensor of shape \(4,\).*use \.mean\(\)"),
+        ({"loss": lambda *given: cross_entropy(*given)[None]}, r"loss returned a tensor of shape \(1,\)"),
+        ({"loss": lambda *given: cross_entropy(*given).item()}, r"loss returned float: .*leave out \.item"),
+        ({"loss": lambda *given: cross_entropy(*given).detach()}, "loss returned .* has no gradient: leave out detach"),
+        ({"loss": lambda *given: {"loss": cross_entropy(*given)}}, "loss returned dict: expected the mean"),
+        ({"loss": lambda *given: None}, "loss returned None: expected the mean"),
+        (
+            {"metrics": lambda *given: {"right": 0.5}},
+            "metrics returned 'right': float: expected a dict",
+        ),
+        ({"metrics": lambda *given: {"right": np.ones(4)}}, "metrics returned 'right': ndarray"),
+        ({"metrics": lambda *given: None}, "metrics returned None"),
+        ({"metrics": lambda *given: [torch.ones(4)]}, "metrics returned list"),
+        ({"judge": lambda *given: None}, "judge returned None: expected a dict from name to number"),
+        ({"judge": lambda *given: {"AP": [1]}}, "judge returned dict: expected a dict from name to number"),
+        ({"train": Endless()}, r"train is of type Endless, which has no len\(\): expected numbered samples"),
+        ({"valid": Endless()}, r"valid is of type Endless, which has no len\(\)"),
+        ({"model": nn.LazyLinear(2)}, "uninitialized parameter weight: call the model once"),
+        ({"collate": lambda samples: None}, "collate returned None: expected a batch"),
+    ],
+)
+def test_a_task_that_breaks_its_contract_is_told_what_was_expected(changes: dict[str, Any], said: str) -> None:
+    what = task(**changes) if "model" not in changes else Task(changes["model"], NUMBERS, cross_entropy)
+    with pytest.raises(InputError, match=said):
+        fit(what, recipe(1), device="cpu")
 
 
 @pytest.mark.gpu

@@ -48,6 +48,7 @@ from rooftop.train.gpt.speeds import peak_bytes
 from rooftop.train.recipes import prepare_model, rate_factor
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.stopping import Stop, stop_on_signals
+from rooftop.train.tasks.calls import calling, check_task
 from rooftop.train.tasks.task import Task
 
 INTERVAL = 10  # number of steps whose results are read from a GPU at once; between reads the GPU never waits for Python
@@ -90,7 +91,7 @@ def fit(
         InputError: the recipe does not fit the task or the ranks, `out` holds another training, or another process
             trains in `out`.
         DivergedError: a loss or a gradient is not finite.
-        ModelRunError: memory ran out.
+        ModelRunError: memory ran out, or a function of the task raised.
         OSError: a checkpoint cannot be written; the previous one is kept.
         RankError: another rank failed.
     """
@@ -100,6 +101,7 @@ def fit(
     if resume and out is None:
         raise InputError("resume needs out, the folder of the training to continue")
     recipe.check()
+    check_task(task)
     identity = identity_of(task, recipe)
     settings = {"training": identity, "out": str(out), "resume": resume, "save_every": save_every}
     with ExitStack() as around:
@@ -445,8 +447,8 @@ class _Fitting:
         """Evaluate the model, with the mean weights if there are any, and export the best or last weights."""
         self._share(self.task.model.buffers())
         with self.stepper.mean_weights():
-            if ended and self.task.settle is not None:
-                self.task.settle(self.task.model)
+            if ended:
+                self._settle()
             improved = self._judge(step)
             patience = self.recipe.evaluation.patience
             if ended:
@@ -454,13 +456,18 @@ class _Fitting:
             elif patience and self.worse >= patience:
                 self.reason = f"no improvement for {patience} evaluations"
                 if self.task.settle is not None:
-                    self.task.settle(self.task.model)
+                    self._settle()
                     improved |= self._judge(step)
             if improved:
                 self._export(BEST)
             if self.reason:
                 self._export(LAST)
         self._tell_of_damage(self.agreement.gathered(self._damage()))
+
+    def _settle(self) -> None:
+        if self.task.settle is not None:
+            with calling("settle"):
+                self.task.settle(self.task.model)
 
     def _judge(self, step: int) -> bool:
         """Evaluate once; returns whether the result is the best so far."""
