@@ -32,6 +32,9 @@ from rooftop.train.checkpoints.saved_tensors import INDEX, index_of
 LATEST, TRAINING = "latest", "training.json"
 STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 UNFINISHED = ".unfinished"
+OF_TASKS, TASK = "checkpoints", "task"
+"""The folder of checkpoints in the folder of a task's run, and the value of "kind" in training.json, which
+distinguishes the training of a task from the training of a GPT."""
 
 
 def file_name(rank: int) -> str:

@@ -35,6 +35,8 @@ from rooftop.errors import InputError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.train.checkpoints.files import ITEM_BYTES, FilePiece
 from rooftop.train.checkpoints.folders import (
+    OF_TASKS,
+    TASK,
     TRAINING,
     complete,
     file_name,
@@ -48,9 +50,7 @@ from rooftop.train.fitting.states import put_together, taken_apart
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.tasks.task import Task
 
-CHECKPOINTS, RECIPE = "checkpoints", "recipe.toml"
-KIND = "task"
-"""The value of "kind" in training.json, which distinguishes a task's training from a GPT's training."""
+RECIPE = "recipe.toml"
 MAY_CHANGE = ("loading", "faults")
 """Sections of the recipe that may differ when a training is resumed, because these sections do not change the results.
 """
@@ -153,7 +153,7 @@ class RunFolder:
 
     def __init__(self, out: Path, keep_last: int) -> None:
         self.out, self.keep_last = out, keep_last
-        self.checkpoints = out / CHECKPOINTS
+        self.checkpoints = out / OF_TASKS
 
     def begin(self, recipe: Recipe) -> None:
         """Create the folder, write the recipe, and remove leftovers of killed trainings."""
@@ -184,7 +184,7 @@ class RunFolder:
         """
         tensors: dict[str, Tensor] = {}
         described = {
-            "kind": KIND,
+            "kind": TASK,
             "step": step,
             "identity": identity,
             "progress": progress,
@@ -225,7 +225,7 @@ class RunFolder:
             return None
         try:
             described = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
-            if described.get("kind") != KIND:
+            if described.get("kind") != TASK:
                 raise InputError(
                     f"{folder} is a checkpoint of another kind: resume a GPT with rooftop train gpt --load"
                 )

@@ -56,8 +56,8 @@ def check_task(task: Task) -> None:
             len(data)
         except (TypeError, NotImplementedError) as error:
             raise InputError(
-                f"the task's {name} is of type {type(data).__name__}, which has no len(): expected numbered samples with "
-                f"len() and [index]. Give a map-style data set, or list({name}) of data that fit into memory"
+                f"the task's {name} is of type {type(data).__name__}, which has no len(): expected numbered samples "
+                f"with len() and [index]. Give a map-style data set, or list({name}) of data that fit into memory"
             ) from error
     tensors = [*task.model.named_parameters(), *task.model.named_buffers()]
     lazy = next((name for name, each in tensors if is_lazy(each)), None)
