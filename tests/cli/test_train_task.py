@@ -320,7 +320,7 @@ def test_what_a_task_needs_is_an_extra_that_installs_it(name: str) -> None:
 def test_a_folder_that_cannot_be_made_is_said_in_one_line(said: Said, fit: FitInPlace) -> None:
     Path("file").touch()
     assert main([*TRAIN, "--out", "file/run"]) == 2
-    assert "file/run cannot be written: Not a directory" in said()
+    assert "file/run cannot be written (Not a directory): expected a path in a folder with" in said()
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from rooftop.doctor.extras import Extra, check_extras, missing
 from rooftop.errors import DivergedError, InputError, ModelRunError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.parallel import World, join, others_wait
+from rooftop.train.checkpoints.folders import writing_to
 from rooftop.train.checkpoints.locks import locked
 from rooftop.train.fitting.loop import fit
 from rooftop.train.fitting.metric_lines import METRICS, read_metrics
@@ -212,15 +213,13 @@ def begin(folder: Path, call: Call, recipe: Recipe) -> None:
     """Write the files of the run that --resume needs.
 
     Raises:
-        InputError: the folder cannot be written.
+        InputError, OSError: the folder cannot be written; see `writing_to`.
     """
     kept = {"task": call.task, "data": call.data, "ablate": list(call.ablate), "repeats": call.repeats}
-    try:
+    with writing_to(folder):
         write_whole(folder / CALL, json.dumps(kept, indent=1) + "\n")
         if call.ablate:  # a single training writes its own recipe
             write_whole(folder / RECIPE, recipe.toml())
-    except OSError as error:
-        raise InputError(f"--out {folder} cannot be written: {error.strerror or error}") from error
 
 
 # ---- the work --------------------------------------------------------------------------------------------------------
@@ -334,7 +333,8 @@ class _Training:
     def _write(self, ablation: Ablation, plotly: str | None) -> None:
         write_ablation(ablation, self.folder)
         if plotly is not None:
-            write_whole(self.folder / ABLATION_PAGE, ablation_page(ablation, self.call.task, plotly))
+            with writing_to(self.folder / ABLATION_PAGE):
+                write_whole(self.folder / ABLATION_PAGE, ablation_page(ablation, self.call.task, plotly))
 
 
 class _RunProgress:

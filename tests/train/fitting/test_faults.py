@@ -354,6 +354,21 @@ def test_a_damaged_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
         fit(task(), recipe(), device="cpu", out=tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "recipe.toml", "metrics.jsonl"])
+def test_a_path_that_cannot_be_written_is_named(name: str, tmp_path: Path) -> None:
+    if name == "checkpoints":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match=rf"{tmp_path}/{name} cannot be written \((File exists|Is a directory)\): exp"):
+        fit(task(), recipe(), device="cpu", out=tmp_path)
+
+
+def test_a_disk_without_any_room_is_named(tmp_path: Path) -> None:
+    with largest_file(0), pytest.raises(OSError, match=rf"{tmp_path}/run cannot be written .*: make room, then resume"):
+        fit(task(), recipe(), device="cpu", out=tmp_path / "run")
+
+
 def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     what, how = task(), recipe(2)
     folder = RunFolder(tmp_path, 2)

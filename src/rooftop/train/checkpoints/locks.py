@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rooftop.errors import InputError
+from rooftop.train.checkpoints.folders import writing_to
 
 LOCK = ".lock"
 _held: set[Path] = set()
@@ -27,30 +28,26 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises:
         InputError: another process has locked the folder, or the folder cannot be written.
+        OSError: there is no room.
     """
     resolved = folder.resolve()
     if resolved in _held:
         yield
         return
     path = folder / LOCK
-    try:
+    with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}: expected a writable folder") from error
+        file = path.open("a+b", buffering=0)
     with file:
         if not _lock(file.fileno()):
             file.seek(0)
+            other = file.read().decode().strip() or "which is starting"
             raise InputError(
-                f"{folder} is used by another training, {file.read().strip() or 'which is starting'}: wait for its "
-                "end, or choose another folder"
+                f"{folder} is used by another training, {other}: wait for its end, or choose another folder"
             )
-        try:
+        with writing_to(folder):
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
-        except OSError as error:
-            raise OSError(f"{folder} cannot be written: {error.strerror}: make room") from error
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         _held.add(resolved)
         try:
             yield

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.hardware.ceilings import write_whole
+from rooftop.train.checkpoints.folders import writing_to
 from rooftop.train.finite_json import finite, with_nan
 from rooftop.train.fitting.records import EvaluationRecord, StepRecord
 
@@ -30,15 +31,16 @@ class MetricLines:
         after: the step of the loaded checkpoint; lines of later steps are removed. 0: the file starts empty.
 
     Raises:
-        OSError: the file cannot be written.
+        InputError, OSError: the file cannot be written; see `writing_to`.
     """
 
     def __init__(self, path: Path, after: int) -> None:
         steps, evaluations = read_metrics(path, after) if after else ([], [])
         records: list[StepRecord | EvaluationRecord] = [*steps, *evaluations]
         records.sort(key=lambda record: (record.step, isinstance(record, EvaluationRecord)))
-        write_whole(path, "".join(_line(record) for record in records))
-        self._path, self._file = path, path.open("ab", buffering=0)  # unbuffered, so all lines are written
+        with writing_to(path):
+            write_whole(path, "".join(_line(record) for record in records))
+            self._path, self._file = path, path.open("ab", buffering=0)  # unbuffered, so all lines are written
 
     def add(self, records: list[StepRecord] | list[EvaluationRecord]) -> None:
         """Write lines, before the next checkpoint is saved.

@@ -43,6 +43,7 @@ from rooftop.train.checkpoints.folders import (
     last_step,
     remove_unfinished,
     unfinished,
+    writing_to,
 )
 from rooftop.train.checkpoints.saved_tensors import KINDS, SavedTensors, whole_tensor
 from rooftop.train.checkpoints.writing import write_now
@@ -156,10 +157,16 @@ class RunFolder:
         self.checkpoints = out / OF_TASKS
 
     def begin(self, recipe: Recipe) -> None:
-        """Create the folder, write the recipe, and remove leftovers of killed trainings."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(self.checkpoints)
-        write_whole(self.out / RECIPE, recipe.toml() + "\n")
+        """Create the folder, write the recipe, and remove leftovers of killed trainings.
+
+        Raises:
+            InputError, OSError: see `writing_to`.
+        """
+        with writing_to(self.checkpoints):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(self.checkpoints)
+        with writing_to(self.out / RECIPE):
+            write_whole(self.out / RECIPE, recipe.toml() + "\n")
 
     def check(self, state: Any) -> None:
         """Check before a training that `save` can write its state.

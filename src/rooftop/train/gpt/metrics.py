@@ -15,6 +15,7 @@ from typing import TextIO
 
 from rooftop.errors import InputError
 from rooftop.hardware.ceilings import write_whole
+from rooftop.train.checkpoints.folders import writing_to
 from rooftop.train.finite_json import finite
 from rooftop.train.gpt.running import StepReport
 
@@ -51,13 +52,14 @@ def metrics_file(path: Path, after: int | None = None) -> Iterator[TextIO]:
 
     Raises:
         InputError: see `kept_lines`; the file stays unchanged.
-        OSError: the file cannot be written.
+        InputError, OSError: the file cannot be written; see `writing_to`.
     """
-    if after is not None and path.is_file():
-        text = "".join(f"{line}\n" for line in kept_lines(path, after))
-        if text.encode() != path.read_bytes():
-            write_whole(path, text)
-    file = path.open("w" if after is None else "a", encoding="utf-8")
+    with writing_to(path):
+        if after is not None and path.is_file():
+            text = "".join(f"{line}\n" for line in kept_lines(path, after))
+            if text.encode() != path.read_bytes():
+                write_whole(path, text)
+        file = path.open("w" if after is None else "a", encoding="utf-8")
     try:
         yield file
     except BaseException:

@@ -24,6 +24,7 @@ from typing import Any
 
 from rooftop.errors import DivergedError, InputError
 from rooftop.hardware.ceilings import write_whole
+from rooftop.train.checkpoints.folders import writing_to
 from rooftop.train.finite_json import finite
 from rooftop.train.fitting.records import Fitted
 from rooftop.train.recipes.recipe import Recipe
@@ -298,7 +299,8 @@ def ablate(
         results[run.folder] = value
         if write:
             result = {"value": finite(value), "seconds": seconds, "recipe": _as_json(run.recipe)}
-            write_whole(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
+            with writing_to(run.folder / RESULT):
+                write_whole(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # a finished run needs no checkpoints
         told(run, value, seconds, compared(recipe, runs, results, metric, maximize))
     return compared(recipe, runs, results, metric, maximize)
@@ -331,8 +333,9 @@ def deviation_of(values: Sequence[float]) -> float:
 
 def write_ablation(ablation: Ablation, folder: Path) -> None:
     """Write ablation.json and ablation.csv, each atomically."""
-    write_whole(folder / "ablation.json", json.dumps(ablation.plain(), indent=1) + "\n")
-    write_whole(folder / "ablation.csv", ablation.csv())
+    for name, text in (("json", json.dumps(ablation.plain(), indent=1) + "\n"), ("csv", ablation.csv())):
+        with writing_to(folder / f"ablation.{name}"):
+            write_whole(folder / f"ablation.{name}", text)
 
 
 def _value_of(recipe: Recipe, name: str) -> Any:
