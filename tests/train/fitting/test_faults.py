@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rooftop.errors import InputError, ModelRunError
+from rooftop.errors import DivergedError, InputError, ModelRunError
 from rooftop.train.fitting import StepRecord, fit, read_metrics, stepping
 from rooftop.train.fitting.run_folders import RunFolder, identity_of
 from rooftop.train.fitting.states import same_state
@@ -172,6 +172,13 @@ def test_an_overflow_of_float16_is_no_fault() -> None:
     assert all(math.isfinite(record.loss) for record in seen.steps)
     with pytest.raises(ModelRunError, match="step 2: the loss is nan"):
         fit(task(Breaks(lambda call: call >= 2)), recipe(run={"precision": "fp16"}), device="cpu")
+
+
+def test_a_training_that_skips_every_step_has_failed() -> None:
+    """In float16, a gradient that is not finite is no fault of its own. But no step has changed the weights."""
+    how = recipe(4, run={"precision": "fp16"})
+    with pytest.raises(DivergedError, match=r"all 4 steps were skipped"):
+        fit(task(Root(), train=[(torch.zeros(2), torch.tensor(0))] * 8), how, device="cpu")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])

@@ -360,7 +360,7 @@ class _Fitting:
 
         Raises:
             DivergedError: a loss or gradient was not finite and the recipe does not skip such steps, or too many steps
-                were skipped.
+                or all steps were skipped.
         """
         rows = torch.stack(self._unread).tolist()  # waits for the device
         self._unread.clear()
@@ -378,6 +378,9 @@ class _Fitting:
             self.skipped = self.skipped + 1 if skipped else 0
             if skipped:
                 notes.append(f"step {number} was skipped: its loss is {row[LOSS]:g}, its gradient's norm {row[NORM]:g}")
+            if self.skipped == number == self.lengths.steps:
+                trouble = f"{self._words_of_fault(number, row)}; all {number} steps were skipped"
+                break
             if self.skipped > self.recipe.faults.most_skipped:
                 trouble = f"{self._words_of_fault(number, row)}; {self.skipped} steps in a row were skipped"
                 break
