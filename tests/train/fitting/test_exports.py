@@ -29,6 +29,16 @@ def test_weights_and_what_they_are(tmp_path: Path) -> None:
     assert exported_metadata(tmp_path / "best.safetensors") == {"model": "mine", "classes": ["cat", "dög"]}
 
 
+def test_equal_weights_have_equal_files(tmp_path: Path) -> None:
+    model = nn.Linear(3, 5)
+    contents = set()
+    for number in range(8):
+        export_weights(tmp_path / f"{number}.safetensors", model, {"model": "dög"})
+        contents.add((tmp_path / f"{number}.safetensors").read_bytes())
+    assert len(contents) == 1
+    assert torch.equal(safetensors.load_file(tmp_path / "0.safetensors")["weight"], model.weight)
+
+
 class Keeps(nn.Module):
     """A linear layer with a further state."""
 

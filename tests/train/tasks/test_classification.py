@@ -223,11 +223,9 @@ def test_tar_files_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
             member.size = len(value)
             tar.addfile(member, io.BytesIO(value))
     task, _ = built("resnet", str(data), channels=8)  # a damaged sample: a training stops at it, or skips it
+    assert task.valid is not None
     with pytest.raises(InputError, match=r"more.cls cannot be read: invalid literal"):
-        for samples in (task.train, task.valid):
-            assert samples is not None
-            for number in range(len(samples)):
-                samples[number]
+        [samples[number] for samples in (task.train, task.valid) for number in range(len(samples))]
 
 
 def test_a_class_of_one_image_is_an_error_with_a_remedy(folder: Path) -> None:

@@ -76,7 +76,8 @@ def export_weights(path: Path, model: nn.Module, metadata: Mapping[str, Any]) ->
     try:
         content = library.torch.save(tensors, metadata={"format": "pt", METADATA: json.dumps(dict(metadata))})
         with temporary.open("wb") as file:
-            file.write(content)
+            file.write(_ordered_header(content))
+            file.write(memoryview(content)[8 + _header_bytes(content) :])
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -84,6 +85,20 @@ def export_weights(path: Path, model: nn.Module, metadata: Mapping[str, Any]) ->
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written ({error.strerror or error}): make room, then resume") from error
+
+
+def _header_bytes(content: bytes) -> int:
+    return int.from_bytes(content[:8], "little")
+
+
+def _ordered_header(content: bytes) -> bytes:
+    """The header of a safetensors file with sorted metadata: safetensors orders them at random, so equal weights would
+    have different files."""
+    header = json.loads(content[8 : 8 + _header_bytes(content)])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # aligns the tensors
+    return len(text).to_bytes(8, "little") + text
 
 
 def exported_metadata(path: Path) -> dict[str, Any]:
