@@ -28,6 +28,10 @@ class ModelRunError(RooftopError, RuntimeError):
     """The user's own model raised while it ran; `__cause__` is its exception."""
 
 
+class DivergedError(ModelRunError):
+    """A training diverged: a loss or a gradient is not finite. All ranks raise it after the same step."""
+
+
 class CeilingsFileError(RooftopError, ValueError):
     """A file of measured hardware limits cannot be used: it is corrupt, has an unsupported format, or belongs to
     another device type."""

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,7 +53,10 @@ def named_module(text: str, example: str) -> ModuleType:
             ) from error
         raise ModelRunError(f"importing {module_name!r} failed: {error}") from error
     except (Exception, SystemExit) as error:
-        raise ModelRunError(f"importing {module_name!r} raised {type(error).__name__}: {error}") from error
+        place = place_in_user_code(error)
+        raise ModelRunError(
+            f"importing {module_name!r} raised {type(error).__name__}: {error}{f' ({place})' if place else ''}"
+        ) from error
 
 
 def found_in(module: ModuleType, text: str) -> Any:
@@ -85,3 +91,18 @@ def _module_of(path: Path) -> str:
         return ".".join(whole.relative_to(here).with_suffix("").parts)
     sys.path.insert(0, str(whole.parent))
     return whole.stem
+
+
+def place_in_user_code(error: BaseException) -> str | None:
+    """The last line of the user's code that an error has passed, "my_pkg/task.py:12"; None if it has passed none.
+
+    Code of Rooftop, of installed packages and of Python is not the user's. The notes of an error may contain the
+    traceback of another process.
+    """
+    frames = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
+    frames += re.findall(r'File "(.+)", line (\d+)', "\n".join(getattr(error, "__notes__", [])))
+    others = (str(Path(__file__).parent), *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
+    users = [f"{file}:{line}" for file, line in frames if not file.startswith((*others, "<"))]
+    if not users:
+        return None
+    return users[-1].removeprefix(os.getcwd() + os.sep)

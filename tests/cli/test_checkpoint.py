@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftop.cli.main import main
+from rooftop.errors import InputError
 from rooftop.models import GptConfig
 from rooftop.models.gpt.weights import load_gpt
 from rooftop.parallel import Layout
@@ -133,6 +134,19 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path, said: Said) -> None:
         assert f"no training was saved in {tmp_path}" in err
     (tmp_path / "training.json").write_text('{"format": 9}')
     assert "has format 9, but this version of Rooftop reads 1 and 2" in said("inspect", tmp_path)[2]
+
+
+def test_a_checkpoint_of_a_task_is_named_as_such(tmp_path: Path, said: Said) -> None:
+    step = tmp_path / "checkpoints" / "step-00000002"
+    step.mkdir(parents=True)
+    (step / "training.json").write_text('{"kind": "task", "step": 2}')
+    for folder in (tmp_path, step.parent, step):
+        status, _, errors = said("inspect", folder)
+        assert status == 2
+        assert "holds the training of a task, not of a GPT" in errors
+        assert f"rooftop train TASK --out {tmp_path} --resume" in errors
+        with pytest.raises(InputError, match="of a task, not of a GPT"):
+            find_training(folder, TRAINING)
 
 
 # ---- convert -----------------------------------------------------------------------------------------------------

@@ -358,8 +358,13 @@ def test_folders_without_photographs(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="one folder of photographs for each class"):
         ImageFolder(tmp_path)
     (tmp_path / "cat").mkdir()
-    with pytest.raises(InputError, match=r"cat holds no photographs"):
+    with pytest.raises(InputError, match=r"cat holds no photographs .*: add photographs of this class, or remove the"):
         ImageFolder(tmp_path)
+    Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "1.png")
+    for name in ("2.gif", "notes.txt"):
+        (tmp_path / "cat" / name).touch()
+    with pytest.warns(UserWarning, match=r"holds 1 images that are not used, the first one is .*2\.gif: expected"):
+        assert len(ImageFolder(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(

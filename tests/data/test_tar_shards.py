@@ -142,3 +142,18 @@ def test_what_is_no_shard(tmp_path: Path) -> None:
         TarShards(tmp_path / "text.tar")
     with pytest.raises(InputError, match="holds no samples"):
         TarShards(write(tmp_path / "empty.tar", {}))
+
+
+def test_a_sample_without_a_class_is_a_damaged_sample(tmp_path: Path) -> None:
+    files = {"1.png": encoded(1), "1.cls": b"1", "2.png": encoded(2), "3.png": encoded(3), "3.cls": b"0"}
+    data = TarShards(write(tmp_path / "a.tar", files))
+    assert data.labels() == [1, -1, 0]
+    loader = Loader(data, 3, how="here", on_damage="skip")
+    assert [batch.value[1].tolist() for batch in loader] == [[1, 0]]
+    assert [each.sample for each in loader.skipped] == [1]
+    with pytest.raises(InputError, match=r"2 has no cls: it has png"):
+        list(Loader(data, 3, how="here"))
+    with pytest.raises(InputError, match=r"no sample has a class: expected a number in NAME\.cls"):
+        TarShards(write(tmp_path / "b.tar", {"1.png": encoded(1)})).labels()
+    with pytest.raises(InputError, match=r"1\.cls is -3: expected a class number of 0 or more"):
+        TarShards(write(tmp_path / "c.tar", {**files, "1.cls": b"-3"})).labels()

@@ -40,6 +40,18 @@ def test_whereever_it_was_cut_off_it_goes_on_from_the_checkpoint(
     assert [each.name for each in path.parent.iterdir()] == ["m"]
 
 
+def test_a_file_that_cannot_be_written_is_named() -> None:
+    path = Path("/proc/x")
+    with pytest.raises(InputError, match=r"^/proc/x cannot be written \(.*\): expected a path"), metrics_file(path):
+        pass
+
+
+def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    with metrics_file(tmp_path / "m") as file:
+        add_lines(file, [report(1, float("nan"))])
+    assert json.loads((tmp_path / "m").read_text(), parse_constant=pytest.fail)["loss"] is None
+
+
 def test_of_a_step_made_twice_the_last_line_counts(tmp_path: Path) -> None:
     """Files written by earlier versions may contain a step twice."""
     path = tmp_path / "m"

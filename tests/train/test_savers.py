@@ -42,6 +42,7 @@ from rooftop.train import (
 )
 from rooftop.train.checkpoints import files as checkpoint_files
 from rooftop.train.checkpoints import folders as checkpoint_folders
+from rooftop.train.checkpoints.locks import LOCK
 from rooftop.train.checkpoints.saved_tensors import SavedTensors, whole_tensor
 from rooftop.train.checkpoints.staging import Staging
 from rooftop.train.checkpoints.trainer_tensors import tensors_of
@@ -97,7 +98,7 @@ def begin_and_wait(saver: Saver) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 # ---- saved values ------------------------------------------------------------------------------------------------
@@ -528,6 +529,21 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def lines(path: Path) -> list[tuple[int, float]]:
     found = [json.loads(line) for line in path.read_text().splitlines()]
     return [(line["step"], line["loss"]) for line in found]
+
+
+def test_a_second_training_of_the_command_is_refused(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (book / "run").mkdir()
+    code = (
+        "import fcntl, sys; file = open('run/.lock', 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); "
+        "sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert main([*WORDS, "--save", "run", "--train-iters", "1"]) == 2
+        assert "run is used by another training, which is starting: wait for its end" in capsys.readouterr().err
+        other.kill()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from rooftop.errors import InputError
 from rooftop.train import Tokens, open_tokens
 from rooftop.train.tokens import token_files
+from rooftop.train.tokens.mixtures import paths_of
 
 ROW = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], np.uint16)
 
@@ -97,3 +98,10 @@ def test_an_array_of_another_kind_is_refused(array: np.ndarray, tmp_path: Path) 
     np.save(tmp_path / "a.npy", array)
     with pytest.raises(InputError, match="expected integers of one dimension"):
         open_tokens(tmp_path / "a.npy")
+
+
+def test_the_folder_of_the_process_may_be_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one ")
+    monkeypatch.chdir(tmp_path)
+    assert len(open_tokens(Path())) == 4
+    assert paths_of(["."])[0] == Path()

@@ -44,6 +44,7 @@ from rooftop.train import (
     split_tokens,
     step_roof,
 )
+from rooftop.train.checkpoints.locks import locked
 from rooftop.train.gpt.initial_weights import check_no_training
 from rooftop.train.gpt.metrics import add_lines, kept_lines, metrics_file
 from rooftop.train.gpt.training import DTYPES
@@ -168,7 +169,11 @@ def train_gpt(
         "fully_shard": use_torch_fsdp2,
     }
     timeout_s = 60 * distributed_timeout_minutes
-    with as_input_errors(), join(layout, settings=settings, device=device, timeout_s=timeout_s) as world:
+    with (
+        as_input_errors(),
+        join(layout, settings=settings, device=device, timeout_s=timeout_s) as world,
+        locked(save) if first and save is not None else nullcontext(),
+    ):
         report("making the model")
         trainer = GptTrainer(
             training,

@@ -24,9 +24,11 @@ from rooftop.cli.progress import progress_bar
 from rooftop.cli.trained_models import seeded
 from rooftop.data.device_images import DecodingChoice
 from rooftop.doctor.extras import Extra, check_extras, missing
-from rooftop.errors import InputError, ModelRunError
+from rooftop.errors import DivergedError, InputError, ModelRunError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.parallel import World, join, others_wait
+from rooftop.train.checkpoints.folders import writing_to
+from rooftop.train.checkpoints.locks import locked
 from rooftop.train.fitting.loop import fit
 from rooftop.train.fitting.metric_lines import METRICS, read_metrics
 from rooftop.train.fitting.records import Facts, Fitted, Observer, StepRecord
@@ -122,7 +124,7 @@ def train_task(
     runs = runs_of(recipe, switches_of(recipe, call.ablate), call.repeats, folder) if call.ablate else []
     results = results_of(runs)
     settings = {"task": name, "data": call.data, "recipe": recipe.toml(), "folder": str(folder), "ablate": call.ablate}
-    with join(settings=settings, device=kind) as world:
+    with join(settings=settings, device=kind) as world, locked(folder) if world.rank == 0 else nullcontext():
         if world.rank == 0:
             begin(folder, call, recipe)
             if note:
@@ -208,19 +210,16 @@ def recipe_of(
 
 
 def begin(folder: Path, call: Call, recipe: Recipe) -> None:
-    """Create the folder of the run, and write the files that --resume needs.
+    """Write the files of the run that --resume needs.
 
     Raises:
-        InputError: the folder cannot be written.
+        InputError, OSError: the folder cannot be written; see `writing_to`.
     """
     kept = {"task": call.task, "data": call.data, "ablate": list(call.ablate), "repeats": call.repeats}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing_to(folder):
         write_whole(folder / CALL, json.dumps(kept, indent=1) + "\n")
         if call.ablate:  # a single training writes its own recipe
             write_whole(folder / RECIPE, recipe.toml())
-    except OSError as error:
-        raise InputError(f"--out {folder} cannot be written: {error.strerror or error}") from error
 
 
 # ---- the work --------------------------------------------------------------------------------------------------------
@@ -255,35 +254,40 @@ class _Training:
         plotly = require_plotly() if self._first and self.page and not missing([PLOTLY]) else None
         if self._first:
             click.echo(f"{len(runs)} runs, {len(results)} of them already finished, in {self.folder}")
-        fits: list[Fitted] = []
+        fitted: Fitted | None = None  # of the last run that did not diverge
 
-        def told(run: Run, value: float, ablation: Ablation) -> None:
+        def told(run: Run, value: float, seconds: float, ablation: Ablation) -> None:
             if self._first:
-                click.echo(f"{run.name}: {task.best} {value_text(value)} ({seconds_text(fits[-1].seconds)})")
+                click.echo(f"{run.name}: {task.best} {value_text(value)} ({seconds_text(seconds)})")
                 self._write(ablation, plotly)
 
         with progress_bar() if self._first else nullcontext(_silent) as progress:
 
             def train(run: Run) -> Fitted:
+                nonlocal fitted
                 done = (len(results), len(runs), run.name)
                 observers: list[Observer] = [_RunProgress(progress, *done)] if self._first else []
                 try:
-                    fits.append(self._fit(self._task(run.recipe), run.recipe, run.folder, observers))
+                    fitted = self._fit(self._task(run.recipe), run.recipe, run.folder, observers)
+                except DivergedError as error:
+                    if self._first:
+                        _warn(f"note: {run.name} diverged: {error}")
+                    raise
                 except ModelRunError as error:
                     raise ModelRunError(f"{run.name}: {error}") from error
-                return fits[-1]
+                return fitted
 
             ablation = ablate(recipe, runs, results, train, task.best, task.maximize, told=told, write=self._first)
-        stopped = ablation.finished < ablation.runs
+        stopped = fitted if ablation.finished < ablation.runs else None
         if self._first:
             self._write(ablation, plotly)
             for_file = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
             click.echo(f"\n{ablation_heading(ablation)}")
             for_file.print(ablation_table(ablation))
             click.echo(f"\n{', '.join(str(path) for path in sorted(self.folder.glob('ablation.*')))}")
-            if stopped:
-                click.echo(f"{fits[-1].reason}; {resumed_by(self.call.task, self.folder)} continues", err=True)
-        return status_of(fits[-1]) if stopped else 0
+            if stopped is not None:
+                click.echo(f"{stopped.reason}; {resumed_by(self.call.task, self.folder)} continues", err=True)
+        return 0 if stopped is None else status_of(stopped)
 
     @property
     def _first(self) -> bool:
@@ -329,7 +333,8 @@ class _Training:
     def _write(self, ablation: Ablation, plotly: str | None) -> None:
         write_ablation(ablation, self.folder)
         if plotly is not None:
-            write_whole(self.folder / ABLATION_PAGE, ablation_page(ablation, self.call.task, plotly))
+            with writing_to(self.folder / ABLATION_PAGE):
+                write_whole(self.folder / ABLATION_PAGE, ablation_page(ablation, self.call.task, plotly))
 
 
 class _RunProgress:

@@ -5,7 +5,9 @@ photographs/train/cat/1.jpg, photographs/train/cat/2.jpg, photographs/train/dog/
 
 from __future__ import annotations
 
+import mimetypes
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ class ImageFolder:
 
     Args:
         root: a folder with one folder per class, which holds the class's photographs, also in subfolders. Names that
-            begin with a dot are ignored.
+            begin with a dot are ignored. A warning names images of formats that are not read, such as GIF.
         transform: (RGB image, generator or None) -> image. With an `ImageTransform`, JPEGs are decoded no larger than
             needed. None: images are (3, H, W) uint8.
 
@@ -53,12 +55,22 @@ class ImageFolder:
         self.classes = folders
         self.paths: list[str] = []  # strings take a quarter of the memory of Path objects
         self.labels: list[int] = []
+        ignored: list[str] = []
         for label, name in enumerate(self.classes):
-            found = _photographs(os.path.join(self.root, name))
+            found = _photographs(os.path.join(self.root, name), ignored)
             if not found:
-                raise InputError(f"{self.root / name} holds no photographs ({', '.join(sorted(SUFFIXES))})")
+                raise InputError(
+                    f"{self.root / name} holds no photographs ({', '.join(sorted(SUFFIXES))}): add photographs of this "
+                    "class, or remove the folder"
+                )
             self.paths += found
             self.labels += [label] * len(found)
+        if ignored:
+            warnings.warn(
+                f"{self.root} holds {len(ignored)} images that are not used, the first one is {ignored[0]}: expected "
+                f"{', '.join(sorted(SUFFIXES))}",
+                stacklevel=2,
+            )
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -123,13 +135,16 @@ def _pixels(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
 
 
-def _photographs(folder: str) -> list[str]:
+def _photographs(folder: str, ignored: list[str]) -> list[str]:
+    """List the photographs in a folder; add images of other formats, such as GIF, to `ignored`."""
     found: list[str] = []
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [each for each in folders if not each.startswith(".")]
-        found += [
-            os.path.join(place, name)
-            for name in names
-            if not name.startswith(".") and os.path.splitext(name)[1].lower() in SUFFIXES
-        ]
+        for name in sorted(names):
+            if name.startswith("."):
+                continue
+            if os.path.splitext(name)[1].lower() in SUFFIXES:
+                found.append(os.path.join(place, name))
+            elif (mimetypes.guess_type(name)[0] or "").startswith("image/"):
+                ignored.append(os.path.join(place, name))
     return sorted(found)

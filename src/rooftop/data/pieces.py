@@ -118,10 +118,13 @@ def collated(samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
     `default_collate` is replaced by a version that starts no threads of PyTorch and returns bit-identical batches.
 
     Raises:
-        InputError: the samples' tensors differ in shape.
+        InputError: the samples' tensors differ in shape, or `collate` returns None.
     """
     if collate is not default_collate:
-        return collate(samples)
+        batch = collate(samples)
+        if batch is None:
+            raise InputError("collate returned None: expected a batch of the samples")
+        return batch
     return collate_by(samples, collate_fn_map={**default_collate_fn_map, Tensor: _stacked})
 
 

@@ -18,7 +18,6 @@ import re
 import tarfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
@@ -101,27 +100,31 @@ class TarShards:
         return self._name(self._index[index])
 
     def labels(self) -> list[int]:
-        """The class of each sample, from its cls file; `UNREADABLE` for a damaged sample.
+        """The class of each sample, from its cls file; `UNREADABLE` for a damaged sample, also without a cls file.
 
         Raises:
-            InputError: a sample has no cls file, or its cls file is not an integer of 0 or more.
+            InputError: no sample has a readable cls file, or a class number is below 0.
         """
         found = []
         for shard, entries in groupby((self._index[number] for number in range(len(self))), lambda each: each.shard):
             with self.paths[shard].open("rb") as file:
                 found += [self._label(entry, file) for entry in entries]
+        if all(label == UNREADABLE for label in found):
+            raise InputError(
+                f"{self.paths[0]}: no sample has a class: expected a number in NAME.{CLASS} beside NAME.jpg"
+            )
         return found
 
     def _label(self, entry: _Entry, file: BinaryIO) -> int:
-        if entry.wrong is not None:
+        try:
+            offset, size = entry.files[self._ending(entry, CLASS)]
+            file.seek(offset)
+            label = int(file.read(size))
+        except ValueError:  # reading the sample raises the error that says what is wrong
             return UNREADABLE
-        offset, size = entry.files[self._ending(entry, CLASS)]
-        file.seek(offset)
-        content = file.read(size)
-        with suppress(ValueError):
-            if (label := int(content)) >= 0:
-                return label
-        raise InputError(f"{self._name(entry)}.{CLASS} is {content[:20]!r}: expected a class number")
+        if label < 0:
+            raise InputError(f"{self._name(entry)}.{CLASS} is {label}: expected a class number of 0 or more")
+        return label
 
     def content(self, index: int) -> bytes:
         """The bytes of the sample's photograph in the shard."""

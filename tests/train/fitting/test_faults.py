@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rooftop.errors import InputError, ModelRunError
+from rooftop.errors import DivergedError, InputError, ModelRunError
 from rooftop.train.fitting import StepRecord, fit, read_metrics, stepping
 from rooftop.train.fitting.run_folders import RunFolder, identity_of
 from rooftop.train.fitting.states import same_state
@@ -171,6 +174,13 @@ def test_an_overflow_of_float16_is_no_fault() -> None:
         fit(task(Breaks(lambda call: call >= 2)), recipe(run={"precision": "fp16"}), device="cpu")
 
 
+def test_a_training_that_skips_every_step_has_failed() -> None:
+    """In float16, a gradient that is not finite is no fault of its own. But no step has changed the weights."""
+    how = recipe(4, run={"precision": "fp16"})
+    with pytest.raises(DivergedError, match=r"all 4 steps were skipped"):
+        fit(task(Root(), train=[(torch.zeros(2), torch.tensor(0))] * 8), how, device="cpu")
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
 def test_the_device_decides_as_the_host_does(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Host and device skip the same steps, even the first step, which creates the optimizer's state."""
@@ -219,12 +229,80 @@ def test_out_of_memory_on_a_cpu_is_one_line_too() -> None:
         fit(task(Grows()), recipe(), device="cpu")
 
 
-def test_another_error_of_a_step_stays_as_it_is() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        raise RuntimeError("shapes differ")
+class RaisesKeyError:
+    """Data and functions that raise."""
 
-    with pytest.raises(RuntimeError, match=r"^shapes differ$"):
-        fit(task(loss=loss), recipe(), device="cpu")
+    def __call__(self, *arguments: Any) -> Any:
+        raise KeyError("shapes differ")
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError("shapes differ")
+
+
+@pytest.mark.parametrize(
+    "name", ["loss", "metrics", "judge", "alter", "prepare", "settle", "collate", "train", "valid"]
+)
+def test_an_error_of_a_function_of_the_task_names_the_function_and_its_line(name: str) -> None:
+    said = {"train": "train data", "valid": "valid data", "collate": "train data"}.get(name, name)
+    with pytest.raises(ModelRunError, match=rf"the task's {said} raised KeyError: 'shapes .*test_faults\.py:\d+\)$"):
+        fit(task(**{name: RaisesKeyError()}), recipe(1), device="cpu")
+
+
+@pytest.mark.parametrize("how", ["threads", "processes"])
+def test_an_error_of_the_data_is_named_in_any_worker(how: str) -> None:
+    loading = {"how": how, "workers": 1}
+    with pytest.raises(
+        ModelRunError, match=r"train data raised KeyError: .*sample \d+ was read \(.*test_faults\.py:\d+"
+    ):
+        fit(task(train=RaisesKeyError()), recipe(1, loading=loading), device="cpu")
+
+
+def test_an_error_of_rooftop_itself_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepping, "dropout_seed", None)
+    with pytest.raises(TypeError, match="not callable"):
+        fit(task(), recipe(), device="cpu")
+
+
+def cross_entropy(model: nn.Module, batch: Any, **options: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], **options)
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from NUMBERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"loss": partial(cross_entropy, reduction="none")}, r"loss returned a tensor of shape \(4,\).*use \.mean\(\)"),
+        ({"loss": lambda *given: cross_entropy(*given)[None]}, r"loss returned a tensor of shape \(1,\)"),
+        ({"loss": lambda *given: cross_entropy(*given).item()}, r"loss returned float: .*leave out \.item"),
+        ({"loss": lambda *given: cross_entropy(*given).detach()}, "loss returned .* has no gradient: leave out detach"),
+        ({"loss": lambda *given: {"loss": cross_entropy(*given)}}, "loss returned dict: expected the mean"),
+        ({"loss": lambda *given: None}, "loss returned None: expected the mean"),
+        (
+            {"metrics": lambda *given: {"right": 0.5}},
+            "metrics returned 'right': float: expected a dict",
+        ),
+        ({"metrics": lambda *given: {"right": np.ones(4)}}, "metrics returned 'right': ndarray"),
+        ({"metrics": lambda *given: None}, "metrics returned None"),
+        ({"metrics": lambda *given: [torch.ones(4)]}, "metrics returned list"),
+        ({"judge": lambda *given: None}, "judge returned None: expected a dict from name to number"),
+        ({"judge": lambda *given: {"AP": [1]}}, "judge returned dict: expected a dict from name to number"),
+        ({"train": Endless()}, r"train is of type Endless, which has no len\(\): expected numbered samples"),
+        ({"valid": Endless()}, r"valid is of type Endless, which has no len\(\)"),
+        ({"model": nn.LazyLinear(2)}, "uninitialized parameter weight: call the model once"),
+        ({"collate": lambda samples: None}, "collate returned None: expected a batch"),
+    ],
+)
+def test_a_task_that_breaks_its_contract_is_told_what_was_expected(changes: dict[str, Any], said: str) -> None:
+    what = task(**changes) if "model" not in changes else Task(changes["model"], NUMBERS, cross_entropy)
+    with pytest.raises(InputError, match=said):
+        fit(what, recipe(1), device="cpu")
 
 
 @pytest.mark.gpu
@@ -283,6 +361,21 @@ def test_a_damaged_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
         fit(task(), recipe(), device="cpu", out=tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "recipe.toml", "metrics.jsonl"])
+def test_a_path_that_cannot_be_written_is_named(name: str, tmp_path: Path) -> None:
+    if name == "checkpoints":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match=rf"{tmp_path}/{name} cannot be written \((File exists|Is a directory)\): exp"):
+        fit(task(), recipe(), device="cpu", out=tmp_path)
+
+
+def test_a_disk_without_any_room_is_named(tmp_path: Path) -> None:
+    with largest_file(0), pytest.raises(OSError, match=rf"{tmp_path}/run cannot be written .*: make room, then resume"):
+        fit(task(), recipe(), device="cpu", out=tmp_path / "run")
+
+
 def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     what, how = task(), recipe(2)
     folder = RunFolder(tmp_path, 2)
@@ -307,6 +400,17 @@ class Damaged:
         return NUMBERS[index]
 
 
+def test_a_metric_that_is_not_finite_is_null_in_all_files(tmp_path: Path) -> None:
+    what = task(metrics=lambda model, batch: {"wrong": torch.full((len(batch[0]),), math.nan)})
+    fit(what, recipe(6), device="cpu", out=tmp_path)
+    (training,) = tmp_path.glob("checkpoints/step-*/training.json")
+    for text in (training.read_text(), *(tmp_path / "metrics.jsonl").read_text().splitlines()):
+        json.loads(text, parse_constant=pytest.fail)
+    done = fit(what, recipe(6), device="cpu", out=tmp_path, resume=True)
+    assert done.last is not None
+    assert math.isnan(done.last.values["wrong"])
+
+
 def test_a_damaged_sample_is_skipped_and_named(tmp_path: Path) -> None:
     """The loss is the mean over the batch's other samples. The damaged sample is named once, not in each pass."""
     seen = Notes()
@@ -318,6 +422,16 @@ def test_a_damaged_sample_is_skipped_and_named(tmp_path: Path) -> None:
     assert "cut off" in seen.notes[0]
     with pytest.raises(Exception, match="cut off"):
         fit(task(train=Damaged()), recipe(6), device="cpu")
+
+
+def test_a_damaged_sample_of_the_validation_is_skipped_and_named() -> None:
+    seen = Notes()
+    how = recipe(18, faults={"damaged": "skip"}, evaluation={"every": 1.0})
+    fit(task(valid=Damaged(), train=Damaged()), how, device="cpu", observers=[seen])
+    assert sorted(seen.notes) == [
+        "sample 7 was skipped: picture 7 is cut off",
+        "validation sample 7 was skipped: picture 7 is cut off",
+    ]
 
 
 def test_a_step_without_a_readable_sample_ends_the_training_and_says_so() -> None:

@@ -7,6 +7,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from rooftop.errors import InputError
 from rooftop.testing import no_waiting_for_gpu
+from rooftop.train.checkpoints.locks import locked
 from rooftop.train.fitting import (
     EvaluationRecord,
     Facts,
@@ -518,6 +521,33 @@ def test_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
         fit(task(), recipe(run={"epochs": 2}), device="cpu", out=tmp_path, resume=True)
     how = recipe(run={"epochs": 1}, loading={"ahead": 2}, faults={"not_finite": "skip"})
     assert fit(task(), how, device="cpu", out=tmp_path, resume=True).reason == "done"
+
+
+HOLDS = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("process 7 on here", file=file, flush=True)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_training_in_a_folder_is_refused_while_the_first_one_runs(tmp_path: Path) -> None:
+    how = recipe(run={"epochs": 1})
+    words = [sys.executable, "-c", HOLDS, str(tmp_path / ".lock")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        for resume in (False, True):
+            with pytest.raises(InputError, match="is used by another training, process 7 on here: wait for its end"):
+                fit(task(), how, device="cpu", out=tmp_path, resume=resume)
+        assert os.listdir(tmp_path) == [".lock"]
+        other.kill()
+    with locked(tmp_path):  # the command and the loop both lock the folder
+        fit(task(), how, device="cpu", out=tmp_path)
+        other_process = subprocess.run([*words[:2], HOLDS.replace("LOCK_EX", "LOCK_EX | 4"), words[3]], check=False)
+        assert other_process.returncode == 1, "the loop has kept the lock of the command"
 
 
 def test_resume_without_a_checkpoint_begins(tmp_path: Path) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from rooftop.train.fitting import EvaluationRecord, StepRecord, read_metrics
 from rooftop.train.fitting.metric_lines import MetricLines
@@ -31,6 +36,23 @@ def test_a_resumed_training_cuts_the_lines_after_its_step(tmp_path: Path) -> Non
     assert read_metrics(path) == ([step(1), step(2), step(3, 7.0)], [evaluation(2)])
     assert len(path.read_text().splitlines()) == 4
     assert read_metrics(path, until=1) == ([step(1)], [])
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = MetricLines(path, 0)
+    lines.add([step(1, math.inf)])
+    lines.add([replace(evaluation(1), values={"loss": math.nan, "accuracy": 0.5})])
+    lines.close()
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    (of_step,), (of_evaluation,) = read_metrics(path)
+    assert math.isnan(of_step.loss)
+    assert math.isnan(of_evaluation.values["loss"])
+    assert of_evaluation.values["accuracy"] == 0.5
+    before = path.read_text()
+    MetricLines(path, 1).close()
+    assert path.read_text() == before
 
 
 def test_a_training_from_the_start_begins_anew(tmp_path: Path) -> None:

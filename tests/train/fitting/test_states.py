@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rooftop.train.fitting.states import put_together, same_state, taken_apart
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint16)
 tensors = st.builds(
     lambda dtype, sizes: torch.arange(math.prod(sizes)).view(sizes).to(dtype),
     st.sampled_from(DTYPES),

@@ -29,6 +29,24 @@ def task(model: nn.Module | None = None, **fields: Any) -> Task:
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ema.decay=.9", r"expected a number: write 0\.9$"),
+        ("optimizer.lr=5.", r"expected a number: write 5\.0$"),
+        ("run.batch=1e3", r"expected an integer: write 1000$"),
+        ("run.batch=1.5", r"expected an integer$"),
+        ("run.replay=True", r"expected true or false: write true$"),
+        ("ema.decay=much", r"expected a number$"),
+        ("run.seed=100000000000000000000", r"expected an integer from 0 to 2\*\*63 - 1$"),
+        ("model.options={num_classes=7}", r"expected no 'num_classes' here: set model\.num_classes$"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_an_error_with_the_right_value(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Recipe().with_values([text])
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"model": {"frozen": ["layr1"]}}, r"'layr1' matches no module.*layer1"),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rooftop.errors import InputError
+from rooftop.errors import DivergedError, InputError
 from rooftop.train.fitting.records import Fitted
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.reports.ablation_tables import ablation_heading, ablation_page, ablation_table
@@ -66,7 +66,7 @@ def train(scripted: SimpleNamespace, made: list[str]) -> Trained:
 
 def ablated(folder: Path, train: Trained, repeats: int = 3, names: list[str] = NAMES) -> Ablation:
     runs = runs_of(RECIPE, switches_of(RECIPE, names), repeats, folder)
-    return ablate(RECIPE, runs, results_of(runs), train, "accuracy", True, lambda run, value, found: None)
+    return ablate(RECIPE, runs, results_of(runs), train, "accuracy", True, lambda *told: None)
 
 
 def test_each_switch_is_compared_at_the_same_seeds(tmp_path: Path, train: Trained, made: list[str]) -> None:
@@ -92,7 +92,7 @@ def test_of_a_loss_less_is_better(tmp_path: Path, scripted: SimpleNamespace) -> 
         loss = (0.5 if run.recipe.mix.mixup else 0.7) + 0.001 * run.seed
         return scripted.fit(scripted.task("loss"), run.recipe, [], run.folder, {"loss": loss})
 
-    found = ablate(RECIPE, runs, {}, train, "loss", False, lambda run, value, found: None)
+    found = ablate(RECIPE, runs, {}, train, "loss", False, lambda *told: None)
     assert found.worths[0].mean == pytest.approx(0.2)
 
 
@@ -161,12 +161,12 @@ def test_results_of_another_recipe_are_refused(tmp_path: Path, train: Trained) -
 def test_a_metric_that_no_evaluation_has_is_named(tmp_path: Path, train: Trained) -> None:
     runs = runs_of(RECIPE, [], 1, tmp_path)
     with pytest.raises(InputError, match="compares map on validation data"):
-        ablate(RECIPE, runs, {}, train, "map", True, lambda run, value, found: None)
+        ablate(RECIPE, runs, {}, train, "map", True, lambda *told: None)
 
 
 def test_only_the_first_rank_writes(tmp_path: Path, train: Trained) -> None:
     runs = runs_of(RECIPE, [], 1, tmp_path)
-    ablate(RECIPE, runs, {}, train, "accuracy", True, lambda run, value, found: None, write=False)
+    ablate(RECIPE, runs, {}, train, "accuracy", True, lambda *told: None, write=False)
     assert results_of(runs) == {}
 
 
@@ -237,3 +237,35 @@ def test_a_run_that_diverged_leaves_a_table_and_a_page(tmp_path: Path, scripted:
     assert json.loads((tmp_path / "ablation.json").read_text())["switches"][0]["worth"] is None
     assert "not finite" in ablation_page(found, "resnet", "")
     assert ablated(tmp_path, train, repeats=2, names=["mix.mixup"]).worths[0].verdict == "not finite"
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_recipe_that_diverged_with_one_seed_leaves_a_table_and_a_page(
+    wrong: float, tmp_path: Path, scripted: SimpleNamespace
+) -> None:
+    def train(run: Run) -> Fitted:
+        run.folder.mkdir(parents=True)
+        values = {7: 0.9, 8: wrong, 9: -wrong}
+        return scripted.fit(scripted.task(), run.recipe, [], run.folder, {"accuracy": values[run.seed]})
+
+    found = ablated(tmp_path, train, names=["mix.mixup"])
+    write_ablation(found, tmp_path)
+    shown = io.StringIO()
+    Console(file=shown, width=110).print(ablation_table(found))
+    assert "not finite" in shown.getvalue()
+    assert "the whole recipe reaches nan" in ablation_heading(found)
+    assert "not finite" in ablation_page(found, "resnet", "")
+
+
+def test_the_other_runs_continue_after_a_run_that_diverges(tmp_path: Path, train: Trained, made: list[str]) -> None:
+    def diverges(run: Run) -> Fitted:
+        fitted = train(run)
+        if run.switch is not None and run.seed == 7:
+            raise DivergedError("step 3: the loss is nan")
+        return fitted
+
+    found = ablated(tmp_path, diverges, repeats=2, names=["mix.mixup"])
+    assert (found.finished, found.worths[0].verdict) == (4, "not finite")
+    assert ablated(tmp_path, train, repeats=2, names=["mix.mixup"]).finished == len(made) == 4
+    result = (tmp_path / "without-mix.mixup" / "seed-7" / "result.json").read_text()
+    assert json.loads(result, parse_constant=pytest.fail)["value"] is None

@@ -16,11 +16,13 @@ another name (step-00000100.2). All ranks must see the same folder.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,29 @@ from rooftop.train.checkpoints.saved_tensors import INDEX, index_of
 LATEST, TRAINING = "latest", "training.json"
 STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 UNFINISHED = ".unfinished"
+OF_TASKS, TASK = "checkpoints", "task"
+"""The folder of checkpoints in the folder of a task's run, and the value of "kind" in training.json, which
+distinguishes the training of a task from the training of a GPT."""
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Name a file or folder in the OSErrors of the block, and say what helps.
+
+    Raises:
+        OSError: there is no room.
+        InputError: the path cannot be written for another reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        words = f"{path} cannot be written ({error.strerror or error})"
+        if error.errno in FULL:
+            raise OSError(f"{words}: make room, then resume") from error
+        raise InputError(f"{words}: expected a path in a folder with write permission") from error
 
 
 def file_name(rank: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from rooftop.errors import InputError
 from rooftop.models.gpt.rope_scaling import RopeScaling
 from rooftop.models.gpt.switches import GptConfig
-from rooftop.train.checkpoints.folders import TRAINING, last_step
+from rooftop.train.checkpoints.folders import OF_TASKS, TASK, TRAINING, last_step
 from rooftop.train.gpt.trainer import GptTrainer
 from rooftop.train.gpt.training import GptTraining
 
@@ -126,6 +126,8 @@ def read_record(folder: str | Path) -> TrainingRecord:
     try:
         found = last_step(folder) or folder
         said: dict[str, Any] = json.loads((found / TRAINING).read_text(encoding="utf-8"))
+        if said.get("kind") == TASK:
+            raise _of_a_task(found, found.parent.parent)
         if said["format"] not in (FORMAT, OLDER_FORMAT):
             raise InputError(
                 f"{found} has format {said['format']}, but this version of Rooftop reads {OLDER_FORMAT} and {FORMAT}"
@@ -137,6 +139,8 @@ def read_record(folder: str | Path) -> TrainingRecord:
     except InputError:
         raise
     except FileNotFoundError as error:
+        if (folder / OF_TASKS).is_dir() and last_step(folder / OF_TASKS) is not None:
+            raise _of_a_task(folder, folder) from error
         missing = folder if not folder.exists() else error.filename
         hint = ""
         if (folder / HUGGING_FACE).is_file():
@@ -152,6 +156,13 @@ def read_record(folder: str | Path) -> TrainingRecord:
             f"{found / TRAINING} is not a file of rooftop train gpt --save ({type(error).__name__}): it is damaged, or "
             "another program wrote it. Give the folder of another step"
         ) from error
+
+
+def _of_a_task(found: Path, run: Path) -> InputError:
+    return InputError(
+        f"{found} holds the training of a task, not of a GPT: continue it with rooftop train TASK --out {run} "
+        f"--resume; its weights are {run / 'last.safetensors'}"
+    )
 
 
 def check_same(record: TrainingRecord, training: GptTraining) -> None:

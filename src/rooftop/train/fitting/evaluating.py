@@ -13,6 +13,7 @@ from rooftop.errors import InputError
 from rooftop.parallel import World, others_wait
 from rooftop.train.fitting.feeding import in_memory_format, loader_of
 from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.tasks.calls import batches_of, calling, judged_by, loss_of, metrics_of
 from rooftop.train.tasks.task import Task
 from rooftop.words import did_you_mean
 
@@ -49,21 +50,23 @@ class Evaluator:
         """Return the mean loss and the metrics, the same on all ranks. The model stays in evaluation mode.
 
         Raises:
-            InputError: the task's best metric is not among the metrics.
+            InputError: the task's best metric is not among the metrics, or a function of the task returns a wrong type.
+            ModelRunError: a function of the task raises.
         """
         self.task.model.eval()
         sums: dict[str, Tensor] = {}
         counts: dict[str, int] = {}
-        for loaded in self.loader.batches(0):
+        for loaded in batches_of("valid", self.loader.batches(0)):
             count = len(loaded.places)
             if count == 0:  # this rank has no sample: the last batch is small, or its samples are damaged
                 continue
-            batch = loaded.value if self.task.prepare is None else self.task.prepare(loaded.value)
+            with calling("prepare"):
+                batch = loaded.value if self.task.prepare is None else self.task.prepare(loaded.value)
             if self.recipe.run.channels_last:
                 batch = in_memory_format(batch, torch.channels_last)
             with self._whole_or_uncompiled(count), self.autocast():
-                found = {"loss": self.task.loss(self.task.model, batch) * count}
-                metrics = {} if self.task.metrics is None else self.task.metrics(self.task.model, batch)
+                found = {"loss": loss_of(self.task, batch) * count}
+                metrics = metrics_of(self.task, batch)
             for name, values in {**found, **metrics}.items():
                 sums[name] = sums.get(name, 0) + values.double().sum()
                 counts[name] = counts.get(name, 0) + (count if name == "loss" else values.numel())
@@ -91,9 +94,7 @@ class Evaluator:
         found: dict[str, float] = {}
         if self.world.rank == 0:
             with others_wait("evaluating"):
-                found = {
-                    name: float(value) for name, value in self.task.judge(self.task.model, self.world.device).items()
-                }
+                found = judged_by(self.task, self.task.model, self.world.device)
         return self.gathered(found)[0]  # type: ignore[no-any-return]
 
     def _checked(self, values: dict[str, float]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from rooftop.errors import InputError
 from rooftop.parallel import World
 from rooftop.train.fitting.lengths import Lengths
 from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.tasks.calls import batches_of, calling
 from rooftop.train.tasks.task import Task
 
 
@@ -100,7 +101,8 @@ class Feed:
             if number == self.lengths.parts - 1:
                 self._next = step + 1
             share = len(loaded.places) / self.lengths.batch
-            value = loaded.value if self._prepare is None else self._prepare(loaded.value)
+            with calling("prepare"):
+                value = loaded.value if self._prepare is None else self._prepare(loaded.value)
             yield Part(value, loaded.places + number * size, loaded.indices, share, number == self.lengths.parts - 1)
 
     def _words_of_nothing(self, step: int) -> str:
@@ -115,7 +117,8 @@ class Feed:
         self._end_reading()
         epoch, number = self.lengths.epoch_of(step)
         epochs = self.lengths.epoch_of(self.lengths.steps)[0] - epoch + 1 if self._joined_epochs else 1
-        self._batches = iter(self.loader.batches(epoch, number * self.lengths.parts, max(1, epochs)))
+        batches = self.loader.batches(epoch, number * self.lengths.parts, max(1, epochs))
+        self._batches = batches_of("train", batches)
         self._next = 0
 
     def close(self) -> None:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,17 +29,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rooftop.errors import InputError, ModelRunError
-from rooftop.models.weights.safetensors_files import safetensors_library
+from rooftop.data.pieces import Damaged
+from rooftop.errors import DivergedError, InputError
 from rooftop.parallel import World, join, report
 from rooftop.train.checkpoints.agreements import Agreement
+from rooftop.train.checkpoints.locks import locked
 from rooftop.train.fitting.batch_norms import batch_norms_over_ranks
 from rooftop.train.fitting.evaluating import Evaluator
-from rooftop.train.fitting.exports import export_weights
+from rooftop.train.fitting.exports import check_exportable, export_weights
 from rooftop.train.fitting.faults import first_not_finite, memory_explained
 from rooftop.train.fitting.feeding import Feed
 from rooftop.train.fitting.lengths import Lengths
-from rooftop.train.fitting.metric_lines import METRICS, MetricLines
+from rooftop.train.fitting.metric_lines import METRICS, MetricLines, evaluation_of, plain_of
 from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, Observer, StepRecord
 from rooftop.train.fitting.run_folders import BEST, LAST, RunFolder, identity_of
 from rooftop.train.fitting.stepping import FAULT, LOSS, NORM, SKIPPED, Stepper
@@ -47,6 +48,7 @@ from rooftop.train.gpt.speeds import peak_bytes
 from rooftop.train.recipes import prepare_model, rate_factor
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.stopping import Stop, stop_on_signals
+from rooftop.train.tasks.calls import calling, check_task
 from rooftop.train.tasks.task import Task
 
 INTERVAL = 10  # number of steps whose results are read from a GPU at once; between reads the GPU never waits for Python
@@ -86,8 +88,10 @@ def fit(
         The result. A stopped training is saved.
 
     Raises:
-        InputError: the recipe does not fit the task or the ranks, or `out` holds another training.
-        ModelRunError: a loss or a gradient is not finite, or memory ran out.
+        InputError: the recipe does not fit the task or the ranks, `out` holds another training, or another process
+            trains in `out`.
+        DivergedError: a loss or a gradient is not finite.
+        ModelRunError: memory ran out, or a function of the task raised.
         OSError: a checkpoint cannot be written; the previous one is kept.
         RankError: another rank failed.
     """
@@ -97,6 +101,7 @@ def fit(
     if resume and out is None:
         raise InputError("resume needs out, the folder of the training to continue")
     recipe.check()
+    check_task(task)
     identity = identity_of(task, recipe)
     settings = {"training": identity, "out": str(out), "resume": resume, "save_every": save_every}
     with ExitStack() as around:
@@ -106,7 +111,11 @@ def fit(
         around.enter_context(_settings_of_torch(recipe, world.device))
         folder = None if out is None else RunFolder(Path(out), keep_last)
         fitting = _Fitting(task, recipe, world, folder, identity, observers if world.rank == 0 else (), stop)
-        return fitting.run(resume, save_every, interval or (INTERVAL if world.device.type == "cuda" else 1))
+        try:
+            return fitting.run(resume, save_every, interval or (INTERVAL if world.device.type == "cuda" else 1))
+        except DivergedError as error:
+            diverged = error
+    raise diverged  # after `join`: all ranks raise it, so no rank has failed the others, and they can train again
 
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -172,8 +181,8 @@ class _Fitting:
         self.skipped = 0  # number of consecutive skipped steps
         self.reason = ""
         self.before = 0
-        self._looked_at = 0  # number of entries of the loader's `skipped` that were reported
-        self._damaged: set[int] = set()  # damaged samples that were already reported
+        self._looked_at: Counter[str] = Counter()  # number of entries of each loader's `skipped` that were reported
+        self._damaged: set[tuple[str, int]] = set()  # damaged samples that were already reported
         self._loading_told = False
         self._unread: list[Tensor] = []
 
@@ -243,7 +252,11 @@ class _Fitting:
         self.lines: MetricLines | None = None
         if self.folder is None:
             return
-        safetensors_library()  # raises now if safetensors is missing, not after hours of training
+        # raises now, not after hours of training
+        check_exportable(self.task.model, self.task.metadata)
+        self.folder.check(self.stepper.state())
+        if self.first:
+            ending.enter_context(locked(self.folder.out))
         saved = self.folder.load(self.identity) if resume else None
         if not resume and (there := self.folder.last()) is not None:
             raise InputError(
@@ -346,8 +359,8 @@ class _Fitting:
         """Read the results of the unread steps from the device, and report them.
 
         Raises:
-            ModelRunError: a loss or gradient was not finite and the recipe does not skip such steps, or too many steps
-                were skipped.
+            DivergedError: a loss or gradient was not finite and the recipe does not skip such steps, or too many steps
+                or all steps were skipped.
         """
         rows = torch.stack(self._unread).tolist()  # waits for the device
         self._unread.clear()
@@ -365,6 +378,9 @@ class _Fitting:
             self.skipped = self.skipped + 1 if skipped else 0
             if skipped:
                 notes.append(f"step {number} was skipped: its loss is {row[LOSS]:g}, its gradient's norm {row[NORM]:g}")
+            if self.skipped == number == self.lengths.steps:
+                trouble = f"{self._words_of_fault(number, row)}; all {number} steps were skipped"
+                break
             if self.skipped > self.recipe.faults.most_skipped:
                 trouble = f"{self._words_of_fault(number, row)}; {self.skipped} steps in a row were skipped"
                 break
@@ -374,9 +390,12 @@ class _Fitting:
             self._tell("stepped", records)
         for note in notes:
             self._tell("noted", note)
-        self._tell_of_data()
+        if loading := self._loading():
+            self._tell("noted", f"loading {loading}")
+        if self.first:  # later, `_evaluate` and `_save` tell of the samples of all ranks
+            self._tell_of_damage([self._damage()])
         if trouble:
-            raise ModelRunError(trouble)
+            raise DivergedError(trouble)
         self._restart_clock()
 
     def _record(self, step: int, row: list[float], seconds: float, waiting: float) -> StepRecord:
@@ -406,14 +425,21 @@ class _Fitting:
         words += f". {saved} is the last checkpoint" if saved is not None else ""
         return f"{words}. A smaller optimizer.lr may help; faults.not_finite=skip skips such steps"
 
-    def _tell_of_data(self) -> None:
-        if loading := self._loading():
-            self._tell("noted", f"loading {loading}")
-        for index, name, reason in self.feed.loader.skipped[self._looked_at :]:
-            if index not in self._damaged:
-                self._tell("noted", f"sample {index}{f' ({name})' if name else ''} was skipped: {reason}")
-                self._damaged.add(index)
-        self._looked_at = len(self.feed.loader.skipped)
+    def _damage(self) -> list[tuple[str, Damaged]]:
+        """The samples that this rank has skipped since the last call, in training and in validation."""
+        loaders = {"sample": self.feed.loader}
+        if self.evaluator is not None:
+            loaders["validation sample"] = self.evaluator.loader
+        found = [(kind, each) for kind, loader in loaders.items() for each in loader.skipped[self._looked_at[kind] :]]
+        self._looked_at = Counter({kind: len(loader.skipped) for kind, loader in loaders.items()})
+        return found
+
+    def _tell_of_damage(self, of_ranks: Sequence[list[tuple[str, Damaged]]]) -> None:
+        """Name each damaged sample once."""
+        for kind, (index, name, reason) in chain.from_iterable(of_ranks):
+            if (kind, index) not in self._damaged:
+                self._tell("noted", f"{kind} {index}{f' ({name})' if name else ''} was skipped: {reason}")
+                self._damaged.add((kind, index))
 
     def _restart_clock(self) -> None:
         self._clock, self._waited = time.perf_counter(), self.feed.loader.waited_s
@@ -424,8 +450,8 @@ class _Fitting:
         """Evaluate the model, with the mean weights if there are any, and export the best or last weights."""
         self._share(self.task.model.buffers())
         with self.stepper.mean_weights():
-            if ended and self.task.settle is not None:
-                self.task.settle(self.task.model)
+            if ended:
+                self._settle()
             improved = self._judge(step)
             patience = self.recipe.evaluation.patience
             if ended:
@@ -433,12 +459,18 @@ class _Fitting:
             elif patience and self.worse >= patience:
                 self.reason = f"no improvement for {patience} evaluations"
                 if self.task.settle is not None:
-                    self.task.settle(self.task.model)
+                    self._settle()
                     improved |= self._judge(step)
             if improved:
                 self._export(BEST)
             if self.reason:
                 self._export(LAST)
+        self._tell_of_damage(self.agreement.gathered(self._damage()))
+
+    def _settle(self) -> None:
+        if self.task.settle is not None:
+            with calling("settle"):
+                self.task.settle(self.task.model)
 
     def _judge(self, step: int) -> bool:
         """Evaluate once; returns whether the result is the best so far."""
@@ -472,13 +504,14 @@ class _Fitting:
         saved = (
             self.folder.save(step, self.identity, self._progress(step), self.stepper.state()) if self.first else None
         )
+        self._tell_of_damage(self.agreement.gathered(self._damage()))
         return self.agreement.gathered(saved)[0]
 
     def _progress(self, step: int) -> dict[str, Any]:
         return {
             "step": step,
-            "best": None if self.best is None else asdict(self.best),
-            "last": None if self.last is None else asdict(self.last),
+            "best": None if self.best is None else plain_of(self.best),
+            "last": None if self.last is None else plain_of(self.last),
             "worse": self.worse,
             "skipped": self.skipped,
             "reason": self.reason if not self.reason.startswith("stopped") else "",
@@ -487,7 +520,7 @@ class _Fitting:
     def _take_over(self, progress: Any) -> None:
         self.before = progress["step"]
         self.best, self.last = (
-            None if progress[name] is None else EvaluationRecord(**progress[name]) for name in ("best", "last")
+            None if progress[name] is None else evaluation_of(progress[name]) for name in ("best", "last")
         )
         self.worse, self.skipped, self.reason = progress["worse"], progress["skipped"], progress["reason"]
 

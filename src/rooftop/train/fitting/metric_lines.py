@@ -4,16 +4,20 @@
     {"step": 30, "epoch": 1.0, "values": {"loss": 1.2, "accuracy": 0.8}, "best": true}
 
 A resumed training repeats the steps after its checkpoint. So the old lines of the repeated steps are removed, as is a
-partial line of a killed process.
+partial line of a killed process. A number that is not finite is null in the file, and NaN after reading.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rooftop.hardware.ceilings import write_whole
+from rooftop.train.checkpoints.folders import writing_to
+from rooftop.train.finite_json import finite, with_nan
 from rooftop.train.fitting.records import EvaluationRecord, StepRecord
 
 METRICS = "metrics.jsonl"
@@ -27,15 +31,16 @@ class MetricLines:
         after: the step of the loaded checkpoint; lines of later steps are removed. 0: the file starts empty.
 
     Raises:
-        OSError: the file cannot be written.
+        InputError, OSError: the file cannot be written; see `writing_to`.
     """
 
     def __init__(self, path: Path, after: int) -> None:
         steps, evaluations = read_metrics(path, after) if after else ([], [])
         records: list[StepRecord | EvaluationRecord] = [*steps, *evaluations]
         records.sort(key=lambda record: (record.step, isinstance(record, EvaluationRecord)))
-        write_whole(path, "".join(_line(record) for record in records))
-        self._path, self._file = path, path.open("ab", buffering=0)  # unbuffered, so all lines are written
+        with writing_to(path):
+            write_whole(path, "".join(_line(record) for record in records))
+            self._path, self._file = path, path.open("ab", buffering=0)  # unbuffered, so all lines are written
 
     def add(self, records: list[StepRecord] | list[EvaluationRecord]) -> None:
         """Write lines, before the next checkpoint is saved.
@@ -68,13 +73,23 @@ def read_metrics(path: Path, until: int | None = None) -> tuple[list[StepRecord]
             if until is not None and found["step"] > until:
                 continue
             if "values" in found:
-                evaluations[found["step"]] = EvaluationRecord(**found)
+                evaluations[found["step"]] = evaluation_of(found)
             else:
-                steps[found["step"]] = StepRecord(**found)
+                steps[found["step"]] = StepRecord(**with_nan(found))
         except (ValueError, TypeError, KeyError):  # a line was cut off when the process was killed
             continue
     return [steps[step] for step in sorted(steps)], [evaluations[step] for step in sorted(evaluations)]
 
 
+def plain_of(record: StepRecord | EvaluationRecord) -> dict[str, Any]:
+    """A record as JSON values."""
+    return finite(asdict(record))  # type: ignore[no-any-return]
+
+
+def evaluation_of(plain: Mapping[str, Any]) -> EvaluationRecord:
+    """The inverse of `plain_of`."""
+    return EvaluationRecord(**{**plain, "values": with_nan(plain["values"])})
+
+
 def _line(record: StepRecord | EvaluationRecord) -> str:
-    return json.dumps(asdict(record)) + "\n"
+    return json.dumps(plain_of(record), allow_nan=False) + "\n"

@@ -35,12 +35,15 @@ from rooftop.errors import InputError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.train.checkpoints.files import ITEM_BYTES, FilePiece
 from rooftop.train.checkpoints.folders import (
+    OF_TASKS,
+    TASK,
     TRAINING,
     complete,
     file_name,
     last_step,
     remove_unfinished,
     unfinished,
+    writing_to,
 )
 from rooftop.train.checkpoints.saved_tensors import KINDS, SavedTensors, whole_tensor
 from rooftop.train.checkpoints.writing import write_now
@@ -48,9 +51,7 @@ from rooftop.train.fitting.states import put_together, taken_apart
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.tasks.task import Task
 
-CHECKPOINTS, RECIPE = "checkpoints", "recipe.toml"
-KIND = "task"
-"""The value of "kind" in training.json, which distinguishes a task's training from a GPT's training."""
+RECIPE = "recipe.toml"
 MAY_CHANGE = ("loading", "faults")
 """Sections of the recipe that may differ when a training is resumed, because these sections do not change the results.
 """
@@ -153,13 +154,30 @@ class RunFolder:
 
     def __init__(self, out: Path, keep_last: int) -> None:
         self.out, self.keep_last = out, keep_last
-        self.checkpoints = out / CHECKPOINTS
+        self.checkpoints = out / OF_TASKS
 
     def begin(self, recipe: Recipe) -> None:
-        """Create the folder, write the recipe, and remove leftovers of killed trainings."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(self.checkpoints)
-        write_whole(self.out / RECIPE, recipe.toml() + "\n")
+        """Create the folder, write the recipe, and remove leftovers of killed trainings.
+
+        Raises:
+            InputError, OSError: see `writing_to`.
+        """
+        with writing_to(self.checkpoints):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(self.checkpoints)
+        with writing_to(self.out / RECIPE):
+            write_whole(self.out / RECIPE, recipe.toml() + "\n")
+
+    def check(self, state: Any) -> None:
+        """Check before a training that `save` can write its state.
+
+        Raises:
+            InputError: the state has a value that a checkpoint cannot store.
+        """
+        try:
+            taken_apart(state, "", {})
+        except TypeError as error:
+            raise InputError(f"the state of this training cannot be saved: {error}") from error
 
     def last(self) -> Path | None:
         """The folder of the last checkpoint; None if there is no checkpoint."""
@@ -173,7 +191,7 @@ class RunFolder:
         """
         tensors: dict[str, Tensor] = {}
         described = {
-            "kind": KIND,
+            "kind": TASK,
             "step": step,
             "identity": identity,
             "progress": progress,
@@ -214,7 +232,7 @@ class RunFolder:
             return None
         try:
             described = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
-            if described.get("kind") != KIND:
+            if described.get("kind") != TASK:
                 raise InputError(
                     f"{folder} is a checkpoint of another kind: resume a GPT with rooftop train gpt --load"
                 )

@@ -3,8 +3,9 @@
     {"state": {0: {"step": tensor(3.), "momentum_buffer": tensor(...)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 
 becomes the tensors "optimizer.state.0.step" and "optimizer.state.0.momentum_buffer", and JSON in which {"tensor": name}
-replaces each tensor. JSON keeps floats exactly. JSON supports neither numeric keys nor tuples, so dicts become
-{"pairs": [[key, value], ...]}, and tuples become {"tuple": [...]}.
+replaces each tensor. Tensors of dtypes without a name in checkpoints, such as complex64, are stored as bytes. JSON
+keeps floats exactly. JSON supports neither numeric keys nor tuples, so dicts become {"pairs": [[key, value], ...]}, and
+tuples become {"tuple": [...]}.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rooftop.train.checkpoints.saved_tensors import KINDS
 
 PLAIN = (str, bool, int, float, type(None))
 
@@ -25,11 +28,17 @@ def taken_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         name: prefix of the tensors' names.
 
     Raises:
-        TypeError: the state has a value other than tensors, numbers, strings, and containers of them.
+        TypeError: the state has a value other than dense tensors, numbers, strings, and containers of them.
     """
     if isinstance(state, Tensor):
-        tensors[name] = state.detach()
-        return {"tensor": name}
+        if state.layout is not torch.strided or state.is_quantized:
+            kind = "quantized" if state.is_quantized else str(state.layout)
+            raise TypeError(f"{name} is a tensor of layout {kind}: a checkpoint stores only dense tensors")
+        if state.dtype in KINDS:
+            tensors[name] = state.detach()
+            return {"tensor": name}
+        tensors[name] = _bytes(state.detach())
+        return {"tensor": name, "dtype": str(state.dtype).removeprefix("torch."), "shape": list(state.shape)}
     if isinstance(state, PLAIN):
         return state
     if isinstance(state, Mapping):
@@ -56,6 +65,8 @@ def put_together(described: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [put_together(each, tensors) for each in described]
     if not isinstance(described, dict):
         return described
+    if "dtype" in described:
+        return tensors[described["tensor"]].view(getattr(torch, described["dtype"])).view(described["shape"])
     if "tensor" in described:
         return tensors[described["tensor"]]
     if "tuple" in described:
@@ -75,5 +86,8 @@ def same_state(one: Any, other: Any) -> bool:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    flat = (each.cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(*flat)
+    return torch.equal(_bytes(one.cpu()), _bytes(other.cpu()))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

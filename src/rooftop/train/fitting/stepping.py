@@ -31,6 +31,7 @@ from rooftop.train.fitting.put_back import PutBack
 from rooftop.train.fitting.replaying import ReplayedModel
 from rooftop.train.recipes import MeanWeights, optimizer_of, rate_factor, set_rates
 from rooftop.train.recipes.recipe import Recipe
+from rooftop.train.tasks.calls import calling, loss_of
 from rooftop.train.tasks.task import Task
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,7 +129,7 @@ class Stepper:
             batch = self.altered(number, part)
             replays = self._replayed.active() if replayed and self._replayed is not None else nullcontext()
             with self.autocast(), replays:
-                share = self.task.loss(self.task.model, batch) * part.weight
+                share = loss_of(self.task, batch) * part.weight
             with self._summing() if summing and part.last else nullcontext():
                 (self.scaler.scale(share) if scaled else share).backward()
             total[0].add_(share.detach())
@@ -162,7 +163,8 @@ class Stepper:
         """Mix a batch as the recipe says (mixup, CutMix)."""
         batch = part.batch
         if self.task.alter is not None:
-            batch = self.task.alter(batch, part.places, generator_of(self.recipe.run.seed, number))
+            with calling("alter"):
+                batch = self.task.alter(batch, part.places, generator_of(self.recipe.run.seed, number))
         if self.recipe.run.channels_last:
             batch = in_memory_format(batch, torch.channels_last)
         return batch

@@ -1,7 +1,7 @@
 """Write the metrics file: one line of JSON per step, also in a resumed training.
 
 A resumed training repeats the steps after its checkpoint. So the old lines of the repeated steps are removed, as is a
-partial line of a killed process. The file then has each step once, in order.
+partial line of a killed process. The file then has each step once, in order. A number that is not finite is null.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TextIO
 
 from rooftop.errors import InputError
 from rooftop.hardware.ceilings import write_whole
+from rooftop.train.checkpoints.folders import writing_to
+from rooftop.train.finite_json import finite
 from rooftop.train.gpt.running import StepReport
 
 
@@ -50,13 +52,14 @@ def metrics_file(path: Path, after: int | None = None) -> Iterator[TextIO]:
 
     Raises:
         InputError: see `kept_lines`; the file stays unchanged.
-        OSError: the file cannot be written.
+        InputError, OSError: the file cannot be written; see `writing_to`.
     """
-    if after is not None and path.is_file():
-        text = "".join(f"{line}\n" for line in kept_lines(path, after))
-        if text.encode() != path.read_bytes():
-            write_whole(path, text)
-    file = path.open("w" if after is None else "a", encoding="utf-8")
+    with writing_to(path):
+        if after is not None and path.is_file():
+            text = "".join(f"{line}\n" for line in kept_lines(path, after))
+            if text.encode() != path.read_bytes():
+                write_whole(path, text)
+        file = path.open("w" if after is None else "a", encoding="utf-8")
     try:
         yield file
     except BaseException:
@@ -73,7 +76,7 @@ def add_lines(file: TextIO, reports: Iterable[StepReport]) -> None:
         OSError: the lines cannot be written; the message names the file.
     """
     try:
-        file.writelines(json.dumps(asdict(report)) + "\n" for report in reports)
+        file.writelines(json.dumps(finite(asdict(report)), allow_nan=False) + "\n" for report in reports)
         file.flush()
     except OSError as error:
         raise OSError(f"{file.name} cannot be written ({error.strerror}): make room") from error

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftop.debugging import memory_error_in_words
-from rooftop.errors import ModelRunError
+from rooftop.errors import DivergedError, ModelRunError
 from rooftop.parallel import report
 from rooftop.train.checkpoints.savers import Saver
 from rooftop.train.gpt.speeds import StepRoof, peak_bytes
@@ -87,7 +87,8 @@ def run_steps(
     Yields: The reports of the steps since the previous reports.
 
     Raises:
-        ModelRunError: a loss or a norm is not finite (all ranks raise this), or memory ran out.
+        DivergedError: a loss or a norm is not finite; all ranks raise this.
+        ModelRunError: memory ran out.
         OSError: a checkpoint cannot be written; all ranks raise this.
         ValueError: a saving option is passed without `save`.
     """
@@ -168,7 +169,7 @@ def _told(trainer: GptTrainer, numbers: list[list[float]], seconds: float, roof:
     reports = []
     for step, (loss, norm) in enumerate(numbers, trainer.step - len(numbers) + 1):
         if not torch.tensor([loss, norm]).isfinite().all():
-            raise ModelRunError(
+            raise DivergedError(
                 f"the loss of step {step} is {loss} and its gradient's norm is {norm}: training cannot continue; a "
                 "smaller learning rate may help"
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -394,7 +395,7 @@ _RULES: list[tuple[str, Any, str]] = [
     ("run.steps", *_from(0)),
     ("run.batch", *_from(1)),
     ("run.accumulate", *_from(1)),
-    ("run.seed", *_from(0)),
+    ("run.seed", lambda value: 0 <= value < 2**63, "an integer from 0 to 2**63 - 1"),
     ("run.precision", *_among("fp32", "bf16", "fp16")),
     ("optimizer.name", *_among("sgd", "adamw", "muon")),
     ("optimizer.lr", *_from(0)),
@@ -429,6 +430,7 @@ _RULES: list[tuple[str, Any, str]] = [
     ("augment.size", *_from(0)),
     ("augment.test_size", *_from(0)),
     ("model.num_classes", *_from(0)),
+    ("model.options", lambda value: "num_classes" not in value, "no 'num_classes' here: set model.num_classes"),
     ("model.dropout", *_between(0, 1)),
     ("model.stochastic_depth", *_between(0, 1)),
     ("ema.decay", *_between(0, 1)),
@@ -488,8 +490,22 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         return float(value)
     if type(value) is not hint:
         kind = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}[hint]
-        raise InputError(f"{where} is {value!r}: expected {kind}")
+        meant = _meant(value, hint)
+        raise InputError(f"{where} is {value!r}: expected {kind}{f': write {meant}' if meant else ''}")
     return value
+
+
+def _meant(value: Any, hint: type) -> str:
+    """The probable meaning of a value of a wrong type in TOML: 0.9 for the text ".9"; "" if there is none."""
+    if hint is bool:
+        return str(value).lower() if str(value).lower() in ("true", "false") else ""
+    if isinstance(value, bool) or hint not in (int, float):
+        return ""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return ""
+    return str(hint(number)) if math.isfinite(number) and hint(number) == number else ""
 
 
 def _toml(value: Any) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from typing import Any
 
 from rich.table import Table
 
-from rooftop.train.reports.ablations import Ablation, Worth
+from rooftop.train.reports.ablations import Ablation, Worth, deviation_of, mean_of
 from rooftop.train.reports.page import REFRESH_S, page_of, recipe_rows
 from rooftop.train.reports.terminal import decimals_of
 
@@ -19,8 +18,8 @@ def ablation_heading(ablation: Ablation) -> str:
     better = "more" if ablation.maximize else "less"
     values = list(ablation.values.values())
     decimals = decimals_of(max(map(abs, values), default=1.0))
-    spread = f" ± {statistics.stdev(values):.{decimals}f} (standard deviation)" if len(values) > 1 else ""
-    reached = f"; the whole recipe reaches {statistics.fmean(values):.{decimals}f}{spread}" if values else ""
+    spread = f" ± {deviation_of(values):.{decimals}f} (standard deviation)" if len(values) > 1 else ""
+    reached = f"; the whole recipe reaches {mean_of(values):.{decimals}f}{spread}" if values else ""
     return f"{ablation.metric} of the last evaluation, {better} is better{reached}"
 
 
@@ -43,8 +42,8 @@ def row_of(worth: Worth) -> tuple[str, ...]:
     return (
         worth.switch.name,
         f"{json.dumps(worth.switch.on)} ({json.dumps(worth.switch.off)})",
-        f"{statistics.fmean(worth.with_it):.{decimals}f}",
-        f"{statistics.fmean(worth.without_it):.{decimals}f}",
+        f"{mean_of(worth.with_it):.{decimals}f}",
+        f"{mean_of(worth.without_it):.{decimals}f}",
         f"{worth.mean:+.{decimals}f}",
         "unknown" if worth.error is None else f"{worth.error:.{decimals}f}",
         worth.verdict,

@@ -16,13 +16,16 @@ import json
 import math
 import shutil
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rooftop.errors import InputError
+from rooftop.errors import DivergedError, InputError
 from rooftop.hardware.ceilings import write_whole
+from rooftop.train.checkpoints.folders import writing_to
+from rooftop.train.finite_json import finite
 from rooftop.train.fitting.records import Fitted
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.words import did_you_mean
@@ -86,15 +89,13 @@ class Worth:
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.differences)
+        return mean_of(self.differences)
 
     @property
     def error(self) -> float | None:
         """Standard error of the mean difference; None for one seed."""
         count = len(self.differences)
-        if not math.isfinite(self.mean):
-            return math.nan
-        return statistics.stdev(self.differences) / math.sqrt(count) if count > 1 else None
+        return deviation_of(self.differences) / math.sqrt(count) if count > 1 else None
 
     @property
     def interval(self) -> float | None:
@@ -141,28 +142,29 @@ class Ablation:
 
     def plain(self) -> dict[str, Any]:
         """The ablation as JSON values."""
-        return {
+        plain = {
             "metric": self.metric,
             "maximize": self.maximize,
             "finished": self.finished,
             "runs": self.runs,
             "recipe": self.recipe.plain(),
-            "values": {str(seed): _number(value) for seed, value in self.values.items()},
+            "values": {str(seed): value for seed, value in self.values.items()},
             "switches": [
                 {
                     "switch": worth.switch.name,
                     "on": worth.switch.on,
                     "off": worth.switch.off,
-                    "with": [_number(value) for value in worth.with_it],
-                    "without": [_number(value) for value in worth.without_it],
-                    "worth": _number(worth.mean),
-                    "standard_error": _number(worth.error),
-                    "interval": _number(worth.interval),
+                    "with": worth.with_it,
+                    "without": worth.without_it,
+                    "worth": worth.mean,
+                    "standard_error": worth.error,
+                    "interval": worth.interval,
                     "verdict": worth.verdict,
                 }
                 for worth in self.worths
             ],
         }
+        return finite(plain)  # type: ignore[no-any-return]
 
     def csv(self) -> str:
         """The ablation as CSV, with a row for each switch."""
@@ -172,7 +174,7 @@ class Ablation:
             ["switch", "on", "off", "metric", "with", "without", "worth", "standard_error", "repeats", "verdict"]
         )
         for worth in self.worths:
-            means = [statistics.fmean(worth.with_it), statistics.fmean(worth.without_it), worth.mean]
+            means = [mean_of(worth.with_it), mean_of(worth.without_it), worth.mean]
             head = [worth.switch.name, json.dumps(worth.switch.on), json.dumps(worth.switch.off), self.metric]
             error = "" if worth.error is None else worth.error
             writer.writerow([*head, *means, error, len(worth.differences), worth.verdict])
@@ -236,7 +238,8 @@ def results_of(runs: Sequence[Run]) -> dict[Path, float]:
             continue
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
-            recipe, value = result["recipe"], float(result["value"])
+            recipe, value = result["recipe"], result["value"]
+            value = math.nan if value is None else float(value)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is not a result of a training: remove it, and the run is repeated") from error
         if recipe != _as_json(run.recipe):
@@ -255,7 +258,7 @@ def ablate(
     train: Callable[[Run], Fitted],
     metric: str,
     maximize: bool,
-    told: Callable[[Run, float, Ablation], None],
+    told: Callable[[Run, float, float, Ablation], None],
     write: bool = True,
 ) -> Ablation:
     """Train the unfinished runs, and report after each one.
@@ -264,10 +267,11 @@ def ablate(
         recipe: the whole recipe.
         runs: the result of `runs_of`.
         results: the result of `results_of`. With several ranks, read the results before any rank trains.
-        train: trains one run, and may resume an interrupted run.
+        train: trains one run, and may resume an interrupted run. If it raises DivergedError, the metric of the run is
+            NaN.
         metric: name of the metric by which runs are compared; its value in the last evaluation counts.
         maximize: whether a higher metric is better.
-        told: called after each run, with the run, its metric, and the ablation so far.
+        told: called after each run, with the run, its metric, its seconds, and the ablation so far.
         write: whether this process writes results; with several ranks, only the first rank does.
 
     Returns:
@@ -280,18 +284,25 @@ def ablate(
     for run in runs:
         if run.folder in results:
             continue
-        fitted = train(run)
-        if fitted.reason.startswith("stopped"):
-            break
-        if fitted.last is None or metric not in fitted.last.values:
-            raise InputError(f"an ablation compares {metric} on validation data, but the task reports none")
-        value = fitted.last.values[metric]
+        began = time.monotonic()
+        try:
+            fitted = train(run)
+        except DivergedError:
+            value = math.nan
+        else:
+            if fitted.reason.startswith("stopped"):
+                break
+            if fitted.last is None or metric not in fitted.last.values:
+                raise InputError(f"an ablation compares {metric} on validation data, but the task reports none")
+            value = fitted.last.values[metric]
+        seconds = time.monotonic() - began
         results[run.folder] = value
         if write:
-            result = {"value": value, "seconds": fitted.seconds, "recipe": _as_json(run.recipe)}
-            write_whole(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
+            result = {"value": finite(value), "seconds": seconds, "recipe": _as_json(run.recipe)}
+            with writing_to(run.folder / RESULT):
+                write_whole(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
             shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # a finished run needs no checkpoints
-        told(run, value, compared(recipe, runs, results, metric, maximize))
+        told(run, value, seconds, compared(recipe, runs, results, metric, maximize))
     return compared(recipe, runs, results, metric, maximize)
 
 
@@ -310,15 +321,21 @@ def compared(recipe: Recipe, runs: Sequence[Run], results: dict[Path, float], me
     return Ablation(recipe, metric, maximize, whole, tuple(worths), len(results), len(runs))
 
 
+def mean_of(values: Sequence[float]) -> float:
+    """The mean of the values; NaN if a value is not finite."""
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def deviation_of(values: Sequence[float]) -> float:
+    """The standard deviation of two or more values; NaN if a value is not finite."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def write_ablation(ablation: Ablation, folder: Path) -> None:
     """Write ablation.json and ablation.csv, each atomically."""
-    write_whole(folder / "ablation.json", json.dumps(ablation.plain(), indent=1) + "\n")
-    write_whole(folder / "ablation.csv", ablation.csv())
-
-
-def _number(value: float | None) -> float | None:
-    """A number for JSON; None if it is not finite, because JSON has only finite numbers."""
-    return value if value is not None and math.isfinite(value) else None
+    for name, text in (("json", json.dumps(ablation.plain(), indent=1) + "\n"), ("csv", ablation.csv())):
+        with writing_to(folder / f"ablation.{name}"):
+            write_whole(folder / f"ablation.{name}", text)
 
 
 def _value_of(recipe: Recipe, name: str) -> Any:

@@ -26,7 +26,7 @@ from rooftop.doctor.extras import Extra
 from rooftop.errors import ModelRunError, RooftopError, TargetError
 from rooftop.models import builtin_models
 from rooftop.train.tasks.task import Build, Task
-from rooftop.user_code import found_in, named_module
+from rooftop.user_code import found_in, named_module, place_in_user_code
 from rooftop.words import did_you_mean
 
 Values = Mapping[str, Mapping[str, Any]]
@@ -112,7 +112,10 @@ def _checked(name: str, build: Build) -> Build:
         except RooftopError:
             raise
         except (Exception, SystemExit) as error:
-            raise ModelRunError(f"{name} raised {type(error).__name__}: {error}") from error
+            place = place_in_user_code(error)
+            raise ModelRunError(
+                f"{name} raised {type(error).__name__}: {error}{f' ({place})' if place else ''}"
+            ) from error
         if not isinstance(built, Task):
             raise TargetError(
                 f"{name!r} returned {type(built).__name__}: expected a rooftop.train.tasks.Task, with at least "

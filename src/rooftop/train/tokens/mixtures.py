@@ -127,7 +127,7 @@ def open_mixture(words: Sequence[str], kind: str | None = None, option: str = OP
 def paths_of(words: Sequence[str], option: str = OPTION) -> list[Path]:
     """List all files that `open_mixture` may read for these words. Raises the errors of `open_mixture`."""
     paths, _ = _pairs(words, option)
-    return [path.with_name(path.name + end) for path in paths for end in ("", ".bin", ".idx")] + [
+    return [Path(f"{path}{end}") for path in paths for end in ("", ".bin", ".idx")] + [
         path.with_suffix(end) for path in paths if path.suffix in (".bin", ".idx") for end in (".bin", ".idx")
     ]
 

@@ -176,7 +176,7 @@ def _data_of_index(path: Path) -> Path:
     """The token file of Megatron-LM's pair of files, from the name of either file."""
     if path.suffix == ".idx":
         return path.with_suffix(".bin")
-    pair = [path.with_name(path.name + suffix) for suffix in (".bin", ".idx")]
+    pair = [Path(f"{path}{suffix}") for suffix in (".bin", ".idx")]  # `path` may have an empty name, such as "."
     return pair[0] if not path.exists() and all(each.is_file() for each in pair) else path
 
 
