@@ -87,6 +87,15 @@ def test_a_cut_matroska_file_says_so_and_stays_readable(make_video: MakeVideo) -
     assert "ends after" in (probe(content[: int(len(content) * 0.7)]).damage or "")
 
 
+@pytest.mark.parametrize("name", ["b-frames.wmv", "b-frames.mxf"])
+def test_a_cut_asf_or_mxf_file_says_so(make_video: MakeVideo, name: str) -> None:
+    content = make_video(name, options={"bf": "2", "g": "8"}).read_bytes()
+    assert probe(content).damage is None
+    reader = VideoReader(content[: int(len(content) * 0.7)])
+    with pytest.raises(DamagedVideoError, match=r"the file ends after [\d,]+ of [\d,]+ bytes"):
+        list(reader)
+
+
 def test_frames_after_the_damage_are_found_by_position(make_video: MakeVideo) -> None:
     """Decoding starts again at a key frame, so only the damaged frame's group is lost."""
     path = make_video("spoilt.mkv", options={"bf": "0", "g": "8", "sc_threshold": "0"})

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from fractions import Fraction
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 # Maximum pixels of one frame: a header of a few bytes may claim any size. 16K (15360 x 8640) fits.
 MAX_PIXELS = 1 << 27
+
+DECODING_CLOCKS = ("asf", "mxf", "nsv")
+"""Formats that may store only the time at which a packet is decoded. FFmpeg derives from it when the frame is shown for
+some codecs (MPEG-4 in ASF, MPEG-2 in MXF), and gives a wrong time for others (H.264)."""
+SAMPLED = 100  # packets that show whether times are derived; H.264 reorders within at most 16 frames
 
 KEY_FRAMES_ONLY = frozenset(
     ["mjpeg", "png", "ffv1", "prores", "dnxhd", "huffyuv", "ffvhuff", "utvideo", "rawvideo", "v210", "jpeg2000"]
@@ -151,12 +157,13 @@ class Decoder:
         # PyAV returns the container's start time in microseconds.
         self.start_ticks = round(Fraction(start, 1_000_000) / self.time_base) if start is not None else 0
         raw = bool(int(form.flags) & NO_TIMESTAMPS)
-        self._by_places = "avi" in form.name and context.name not in KEY_FRAMES_ONLY
+        self._by_places = context.name not in KEY_FRAMES_ONLY and ("avi" in form.name or self._only_decoding_clock())
         self.clocked = not raw and not self._by_places
         # The number of frames in the header helps to detect a file that was cut off.
         self._entries = len(self.stream.index_entries) if "mp4" in form.name else 0
         self._entries = self.stream.frames if "avi" in form.name else self._entries
         self._end = self._end_of_track()
+        self._first_place = self.start_ticks  # if packets have only their places, the tick of the first frame
         self._whole = True  # no seek yet, so packets can be counted
         self._keys: list[int] = []  # ticks of key frames that were sent to the decoder
         self._went_back = False  # whether the clock went back; ticks of packets then differ from ticks of frames
@@ -174,6 +181,20 @@ class Decoder:
         if end_s is None or end_s > Fraction(self.container.duration, 1_000_000) + _SLACK_S:
             return None
         return round(end_s / self.time_base)
+
+    def _only_decoding_clock(self) -> bool:
+        """Whether FFmpeg knows only when packets are decoded, not when frames are shown."""
+        if self.container.format.name not in DECODING_CLOCKS:
+            return False
+        if self.source.only_decoding_clock is None:
+            times: list[tuple[int | None, int | None]] = []
+            with self.source.open() as file, open_input(file) as container, suppress(self.av.FFmpegError):
+                packets = islice(container.demux(container.streams[self.stream.index]), SAMPLED)
+                times.extend((packet.dts, packet.pts) for packet in packets if packet.size)
+            shown = [pts for _, pts in times if pts is not None]
+            shown_as_decoded = all(dts == pts for dts, pts in times) and not self.stream.codec_context.has_b_frames
+            self.source.only_decoding_clock = shown == sorted(shown) and not shown_as_decoded
+        return self.source.only_decoding_clock
 
     def close(self) -> None:
         self._let_go()
@@ -264,7 +285,7 @@ class Decoder:
         """Yield (tick, frame) in display order, from the next key frame on.
 
         If packets have no times, a frame gets its time from the frame rate (raw streams), or from its position in the
-        file (AVI with frames out of order).
+        file (AVI, ASF and MXF with frames out of order).
 
         Args:
             start: after a seek, the tick of the requested key frame. Frames shown before that key frame are skipped,
@@ -318,15 +339,15 @@ class Decoder:
     def _timed(self, start: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
         step = usual_duration(self)
         last: int | None = None
-        first_place: int | None = None
+        waiting: int | None = None  # ticks by which the decoder returns frames later than it gets their packets
         for frame in self._decoded(start):
             pts = frame.pts
             if self._by_places and frame.dts is not None:
-                # In an AVI file, `frame.dts` is the position of the packet after which the decoder returned the frame.
-                # The frame's own position is earlier by the number of frames that wait in the decoder. That number does
-                # not change after the first frame.
-                first_place = frame.dts if first_place is None else first_place
-                place = self.start_ticks + frame.dts - first_place
+                # `frame.dts` is the place of the packet after which the decoder returned the frame. The frame's own
+                # place is earlier by the number of frames that wait in the decoder. That number does not change after
+                # the first frame.
+                waiting = frame.dts - self._first_place if waiting is None else waiting
+                place = frame.dts - waiting
                 if last is None or place > last:
                     last = place
                     yield place, frame
@@ -352,6 +373,7 @@ class Decoder:
                     if start is not None and (packet.pts is None or packet.pts > start):
                         raise Misled("the seek led to a later key frame", packet.pts)
                     started, first = True, packet.pts
+                    self._first_place = self.start_ticks if packet.dts is None else max(packet.dts, self.start_ticks)
                 if packet.pts is not None:
                     pending.add(packet.pts)
                     if packet.is_keyframe:

@@ -53,6 +53,7 @@ class Source:
         if size == 0:
             raise InputError(f"{self.name} is empty: expected a video")
         self.size_bytes = size
+        self.only_decoding_clock: bool | None = None  # what `Decoder` has found out about the times of packets
 
     def open(self) -> Any:
         return io.BytesIO(self.content) if self.content is not None else self.path.open("rb")
