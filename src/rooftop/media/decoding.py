@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from fractions import Fraction
@@ -43,6 +44,13 @@ KEY_FRAMES_ONLY = frozenset(
 of a packet is the position of its frame.
 """
 
+ONE_FRAME_A_PACKET = KEY_FRAMES_ONLY | {"h264", "hevc", "vvc", "vp9", "av1", "gif", "webp", "qtrle"}
+"""Codecs in which each packet contains exactly one displayed frame. For other codecs, the index is built by decoding
+the file once: VP8 has frames that are never shown, and MPEG-4 can have two frames in a packet."""
+MOST_THREADS = 17  # FFmpeg decodes at most this many frames at once
+
+MOST_DOUBTS = 3  # after this many errors, one thread decodes the rest
+
 # Codecs in which at most one decoded frame waits for frames that are shown earlier.
 ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")
 UNMARKED = ("gif",)  # codecs for which some containers do not mark the first packet as a key frame
@@ -63,6 +71,10 @@ class Broken(Exception):
         super().__init__(reason)
         self.pts = pts
         self.damaged_frame = damaged_frame
+
+
+class Doubted(Broken):
+    """Internal error: several threads have met an error that FFmpeg may conceal. One thread has to judge."""
 
 
 class Misled(Broken):
@@ -136,6 +148,8 @@ class Decoder:
             context.options = options
             if self.threads:
                 context.thread_type = "AUTO"
+                # FFmpeg marks a frame as damaged while another thread may already return it. An error is never late.
+                context.options = {**options, "err_detect": "explode"}
             else:
                 context.thread_type, context.thread_count = "NONE", 1
         else:
@@ -281,7 +295,7 @@ class Decoder:
             self.context.flush_buffers()
         self._whole = False
 
-    def frames(self, start: int | None = None) -> Iterator[tuple[int, av.VideoFrame]]:
+    def frames(self, start: int | None = None, doubts: int = 0) -> Iterator[tuple[int, av.VideoFrame]]:
         """Yield (tick, frame) in display order, from the next key frame on.
 
         If packets have no times, a frame gets its time from the frame rate (raw streams), or from its position in the
@@ -290,6 +304,7 @@ class Decoder:
         Args:
             start: after a seek, the tick of the requested key frame. Frames shown before that key frame are skipped,
                 because they depend on frames before the key frame.
+            doubts: how often several threads have met errors in this pass before.
 
         Raises:
             Misled: the seek led to a later key frame.
@@ -303,13 +318,51 @@ class Decoder:
                 yield pts, frame
         except (Misled, Unclean):
             raise
+        except Doubted:
+            yield from self._judged(start, last, doubts)
+            return
         except Broken:
             if self.threads and self.clocked:
                 with suppress(Broken):  # decoding again fails at the same frame
                     yield from self._once_more(start, last)
             raise
-        if self.threads and self.clocked and self._missing:
+        if self.threads and self._missing:
             yield from self._once_more(start, last)
+
+    def _judged(self, start: int | None, last: int | None, doubts: int) -> Iterator[tuple[int, av.VideoFrame]]:
+        """Decode the frames after tick `last`: around the error by one thread, whose verdict does not depend on chance,
+        and from the next key frame on by several threads."""
+        resumable = self.clocked and doubts < MOST_DOUBTS
+        after = self._keys[-1] if self._keys and resumable else None
+        key = None
+        for pts, frame in self._once_more(start, last):
+            if after is not None and frame.key_frame and pts > after:
+                key = pts
+                break
+            last = pts
+            yield pts, frame
+        another = Decoder(self.source)
+        try:
+            if key is not None:
+                try:
+                    another.seek(key)
+                    for pts, frame in another.frames(key, doubts + 1):
+                        last = pts
+                        yield pts, frame
+                except (Misled, Unclean):
+                    yield from self._once_more(start, last)
+        finally:
+            another.close()
+        if start is None:  # a pass after a seek cannot count packets
+            self._count_packets()
+
+    def _count_packets(self) -> None:
+        """Raise `Broken` if the file ends early."""
+        decoder = Decoder(self.source)
+        try:
+            deque(decoder.packets(), maxlen=0)
+        finally:
+            decoder.close()
 
     def _once_more(self, start: int | None, last: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
         """Decode again the frames after tick `last` and before the damage. At the end of a file, a multithreaded
@@ -319,7 +372,9 @@ class Decoder:
         Raises:
             Broken: as in `frames`.
         """
-        keys = [] if self._went_back or self.suspicions.places else self._keys[1:]  # several positions may share a tick
+        # if the clock went back, several positions may share a tick
+        searchable = self.clocked and not self._went_back and not self.suspicions.places
+        keys = self._keys[1:] if searchable else []
         before = [key for key in keys if last is not None and key <= last]
         for key in dict.fromkeys((max(before, default=start), start)):
             slow = Decoder(self.source, threads=False)
@@ -365,6 +420,7 @@ class Decoder:
         started, sought = False, start is not None
         # ticks of packets whose frames the decoder has not returned yet, since it runs several threads
         pending: set[int] = set()
+        given = returned = 0
         try:
             for packet, damage in self.suspicions.checked(self.packets()):
                 if not started:
@@ -382,25 +438,34 @@ class Decoder:
                     raise Broken(damage, packet.pts)
                 if self.kind is not None and self._sound:
                     self._sound = not (packet.has_sidedata("new_extradata") or says_otherwise(bytes(packet), self.kind))
+                given += 1
                 try:
                     frames = self._decode(packet)
                 except (self.av.FFmpegError, ValueError) as error:
-                    raise Broken(f"a frame cannot be decoded ({said(error)})", packet.pts) from error
+                    broken = Doubted if self.threads else Broken
+                    raise broken(f"a frame cannot be decoded ({said(error)})", packet.pts) from error
                 for frame in _good(frames, first, sought):
+                    returned += 1
                     if frame.pts is not None:
                         pending = {tick for tick in pending if tick > frame.pts}
                     yield frame
             if not started:
-                raise Broken("there is no key frame at which decoding could start")
+                nothing = "there is no key frame at which decoding could start"
+                raise Broken(nothing) if start is None else Misled(nothing)
         except Broken as broken:
-            if started and not broken.damaged_frame:
+            if started and not broken.damaged_frame and not isinstance(broken, Doubted):
                 with suppress(Broken):
                     yield from self._before_damage(pending, first, sought)
             raise
         for frame in self._rest(first, sought):
             pending.discard(frame.pts or 0)
+            returned += 1
             yield frame
-        self._missing = any(first is None or tick >= first for tick in pending)
+        if self.clocked:
+            self._missing = any(first is None or tick >= first for tick in pending)
+        else:  # a frame for each packet, except of frames that several threads have begun
+            counted = self.stream.codec_context.codec.canonical_name in ONE_FRAME_A_PACKET
+            self._missing = counted and 0 < given - returned <= MOST_THREADS
 
     def begins(self, packet: av.Packet[av.VideoStream]) -> bool:
         """Whether decoding can begin with a packet: a key frame, or the first packet of a codec without key frame
@@ -426,7 +491,8 @@ class Decoder:
         try:
             rest = self._decode(None)
         except (self.av.FFmpegError, ValueError) as error:
-            raise Broken(f"the last frames cannot be decoded ({said(error)})") from error
+            broken = Doubted if self.threads else Broken
+            raise broken(f"the last frames cannot be decoded ({said(error)})") from error
         yield from _good(rest, first, sought)
 
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:
