@@ -161,6 +161,41 @@ def test_an_error_leaves_no_file_and_an_older_one_as_it_was(tmp_path: Path) -> N
         writer.write(smooth())
 
 
+@pytest.mark.parametrize(
+    ("name", "codec", "frames", "said"),
+    [
+        ("a.ts", "ffv1", 5, r'a .ts file with ffv1 cannot be read: .*codec="mpeg2video", which suits'),
+        ("a.ts", "libvpx-vp9", 5, "suffix .mkv, which suits most codecs"),
+        ("a.mov", "rawvideo", 5, 'codec="h264"'),
+        ("a.mpg", "gif", 5, 'codec="mpeg1video"'),
+        ("a.yuv", "rawvideo", 5, "Use the suffix .mkv"),
+        ("a.apng", "apng", 1, "an animation needs two frames"),
+        ("a.png", "mpeg1video", 1, 'codec="png"'),
+        ("a.png", "png", 2, "2 frames for .*holds one picture"),
+        ("a.m3u8", "libx264", 5, "describes other files"),
+    ],
+)
+def test_a_file_that_nothing_reads_is_an_error(tmp_path: Path, name: str, codec: str, frames: int, said: str) -> None:
+    with pytest.raises((VideoWriteError, InputError), match=said), VideoWriter(tmp_path / name, 25, codec) as writer:
+        writer.write(smooth(frames))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_ffmpeg_would_read_as_more_than_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:b").mkdir()
+    for name in ("2024-05-01T12:30.mp4", "a:b/out.mp4", "http:x.mp4", "o%d.mp4", "n" * 244 + ".mp4"):
+        with VideoWriter(name, 25) as writer:
+            writer.write(smooth())
+        assert len(VideoReader(name)) == 5
+    with VideoWriter("o%d.png", 25, "png") as writer:
+        writer.write(smooth(1))
+    assert (tmp_path / "o%d.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InputError, match="FFmpeg writes no format with this suffix"):
+        VideoWriter("a." + "x" * 250, 25)
+    assert len(list(tmp_path.iterdir())) == 6
+
+
 def test_what_cannot_be_written_is_refused_before(tmp_path: Path) -> None:
     path = tmp_path / "out.mp4"
     for settings, said in (

@@ -23,6 +23,7 @@ from rooftop.media.nvenc import ENCODER, OTHERWISE, why_no_nvenc
 from rooftop.media.opening import said
 from rooftop.media.pyav import load_av
 from rooftop.media.soundtracks import CopiedSound, EncodedSound, usual_codec
+from rooftop.media.written_files import PICTURES, usual_encoder, why_unreadable
 from rooftop.words import did_you_mean
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ TICKS = 120_000
 AVI_SLACK_S = Fraction(1, 1000)  # maximum distance of a given time from a multiple of 1 / fps
 # in these files, a packet's duration ends when the next packet is decoded
 DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")
+SEVERAL_FILES = 1  # AVFMT_NOFILE: the format opens its files itself, such as the parts of a playlist
 TICKS_MPEG4 = 60_000  # ticks per second for an encoder that stores ticks in 16 bits
 UNTIMED_X265 = 2  # in videos of up to this many frames, x265 leaves decoding times uninitialized
 NARROWEST_X265 = 64  # for narrower frames, x265 (in PyAV 18) writes out of bounds in `Lookahead::cuTree`
@@ -104,7 +106,8 @@ class VideoWriter:
         self.av = load_av()
         self.path = Path(path).expanduser()
         self.frames = 0
-        self._partial = self.path.with_name(f".{self.path.stem}.{os.getpid()}-{id(self):x}.partial{self.path.suffix}")
+        # not longer than the name of the file has to be, and without "%", which FFmpeg would expand
+        self._partial = self.path.with_name(f".{os.getpid()}-{id(self):x}.partial{self.path.suffix}").absolute()
         self._closed = False
         self._container: av.container.OutputContainer | None = None
         self._stream: av.VideoStream | None = None
@@ -138,7 +141,7 @@ class VideoWriter:
         self._held: list[av.Packet[av.VideoStream]] = []
         self.size: tuple[int, int] | None = None
         try:
-            self._container = self.av.open(str(self._partial), "w")
+            self._container = self.av.open(f"file:{self._partial}", "w")  # without "file:", "a:b.mp4" is a URL
         except (self.av.FFmpegError, ValueError) as error:
             self.discard()
             raise InputError(
@@ -147,6 +150,13 @@ class VideoWriter:
         except OSError:
             self.discard()
             raise
+        self._format = self._container.format.name
+        self._is_picture = self._format == PICTURES
+        if self._is_picture:
+            self._container.container_options["update"] = "1"  # one file, not a numbered one for each frame
+        elif int(self._container.format.flags) & SEVERAL_FILES:
+            self.discard()
+            raise InputError(f"{self.path}: {self._format} describes other files: expected one file, such as .mp4")
         if sound_from is not None:
             self._add_video()
             try:
@@ -218,6 +228,11 @@ class VideoWriter:
             raise InputError(f"{len(seconds)} times for {len(batch)} frames: expected one time for each frame")
         if len(batch) == 0:
             return
+        if self._is_picture and self.frames + len(batch) > 1:
+            raise InputError(
+                f"{self.frames + len(batch)} frames for {self.path}: a {self.path.suffix} file holds one picture. "
+                "Use a suffix of a video, such as .mp4, or `rooftop media decode` for one picture per frame"
+            )
         if self.frames and self._timed != (seconds is not None):
             raise InputError("some frames have times and some do not: pass times for all frames or for none")
         ticks = self._ticks(seconds, len(batch))
@@ -314,7 +329,9 @@ class VideoWriter:
             self._mux_sound(end)
             self._encode(None)
             self._container.close()
+            usual = usual_encoder(self.path.suffix.lower(), self._container.default_video_codec)
             self._container = None
+            self._check_readable(usual)
             os.replace(self._partial, self.path)
         except (self.av.FFmpegError, ValueError, OSError) as error:
             raise self._refused(error) from error
@@ -330,7 +347,17 @@ class VideoWriter:
             container, self._container = self._container, None
             with suppress(self.av.FFmpegError, ValueError, OSError):
                 container.close()
-        self._partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a suffix may be too long for a file
+            self._partial.unlink(missing_ok=True)
+
+    def _check_readable(self, usual: str) -> None:
+        why = why_unreadable(self._partial, self._format, self.encoder, self.frames)
+        if why is not None:
+            fitting = "" if usual == self.encoder else f'codec="{usual}", which suits this suffix, or '
+            raise VideoWriteError(
+                f"{self.path} was not written: a {self.path.suffix} file with {self.encoder} cannot be read: {why}. "
+                f"Use {fitting}the suffix .mkv, which suits most codecs"
+            )
 
     def __enter__(self) -> Self:
         return self
