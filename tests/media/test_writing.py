@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rooftop.errors import InputError
-from rooftop.media import VideoReader, VideoWriteError, VideoWriter, probe
+from rooftop.media import VideoReader, VideoWriteError, VideoWriter, probe, read_sound
+from rooftop.user_paths import user_path
 
 pytest.importorskip("av")
 
@@ -191,9 +192,25 @@ def test_names_that_ffmpeg_would_read_as_more_than_a_name(tmp_path: Path, monkey
     with VideoWriter("o%d.png", 25, "png") as writer:
         writer.write(smooth(1))
     assert (tmp_path / "o%d.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(InputError, match="FFmpeg writes no format with this suffix"):
-        VideoWriter("a." + "x" * 250, 25)
+    for name in ("a." + "x" * 250, "n" * 300 + ".mp4"):
+        with pytest.raises(InputError, match="no format with this suffix|File name too long"):
+            VideoWriter(name, 25)
+        with pytest.raises(InputError, match="does not exist"):
+            VideoReader(name)
     assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_a_name_that_begins_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves "~name" as it is if there is no such user."""
+    monkeypatch.chdir(tmp_path)
+    with VideoWriter("~nobody-of-this-name.mp4", 25) as writer:
+        writer.write_sound(torch.zeros(1, 8000), 8000)
+        writer.write(smooth())
+    assert len(VideoReader("~nobody-of-this-name.mp4")) == probe("~nobody-of-this-name.mp4").frames == 5
+    assert read_sound("~nobody-of-this-name.mp4").rate_hz == 8000
+    with pytest.raises(InputError, match=r"~nobody\.mp4 does not exist"):
+        VideoReader("~nobody.mp4")
+    assert user_path("~/a.mp4") == Path.home() / "a.mp4"
 
 
 def test_what_cannot_be_written_is_refused_before(tmp_path: Path) -> None:

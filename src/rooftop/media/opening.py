@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import io
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftop.errors import InputError
 from rooftop.media.pyav import load_av
+from rooftop.user_paths import user_path
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
@@ -41,9 +41,9 @@ class Source:
             self.content = bytes(path_or_bytes)
             self.name, size = f"video of {len(self.content):,} bytes", len(self.content)
         elif isinstance(path_or_bytes, (str, os.PathLike)):
-            self.path = Path(path_or_bytes).expanduser()
+            self.path = user_path(path_or_bytes)
             self.name = str(self.path)
-            if not self.path.exists():
+            if not os.path.exists(self.path):  # False, too, for a name that is too long
                 raise InputError(f"{self.name} does not exist: expected a video file, or its bytes")
             if not self.path.is_file():
                 raise InputError(f"{self.name} is not a regular file: expected a video file, or its bytes")

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from operator import index as as_integer
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -24,6 +23,7 @@ from rooftop.media.opening import said
 from rooftop.media.pyav import load_av
 from rooftop.media.soundtracks import CopiedSound, EncodedSound, usual_codec
 from rooftop.media.written_files import PICTURES, usual_encoder, why_unreadable
+from rooftop.user_paths import user_path
 from rooftop.words import did_you_mean
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class VideoWriter:
         cut_sound: bool = False,
     ) -> None:
         self.av = load_av()
-        self.path = Path(path).expanduser()
+        self.path = user_path(path)
         self.frames = 0
         # not longer than the name of the file has to be, and without "%", which FFmpeg would expand
         self._partial = self.path.with_name(f".{os.getpid()}-{id(self):x}.partial{self.path.suffix}").absolute()
@@ -128,7 +128,11 @@ class VideoWriter:
         self.pixel_format = self._pick_format(pixel_format)
         if not self.path.parent.is_dir():
             raise InputError(f"{self.path.parent} is not a folder: create it before you write {self.path.name} there")
-        if self.path.is_dir():
+        try:
+            taken = self.path.is_dir()
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be written: {said(error)}. Give another name") from error
+        if taken:
             raise InputError(f"{self.path} is a folder: expected the name of a file")
         self._timed = False
         self._ticks_a_second = self.fps if self.path.suffix.lower() == ".avi" else Fraction(TICKS)
