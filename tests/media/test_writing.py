@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rooftop.errors import InputError
 from rooftop.media import VideoReader, VideoWriteError, VideoWriter, probe, read_sound
 from rooftop.user_paths import user_path
 
-pytest.importorskip("av")
+av = pytest.importorskip("av")
 
 
 def smooth(frames: int = 5, height: int = 16, width: int = 24) -> torch.Tensor:
@@ -193,11 +194,49 @@ def test_names_that_ffmpeg_would_read_as_more_than_a_name(tmp_path: Path, monkey
         writer.write(smooth(1))
     assert (tmp_path / "o%d.png").read_bytes().startswith(b"\x89PNG")
     for name in ("a." + "x" * 250, "n" * 300 + ".mp4"):
-        with pytest.raises(InputError, match="no format with this suffix|File name too long"):
+        with pytest.raises(InputError, match=r"no format with this suffix|File name too long"):
             VideoWriter(name, 25)
         with pytest.raises(InputError, match="does not exist"):
             VideoReader(name)
     assert len(list(tmp_path.iterdir())) == 6
+
+
+@pytest.mark.parametrize("suffix", [".avi", ".mkv", ".mov", ".mjpeg"])
+def test_motion_jpeg_has_full_range(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"out{suffix}"
+    with VideoWriter(path, 25, "mjpeg", options={"q:v": "2"}) as writer:
+        writer.write(smooth())
+    assert writer.full_range
+    assert VideoReader(path).colours.full_range
+    assert float((VideoReader(path)[0].float() / 255 - smooth()[0]).abs().mean()) < 0.02
+
+
+@pytest.mark.parametrize(("code", "said"), [(errno.ENOSPC, "the disk is full"), (errno.EIO, "Input/output error")])
+def test_an_error_of_the_disk_names_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str
+) -> None:
+    def refuse(writer: VideoWriter, frame: object) -> None:
+        av.error.err_check(-code)
+
+    monkeypatch.setattr(VideoWriter, "_encode", refuse)
+    path = tmp_path / "out.mp4"
+    with pytest.raises(VideoWriteError, match=said) as raised, VideoWriter(path, 25) as writer:
+        writer.write(smooth())
+    assert str(tmp_path) in str(raised.value)
+    assert "codec" not in str(raised.value)
+
+
+def test_a_frame_rate_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    for wrong in ("25", None, -1, float("nan"), 1e-9):
+        with pytest.raises(InputError, match="expected a number above 0"):
+            VideoWriter(tmp_path / "out.mp4", wrong)  # type: ignore[arg-type]
+    for suffix, codec, fps in ((".avi", "mpeg4", 5000), (".mkv", "libx264", 1001), (".webm", "libvpx", 1200)):
+        with pytest.raises(InputError, match="at most 1000 frames a second"):
+            VideoWriter(tmp_path / f"out{suffix}", fps, codec)
+    with VideoWriter(tmp_path / "out.avi", 1000, "mpeg4") as writer:
+        writer.write(smooth())
+    assert VideoReader(tmp_path / "out.avi").times.tolist() == pytest.approx([0.0, 0.001, 0.002, 0.003, 0.004])
+    assert [path.name for path in tmp_path.iterdir()] == ["out.avi"]
 
 
 def test_a_name_that_begins_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

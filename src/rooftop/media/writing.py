@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,11 @@ AVI_SLACK_S = Fraction(1, 1000)  # maximum distance of a given time from a multi
 # in these files, a packet's duration ends when the next packet is decoded
 DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")
 SEVERAL_FILES = 1  # AVFMT_NOFILE: the format opens its files itself, such as the parts of a playlist
+MOST_FPS = {"avi": 1000, "matroska": 1000, "webm": 1000, "flv": 1000, "asf": 1000, "gif": 100}
+"""The most frames a second of FFmpeg's formats. For AVI, FFmpeg itself falls back to 600 above 1000; the others count
+time in milliseconds (GIF: in hundredths of a second)."""
+DISK_ERRORS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ESTALE)
+FULL_RANGE = ("mjpeg", "ljpeg", "amv")  # encoders of JPEG, whose standard has only full range
 TICKS_MPEG4 = 60_000  # ticks per second for an encoder that stores ticks in 16 bits
 UNTIMED_X265 = 2  # in videos of up to this many frames, x265 leaves decoding times uninitialized
 NARROWEST_X265 = 64  # for narrower frames, x265 (in PyAV 18) writes out of bounds in `Lookahead::cuTree`
@@ -66,7 +72,8 @@ class VideoWriter:
         options: options of the encoder, such as {"crf": "18", "preset": "fast"}.
         matrix: bt709, bt601 or bt2020; the file states the matrix. By default the matrix that players assume for this
             size.
-        full_range: True if black is 0 and white 255; False if black is 16 and white 235.
+        full_range: True if black is 0 and white 255; False if black is 16 and white 235. Motion JPEG (mjpeg) always
+            has full range.
         pad: whether a size that does not fit the pixel format (odd, with yuv420p) is padded by repeating the last row
             and column. If False, such a size raises `InputError`.
         sound_from: a file from which all sound streams are copied, packet for packet.
@@ -112,14 +119,13 @@ class VideoWriter:
         self._container: av.container.OutputContainer | None = None
         self._stream: av.VideoStream | None = None
         self._sound: CopiedSound | EncodedSound | None = None
-        if not 0 < fps < float("inf"):
-            raise InputError(f"fps={fps}: expected a number above 0")
         if matrix is not None and matrix not in WEIGHTS:
             raise InputError(
                 f"matrix {matrix!r} is not known: expected one of {', '.join(WEIGHTS)}{did_you_mean(matrix, WEIGHTS)}"
             )
-        self.fps = Fraction(fps).limit_denominator(1001)
-        self.codec, self.matrix, self.full_range, self.pad = codec, matrix, full_range, pad
+        self.fps = _rate(fps)
+        self.codec, self.matrix, self.pad = codec, matrix, pad
+        self.full_range = full_range or codec in FULL_RANGE or (pixel_format or "").startswith("yuvj")
         self.bit_rate_bps, self.options, self.cut_sound = bit_rate_bps, dict(options or {}), cut_sound
         if codec == "auto" and options:
             raise InputError(f'options {self.options} belong to one encoder: pass its name as codec, not "auto"')
@@ -146,15 +152,21 @@ class VideoWriter:
         self.size: tuple[int, int] | None = None
         try:
             self._container = self.av.open(f"file:{self._partial}", "w")  # without "file:", "a:b.mp4" is a URL
+        except OSError as error:
+            self.discard()
+            raise self._refused(error) from error
         except (self.av.FFmpegError, ValueError) as error:
             self.discard()
             raise InputError(
                 f"{self.path}: FFmpeg writes no format with this suffix; expected .mp4, .mkv, .webm, .avi or another"
             ) from error
-        except OSError:
-            self.discard()
-            raise
         self._format = self._container.format.name
+        if self.fps > (most := MOST_FPS.get(self._format, self.fps)):
+            self.discard()
+            raise InputError(
+                f"fps={fps} for {self.path}: {self._format} stores at most {most} frames a second. Give a lower fps, "
+                "or the suffix .mp4"
+            )
         self._is_picture = self._format == PICTURES
         if self._is_picture:
             self._container.container_options["update"] = "1"  # one file, not a numbered one for each frame
@@ -381,6 +393,13 @@ class VideoWriter:
     def _refused(self, error: BaseException, who: str | None = None) -> VideoWriteError:
         if isinstance(error, VideoWriteError):
             return error
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            return VideoWriteError(
+                f"{self.path} was not written: the disk is full ({said(error)}). Free space in {self.path.parent}, or "
+                "write to another disk"
+            )
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            return VideoWriteError(f"{self.path} was not written: {said(error)}. Check the disk of {self.path.parent}")
         who = who or f"{self.encoder} with {self.pixel_format} and options {self.options}"
         return VideoWriteError(
             f"{self.path} was not written: {who} says: {said(error)}. "
@@ -533,6 +552,17 @@ class VideoWriter:
             frame.colorspace, frame.color_range = CODES[self._colours.matrix], 2 if self.full_range else 1
         frame.pts, frame.time_base = tick, self._time_base
         return frame
+
+
+def _rate(fps: float | Fraction) -> Fraction:
+    try:
+        exact = Fraction(fps) if isinstance(fps, (int, Fraction)) else Fraction(0.0 + fps)
+        rate = exact.limit_denominator(1001)
+    except (TypeError, ValueError, OverflowError):
+        rate = Fraction(0)
+    if rate <= 0:
+        raise InputError(f"fps={fps!r}: expected a number above 0, such as 25 or Fraction(30000, 1001)")
+    return rate
 
 
 def _fill(plane: av.video.plane.VideoPlane, data: np.ndarray) -> None:
