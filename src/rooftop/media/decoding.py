@@ -58,6 +58,8 @@ UNMARKED = ("gif",)  # codecs for which some containers do not mark the first pa
 WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: unknown, I, SI
 _SLACK_S = Fraction(1, 1000)  # tolerance for the durations in a Matroska file
 
+MOST_FPS = 1000  # a rate above it that equals the clock of the file is not a frame rate
+
 NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS, for formats that contain only the codec's packets
 
 
@@ -162,8 +164,11 @@ class Decoder:
         self.time_base: Fraction = self.stream.time_base or Fraction(1, 90000)
         # Read the rate now: FFmpeg guesses the rate from memory that is freed with the container, and PyAV does not
         # check that.
-        rate = self.stream.average_rate or self.stream.guessed_rate or self.stream.base_rate
-        self._rate: Fraction | None = rate if rate and rate > 0 else None
+        rates = (self.stream.average_rate, self.stream.guessed_rate, self.stream.base_rate)
+        known = [rate for rate in rates if rate and rate > 0]
+        # raw DV states one frame per tick of its clock (60,000 a second), which is not its rate
+        likely = [rate for rate in known if rate <= MOST_FPS or rate * self.time_base < 1]
+        self._rate: Fraction | None = next(iter(likely or known), None)
         form = self.container.format
         self.is_stream = "mpegts" in form.name
         self.suspicions = Suspicions(self.stream.codec_context, self.is_stream, usual_duration(self), options)

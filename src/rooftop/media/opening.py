@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from rooftop.errors import InputError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 BUFFER_BYTES = 1 << 18
+JPEG_START = b"\xff\xd8\xff"
 
 FORMATS = (
     "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,live_flv,ogg,asf,rm,mxf,nut,ivf,obu,av1,h264,hevc,vvc,h261,h263,m4v,"
@@ -61,9 +63,30 @@ class Source:
 
 def open_input(file: Any) -> av.container.InputContainer:
     """Open a file-like object as a container of FFmpeg. PyAV's errors are raised unchanged."""
+    try:
+        return _opened(file)
+    except load_av().ArgumentError:  # not one of FORMATS: FFmpeg takes Motion JPEG for a single picture
+        if not _is_motion_jpeg(file):
+            raise
+        file.seek(0)
+        return _opened(file, "mjpeg")
+
+
+def _is_motion_jpeg(file: Any) -> bool:
+    """Whether a file consists of more than one JPEG picture."""
+    file.seek(0)
+    if file.read(len(JPEG_START)) != JPEG_START:
+        return False
+    file.seek(0)
+    with _opened(file, "mjpeg") as container:
+        return sum(packet.size > 0 for packet in islice(container.demux(video=0), 2)) == 2
+
+
+def _opened(file: Any, form: str | None = None) -> av.container.InputContainer:
     container: av.container.InputContainer = load_av().open(
         file,
         "r",
+        format=form,
         container_options={"format_whitelist": FORMATS, "protocol_whitelist": "none"},
         buffer_size=BUFFER_BYTES,
         io_open=_refuse,
