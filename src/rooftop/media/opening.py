@@ -65,7 +65,7 @@ def open_input(file: Any) -> av.container.InputContainer:
     """Open a file-like object as a container of FFmpeg. PyAV's errors are raised unchanged."""
     try:
         return _opened(file)
-    except load_av().ArgumentError:  # not one of FORMATS: FFmpeg takes Motion JPEG for a single picture
+    except load_av().ArgumentError:  # not one of FORMATS; FFmpeg may take Motion JPEG for a single picture
         if not _is_motion_jpeg(file):
             raise
         file.seek(0)
