@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,28 @@ def damaged(video: Path) -> Path:
 
 def names(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".wmv", ".mxf"])
+def test_transcode_keeps_all_frames_of_formats_with_a_decoding_clock(tmp_path: Path, suffix: str) -> None:
+    """These formats store no times at which frames are shown, although B-frames are stored out of order."""
+    given, out = tmp_path / f"in{suffix}", tmp_path / "out.mp4"
+    options = {"x264-params": "bframes=2:b-adapt=0:scenecut=0:keyint=10"}
+    with VideoWriter(given, 25, options=options) as writer:
+        writer.write(torch.rand(FRAMES, 3, 32, 48, generator=torch.Generator().manual_seed(0)))
+    assert main(["media", "transcode", str(given), str(out)]) == 0
+    assert len(VideoReader(out)) == FRAMES
+
+
+def test_frames_that_are_missing_without_an_error_are_an_error(
+    video: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed = VideoReader.timed
+    monkeypatch.setattr(VideoReader, "timed", lambda reader, start=0: islice(timed(reader, start), FRAMES - 1 - start))
+    for command in (["transcode", str(video), str(tmp_path / "out.mkv")], ["decode", str(video), "-o", str(tmp_path)]):
+        assert main(["media", *command]) == 1
+        assert "lists 20 frames, but decoding ended after 19" in capsys.readouterr().err
+    assert not (tmp_path / "out.mkv").exists()
 
 
 @pytest.mark.parametrize("suffix", ["png", "npy", "jpg"])

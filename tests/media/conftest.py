@@ -104,6 +104,8 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "b-frames.mkv": ("libx264", {"options": H264}),
     "b-frames.ts": ("libx264", {"options": H264}),
     "b-frames.avi": ("mpeg4", {"options": {"bf": "2", "g": "8"}}),
+    "b-frames.wmv": ("libx264", {"options": H264}),
+    "b-frames.mxf": ("libx264", {"options": H264}),
     "raw.h264": ("libx264", {"options": H264}),
     "variable.mp4": ("libx264", {"options": H264, "ticks": UNEVEN, "tick": Fraction(1, 1000)}),
     "open-gop.mkv": ("libx264", {"options": {**H264, "x264-params": "open-gop=1:scenecut=0:keyint=8:min-keyint=8"}}),

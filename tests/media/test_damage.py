@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 import wave
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from rooftop.media.opening import Source
 
 av = pytest.importorskip("av")
 MakeVideo = Callable[..., Path]
+H264 = {"bf": "3", "g": "8", "preset": "fast"}
 
 some = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -85,6 +87,41 @@ def test_a_cut_matroska_file_says_so_and_stays_readable(make_video: MakeVideo) -
     assert raised.value.last_good_time == pytest.approx(float(reader.times[-1]))
     assert torch.equal(reader[0], seen[0])
     assert "ends after" in (probe(content[: int(len(content) * 0.7)]).damage or "")
+
+
+@pytest.mark.parametrize("name", ["chance.ts", "chance.h264"])
+def test_a_cut_stream_reads_the_same_each_time(make_video: MakeVideo, name: str) -> None:
+    """FFmpeg's threads may return a damaged frame before they mark it as damaged."""
+    content = make_video(name, frames=40, height=120, width=160, options={"preset": "medium"}).read_bytes()
+    for share in (0.2, 0.4, 0.6, 0.85):
+        cut, results = content[: int(share * len(content))], []
+        for _ in range(8):
+            frames, error = read_all(cut)
+            results.append((list(frames), str(error), len(VideoReader(cut))))
+        assert results == results[:1] * 8
+
+
+def test_frames_after_a_doubt_are_read_and_counted(make_video: MakeVideo) -> None:
+    """A broadcast may begin with frames that depend on a missing picture. Several threads read on after them."""
+    kind = {"options": {**H264, "x264-params": "open-gop=1:scenecut=0:keyint=8:min-keyint=8"}}
+    content = make_video("open.ts", **kind).read_bytes()
+    with av.open(io.BytesIO(content)) as container:
+        keys = [packet.pos for packet in container.demux(video=0) if packet.size and packet.is_keyframe]
+    later = content[: 3 * 188] + content[keys[1] // 188 * 188 :]
+    frames, error = read_all(later)
+    assert error is None
+    assert len(frames) == len(VideoReader(later))
+    expected = list(VideoReader(content))
+    assert all(torch.equal(a, b) for a, b in zip(reversed(frames.values()), reversed(expected), strict=False))
+
+
+@pytest.mark.parametrize("name", ["b-frames.wmv", "b-frames.mxf"])
+def test_a_cut_asf_or_mxf_file_says_so(make_video: MakeVideo, name: str) -> None:
+    content = make_video(name, options={"bf": "2", "g": "8"}).read_bytes()
+    assert probe(content).damage is None
+    reader = VideoReader(content[: int(len(content) * 0.7)])
+    with pytest.raises(DamagedVideoError, match=r"the file ends after [\d,]+ of [\d,]+ bytes"):
+        list(reader)
 
 
 def test_frames_after_the_damage_are_found_by_position(make_video: MakeVideo) -> None:

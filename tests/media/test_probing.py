@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
 from rooftop.cli.main import main
-from rooftop.media import probe
+from rooftop.errors import InputError
+from rooftop.media import VideoReader, VideoWriter, probe
 
 pytest.importorskip("av")
 MakeVideo = Callable[..., Path]
@@ -30,6 +34,29 @@ def test_what_is_said_of_a_video(make_video: MakeVideo) -> None:
     assert info.size_bytes == path.stat().st_size
     uneven = make_video("probed-uneven.mkv", frames=5, ticks=[0, 10, 300, 310, 900], tick=Fraction(1, 1000))
     assert probe(uneven).variable_frame_rate
+
+
+def test_the_rate_of_raw_dv(tmp_path: Path) -> None:
+    """FFmpeg states the rate of the clock, 60,000 ticks a second, as the average rate of raw DV."""
+    path = tmp_path / "raw.dv"
+    with VideoWriter(path, 25, "dvvideo", pixel_format="yuv420p") as writer:
+        writer.write(torch.rand(3, 3, 576, 720))
+    info = probe(path)
+    assert info.fps == VideoReader(path).fps == 25
+    assert info.duration_s == pytest.approx(0.12)
+
+
+def test_motion_jpeg_of_larger_pictures_is_a_video(tmp_path: Path) -> None:
+    """FFmpeg takes a file of JPEG pictures for one picture if it sees only the first when it guesses the format."""
+    content = io.BytesIO()
+    Image.effect_noise((640, 480), 100).convert("RGB").save(content, "jpeg")
+    path = tmp_path / "raw.mjpeg"
+    path.write_bytes(content.getvalue() * 3)
+    info = probe(path)
+    assert (info.container, info.frames) == ("mjpeg", 3)
+    assert len(list(VideoReader(path))) == 3
+    with pytest.raises(InputError, match="is not a video that FFmpeg can read"):
+        VideoReader(content.getvalue())
 
 
 def test_the_command(make_video: MakeVideo, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

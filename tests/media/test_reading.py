@@ -62,6 +62,17 @@ def test_slices_are_those_of_a_list(
         assert torch.equal(frame, sequential[number])
 
 
+@pytest.mark.parametrize("name", ["mpeg2.wmv", "mpeg2.mxf", "mpeg4.wmv"])
+def test_formats_that_store_decoding_times(make_video: MakeVideo, read_number: ReadNumber, name: str) -> None:
+    """FFmpeg derives the times at which frames are shown for MPEG-4 in ASF and MPEG-2 in MXF, not for MPEG-2 in ASF."""
+    codec = "mpeg4" if "mpeg4" in name else "mpeg2video"
+    reader = VideoReader(make_video(name, codec, options={"bf": "2", "g": "8"}))
+    timed = list(reader.timed())
+    assert [read_number(pixels) for pixels, *_ in timed] == list(range(FRAMES))
+    assert [time for _, time, _ in timed] == pytest.approx([timed[0].time + 0.04 * n for n in range(FRAMES)])
+    assert [read_number(reader[position]) for position in (17, 3, -1)] == [17, 3, FRAMES - 1]
+
+
 def test_times_and_durations_follow_each_other(any_video: Path, read_number: ReadNumber) -> None:
     reader = VideoReader(any_video)
     timed = list(reader.timed())

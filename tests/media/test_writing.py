@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from rooftop.errors import InputError
-from rooftop.media import VideoReader, VideoWriteError, VideoWriter, probe
+from rooftop.media import VideoReader, VideoWriteError, VideoWriter, probe, read_sound
+from rooftop.user_paths import user_path
 
-pytest.importorskip("av")
+av = pytest.importorskip("av")
 
 
 def smooth(frames: int = 5, height: int = 16, width: int = 24) -> torch.Tensor:
@@ -159,6 +161,95 @@ def test_an_error_leaves_no_file_and_an_older_one_as_it_was(tmp_path: Path) -> N
     assert len(VideoReader(path)) == 5
     with pytest.raises(VideoWriteError, match="closed already"):
         writer.write(smooth())
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "frames", "said"),
+    [
+        ("a.ts", "ffv1", 5, r'a .ts file with ffv1 cannot be read: .*codec="mpeg2video", which suits'),
+        ("a.ts", "libvpx-vp9", 5, "suffix .mkv, which suits most codecs"),
+        ("a.mov", "rawvideo", 5, 'codec="h264"'),
+        ("a.mpg", "gif", 5, 'codec="mpeg1video"'),
+        ("a.yuv", "rawvideo", 5, "Use the suffix .mkv"),
+        ("a.apng", "apng", 1, "an animation needs two frames"),
+        ("a.png", "mpeg1video", 1, 'codec="png"'),
+        ("a.png", "png", 2, "2 frames for .*holds one picture"),
+        ("a.m3u8", "libx264", 5, "describes other files"),
+    ],
+)
+def test_a_file_that_nothing_reads_is_an_error(tmp_path: Path, name: str, codec: str, frames: int, said: str) -> None:
+    with pytest.raises((VideoWriteError, InputError), match=said), VideoWriter(tmp_path / name, 25, codec) as writer:
+        writer.write(smooth(frames))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_ffmpeg_would_read_as_more_than_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:b").mkdir()
+    for name in ("2024-05-01T12:30.mp4", "a:b/out.mp4", "http:x.mp4", "o%d.mp4", "n" * 244 + ".mp4"):
+        with VideoWriter(name, 25) as writer:
+            writer.write(smooth())
+        assert len(VideoReader(name)) == 5
+    with VideoWriter("o%d.png", 25, "png") as writer:
+        writer.write(smooth(1))
+    assert (tmp_path / "o%d.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("a." + "x" * 250, "n" * 300 + ".mp4"):
+        with pytest.raises(InputError, match=r"no format with this suffix|File name too long"):
+            VideoWriter(name, 25)
+        with pytest.raises(InputError, match="does not exist"):
+            VideoReader(name)
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+@pytest.mark.parametrize("suffix", [".avi", ".mkv", ".mov", ".mjpeg"])
+def test_motion_jpeg_has_full_range(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"out{suffix}"
+    with VideoWriter(path, 25, "mjpeg", options={"q:v": "2"}) as writer:
+        writer.write(smooth())
+    assert writer.full_range
+    assert VideoReader(path).colours.full_range
+    assert float((VideoReader(path)[0].float() / 255 - smooth()[0]).abs().mean()) < 0.02
+
+
+@pytest.mark.parametrize(("code", "said"), [(errno.ENOSPC, "the disk is full"), (errno.EIO, "Input/output error")])
+def test_an_error_of_the_disk_names_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str
+) -> None:
+    def refuse(writer: VideoWriter, frame: object) -> None:
+        av.error.err_check(-code)
+
+    monkeypatch.setattr(VideoWriter, "_encode", refuse)
+    path = tmp_path / "out.mp4"
+    with pytest.raises(VideoWriteError, match=said) as raised, VideoWriter(path, 25) as writer:
+        writer.write(smooth())
+    assert str(tmp_path) in str(raised.value)
+    assert "codec" not in str(raised.value)
+
+
+def test_a_frame_rate_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    for wrong in ("25", None, -1, float("nan"), 1e-9):
+        with pytest.raises(InputError, match="expected a number above 0"):
+            VideoWriter(tmp_path / "out.mp4", wrong)  # type: ignore[arg-type]
+    for suffix, codec, fps in ((".avi", "mpeg4", 5000), (".mkv", "libx264", 1001), (".webm", "libvpx", 1200)):
+        with pytest.raises(InputError, match="at most 1000 frames a second"):
+            VideoWriter(tmp_path / f"out{suffix}", fps, codec)
+    with VideoWriter(tmp_path / "out.avi", 1000, "mpeg4") as writer:
+        writer.write(smooth())
+    assert VideoReader(tmp_path / "out.avi").times.tolist() == pytest.approx([0.0, 0.001, 0.002, 0.003, 0.004])
+    assert [path.name for path in tmp_path.iterdir()] == ["out.avi"]
+
+
+def test_a_name_that_begins_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves "~name" as it is if there is no such user."""
+    monkeypatch.chdir(tmp_path)
+    with VideoWriter("~nobody-of-this-name.mp4", 25) as writer:
+        writer.write_sound(torch.zeros(1, 8000), 8000)
+        writer.write(smooth())
+    assert len(VideoReader("~nobody-of-this-name.mp4")) == probe("~nobody-of-this-name.mp4").frames == 5
+    assert read_sound("~nobody-of-this-name.mp4").rate_hz == 8000
+    with pytest.raises(InputError, match=r"~nobody\.mp4 does not exist"):
+        VideoReader("~nobody.mp4")
+    assert user_path("~/a.mp4") == Path.home() / "a.mp4"
 
 
 def test_what_cannot_be_written_is_refused_before(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rooftop.cli.media_options import (
     CLOCK_SLACK_S,
+    check_last,
     check_times,
     end_of,
     first_position,
@@ -77,12 +78,14 @@ def _decode(
     """Decode and write the frames. Returns the number of written frames."""
     until = end if end is not None else end_of(reader)
     begin = float(reader.times[first])
+    number = first - 1
     for number, (pixels, time, _) in enumerate(reader.timed(first), first):
         if end is not None and time >= end - CLOCK_SLACK_S:
-            break
+            return frames.count
         if (number - first) % every == 0:
             frames.add(number, pixels)
             show(f"frame {number}", min(1.0, (time - begin) / max(until - begin, 1e-9)))
+    check_last(reader, number)
     return frames.count
 
 

@@ -6,7 +6,7 @@ import math
 
 import click
 
-from rooftop.media import VideoReader
+from rooftop.media import DamagedVideoError, VideoReader
 
 CLOCK_SLACK_S = 0.0005  # as in `VideoReader.frames_at`
 
@@ -21,6 +21,20 @@ def check_times(start: float | None, end: float | None) -> None:
         raise click.UsageError("--start and --end are seconds, got nan")
     if end is not None and end <= (start or 0.0):
         raise click.UsageError(f"--end {end} is not after --start {start or 0.0}")
+
+
+def check_last(reader: VideoReader, position: int) -> None:
+    """Check that a loop that ended with the frame at `position` has returned all frames of the index.
+
+    Raises:
+        DamagedVideoError: frames are missing, although the decoder reported no error.
+    """
+    if position + 1 < len(reader):
+        raise DamagedVideoError(
+            f"{reader.source.name}: the file lists {len(reader)} frames, but decoding ended after {position + 1} "
+            "without an error. The last frames are probably damaged: use --end to leave them out",
+            float(reader.times[position]) if position >= 0 else None,
+        )
 
 
 def end_of(reader: VideoReader) -> float:

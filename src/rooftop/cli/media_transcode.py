@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rooftop.cli.media_options import (
     CLOCK_SLACK_S,
+    check_last,
     check_times,
     end_of,
     first_position,
@@ -90,8 +91,10 @@ def _frames(
     """Yield frames from `begin` on with their start and end times, which come from the file or from a constant rate."""
     until = end if end is not None else end_of(reader)
     given = 0
+    position = first - 1
     for pixels, time, duration in reader.timed(first):
-        if time >= until - CLOCK_SLACK_S:
+        position += 1
+        if end is not None and time >= until - CLOCK_SLACK_S:
             return
         show(f"{time:.1f} s", min(1.0, (time - begin) / max(until - begin, 1e-9)))
         if fps is None:
@@ -102,6 +105,7 @@ def _frames(
         while begin + given / fps < min(time + duration, until) - CLOCK_SLACK_S:
             yield pixels, given / fps, (given + 1) / fps
             given += 1
+    check_last(reader, position)
 
 
 def _pixel_format(info: VideoInfo, codec: str) -> str | None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from fractions import Fraction
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
 # Maximum pixels of one frame: a header of a few bytes may claim any size. 16K (15360 x 8640) fits.
 MAX_PIXELS = 1 << 27
 
+DECODING_CLOCKS = ("asf", "mxf", "nsv")
+"""Formats that may store only the time at which a packet is decoded. FFmpeg derives from it when the frame is shown for
+some codecs (MPEG-4 in ASF, MPEG-2 in MXF), and gives a wrong time for others (H.264)."""
+SAMPLED = 100  # packets that show whether times are derived; H.264 reorders within at most 16 frames
+
 KEY_FRAMES_ONLY = frozenset(
     ["mjpeg", "png", "ffv1", "prores", "dnxhd", "huffyuv", "ffvhuff", "utvideo", "rawvideo", "v210", "jpeg2000"]
 )
@@ -37,12 +44,21 @@ KEY_FRAMES_ONLY = frozenset(
 of a packet is the position of its frame.
 """
 
+ONE_FRAME_A_PACKET = KEY_FRAMES_ONLY | {"h264", "hevc", "vvc", "vp9", "av1", "gif", "webp", "qtrle"}
+"""Codecs in which each packet contains exactly one displayed frame. For other codecs, the index is built by decoding
+the file once: VP8 has frames that are never shown, and MPEG-4 can have two frames in a packet."""
+MOST_THREADS = 17  # FFmpeg decodes at most this many frames at once
+
+MOST_DOUBTS = 3  # after this many errors, one thread decodes the rest
+
 # Codecs in which at most one decoded frame waits for frames that are shown earlier.
 ONE_WAITS = ("mpeg1video", "mpeg2video", "mpeg4")
 UNMARKED = ("gif",)  # codecs for which some containers do not mark the first packet as a key frame
 
 WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: unknown, I, SI
 _SLACK_S = Fraction(1, 1000)  # tolerance for the durations in a Matroska file
+
+MOST_FPS = 1000  # a rate above it that equals the clock of the file is not a frame rate
 
 NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS, for formats that contain only the codec's packets
 
@@ -57,6 +73,10 @@ class Broken(Exception):
         super().__init__(reason)
         self.pts = pts
         self.damaged_frame = damaged_frame
+
+
+class Doubted(Broken):
+    """Internal error: several threads have met an error that FFmpeg may conceal. One thread has to judge."""
 
 
 class Misled(Broken):
@@ -130,6 +150,8 @@ class Decoder:
             context.options = options
             if self.threads:
                 context.thread_type = "AUTO"
+                # FFmpeg marks a frame as damaged while another thread may already return it. An error is never late.
+                context.options = {**options, "err_detect": "explode"}
             else:
                 context.thread_type, context.thread_count = "NONE", 1
         else:
@@ -142,8 +164,11 @@ class Decoder:
         self.time_base: Fraction = self.stream.time_base or Fraction(1, 90000)
         # Read the rate now: FFmpeg guesses the rate from memory that is freed with the container, and PyAV does not
         # check that.
-        rate = self.stream.average_rate or self.stream.guessed_rate or self.stream.base_rate
-        self._rate: Fraction | None = rate if rate and rate > 0 else None
+        rates = (self.stream.average_rate, self.stream.guessed_rate, self.stream.base_rate)
+        known = [rate for rate in rates if rate and rate > 0]
+        # raw DV states one frame per tick of its clock (60,000 a second), which is not its rate
+        likely = [rate for rate in known if rate <= MOST_FPS or rate * self.time_base < 1]
+        self._rate: Fraction | None = next(iter(likely or known), None)
         form = self.container.format
         self.is_stream = "mpegts" in form.name
         self.suspicions = Suspicions(self.stream.codec_context, self.is_stream, usual_duration(self), options)
@@ -151,12 +176,13 @@ class Decoder:
         # PyAV returns the container's start time in microseconds.
         self.start_ticks = round(Fraction(start, 1_000_000) / self.time_base) if start is not None else 0
         raw = bool(int(form.flags) & NO_TIMESTAMPS)
-        self._by_places = "avi" in form.name and context.name not in KEY_FRAMES_ONLY
+        self._by_places = context.name not in KEY_FRAMES_ONLY and ("avi" in form.name or self._only_decoding_clock())
         self.clocked = not raw and not self._by_places
         # The number of frames in the header helps to detect a file that was cut off.
         self._entries = len(self.stream.index_entries) if "mp4" in form.name else 0
         self._entries = self.stream.frames if "avi" in form.name else self._entries
         self._end = self._end_of_track()
+        self._first_place = self.start_ticks  # if packets have only their places, the tick of the first frame
         self._whole = True  # no seek yet, so packets can be counted
         self._keys: list[int] = []  # ticks of key frames that were sent to the decoder
         self._went_back = False  # whether the clock went back; ticks of packets then differ from ticks of frames
@@ -174,6 +200,20 @@ class Decoder:
         if end_s is None or end_s > Fraction(self.container.duration, 1_000_000) + _SLACK_S:
             return None
         return round(end_s / self.time_base)
+
+    def _only_decoding_clock(self) -> bool:
+        """Whether FFmpeg knows only when packets are decoded, not when frames are shown."""
+        if self.container.format.name not in DECODING_CLOCKS:
+            return False
+        if self.source.only_decoding_clock is None:
+            times: list[tuple[int | None, int | None]] = []
+            with self.source.open() as file, open_input(file) as container, suppress(self.av.FFmpegError):
+                packets = islice(container.demux(container.streams[self.stream.index]), SAMPLED)
+                times.extend((packet.dts, packet.pts) for packet in packets if packet.size)
+            shown = [pts for _, pts in times if pts is not None]
+            shown_as_decoded = all(dts == pts for dts, pts in times) and not self.stream.codec_context.has_b_frames
+            self.source.only_decoding_clock = shown == sorted(shown) and not shown_as_decoded
+        return self.source.only_decoding_clock
 
     def close(self) -> None:
         self._let_go()
@@ -260,15 +300,16 @@ class Decoder:
             self.context.flush_buffers()
         self._whole = False
 
-    def frames(self, start: int | None = None) -> Iterator[tuple[int, av.VideoFrame]]:
+    def frames(self, start: int | None = None, doubts: int = 0) -> Iterator[tuple[int, av.VideoFrame]]:
         """Yield (tick, frame) in display order, from the next key frame on.
 
         If packets have no times, a frame gets its time from the frame rate (raw streams), or from its position in the
-        file (AVI with frames out of order).
+        file (AVI, ASF and MXF with frames out of order).
 
         Args:
             start: after a seek, the tick of the requested key frame. Frames shown before that key frame are skipped,
                 because they depend on frames before the key frame.
+            doubts: how often several threads have met errors in this pass before.
 
         Raises:
             Misled: the seek led to a later key frame.
@@ -282,13 +323,51 @@ class Decoder:
                 yield pts, frame
         except (Misled, Unclean):
             raise
+        except Doubted:
+            yield from self._judged(start, last, doubts)
+            return
         except Broken:
             if self.threads and self.clocked:
                 with suppress(Broken):  # decoding again fails at the same frame
                     yield from self._once_more(start, last)
             raise
-        if self.threads and self.clocked and self._missing:
+        if self.threads and self._missing:
             yield from self._once_more(start, last)
+
+    def _judged(self, start: int | None, last: int | None, doubts: int) -> Iterator[tuple[int, av.VideoFrame]]:
+        """Decode the frames after tick `last`: around the error by one thread, whose verdict does not depend on chance,
+        and from the next key frame on by several threads."""
+        resumable = self.clocked and doubts < MOST_DOUBTS
+        after = self._keys[-1] if self._keys and resumable else None
+        key = None
+        for pts, frame in self._once_more(start, last):
+            if after is not None and frame.key_frame and pts > after:
+                key = pts
+                break
+            last = pts
+            yield pts, frame
+        another = Decoder(self.source)
+        try:
+            if key is not None:
+                try:
+                    another.seek(key)
+                    for pts, frame in another.frames(key, doubts + 1):
+                        last = pts
+                        yield pts, frame
+                except (Misled, Unclean):
+                    yield from self._once_more(start, last)
+        finally:
+            another.close()
+        if start is None:  # a pass after a seek cannot count packets
+            self._count_packets()
+
+    def _count_packets(self) -> None:
+        """Raise `Broken` if the file ends early."""
+        decoder = Decoder(self.source)
+        try:
+            deque(decoder.packets(), maxlen=0)
+        finally:
+            decoder.close()
 
     def _once_more(self, start: int | None, last: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
         """Decode again the frames after tick `last` and before the damage. At the end of a file, a multithreaded
@@ -298,7 +377,9 @@ class Decoder:
         Raises:
             Broken: as in `frames`.
         """
-        keys = [] if self._went_back or self.suspicions.places else self._keys[1:]  # several positions may share a tick
+        # if the clock went back, several positions may share a tick
+        searchable = self.clocked and not self._went_back and not self.suspicions.places
+        keys = self._keys[1:] if searchable else []
         before = [key for key in keys if last is not None and key <= last]
         for key in dict.fromkeys((max(before, default=start), start)):
             slow = Decoder(self.source, threads=False)
@@ -318,15 +399,15 @@ class Decoder:
     def _timed(self, start: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
         step = usual_duration(self)
         last: int | None = None
-        first_place: int | None = None
+        waiting: int | None = None  # ticks by which the decoder returns frames later than it gets their packets
         for frame in self._decoded(start):
             pts = frame.pts
             if self._by_places and frame.dts is not None:
-                # In an AVI file, `frame.dts` is the position of the packet after which the decoder returned the frame.
-                # The frame's own position is earlier by the number of frames that wait in the decoder. That number does
-                # not change after the first frame.
-                first_place = frame.dts if first_place is None else first_place
-                place = self.start_ticks + frame.dts - first_place
+                # `frame.dts` is the place of the packet after which the decoder returned the frame. The frame's own
+                # place is earlier by the number of frames that wait in the decoder. That number does not change after
+                # the first frame.
+                waiting = frame.dts - self._first_place if waiting is None else waiting
+                place = frame.dts - waiting
                 if last is None or place > last:
                     last = place
                     yield place, frame
@@ -344,6 +425,7 @@ class Decoder:
         started, sought = False, start is not None
         # ticks of packets whose frames the decoder has not returned yet, since it runs several threads
         pending: set[int] = set()
+        given = returned = 0
         try:
             for packet, damage in self.suspicions.checked(self.packets()):
                 if not started:
@@ -352,6 +434,7 @@ class Decoder:
                     if start is not None and (packet.pts is None or packet.pts > start):
                         raise Misled("the seek led to a later key frame", packet.pts)
                     started, first = True, packet.pts
+                    self._first_place = self.start_ticks if packet.dts is None else max(packet.dts, self.start_ticks)
                 if packet.pts is not None:
                     pending.add(packet.pts)
                     if packet.is_keyframe:
@@ -360,25 +443,34 @@ class Decoder:
                     raise Broken(damage, packet.pts)
                 if self.kind is not None and self._sound:
                     self._sound = not (packet.has_sidedata("new_extradata") or says_otherwise(bytes(packet), self.kind))
+                given += 1
                 try:
                     frames = self._decode(packet)
                 except (self.av.FFmpegError, ValueError) as error:
-                    raise Broken(f"a frame cannot be decoded ({said(error)})", packet.pts) from error
+                    broken = Doubted if self.threads else Broken
+                    raise broken(f"a frame cannot be decoded ({said(error)})", packet.pts) from error
                 for frame in _good(frames, first, sought):
+                    returned += 1
                     if frame.pts is not None:
                         pending = {tick for tick in pending if tick > frame.pts}
                     yield frame
             if not started:
-                raise Broken("there is no key frame at which decoding could start")
+                nothing = "there is no key frame at which decoding could start"
+                raise Broken(nothing) if start is None else Misled(nothing)
         except Broken as broken:
-            if started and not broken.damaged_frame:
+            if started and not broken.damaged_frame and not isinstance(broken, Doubted):
                 with suppress(Broken):
                     yield from self._before_damage(pending, first, sought)
             raise
         for frame in self._rest(first, sought):
             pending.discard(frame.pts or 0)
+            returned += 1
             yield frame
-        self._missing = any(first is None or tick >= first for tick in pending)
+        if self.clocked:
+            self._missing = any(first is None or tick >= first for tick in pending)
+        else:  # a frame for each packet, except of frames that several threads have begun
+            counted = self.stream.codec_context.codec.canonical_name in ONE_FRAME_A_PACKET
+            self._missing = counted and 0 < given - returned <= MOST_THREADS
 
     def begins(self, packet: av.Packet[av.VideoStream]) -> bool:
         """Whether decoding can begin with a packet: a key frame, or the first packet of a codec without key frame
@@ -404,7 +496,8 @@ class Decoder:
         try:
             rest = self._decode(None)
         except (self.av.FFmpegError, ValueError) as error:
-            raise Broken(f"the last frames cannot be decoded ({said(error)})") from error
+            broken = Doubted if self.threads else Broken
+            raise broken(f"the last frames cannot be decoded ({said(error)})") from error
         yield from _good(rest, first, sought)
 
     def _before_damage(self, pending: set[int], first: int | None, sought: bool) -> Iterator[av.VideoFrame]:

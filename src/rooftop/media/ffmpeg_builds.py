@@ -27,6 +27,7 @@ from rooftop.media.errors import FFmpegBuildError
 from rooftop.media.ffmpeg_checks import identity
 from rooftop.media.ffmpeg_requirements import Requirements, build_environment, find_requirements, lines
 from rooftop.media.ffmpeg_trials import Trials
+from rooftop.user_paths import user_path
 
 MARK = ".rooftop-ffmpeg.json"  # this file marks PREFIX as a build that may be replaced, and names its source
 PLAIN_PATH = re.compile(r"[\w./@+-]+")  # characters that are safe in paths for FFmpeg's configure and for make
@@ -328,7 +329,7 @@ def _key(source: Path, arguments: Sequence[str], needs: Requirements) -> str:
 
 def _plain(path: Path, what: str) -> Path:
     """Return the absolute path. Raise `InputError` if a shell or make would not read the path as one word."""
-    path = path.expanduser().resolve()
+    path = user_path(path).resolve()
     if not PLAIN_PATH.fullmatch(str(path)):
         raise InputError(
             f"{what} in {str(path)!r}: FFmpeg cannot be built with spaces or special characters in a path; expected "

@@ -23,6 +23,7 @@ from rooftop.doctor.gpu_findings import ask_driver
 from rooftop.errors import InputError, MissingExtraError
 from rooftop.media.ffmpeg_packages import install_command
 from rooftop.media.ffmpeg_trials import CODECS, FILTERS, Codec, FFmpegAbility, Trials
+from rooftop.user_paths import user_path
 from rooftop.words import did_you_mean
 
 DRIVER_LIBRARIES = ("libcuda.so.1", "libnvcuvid.so.1", "libnvidia-encode.so.1")
@@ -93,7 +94,7 @@ def ffmpeg_abilities(
 def find_ffmpeg(ffmpeg: str | os.PathLike[str] | None) -> Path:
     """Find the requested program. Errors are as in `ffmpeg_abilities`."""
     if ffmpeg is not None:
-        given = shutil.which(Path(ffmpeg).expanduser())
+        given = shutil.which(user_path(ffmpeg))
         if given is None:
             raise InputError(f"{ffmpeg} is not a program: expected the path of an ffmpeg")
         return Path(given).absolute()

@@ -7,6 +7,10 @@ import struct
 from typing import BinaryIO
 
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675  # names of elements in https://www.rfc-editor.org/rfc/rfc9559
+_ASF_FILE = bytes.fromhex("a1dcab8c47a9cf118ee400c00c205365")  # "File Properties Object" of Microsoft's ASF, 3.2
+_ASF_LIVE = 1  # flag of a stream whose size was not known
+_MXF_PARTITION = bytes.fromhex("060e2b34020501010d01020101")  # SMPTE ST 377-1, 7.1
+_HEADER_BYTES = 1 << 16
 _OPEN_RIFF = (0, 0xFFFFFFFF)  # sizes of a RIFF chunk that its writer did not finish
 
 
@@ -15,13 +19,17 @@ def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
 
     Args:
         file: an open file. The current position of the file is restored.
-        container: FFmpeg's names of the file's format; only AVI and Matroska (WebM) are supported.
+        container: FFmpeg's names of the file's format; only AVI, Matroska (WebM), ASF and MXF are supported.
         size_bytes: size of the file.
     """
     place = file.tell()
     try:
         if "matroska" in container:
             return _end_of_matroska(file, size_bytes)
+        if container == "asf":
+            return _end_of_asf(file)
+        if container == "mxf":
+            return _end_of_mxf(file, size_bytes)
         return _end_of_riff(file, size_bytes) if "avi" in container else None
     finally:
         file.seek(place)
@@ -39,6 +47,29 @@ def _end_of_riff(file: BinaryIO, size_bytes: int) -> int | None:
             return None
         end += 8 + size + size % 2
     return end or None
+
+
+def _end_of_asf(file: BinaryIO) -> int | None:
+    file.seek(0)
+    header = file.read(_HEADER_BYTES)
+    place = header.find(_ASF_FILE)
+    if place < 0 or len(header) < place + 92:
+        return None
+    (size,) = struct.unpack_from("<Q", header, place + 40)
+    (flags,) = struct.unpack_from("<I", header, place + 88)
+    return None if flags & _ASF_LIVE else size or None
+
+
+def _end_of_mxf(file: BinaryIO, size_bytes: int) -> int | None:
+    """The least size of a complete file: the header states where the footer begins."""
+    file.seek(0)
+    header = file.read(_HEADER_BYTES)
+    place = header.find(_MXF_PARTITION)
+    value = place + 17 + (header[place + 16] & 0x7F if header[place + 16] & 0x80 else 0) if place >= 0 else 0
+    if place < 0 or len(header) < value + 32:
+        return None
+    (footer,) = struct.unpack_from(">Q", header, value + 24)
+    return max(size_bytes, footer + 1) if footer else None
 
 
 def _end_of_matroska(file: BinaryIO, size_bytes: int) -> int | None:

@@ -7,16 +7,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from rooftop.media.decoding import KEY_FRAMES_ONLY, Broken, Decoder
+from rooftop.media.decoding import ONE_FRAME_A_PACKET, Broken, Decoder
 from rooftop.media.frame_index import FrameIndex
 from rooftop.media.opening import Source
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
-
-ONE_FRAME_A_PACKET = KEY_FRAMES_ONLY | {"h264", "hevc", "vvc", "vp9", "av1", "gif", "webp", "qtrle"}
-"""Codecs in which each packet contains exactly one displayed frame. For other codecs, the index is built by decoding
-the file once: VP8 has frames that are never shown, and MPEG-4 can have two frames in a packet."""
 
 
 def build_index(source: Source) -> FrameIndex:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import io
 import os
-from pathlib import Path
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from rooftop.errors import InputError
 from rooftop.media.pyav import load_av
+from rooftop.user_paths import user_path
 
 if TYPE_CHECKING:
     from rooftop.media.pyav import av
 
 BUFFER_BYTES = 1 << 18
+JPEG_START = b"\xff\xd8\xff"
 
 FORMATS = (
     "mov,matroska,avi,mpegts,mpeg,mpegvideo,flv,live_flv,ogg,asf,rm,mxf,nut,ivf,obu,av1,h264,hevc,vvc,h261,h263,m4v,"
@@ -41,9 +43,9 @@ class Source:
             self.content = bytes(path_or_bytes)
             self.name, size = f"video of {len(self.content):,} bytes", len(self.content)
         elif isinstance(path_or_bytes, (str, os.PathLike)):
-            self.path = Path(path_or_bytes).expanduser()
+            self.path = user_path(path_or_bytes)
             self.name = str(self.path)
-            if not self.path.exists():
+            if not os.path.exists(self.path):  # False, too, for a name that is too long
                 raise InputError(f"{self.name} does not exist: expected a video file, or its bytes")
             if not self.path.is_file():
                 raise InputError(f"{self.name} is not a regular file: expected a video file, or its bytes")
@@ -53,6 +55,7 @@ class Source:
         if size == 0:
             raise InputError(f"{self.name} is empty: expected a video")
         self.size_bytes = size
+        self.only_decoding_clock: bool | None = None  # what `Decoder` has found out about the times of packets
 
     def open(self) -> Any:
         return io.BytesIO(self.content) if self.content is not None else self.path.open("rb")
@@ -60,9 +63,30 @@ class Source:
 
 def open_input(file: Any) -> av.container.InputContainer:
     """Open a file-like object as a container of FFmpeg. PyAV's errors are raised unchanged."""
+    try:
+        return _opened(file)
+    except load_av().ArgumentError:  # not one of FORMATS; FFmpeg may take Motion JPEG for a single picture
+        if not _is_motion_jpeg(file):
+            raise
+        file.seek(0)
+        return _opened(file, "mjpeg")
+
+
+def _is_motion_jpeg(file: Any) -> bool:
+    """Whether a file consists of more than one JPEG picture."""
+    file.seek(0)
+    if file.read(len(JPEG_START)) != JPEG_START:
+        return False
+    file.seek(0)
+    with _opened(file, "mjpeg") as container:
+        return sum(packet.size > 0 for packet in islice(container.demux(video=0), 2)) == 2
+
+
+def _opened(file: Any, form: str | None = None) -> av.container.InputContainer:
     container: av.container.InputContainer = load_av().open(
         file,
         "r",
+        format=form,
         container_options={"format_whitelist": FORMATS, "protocol_whitelist": "none"},
         buffer_size=BUFFER_BYTES,
         io_open=_refuse,

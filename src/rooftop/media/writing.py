@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from operator import index as as_integer
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -23,6 +23,8 @@ from rooftop.media.nvenc import ENCODER, OTHERWISE, why_no_nvenc
 from rooftop.media.opening import said
 from rooftop.media.pyav import load_av
 from rooftop.media.soundtracks import CopiedSound, EncodedSound, usual_codec
+from rooftop.media.written_files import PICTURES, usual_encoder, why_unreadable
+from rooftop.user_paths import user_path
 from rooftop.words import did_you_mean
 
 if TYPE_CHECKING:
@@ -34,6 +36,12 @@ TICKS = 120_000
 AVI_SLACK_S = Fraction(1, 1000)  # maximum distance of a given time from a multiple of 1 / fps
 # in these files, a packet's duration ends when the next packet is decoded
 DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")
+SEVERAL_FILES = 1  # AVFMT_NOFILE: the format opens its files itself, such as the parts of a playlist
+MOST_FPS = {"avi": 1000, "matroska": 1000, "webm": 1000, "flv": 1000, "asf": 1000, "gif": 100}
+"""The most frames a second of FFmpeg's formats. For AVI, FFmpeg itself falls back to 600 above 1000; the others count
+time in milliseconds (GIF: in hundredths of a second)."""
+DISK_ERRORS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ESTALE)
+FULL_RANGE = ("mjpeg", "ljpeg", "amv")  # encoders of JPEG, whose standard has only full range
 TICKS_MPEG4 = 60_000  # ticks per second for an encoder that stores ticks in 16 bits
 UNTIMED_X265 = 2  # in videos of up to this many frames, x265 leaves decoding times uninitialized
 NARROWEST_X265 = 64  # for narrower frames, x265 (in PyAV 18) writes out of bounds in `Lookahead::cuTree`
@@ -64,7 +72,8 @@ class VideoWriter:
         options: options of the encoder, such as {"crf": "18", "preset": "fast"}.
         matrix: bt709, bt601 or bt2020; the file states the matrix. By default the matrix that players assume for this
             size.
-        full_range: True if black is 0 and white 255; False if black is 16 and white 235.
+        full_range: True if black is 0 and white 255; False if black is 16 and white 235. Motion JPEG (mjpeg) always
+            has full range.
         pad: whether a size that does not fit the pixel format (odd, with yuv420p) is padded by repeating the last row
             and column. If False, such a size raises `InputError`.
         sound_from: a file from which all sound streams are copied, packet for packet.
@@ -102,21 +111,21 @@ class VideoWriter:
         cut_sound: bool = False,
     ) -> None:
         self.av = load_av()
-        self.path = Path(path).expanduser()
+        self.path = user_path(path)
         self.frames = 0
-        self._partial = self.path.with_name(f".{self.path.stem}.{os.getpid()}-{id(self):x}.partial{self.path.suffix}")
+        # not longer than the name of the file has to be, and without "%", which FFmpeg would expand
+        self._partial = self.path.with_name(f".{os.getpid()}-{id(self):x}.partial{self.path.suffix}").absolute()
         self._closed = False
         self._container: av.container.OutputContainer | None = None
         self._stream: av.VideoStream | None = None
         self._sound: CopiedSound | EncodedSound | None = None
-        if not 0 < fps < float("inf"):
-            raise InputError(f"fps={fps}: expected a number above 0")
         if matrix is not None and matrix not in WEIGHTS:
             raise InputError(
                 f"matrix {matrix!r} is not known: expected one of {', '.join(WEIGHTS)}{did_you_mean(matrix, WEIGHTS)}"
             )
-        self.fps = Fraction(fps).limit_denominator(1001)
-        self.codec, self.matrix, self.full_range, self.pad = codec, matrix, full_range, pad
+        self.fps = _rate(fps)
+        self.codec, self.matrix, self.pad = codec, matrix, pad
+        self.full_range = full_range or codec in FULL_RANGE or (pixel_format or "").startswith("yuvj")
         self.bit_rate_bps, self.options, self.cut_sound = bit_rate_bps, dict(options or {}), cut_sound
         if codec == "auto" and options:
             raise InputError(f'options {self.options} belong to one encoder: pass its name as codec, not "auto"')
@@ -125,7 +134,11 @@ class VideoWriter:
         self.pixel_format = self._pick_format(pixel_format)
         if not self.path.parent.is_dir():
             raise InputError(f"{self.path.parent} is not a folder: create it before you write {self.path.name} there")
-        if self.path.is_dir():
+        try:
+            taken = self.path.is_dir()
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be written: {said(error)}. Give another name") from error
+        if taken:
             raise InputError(f"{self.path} is a folder: expected the name of a file")
         self._timed = False
         self._ticks_a_second = self.fps if self.path.suffix.lower() == ".avi" else Fraction(TICKS)
@@ -138,15 +151,28 @@ class VideoWriter:
         self._held: list[av.Packet[av.VideoStream]] = []
         self.size: tuple[int, int] | None = None
         try:
-            self._container = self.av.open(str(self._partial), "w")
+            self._container = self.av.open(f"file:{self._partial}", "w")  # without "file:", "a:b.mp4" is a URL
+        except OSError as error:
+            self.discard()
+            raise self._refused(error) from error
         except (self.av.FFmpegError, ValueError) as error:
             self.discard()
             raise InputError(
                 f"{self.path}: FFmpeg writes no format with this suffix; expected .mp4, .mkv, .webm, .avi or another"
             ) from error
-        except OSError:
+        self._format = self._container.format.name
+        if self.fps > (most := MOST_FPS.get(self._format, self.fps)):
             self.discard()
-            raise
+            raise InputError(
+                f"fps={fps} for {self.path}: {self._format} stores at most {most} frames a second. Give a lower fps, "
+                "or the suffix .mp4"
+            )
+        self._is_picture = self._format == PICTURES
+        if self._is_picture:
+            self._container.container_options["update"] = "1"  # one file, not a numbered one for each frame
+        elif int(self._container.format.flags) & SEVERAL_FILES:
+            self.discard()
+            raise InputError(f"{self.path}: {self._format} describes other files: expected one file, such as .mp4")
         if sound_from is not None:
             self._add_video()
             try:
@@ -218,6 +244,11 @@ class VideoWriter:
             raise InputError(f"{len(seconds)} times for {len(batch)} frames: expected one time for each frame")
         if len(batch) == 0:
             return
+        if self._is_picture and self.frames + len(batch) > 1:
+            raise InputError(
+                f"{self.frames + len(batch)} frames for {self.path}: a {self.path.suffix} file holds one picture. "
+                "Use a suffix of a video, such as .mp4, or `rooftop media decode` for one picture per frame"
+            )
         if self.frames and self._timed != (seconds is not None):
             raise InputError("some frames have times and some do not: pass times for all frames or for none")
         ticks = self._ticks(seconds, len(batch))
@@ -314,7 +345,9 @@ class VideoWriter:
             self._mux_sound(end)
             self._encode(None)
             self._container.close()
+            usual = usual_encoder(self.path.suffix.lower(), self._container.default_video_codec)
             self._container = None
+            self._check_readable(usual)
             os.replace(self._partial, self.path)
         except (self.av.FFmpegError, ValueError, OSError) as error:
             raise self._refused(error) from error
@@ -330,7 +363,17 @@ class VideoWriter:
             container, self._container = self._container, None
             with suppress(self.av.FFmpegError, ValueError, OSError):
                 container.close()
-        self._partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a suffix may be too long for a file
+            self._partial.unlink(missing_ok=True)
+
+    def _check_readable(self, usual: str) -> None:
+        why = why_unreadable(self._partial, self._format, self.encoder, self.frames)
+        if why is not None:
+            fitting = "" if usual == self.encoder else f'codec="{usual}", which suits this suffix, or '
+            raise VideoWriteError(
+                f"{self.path} was not written: a {self.path.suffix} file with {self.encoder} cannot be read: {why}. "
+                f"Use {fitting}the suffix .mkv, which suits most codecs"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -350,6 +393,13 @@ class VideoWriter:
     def _refused(self, error: BaseException, who: str | None = None) -> VideoWriteError:
         if isinstance(error, VideoWriteError):
             return error
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            return VideoWriteError(
+                f"{self.path} was not written: the disk is full ({said(error)}). Free space in {self.path.parent}, or "
+                "write to another disk"
+            )
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            return VideoWriteError(f"{self.path} was not written: {said(error)}. Check the disk of {self.path.parent}")
         who = who or f"{self.encoder} with {self.pixel_format} and options {self.options}"
         return VideoWriteError(
             f"{self.path} was not written: {who} says: {said(error)}. "
@@ -502,6 +552,17 @@ class VideoWriter:
             frame.colorspace, frame.color_range = CODES[self._colours.matrix], 2 if self.full_range else 1
         frame.pts, frame.time_base = tick, self._time_base
         return frame
+
+
+def _rate(fps: float | Fraction) -> Fraction:
+    try:
+        exact = Fraction(fps) if isinstance(fps, (int, Fraction)) else Fraction(0.0 + fps)
+        rate = exact.limit_denominator(1001)
+    except (TypeError, ValueError, OverflowError):
+        rate = Fraction(0)
+    if rate <= 0:
+        raise InputError(f"fps={fps!r}: expected a number above 0, such as 25 or Fraction(30000, 1001)")
+    return rate
 
 
 def _fill(plane: av.video.plane.VideoPlane, data: np.ndarray) -> None:

@@ -27,6 +27,7 @@ from rooftop.errors import InputError, MissingExtraError, WeightsError
 from rooftop.models.conv_lstm.layer import ConvLSTM2D
 from rooftop.models.weights.dialects import Converted
 from rooftop.models.weights.files import load_into
+from rooftop.user_paths import user_path
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def load_keras_weights(model: nn.Module, path: str | Path) -> None:
             every mismatch.
         MissingExtraError: h5py is not installed.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     load_into(model, keras_converted(model, path).tensors, path)
 
 
@@ -132,7 +133,7 @@ def read_keras_weights(path: str | Path) -> list[KerasLayer]:
     Raises:
         InputError, WeightsError, MissingExtraError: see `load_keras_weights`.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     try:
         import h5py
     except ImportError as error:

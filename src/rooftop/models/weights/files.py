@@ -30,6 +30,7 @@ from rooftop.models.weights.checkpoint_contents import Contents, weights_in
 from rooftop.models.weights.downloads import download, sha256_of
 from rooftop.models.weights.load_reports import COMPUTED, compared
 from rooftop.models.weights.trained_files import trained_file
+from rooftop.user_paths import user_path
 from rooftop.words import did_you_mean
 
 PUBLIC_URL = "https://download.pytorch.org/models"
@@ -296,7 +297,7 @@ def fitting(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _existing(builder: str, weights: str | Path) -> Path:
-    path = Path(weights).expanduser()
+    path = user_path(weights)
     if path.is_file():
         return path
     names = ["DEFAULT", *WEIGHTS[builder]] if builder in WEIGHTS else []

@@ -19,6 +19,7 @@ from PIL import Image
 from rooftop.errors import WeightsError
 from rooftop.models.images import MEAN, STD, Preprocessing
 from rooftop.models.weights.safetensors_files import safetensors_library
+from rooftop.user_paths import user_path
 
 KEY = "rooftop"
 
@@ -50,7 +51,7 @@ def trained_file(weights: str | Path) -> TrainedFile | None:
         WeightsError: the file is damaged.
         MissingExtraError: the file is a .safetensors file, and safetensors is not installed.
     """
-    path = Path(weights).expanduser()
+    path = user_path(weights)
     if path.suffix.lower() != ".safetensors" or not path.is_file():
         return None
     library = safetensors_library()
