@@ -50,10 +50,10 @@ def _mapped(part: Any, function: Callable[[Any], Tensor], strict: bool, of_type:
         try:
             return dataclasses.replace(part, **values)
         except ValueError:  # it has an InitVar, whose value was not kept
-            same = copy.copy(part)
+            other = copy.copy(part)
             for name, value in values.items():
-                object.__setattr__(same, name, value)
-            return same
+                object.__setattr__(other, name, value)
+            return other
     if strict and type(part) not in CONSTANTS:
         raise TypeError(_unknown(part))
     return part
