@@ -734,7 +734,7 @@ def test_a_model_that_its_checks_make_slower_is_the_original(monkeypatch: pytest
     assert found.after_ms == found.before_ms
 
 
-@pytest.mark.parametrize(("predicted_ms", "kept"), [(0.3, ["little"]), (0.1, [])])
+@pytest.mark.parametrize(("predicted_ms", "kept"), [(0.3, ["little"]), (0.1, ["little"]), (0.0, [])])
 def test_a_gain_close_to_the_least_one_needs_a_prediction(predicted_ms: float, kept: list[str]) -> None:
     class Little(Faster):
         def predicted_ms(self, times: Times) -> float:

@@ -53,3 +53,8 @@ def test_no_more_rounds_once_the_time_is_up() -> None:
     rounds = Simulated(itertools.cycle([0.05, -0.01]))
     assert not gain_of(rounds, late=True).sure
     assert rounds.count == 3
+
+
+@pytest.mark.parametrize(("predicted", "least"), [(0.1, 0.01), (0.001, 0.01), (0.0, 0.02), (-0.1, 0.02)])
+def test_half_of_the_gain_is_enough_if_a_gain_was_predicted(predicted: float, least: float) -> None:
+    assert Simulated([]).least_share(predicted) == least

@@ -67,7 +67,7 @@ def optimize(
         rules: names of rules or your own (`rooftop.rewrites.Rule`); None: all except those that lower the precision.
         exact: keep only rules whose results are identical bit for bit.
         min_gain: smallest measured gain for which a rule is kept, as a share of a step. Half of `min_gain` is enough
-            if the predicted gain is above `min_gain`.
+            if a gain was predicted.
         budget_s: time limit in seconds. Rules that do not fit in the time are listed as not tried.
         draw: a function that creates other arguments (a tuple), if values drawn from the given arguments are not valid.
         plan: a file of `Optimized.save`, whose rules are applied, proven and timed without a search.

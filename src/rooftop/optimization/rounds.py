@@ -62,10 +62,10 @@ class Rounds:
         return compare_steps(candidates, self.step, self.given, self.original, ROUND_S, self.step_s)
 
     def least_share(self, predicted_share: float) -> float:
-        """The smallest gain that keeps a rule. The result is half of `min_gain` if the predicted gain exceeds
-        `min_gain`, so that a gain close to `min_gain` has the same verdict in each search.
+        """The smallest gain that keeps a rule. The result is half of `min_gain` if a gain is predicted, so that a gain
+        close to `min_gain` has the same verdict in each search.
         """
-        return self.min_gain / 2 if predicted_share > self.min_gain else self.min_gain
+        return self.min_gain / 2 if predicted_share > 0 else self.min_gain
 
     def gain(self, best: Candidate, candidate: Candidate, least: float, late: Late) -> Gain:
         """Time a candidate and the best one so far in turns, until it is clear whether the gain exceeds `least`."""

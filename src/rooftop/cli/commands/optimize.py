@@ -47,8 +47,7 @@ Examples:
     type=click.FloatRange(0, 1, max_open=True),
     default=0.02,
     show_default=True,
-    help="Minimum gain of a change, as a fraction of the step. Half of this gain is enough if "
-    "the predicted gain exceeds the minimum.",
+    help="Minimum gain of a change, as a fraction of the step. Half of this gain is enough if a gain was predicted.",
 )
 @click.option(
     "--budget",
