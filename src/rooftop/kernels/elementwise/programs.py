@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftop.kernels.elementwise.derivatives import derivatives
 from rooftop.kernels.elementwise.expression_texts import parse
 from rooftop.kernels.elementwise.expression_types import (
     NUMBER,
@@ -36,7 +37,6 @@ from rooftop.kernels.elementwise.expressions import (
     apply,
     argument,
     arguments_of,
-    derivatives,
     text_of,
     topological,
 )
