@@ -29,6 +29,16 @@ def build():
 
 def function():
     return lambda x: x, (torch.randn(2),)
+
+class Picks(nn.Linear):
+    def forward(self, x, part="weights"):
+        return super().forward(x) * {}[part]
+
+def picks():
+    return Picks(3, 3), (torch.randn(2, 3),)
+
+def embeds():
+    return nn.Embedding(5, 3), (torch.tensor([9]),)
 """
 
 
@@ -108,6 +118,8 @@ def test_it_says_why_nothing_was_kept(run: Run, net: str, tmp_path: Path) -> Non
         (["NET:build", "--save", "no/plan.json"], 2, "no"),
         (["nothing50"], 2, "nothing50"),
         (["NET:build", "--input", "4x5x9x9"], 1, "the inputs 4x5x9x9 float32. If the model needs other inputs: --"),
+        (["NET:picks"], 1, "raised KeyError: 'weights' for the inputs 2x3 float32"),
+        (["NET:embeds"], 1, "raised IndexError: index out of range in self for the inputs 1 int64"),
     ],
 )
 def test_wrong_calls(run: Run, net: str, words: list[str], status: int, said: str) -> None:

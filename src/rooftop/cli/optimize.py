@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import traceback
 from pathlib import Path
 
 import click
@@ -19,7 +20,7 @@ from rooftop.cli.device_option import pick_device
 from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, resolve_target
-from rooftop.errors import InputError, ModelRunError, TargetError
+from rooftop.errors import InputError, ModelRunError, RooftopError, TargetError
 from rooftop.hardware.ceilings import write_whole
 from rooftop.optimization import Change, Optimized, optimize
 from rooftop.optimization.draws import in_words
@@ -81,10 +82,9 @@ def run(
             raise
         except (TypeError, ValueError, torch.OutOfMemoryError) as error:
             raise ModelRunError(str(error)) from error
-        except (RuntimeError, IndexError, KeyError) as error:
-            # another subclass is not an error of PyTorch's operators
-            if type(error) not in (RuntimeError, NotImplementedError, IndexError, KeyError):
-                raise
+        except Exception as error:
+            if isinstance(error, RooftopError) or not (type(error) is RuntimeError or _is_of_the_model(error)):
+                raise  # not an error of PyTorch's operators or of the user's model
             given = in_words((found.args, dict(found.kwargs)))
             raise ModelRunError(
                 f"{target} raised {in_a_line(error)} for the inputs {given}. If the "
@@ -107,6 +107,11 @@ def run(
     for what, path in (("plan", save), ("results", json_path), ("page", output)):
         if path is not None:
             click.echo(f"{what}: {path}")
+
+
+def _is_of_the_model(error: Exception) -> bool:
+    """Whether an error was raised in the call of a module. Errors of candidates do not leave the search."""
+    return any(frame.name == "_call_impl" for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _shape(text: str) -> tuple[int, ...]:
