@@ -8,8 +8,9 @@ from pathlib import Path
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """Replace "~" and "~user" at the beginning by the home folder. A name such as "~draft.mp4" stays as it is if there
-    is no such user."""
+    """Replace "~" or "~user" at the beginning with the home folder. If there is no such user, the path stays as it is,
+    since "~draft.mp4" is a valid file name.
+    """
     given = Path(path)
     with suppress(RuntimeError):
         return given.expanduser()

@@ -49,9 +49,10 @@ _MOST_SCALE = 2.0**128  # a scale beyond this moves every integer except 0 beyon
 
 
 def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool:
-    """Whether the scale and the shift are integers (below 2**128 in magnitude, and not just 1 and 0), both depths are
-    integer depths, and at least one of the depths has 64 bits. A conversion for which this is true is evaluated
-    exactly, as an expression.
+    """Whether a conversion is evaluated exactly, as an expression of integers.
+
+    Both depths must be integers, one of them with 64 bits. Scale and shift must be integers below 2**128 in magnitude.
+    With a scale of 1 and a shift of 0, no expression is needed.
     """
     integers = DEPTHS[depth].limits is not None and DEPTHS[new_depth].limits is not None
     if not integers or not {depth, new_depth} & {CV_64S, CV_64U} or (alpha, beta) == (1, 0):

@@ -403,9 +403,9 @@ class Decoder:
         for frame in self._decoded(start):
             pts = frame.pts
             if self._by_places and frame.dts is not None:
-                # `frame.dts` is the place of the packet after which the decoder returned the frame. The frame's own
-                # place is earlier by the number of frames that wait in the decoder. That number does not change after
-                # the first frame.
+                # `frame.dts` is the place of the packet after which the decoder returned the frame. Some frames wait in
+                # the decoder, always the same number after the first frame. So the frame's own place is earlier by
+                # that number.
                 waiting = frame.dts - self._first_place if waiting is None else waiting
                 place = frame.dts - waiting
                 if last is None or place > last:
