@@ -38,6 +38,7 @@ import resource
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from mapping import CORES, crop, sources
 from programs import Results
@@ -82,6 +84,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "auto": {"augment": {"decode": "auto"}, "loading": {"how": "auto"}},
     "cpu, threads": {"augment": {"decode": "cpu"}, "loading": {"how": "threads"}},
     "cpu, processes": {"augment": {"decode": "cpu"}, "loading": {"how": "processes"}},
+    "cpu, 15 processes": {"augment": {"decode": "cpu"}, "loading": {"how": "processes", "workers": 15}},
     "cpu, processes, half detail": {"augment": {"decode": "cpu", "detail": 0.5}, "loading": {"how": "processes"}},
     "gpu, threads": {"augment": {"decode": "gpu"}, "loading": {"how": "threads"}},
     "gpu, processes": {"augment": {"decode": "gpu"}, "loading": {"how": "processes"}},
@@ -316,6 +319,7 @@ def fed(
         for number in range(1, options.warm_up + 1):
             last = stepper.step(number, feed.parts(number))
         last.cpu()
+        load = Load(device)
         began, waited = time.perf_counter(), feed.loader.waited_s
         for number in range(options.warm_up + 1, options.warm_up + options.steps + 1):
             last = stepper.step(number, feed.parts(number))
@@ -325,12 +329,62 @@ def fed(
         seconds = time.perf_counter() - began
         return {
             "loaded": options.batch * options.steps / seconds,
+            **load.ended(options.batch * options.steps),
             "waiting": (feed.loader.waited_s - waited) / seconds,
             "loading": feed.loader.description,
             "decode": recipe.augment.decode,
         }
     finally:
         feed.close()
+
+
+class Load:
+    """Measures the load of the CPUs and of the GPU from now on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = Utilization(device)
+        self._began, self._cpu = time.perf_counter(), self._cpu_s()
+
+    def _cpu_s(self) -> tuple[float, float]:
+        """CPU seconds of this process, and of the processes that it has started."""
+        began = [each.cpu_times() for each in psutil.Process().children(recursive=True)]
+        return time.process_time(), sum(each.user + each.system for each in began)
+
+    def ended(self, images: int) -> dict[str, float]:
+        """CPU ms of the loop's process and of the loader's processes per image; the share of all cores in use; and the
+        share of time in which NVML saw a kernel on the GPU, if NVML works."""
+        seconds = time.perf_counter() - self._began
+        here, there = (after - before for after, before in zip(self._cpu_s(), self._cpu, strict=True))
+        found = {
+            "loop_cpu_ms": 1e3 * here / images,
+            "loader_cpu_ms": 1e3 * there / images,
+            "cores_in_use": (here + there) / seconds / CORES,
+        }
+        active = self._gpu.mean()
+        return found if active is None else {**found, "gpu_active": active}
+
+
+class Utilization:
+    """Samples NVML's utilization of a GPU in a thread: the share of time in which a kernel runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._samples: list[int] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        if device.type == "cuda":
+            self._thread.start()
+
+    def _sample(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+        while not self._end.wait(0.1):
+            self._samples.append(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+
+    def mean(self) -> float | None:
+        self._end.set()
+        return statistics.mean(self._samples) / 100 if self._samples else None
 
 
 def item(task: Task, options: argparse.Namespace, device: torch.device) -> dict[str, float]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rooftop.errors import InputError
 from rooftop.mat import CV_8UC3, Mat
-from rooftop.media import ImageDecoder, NoImageDecoderError, nvjpeg, read_image, read_images
+from rooftop.media import ImageDecoder, NoImageDecoderError, jpegs, nvjpeg, read_image, read_images
+from rooftop.media.images import pillow_image, rgb_pixels
 
 ORIENTATION = 0x0112
 CAT = Image.fromarray(data.chelsea()).resize((91, 60))
@@ -116,6 +117,47 @@ def test_a_mat_lies_on_a_photograph_without_a_copy() -> None:
     pixels[7, 5] = torch.tensor([1, 2, 3], dtype=torch.uint8)
     assert mat.tensor().data_ptr() == pixels.data_ptr()
     assert mat.tensor()[7, 5].tolist() == [1, 2, 3]
+
+
+JPEGS = {
+    "4:4:4": {"subsampling": 0},
+    "4:2:2": {"subsampling": 1},
+    "4:2:0": {"subsampling": 2},
+    "progressive": {"progressive": True},
+    "restarts": {"restart_marker_blocks": 3},
+    "RGB": {"keep_rgb": True},
+    "coarse": {"quality": 3},
+}
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 3), (91, 60), (16, 129)], ids=str)
+@pytest.mark.parametrize("form", JPEGS)
+def test_simplejpeg_has_the_pixels_of_pillow(form: str, size: tuple[int, int], tmp_path: Path) -> None:
+    path = tmp_path / "photo.jpg"
+    path.write_bytes(stored(CAT.resize(size), "JPEG", **JPEGS[form]))
+    expected = np.array(pillow_image(path))
+    for source in (path, path.read_bytes(), memoryview(path.read_bytes())):
+        found = rgb_pixels(source)
+        assert isinstance(found, np.ndarray)
+        assert found.flags.writeable
+        assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("form", ["grey", "cmyk", "png", "cut off", "turned", "reduced", "not installed"])
+def test_pillow_decodes_what_simplejpeg_does_not(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    content = stored(CAT, "JPEG", exif=exif) if form == "turned" else FORMS.get(form, FORMS["jpeg"])
+    if form == "not installed":
+        monkeypatch.setattr(jpegs, "_simplejpeg", lambda: None)
+    if form == "cut off":
+        with pytest.raises(InputError, match="truncated"):
+            rgb_pixels(content[:-200])
+        return
+    reduction = (lambda width, height: 3.0) if form == "reduced" else None
+    found = rgb_pixels(content, reduction)
+    assert isinstance(found, Image.Image)
+    assert np.array_equal(np.array(found), np.array(pillow_image(content, reduction)))
 
 
 DAMAGED = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow also warns of errors that it raises

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rooftop.data.image_transforms import Drawn, ImageTransform
 from rooftop.errors import InputError
-from rooftop.media.images import SUFFIXES, pillow_image
+from rooftop.media.images import SUFFIXES, RgbPixels, pillow_image
 
 Transform = Callable[[Image.Image, np.random.Generator | None], Any]
 
@@ -111,10 +111,11 @@ def read(
 
 def decode(
     transform: Transform | None, source: str | bytes, generator: np.random.Generator | None, name: str | None = None
-) -> tuple[Image.Image, Drawn | None]:
+) -> tuple[RgbPixels | Image.Image, Drawn | None]:
     """Decode a photograph.
 
-    An `ImageTransform` draws its changes first, so that it decodes no more pixels than needed.
+    An `ImageTransform` draws its changes first, so that it decodes no more pixels than needed, and takes an array if
+    that is decoded faster.
     """
     if isinstance(transform, ImageTransform):
         return transform.decode(source, generator, name)
@@ -122,12 +123,15 @@ def decode(
 
 
 def change(
-    transform: Transform | None, decoded: tuple[Image.Image, Drawn | None], generator: np.random.Generator | None
+    transform: Transform | None,
+    decoded: tuple[RgbPixels | Image.Image, Drawn | None],
+    generator: np.random.Generator | None,
 ) -> Any:
     """Apply the transform to a photograph from `decode`."""
     image, drawn = decoded
     if isinstance(transform, ImageTransform) and drawn is not None:
         return transform.apply(image, drawn)
+    assert isinstance(image, Image.Image)  # only an `ImageTransform` takes arrays
     return _pixels(image) if transform is None else transform(image, generator)
 
 

@@ -27,7 +27,7 @@ from rooftop.data.device_augment import encoded
 from rooftop.data.pixels import NO_OPERATIONS, Pixels
 from rooftop.data.rand_augment import Operation, apply_operations, draw_operations
 from rooftop.errors import InputError
-from rooftop.media.images import MEAN, STD, normalized, pillow_image
+from rooftop.media.images import MEAN, STD, RgbPixels, normalized, rgb_pixels
 from rooftop.words import did_you_mean
 
 ASPECTS = (3 / 4, 4 / 3)  # range of width / height of random crops
@@ -135,8 +135,8 @@ class ImageTransform:
 
     def decode(
         self, path_or_bytes: str | bytes, generator: np.random.Generator | None, name: str | None
-    ) -> tuple[Image.Image, Drawn]:
-        """Decode a file's image, no larger than needed, and draw its changes. Raises the errors of `pillow_image`."""
+    ) -> tuple[RgbPixels | Image.Image, Drawn]:
+        """Decode a file's image, no larger than needed, and draw its changes. Returns and raises as `rgb_pixels`."""
         drawn = Drawn()
 
         def reduction(width: int, height: int) -> float:
@@ -144,7 +144,7 @@ class ImageTransform:
             drawn = self.draw(width, height, generator)
             return self.reduction(width, height, drawn)
 
-        return pillow_image(path_or_bytes, reduction, name), drawn
+        return rgb_pixels(path_or_bytes, reduction, name), drawn
 
     def draw(self, width: int, height: int, generator: np.random.Generator | None) -> Drawn:
         """Draw the changes of an image of this size."""
@@ -170,17 +170,23 @@ class ImageTransform:
         gap = 1.0 if self.train else JUDGED_REDUCTION
         return min(width, height) / self.shorter_side / gap
 
-    def apply(self, image: Image.Image, drawn: Drawn) -> Tensor | Pixels:
-        """Apply drawn changes to an RGB image; return (3, size, size) float32 if `normalize` is set, else `Pixels`."""
-        image = self._central(image) if drawn.crop is None else image.crop(box(drawn.crop, image.width, image.height))
-        if drawn.flip:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    def apply(self, image: RgbPixels | Image.Image, drawn: Drawn) -> Tensor | Pixels:
+        """Apply drawn changes to an RGB image, Pillow's or (H, W, 3) uint8.
+
+        Returns (3, size, size) float32 if `normalize` is set, else `Pixels`.
+        """
         if drawn.crop is not None:
-            pixels = resized(image, self.size)
+            pixels = resized(image, self.size, drawn.crop)
+            if drawn.flip:  # after the resizing, which gives the same pixels as before it
+                pixels = pixels.flip(1)
             now = drawn.jitter or (drawn.operations and not self.later)
             if not (self.normalize or now) and drawn.shift == (0, 0):
-                return self.pixels(torch.from_numpy(pixels), drawn)
-            image = Image.fromarray(pixels)
+                return self.pixels(pixels, drawn)
+            image = Image.fromarray(pixels.numpy())
+        else:
+            image = self._central(image if isinstance(image, Image.Image) else Image.fromarray(image))
+            if drawn.flip:
+                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         if drawn.shift != (0, 0):
             right, down = drawn.shift
             image = image.crop((-right, -down, self.size - right, self.size - down))  # fills with black
@@ -243,17 +249,23 @@ def _span(start: float, end: float, length: int) -> tuple[int, int]:
     return first, max(first + 1, round(end * length))
 
 
-def resized(image: Image.Image, size: int) -> Any:
-    """Resize an RGB image bilinearly with antialiasing; return a NumPy array, (size, size, 3) uint8.
+def resized(image: RgbPixels | Image.Image, size: int, crop: tuple[float, float, float, float]) -> Tensor:
+    """Resize a crop of an RGB image bilinearly with antialiasing; return (size, size, 3) uint8.
 
     The results of PyTorch and of Pillow differ by at most 1 of 255.
     """
+    if isinstance(image, Image.Image):
+        part = np.array(image.crop(box(crop, image.width, image.height)))
+    else:
+        left, top, right, bottom = box(crop, image.shape[1], image.shape[0])
+        part = np.ascontiguousarray(image[top:bottom, left:right])  # PyTorch resizes contiguous pixels faster
     if not VECTORIZED:
-        return np.array(image.resize((size, size), Image.Resampling.BILINEAR))
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]  # (1, 3, H, W), channels last
+        return torch.from_numpy(np.array(Image.fromarray(part).resize((size, size), Image.Resampling.BILINEAR)))
+    # `part[None]` would have other strides, and then PyTorch would make planar pixels, which takes twice as long.
+    pixels = torch.from_numpy(part).unsqueeze(0).permute(0, 3, 1, 2)  # (1, 3, H, W), channels last
     # For a single image, PyTorch uses one thread, independent of torch.set_num_threads.
     values = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
-    return values[0].permute(1, 2, 0).numpy()  # no copy
+    return values.permute(0, 2, 3, 1).squeeze(0)  # no copy
 
 
 def _augment_of(given: Any) -> _Augment:

@@ -58,8 +58,9 @@ class StagedSamples(Samples, Protocol):
 
 def sample(samples: Samples, index: int, seed: int, epoch: int, copy: int = 0) -> Any:
     """Return a sample of an epoch, the same in every process and thread. Each copy has its own augmentation."""
-    if isinstance(samples, DrawnSamples):
-        return samples.draw(index, np.random.default_rng((seed, epoch, index, copy) if copy else (seed, epoch, index)))
+    draw = getattr(samples, "draw", None)  # quicker than to test for the protocol
+    if draw is not None:
+        return draw(index, np.random.default_rng((seed, epoch, index, copy) if copy else (seed, epoch, index)))
     return samples[index]
 
 
@@ -92,7 +93,8 @@ class Part:
     def draw(self, index: int, generator: np.random.Generator) -> Any:
         """Return a sample, augmented if the data set augments samples."""
         own = int(self.indices[index])
-        return self.samples.draw(own, generator) if isinstance(self.samples, DrawnSamples) else self.samples[own]
+        draw = getattr(self.samples, "draw", None)
+        return draw(own, generator) if draw is not None else self.samples[own]
 
     def name(self, index: int) -> str | None:
         """The sample's name in the data set."""
