@@ -16,10 +16,15 @@ for each core and pinned memory, Pillow, torchvision's transforms, and a compile
     busy        the resident step's time over the step's time with the loader: the share of time in which the GPU is
                 busy
     waiting     the share of time in which the loop waited for data; measured only for Rooftop
+    first_step_s  seconds from the call of `fit` to the result of the first step; includes the compilation, unless
+                PyTorch's caches on disk have the compiled code
 
 Then one step of Rooftop, compiled once, runs with each way to load data (`--ways`). The CPU or the GPU decodes JPEGs,
 and threads or processes make samples; "auto" chooses both by measuring. Each way is a row, with
 
+    loop_cpu_ms, loader_cpu_ms   CPU ms per image of the training's process, and of the loader's processes
+    cores_in_use  the share of all cores that these processes use
+    gpu_active    the share of time in which a kernel runs on the GPU, as NVML samples it
     item        the cost of an image: CPU ms to read, decode and augment it, while one process per core does only this;
                 the part of these ms spent in the operating system's kernel; page faults; wall time (`all_ms`); and
                 `hand_over_ms` of the one thread that joins and copies batches, or `gpu_ms` if that thread also lets the
@@ -84,7 +89,6 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "auto": {"augment": {"decode": "auto"}, "loading": {"how": "auto"}},
     "cpu, threads": {"augment": {"decode": "cpu"}, "loading": {"how": "threads"}},
     "cpu, processes": {"augment": {"decode": "cpu"}, "loading": {"how": "processes"}},
-    "cpu, 15 processes": {"augment": {"decode": "cpu"}, "loading": {"how": "processes", "workers": 15}},
     "cpu, processes, half detail": {"augment": {"decode": "cpu", "detail": 0.5}, "loading": {"how": "processes"}},
     "gpu, threads": {"augment": {"decode": "gpu"}, "loading": {"how": "threads"}},
     "gpu, processes": {"augment": {"decode": "gpu"}, "loading": {"how": "processes"}},
@@ -106,11 +110,14 @@ class Recorder:
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
         self.loading = ""
+        self.created, self.first_step_s = time.perf_counter(), 0.0
 
     def began(self, facts: Facts, task: Any) -> None:
         self.loading = facts.loading
 
     def stepped(self, records: list[StepRecord]) -> None:
+        if not self.records:
+            self.first_step_s = time.perf_counter() - self.created
         self.records += records
 
     def evaluated(self, record: EvaluationRecord) -> None: ...
@@ -250,7 +257,7 @@ def ours(name: str, photographs: Path, options: argparse.Namespace, device: torc
     task.valid = None
     recorder = Recorder()
     began = time.perf_counter()
-    fit(task, recipe, device=device.type, observers=[recorder], interval=5)
+    fit(task, recipe, device=device.type, observers=[recorder])
     seconds = time.perf_counter() - began
     timed = [record for record in recorder.records if record.step > options.warm_up]
     step = resident_ours(stepper_of(name, photographs, options, device), options, device)
@@ -259,6 +266,7 @@ def ours(name: str, photographs: Path, options: argparse.Namespace, device: torc
         "waiting": statistics.mean(record.waiting for record in timed),
         "loading": recorder.loading,
         "decode": recipe.augment.decode,
+        "first_step_s": recorder.first_step_s,
         "run_s": seconds,
         **resident(step, options, device),
     }

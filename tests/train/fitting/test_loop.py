@@ -34,6 +34,7 @@ from rooftop.train.fitting import (
     read_metrics,
 )
 from rooftop.train.fitting.lengths import Lengths
+from rooftop.train.fitting.readings import Reading
 from rooftop.train.fitting.states import same_state
 from rooftop.train.fitting.stepping import Stepper, dropout_seed, generator_of
 from rooftop.train.recipes.recipe import Recipe
@@ -595,6 +596,33 @@ def test_a_step_does_not_wait_for_the_gpu(optimizer: str, precision: str) -> Non
         for number in range(2, 5):
             row = stepper.step(number, [part])
     assert row[:2].isfinite().all()
+
+
+def test_the_next_step_is_launched_before_results_are_read() -> None:
+    """At an evaluation and at the end, all results are read at once."""
+    order: list[str] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if model.training:
+            order.append("step")
+        return loss_of(model, batch)
+
+    seen = Seen(lambda record: order.append(f"read {record.step}"))
+    fit(task(loss=loss), recipe(run={"epochs": 2}), device="cpu", observers=[seen], interval=4)
+    steps = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]  # six in an epoch
+    reads_before = {2: [1], 6: [2, 3, 4], 7: [5, 6], 10: [7, 8], 13: [9, 10, 11, 12]}  # step 4 is read after step 5
+    expected = []
+    for step in [*steps, 13]:
+        expected += [f"read {read}" for read in reads_before.get(step, [])]
+        expected += ["step"] * (step < 13)
+    assert order == expected
+
+
+@pytest.mark.gpu
+def test_to_begin_a_reading_does_not_wait_for_the_gpu() -> None:
+    with no_waiting_for_gpu():
+        reading = Reading(2, [torch.full((4,), float(number), device="cuda") for number in range(2)])
+    assert reading.rows() == [[0.0] * 4, [1.0] * 4]
 
 
 def test_lengths_of_the_training_are_those_of_the_loader() -> None:

@@ -3,7 +3,9 @@
     fitted = fit(task, Recipe.of({"run": {"epochs": 5}}), out=Path("runs/first"))
 
 `stepping.Stepper` runs each step. The loop decides when to read losses, evaluate the model, save the state, and end.
-The loop reads the results of steps from the device once every `interval` steps, and before each save.
+The loop reads the results of steps from the device once every `interval` steps, and before each evaluation and save.
+Between evaluations and saves the next step is launched before the loop waits for the results, so that the device never
+waits for Python.
 
 `resume=True` continues a killed training from its last checkpoint. The results are bit-identical to those of an
 uninterrupted training; on a GPU this needs run.deterministic. Sample order, augmentation and dropout depend only on
@@ -41,6 +43,7 @@ from rooftop.train.fitting.faults import first_not_finite, memory_explained
 from rooftop.train.fitting.feeding import Feed
 from rooftop.train.fitting.lengths import Lengths
 from rooftop.train.fitting.metric_lines import METRICS, MetricLines, evaluation_of, plain_of
+from rooftop.train.fitting.readings import Reading
 from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, Observer, StepRecord
 from rooftop.train.fitting.run_folders import BEST, LAST, RunFolder, identity_of
 from rooftop.train.fitting.stepping import FAULT, LOSS, NORM, SKIPPED, Stepper
@@ -51,7 +54,7 @@ from rooftop.train.stopping import Stop, stop_on_signals
 from rooftop.train.tasks.calls import calling, check_task
 from rooftop.train.tasks.task import Task
 
-INTERVAL = 10  # number of steps whose results are read from a GPU at once; between reads the GPU never waits for Python
+INTERVAL = 10  # number of steps whose results are read from a GPU at once
 COMPILER = "inductor"
 DONE = "done"
 
@@ -185,6 +188,7 @@ class _Fitting:
         self._damaged: set[tuple[str, int]] = set()  # damaged samples that were already reported
         self._loading_told = False
         self._unread: list[Tensor] = []
+        self._reading: Reading | None = None
 
     def run(self, resume: bool, save_every: int | None, interval: int) -> Fitted:
         """Train from the first step, or from the last checkpoint."""
@@ -312,18 +316,18 @@ class _Fitting:
             report(f"step {step}")
             with memory_explained(self.stepper, step, None if again is None else partial(again, step)):
                 self._unread.append(self.stepper.step(step, self.feed.parts(step)))
+            self._finish_reading()
             stopping = self._stopping()
             evaluating = self.lengths.evaluates(step) and self.evaluator is not None
             ended = step == self.lengths.steps
             saving = self.folder is not None and (self.lengths.saves(step) or stopping)
-            if (
-                step in (self.before + 1, self.lengths.steps)
-                or step % self.interval == 0
-                or evaluating
-                or saving
-                or stopping
-            ):
-                self._read(step)
+            first_or_last = step in (self.before + 1, self.lengths.steps)
+            now = first_or_last or evaluating or saving or stopping or self.interval == 1
+            if now or step % self.interval == 0:
+                self._reading = Reading(step, self._unread)
+                self._unread = []
+            if now:
+                self._finish_reading()
             if evaluating or ended:
                 with memory_explained(self.stepper, step, None):
                     self._evaluate(step, ended)
@@ -355,15 +359,17 @@ class _Fitting:
     def _by(self) -> str:
         return next((by for by in self.agreement.gathered(self.stop.by) if by), "the program")
 
-    def _read(self, step: int) -> None:
-        """Read the results of the unread steps from the device, and report them.
+    def _finish_reading(self) -> None:
+        """Report the results of the steps whose reading has begun, if any.
 
         Raises:
             DivergedError: a loss or gradient was not finite and the recipe does not skip such steps, or too many steps
                 or all steps were skipped.
         """
-        rows = torch.stack(self._unread).tolist()  # waits for the device
-        self._unread.clear()
+        if self._reading is None:
+            return
+        step, rows = self._reading.step, self._reading.rows()
+        self._reading = None
         seconds = (time.perf_counter() - self._clock) / len(rows)
         waiting = (self.feed.loader.waited_s - self._waited) / (seconds * len(rows))
         records: list[StepRecord] = []
