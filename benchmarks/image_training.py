@@ -1,7 +1,7 @@
 """Image networks trained from JPEG files: the loop and loader of `rooftop train` compared with torchvision's recipe and
 a compiled model.
 
-    python benchmarks/image_training.py [--model resnet50 swin_t] [--out benchmarks/results/h100/image_training.json]
+    python benchmarks/image_training.py [--model resnet50 swin_t] [--out benchmarks/results/h200/image_training.json]
     python benchmarks/image_training.py --photographs FOLDER      a folder for each class, instead of generated ones
     python benchmarks/image_training.py --ways "cpu, threads" "gpu, processes" --sides     rooftop's ways to load, alone
 
