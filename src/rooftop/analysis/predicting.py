@@ -12,7 +12,9 @@ If the ceilings are those of a GPU, the step uses the operators that PyTorch cho
 from __future__ import annotations
 
 import copy
+import logging
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
@@ -228,9 +230,26 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with (
         answered_without_values(),
+        _errors_only_raised(),
         active if active is not None else FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
         yield mode
+
+
+@contextmanager
+def _errors_only_raised() -> Iterator[None]:
+    """Within the block, keep PyTorch from also logging the traceback of each error of an operator on fake tensors."""
+    thread = threading.get_ident()
+    logger = logging.getLogger(torch._subclasses.fake_tensor.__name__)
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.exc_info is None
+
+    logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)
 
 
 def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Record]:
