@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,7 +211,9 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_modules_that_are_false_or_have_no_length(ceilings: Ceilings) -> None:
     empty = nn.Sequential().train()
-    assert rooftop.analyze(empty, torch.randn(3), ceilings=ceilings).ops == ()
+    report = rooftop.analyze(empty, torch.randn(3), ceilings=ceilings)
+    assert report.ops == ()
+    assert any("No operator of PyTorch ran" in note for note in report.notes)
     assert empty.training
     compiled = torch.compile(nn.Linear(8, 4), backend="eager")
     report = rooftop.analyze(compiled, torch.randn(2, 8), ceilings=ceilings)
@@ -314,6 +316,40 @@ def test_wrong_arguments(
     del rest["target"]
     with pytest.raises(error, match=message):
         rooftop.analyze(target, torch.randn(3), **rest)  # type: ignore[arg-type]
+
+
+def generated(x: Tensor) -> Iterator[Tensor]:
+    yield x + 1
+
+
+async def awaited(x: Tensor) -> Tensor:
+    return x + 1
+
+
+async def generated_and_awaited(x: Tensor) -> AsyncIterator[Tensor]:
+    yield x + 1
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"), [(generated, "generator"), (awaited, "coroutine"), (generated_and_awaited, "async_generator")]
+)
+@pytest.mark.parametrize("train", [False, True])
+def test_an_output_that_has_not_run_yet_is_refused(target: Callable[..., Any], kind: str, train: bool) -> None:
+    """The report showed no operator and a launch gap of 100%."""
+    with pytest.raises(InputError, match=rf"{target.__name__} is of type {kind}.*list\(model\(\*inputs\)\)"):
+        Program(target, (torch.ones(2, requires_grad=True),), {}, train=train).step()
+
+
+def test_a_module_that_computes_gradients_is_told_why_it_cannot() -> None:
+    class Forces(nn.Linear):
+        def forward(self, positions: Tensor) -> Tensor:
+            positions = positions.detach().requires_grad_()
+            return torch.autograd.grad(super().forward(positions).sum(), positions)[0]
+
+    model, inputs = Forces(3, 1), (torch.ones(2, 3),)
+    with pytest.raises(ModelRunError, match=r"does not require grad.*torch\.no_grad\(\) unless.*enable_grad\(\)"):
+        Program(model, inputs, {}).step()
+    Program(lambda x: model(x), inputs, {}).step()
 
 
 def test_fake_tensors_are_for_predictions(ceilings: Ceilings) -> None:

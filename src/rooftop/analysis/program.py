@@ -8,7 +8,7 @@ undone: in a module (buffers, gradients, train flags), in the arguments, in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -132,7 +132,7 @@ class Program:
 
         Raises:
             ModelRunError: the user's code raised; the message names the program, its inputs and the line.
-            InputError: no output can start a backward pass.
+            InputError: no output can start a backward pass, or the output is a generator or a coroutine.
         """
         if self._given is not None:
             self._given.put_back()
@@ -148,9 +148,10 @@ class Program:
     def _step(self, observe: Callable[[Any], None]) -> None:
         if not self.train:
             with torch.no_grad() if self.module is not None else nullcontext():
-                observe(self.target(*self.args, **self.kwargs))
+                output = self._output()
+            observe(output)
             return
-        output = self.target(*self.args, **self.kwargs)
+        output = self._output()
         observe(output)
         if self._loss is not None:
             _checked(self._loss(output)).backward()
@@ -163,6 +164,18 @@ class Program:
             self.module.zero_grad(set_to_none=True)
         for tensor in self._leaves():
             tensor.grad = None
+
+    def _output(self) -> Any:
+        """Call the target. Generators and coroutines are refused: they run nothing before they are read."""
+        output = self.target(*self.args, **self.kwargs)
+        if isinstance(output, (Generator, Coroutine, AsyncGenerator)):
+            if isinstance(output, Coroutine):
+                output.close()  # without this, Python warns that the coroutine was never awaited
+            raise InputError(
+                f"the output of {self.name} is of type {type(output).__name__}, which runs nothing before it is read: "
+                "pass a function that reads it to its end, e.g. lambda *inputs: list(model(*inputs))"
+            )
+        return output
 
     def _leaves(self) -> list[Tensor]:
         """The arguments that accumulate gradients."""
@@ -186,7 +199,13 @@ class Program:
         inputs = ", ".join(describe_tensor(t) for t in tensors_in([self.args, self.kwargs])) or "no tensor"
         if isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error):
             return f"{self.name} ran out of memory for inputs {inputs}: try a smaller batch. ({first_line(error)})"
-        return f"{self.name} raised {type(error).__name__} for inputs {inputs}: {first_line(error)}{_place(error)}"
+        explained = f"{self.name} raised {type(error).__name__} for inputs {inputs}: {first_line(error)}{_place(error)}"
+        if self.module is not None and not self.train and "does not require grad" in str(error):
+            explained += (
+                "; a module runs under torch.no_grad() unless it is trained: if its forward computes gradients, call "
+                "torch.enable_grad() there, or pass a function that calls the module"
+            )
+        return explained
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
