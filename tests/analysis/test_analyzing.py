@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftop
+from rooftop.analysis import kept_weights
 from rooftop.analysis.instruments import PlainInstrument
 from rooftop.analysis.program import Program
 from rooftop.cost.accounting import tensors_in
@@ -68,6 +69,58 @@ def test_model_and_random_state_are_as_before(train: bool, was_training: bool, c
     assert [m.training for m in net.modules()] == flags
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), gradients, strict=True))  # type: ignore[arg-type]
+
+
+class Encoders(nn.Module):
+    """A network that follows another one, as in MoCo, in the ways that programs write it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.query, self.key = way, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.more = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = self.key.weight
+        if self.way == "in place":
+            with torch.no_grad():
+                key.mul_(0.9).add_(self.query.weight, alpha=0.1)
+        elif self.way == "values of data":
+            key.data.mul_(0.9)
+        elif self.way == "data":
+            key.data = key.data * 0.9 + self.query.weight.data * 0.1
+        elif self.way == "parameter":
+            self.key.weight = nn.Parameter(key.detach() * 0.9)
+        elif self.way == "modules":
+            self.more.append(nn.Linear(4, 4))
+        return self.query(x) + self.key(x)
+
+
+@pytest.mark.parametrize("way", ["in place", "values of data", "data", "parameter", "modules"])
+@pytest.mark.parametrize("train", [False, True])
+def test_weights_that_a_module_changes_itself_are_put_back(way: str, train: bool) -> None:
+    model = Encoders(way)
+    named, values = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.query.parameters(), lr=0.1) if train else None
+    program = Program(model, (torch.ones(2, 4),), {}, train=train, optimizer=optimizer)
+    with program.preserved():
+        for _ in range(4):
+            program.step()
+        assert len(model.more) <= 2
+    now = dict(model.named_parameters())
+    assert {name: id(p) for name, p in now.items()} == {name: id(p) for name, p in named.items()}
+    assert {name for name, p in now.items() if not torch.equal(p, values[name])} == (
+        {"query.weight", "query.bias"} if train else set()
+    )
+    assert not any("load them again" in note for note in program.notes)
+
+
+def test_weights_that_are_too_large_to_copy_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_weights, "MOST_BYTES", 10)
+    for way, told in (("in place", True), ("data", True), ("modules", False)):
+        program = Program(Encoders(way), (torch.ones(2, 4),), {})
+        with program.preserved():
+            program.step()
+        assert any("changed its weights (key.weight)" in note for note in program.notes) == told
 
 
 def test_state_is_put_back_when_the_model_raises(ceilings: Ceilings) -> None:

@@ -342,7 +342,7 @@ class _FakeCopies(TorchFunctionMode):
         """
         held = Held([value], everything=True)
         objects = [value, *(each for container in held.containers for each in container.items)]
-        self._memo.update((id(kept), kept) for each in objects for kept in _shapes_in(each))
+        self._memo.update((id(kept), kept) for each in objects for kept in _uncopied_in(each))
         modules = [value] if isinstance(value, nn.Module) else [each for each in objects if isinstance(each, nn.Module)]
         cast = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         if not isinstance(value, nn.Module):
@@ -364,8 +364,11 @@ class _FakeCopies(TorchFunctionMode):
         return memo.setdefault(id(tensor), _fake(tensor, self._mode, None))
 
 
-def _shapes_in(value: Any) -> list[Tensor]:
-    """Tensors whose values determine an object's shape: batch sizes, the blocks that a mask keeps."""
+def _uncopied_in(value: Any) -> list[Any]:
+    """Tensors whose values determine an object's shape: batch sizes, the blocks that a mask keeps. Generators of random
+    numbers, which draw nothing for fake tensors."""
+    if isinstance(value, torch.Generator):
+        return [value]
     if isinstance(value, PackedSequence):
         return [value.batch_sizes]
     flex_attention = sys.modules.get("torch.nn.attention.flex_attention")

@@ -2,14 +2,14 @@
 
 For a module the step is a forward pass without gradients. In training the step is forward, backward and, if an
 optimizer is given, the optimizer's step. Any other callable is called directly. Afterwards all changes by the step are
-undone: in a module (buffers, gradients, train flags), in the arguments, in the target's own state (see
+undone: in a module (weights, buffers, gradients, train flags), in the arguments, in the target's own state (see
 `given_objects`), and in the random state.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rooftop.analysis.compiled.finding import has_compiled_parts
 from rooftop.analysis.given_objects import GivenObjects
+from rooftop.analysis.kept_weights import weights_kept
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError, ModelRunError, RooftopError
 from rooftop.hardware.source_lines import LIBRARIES
@@ -215,14 +216,19 @@ class Program:
         gradients = [(tensor, tensor.grad) for tensor in (*self._parameters(), *self._leaves())]
         for tensor, _ in gradients:
             tensor.grad = None
-        self._given = GivenObjects((self.args, self.kwargs), self.target)
+        self._given, lost = GivenObjects((self.args, self.kwargs), self.target), list[str]()
         try:
-            inner = _inner_optimizers_undone(self.optimizer) if self.module is not None else nullcontext()
-            with torch.random.fork_rng(devices), _preserved(self.module, self.train), inner:
+            with ExitStack() as stack:
+                stack.enter_context(torch.random.fork_rng(devices))
+                if self.module is not None:
+                    stack.enter_context(weights_kept(self.module, self.optimizer, lost))
+                stack.enter_context(_preserved(self.module, self.train))
+                if self.module is not None:
+                    stack.enter_context(_inner_optimizers_undone(self.optimizer))
                 yield
         finally:
             self._given.put_all_back()
-            self.notes, self._given = self._given.notes, None
+            self.notes, self._given = [*self._given.notes, *lost], None
             for tensor, gradient in gradients:
                 tensor.grad = gradient
 
