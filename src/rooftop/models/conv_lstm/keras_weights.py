@@ -153,8 +153,8 @@ def read_keras_weights(path: str | Path) -> list[KerasLayer]:
         if isinstance(error, WeightsError):
             raise
         raise WeightsError(
-            f"{path} is damaged or not a file of Keras weights ({type(error).__name__}: {error}){called(path)}. Expected a file "
-            "written by model.save() or model.save_weights() of Keras"
+            f"{path} is damaged or not a file of Keras weights ({type(error).__name__}: {error}){called(path)}. "
+            "Expected a file written by model.save() or model.save_weights() of Keras"
         ) from error
     if not layers:
         raise WeightsError(f"{path} holds no layer with weights: expected a file written by model.save() of Keras")
