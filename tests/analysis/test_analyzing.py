@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftop
+from rooftop.analysis import kept_weights
 from rooftop.analysis.instruments import PlainInstrument
 from rooftop.analysis.program import Program
 from rooftop.cost.accounting import tensors_in
@@ -68,6 +69,58 @@ def test_model_and_random_state_are_as_before(train: bool, was_training: bool, c
     assert [m.training for m in net.modules()] == flags
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), gradients, strict=True))  # type: ignore[arg-type]
+
+
+class Encoders(nn.Module):
+    """A network that follows another one, as in MoCo, in the ways that programs write it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.query, self.key = way, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.more = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = self.key.weight
+        if self.way == "in place":
+            with torch.no_grad():
+                key.mul_(0.9).add_(self.query.weight, alpha=0.1)
+        elif self.way == "values of data":
+            key.data.mul_(0.9)
+        elif self.way == "data":
+            key.data = key.data * 0.9 + self.query.weight.data * 0.1
+        elif self.way == "parameter":
+            self.key.weight = nn.Parameter(key.detach() * 0.9)
+        elif self.way == "modules":
+            self.more.append(nn.Linear(4, 4))
+        return self.query(x) + self.key(x)
+
+
+@pytest.mark.parametrize("way", ["in place", "values of data", "data", "parameter", "modules"])
+@pytest.mark.parametrize("train", [False, True])
+def test_weights_that_a_module_changes_itself_are_put_back(way: str, train: bool) -> None:
+    model = Encoders(way)
+    named, values = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.query.parameters(), lr=0.1) if train else None
+    program = Program(model, (torch.ones(2, 4),), {}, train=train, optimizer=optimizer)
+    with program.preserved():
+        for _ in range(4):
+            program.step()
+        assert len(model.more) <= 2
+    now = dict(model.named_parameters())
+    assert {name: id(p) for name, p in now.items()} == {name: id(p) for name, p in named.items()}
+    assert {name for name, p in now.items() if not torch.equal(p, values[name])} == (
+        {"query.weight", "query.bias"} if train else set()
+    )
+    assert not any("load them again" in note for note in program.notes)
+
+
+def test_weights_that_are_too_large_to_copy_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_weights, "MOST_BYTES", 10)
+    for way, told in (("in place", True), ("data", True), ("modules", False)):
+        program = Program(Encoders(way), (torch.ones(2, 4),), {})
+        with program.preserved():
+            program.step()
+        assert any("changed its weights (key.weight)" in note for note in program.notes) == told
 
 
 def test_state_is_put_back_when_the_model_raises(ceilings: Ceilings) -> None:
@@ -211,7 +264,9 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_modules_that_are_false_or_have_no_length(ceilings: Ceilings) -> None:
     empty = nn.Sequential().train()
-    assert rooftop.analyze(empty, torch.randn(3), ceilings=ceilings).ops == ()
+    report = rooftop.analyze(empty, torch.randn(3), ceilings=ceilings)
+    assert report.ops == ()
+    assert any("No operator of PyTorch ran" in note for note in report.notes)
     assert empty.training
     compiled = torch.compile(nn.Linear(8, 4), backend="eager")
     report = rooftop.analyze(compiled, torch.randn(2, 8), ceilings=ceilings)
@@ -314,6 +369,40 @@ def test_wrong_arguments(
     del rest["target"]
     with pytest.raises(error, match=message):
         rooftop.analyze(target, torch.randn(3), **rest)  # type: ignore[arg-type]
+
+
+def generated(x: Tensor) -> Iterator[Tensor]:
+    yield x + 1
+
+
+async def awaited(x: Tensor) -> Tensor:
+    return x + 1
+
+
+async def generated_and_awaited(x: Tensor) -> AsyncIterator[Tensor]:
+    yield x + 1
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"), [(generated, "generator"), (awaited, "coroutine"), (generated_and_awaited, "async_generator")]
+)
+@pytest.mark.parametrize("train", [False, True])
+def test_an_output_that_has_not_run_yet_is_refused(target: Callable[..., Any], kind: str, train: bool) -> None:
+    """The report showed no operator and a launch gap of 100%."""
+    with pytest.raises(InputError, match=rf"{target.__name__} is of type {kind}.*list\(model\(\*inputs\)\)"):
+        Program(target, (torch.ones(2, requires_grad=True),), {}, train=train).step()
+
+
+def test_a_module_that_computes_gradients_is_told_why_it_cannot() -> None:
+    class Forces(nn.Linear):
+        def forward(self, positions: Tensor) -> Tensor:
+            positions = positions.detach().requires_grad_()
+            return torch.autograd.grad(super().forward(positions).sum(), positions)[0]
+
+    model, inputs = Forces(3, 1), (torch.ones(2, 3),)
+    with pytest.raises(ModelRunError, match=r"does not require grad.*torch\.no_grad\(\) unless.*enable_grad\(\)"):
+        Program(model, inputs, {}).step()
+    Program(lambda x: model(x), inputs, {}).step()
 
 
 def test_fake_tensors_are_for_predictions(ceilings: Ceilings) -> None:

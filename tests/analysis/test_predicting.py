@@ -340,6 +340,27 @@ def test_a_model_that_raises_is_named_with_its_line(h200: Ceilings) -> None:
         rooftop.predict(broken, torch.randn(2, 4), ceilings=h200)
 
 
+def test_an_error_of_the_model_is_only_raised(h200: Ceilings, caplog: pytest.LogCaptureFixture) -> None:
+    """PyTorch also logged the traceback of an operator that failed on fake tensors."""
+    with pytest.raises(ModelRunError, match="same reduction dim"):
+        rooftop.predict(nn.Linear(4, 4), torch.ones(2, 5), ceilings=h200)
+    assert caplog.records == []
+
+
+def test_a_module_with_a_generator_of_its_own(h200: Ceilings) -> None:
+    """Copying the generator raised SystemError."""
+
+    class Noisy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + torch.rand(x.shape, generator=self.random))
+
+    model, model_state = Noisy(4, 4), torch.Generator().manual_seed(1)
+    model.random = model_state
+    before = model_state.get_state()
+    assert rooftop.predict(model, torch.ones(2, 4), ceilings=h200).summary.flops > 0
+    assert torch.equal(model_state.get_state(), before)
+
+
 def test_machines_that_do_not_exist(h200: Ceilings, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'b9000' is neither a known machine \(.*h200.*\) nor a ceilings file"):
         ceilings_of("b9000")

@@ -14,7 +14,7 @@ import rooftop
 from rooftop.analysis import fake_tensors
 from rooftop.analysis.without_values import answered_without_values
 from rooftop.cost import CountingMode
-from rooftop.errors import InputError
+from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import ceilings_of
 from rooftop.hardware.ceilings import Ceilings
 
@@ -87,6 +87,26 @@ def test_the_ctc_loss_is_counted_as_when_run(concatenated: bool, h200: Ceilings)
         (actual,) = [r.cost for r in run.records if r.name == direction]
         assert actual is not None
         assert row.flops == actual.total_flops
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_grouped_products_are_counted_as_when_run(dtype: torch.dtype, h200: Ceilings) -> None:
+    """PyTorch's function for fake tensors accepts only bfloat16: a mixture of experts in float32 was refused."""
+    rows, experts = torch.randn(16, 8, dtype=dtype, requires_grad=True), torch.randn(2, 8, 24, dtype=dtype)
+    experts.requires_grad_()
+    ends = torch.tensor([8, 16], dtype=torch.int32)
+
+    def step() -> None:
+        torch._grouped_mm(rows, experts, offs=ends).square().sum().backward()
+
+    with CountingMode() as run:
+        step()
+    actual = [r.cost.total_flops for r in run.records if r.cost is not None and r.name == "aten::_grouped_mm"]
+    predicted = [row for row in rooftop.predict(step, ceilings=h200).ops if row.name == "aten::_grouped_mm"]
+    assert sum(row.calls for row in predicted) == len(actual) == 3
+    assert sum(row.flops for row in predicted) == sum(actual) == 3 * 2 * 16 * 8 * 24
+    with pytest.raises(ModelRunError, match="RuntimeError"):
+        rooftop.predict(lambda: torch._grouped_mm(rows[:, :4], experts, offs=ends), ceilings=h200)
 
 
 def test_what_pytorch_reads_on_its_own_is_named_as_such(h200: Ceilings) -> None:

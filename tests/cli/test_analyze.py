@@ -190,6 +190,11 @@ def test_read_only_folder(run: Run, tmp_path: Path) -> None:
     assert "permission denied" in err
 
 
+def test_a_page_and_no_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", "resnet18", "-o", "r.html", "--no-html"]) == 2
+    assert "--no-html writes no page, and -o names one (r.html): leave out one of them" in capsys.readouterr().err
+
+
 def test_a_gpu_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = f"cuda:{torch.cuda.device_count()}"
     assert main(["analyze", "resnet18", "--device", missing, "--no-html"]) == 2

@@ -277,6 +277,8 @@ def test_weights_that_give_no_numbers(run: Run, tmp_path: Path) -> None:
     assert "after 5 tokens of prompt 0 the model gives NaN or infinity" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "text.json").exists()
+    status, out, err = run("--weights", "broken", "--bytes", "--prompt", "Hello")
+    assert (status, out) == (1, "Hello\n")
 
 
 def test_what_fails(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ same names and texts."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from rooftop.cli import commands, targets
 from rooftop.cli.commands import names
 from rooftop.cli.main import command, main
-from rooftop.cli.outputs import STANDARD_OUTPUT, write_json
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs, write_json
 from rooftop.cluster.items import KINDS as ITEM_KINDS
 from rooftop.hardware.crossovers import DTYPES, OPERATIONS
 from rooftop.ladder import LADDERS
@@ -142,6 +143,28 @@ def test_it_overwrites_nothing_but_json(path: tuple[str, ...], tmp_path: Path) -
     with pytest.raises(click.BadParameter, match="there is no folder"):
         option.process_value(context, str(tmp_path / "no" / "out.json"))
     assert option.process_value(context, str(before)) == before
+
+
+@pytest.mark.parametrize("option", ["-o", "--trace"])
+def test_an_output_overwrites_only_a_file_of_its_kind(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`rooftop analyze train.py -o train.py` wrote the page over the program."""
+    program, text = tmp_path / "train.py", "print('my only copy')\n"
+    program.write_text(text)
+    assert main(["analyze", str(program), "--device", "cpu", option, str(program)]) == 2
+    assert re.search(r"train\.py is not (HTML|JSON), and is not overwritten", capsys.readouterr().err)
+    assert program.read_text() == text
+
+
+def test_pages_and_empty_files_are_overwritten(tmp_path: Path) -> None:
+    page, empty, named = (tmp_path / name for name in ("page", "empty", "r.html"))
+    page.write_text("\n<!DOCTYPE html>\n")
+    empty.touch()
+    named.write_text("anything")
+    check_outputs({"HTML": [page, empty, named, tmp_path / "new", None], "JSON": [STANDARD_OUTPUT]})
+    with pytest.raises(click.BadParameter, match="page is not JSON"):
+        check_outputs({"JSON": [page]})
 
 
 def test_a_value_is_written_or_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,14 @@ def test_what_is_transparent_lies_on_white_and_sixteen_bits_are_scaled() -> None
     assert read_image(stored(deep, "PNG"))[1].tolist() == [[0, 128], [255, 1]]
 
 
+@pytest.mark.parametrize("value", [np.float32(0.5), np.int32(70_000), np.int32(-1)])
+def test_pixels_of_unknown_range_are_refused(value: np.generic, tmp_path: Path) -> None:
+    """Floating-point pixels of 0 to 1 became black, and numbers of 32 bits wrapped around."""
+    Image.fromarray(np.full((4, 4), value)).save(tmp_path / "deep.tif")
+    with pytest.raises(InputError, match=r"deep\.tif cannot be read: its pixels are .*: save it with 8 or 16 bits"):
+        read_image(tmp_path / "deep.tif")
+
+
 def test_a_mat_lies_on_a_photograph_without_a_copy() -> None:
     pixels = read_image(FORMS["png"], layout="hwc")
     mat = Mat(pixels)

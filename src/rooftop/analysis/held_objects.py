@@ -277,10 +277,13 @@ def mapping_of(mapping: dict[Any, Any], owner: Any) -> Container:
 
 
 def _of_module(module: nn.Module) -> Iterator[Container]:
-    """A module's own attributes, without the attributes that every module has. Submodules and hooks are only
-    followed."""
+    """A module's parameters, its submodules and its own attributes, without other attributes that every module has.
+    Hooks are only followed."""
     state = vars(module)
     common = [part for name, part in state.items() if name in _OF_ANY_MODULE and isinstance(part, dict)]
+    for part in (state.get("_parameters"), state.get("_modules")):
+        if type(part) is dict and not any(type(each).__module__.startswith("torch.dist") for each in part.values()):
+            yield mapping_of(part, module)
     yield _passed(module, chain.from_iterable(part.values() for part in common))
     if type(module).__module__.startswith("torch."):
         return

@@ -12,7 +12,9 @@ If the ceilings are those of a GPU, the step uses the operators that PyTorch cho
 from __future__ import annotations
 
 import copy
+import logging
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
@@ -228,9 +230,26 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with (
         answered_without_values(),
+        _errors_only_raised(),
         active if active is not None else FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
         yield mode
+
+
+@contextmanager
+def _errors_only_raised() -> Iterator[None]:
+    """Within the block, keep PyTorch from also logging the traceback of each error of an operator on fake tensors."""
+    thread = threading.get_ident()
+    logger = logging.getLogger(torch._subclasses.fake_tensor.__name__)
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.exc_info is None
+
+    logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)
 
 
 def _counted(program: Program, tracker: ModuleTracker, on_gpu: bool) -> list[Record]:
@@ -323,7 +342,7 @@ class _FakeCopies(TorchFunctionMode):
         """
         held = Held([value], everything=True)
         objects = [value, *(each for container in held.containers for each in container.items)]
-        self._memo.update((id(kept), kept) for each in objects for kept in _shapes_in(each))
+        self._memo.update((id(kept), kept) for each in objects for kept in _uncopied_in(each))
         modules = [value] if isinstance(value, nn.Module) else [each for each in objects if isinstance(each, nn.Module)]
         cast = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         if not isinstance(value, nn.Module):
@@ -345,8 +364,11 @@ class _FakeCopies(TorchFunctionMode):
         return memo.setdefault(id(tensor), _fake(tensor, self._mode, None))
 
 
-def _shapes_in(value: Any) -> list[Tensor]:
-    """Tensors whose values determine an object's shape: batch sizes, the blocks that a mask keeps."""
+def _uncopied_in(value: Any) -> list[Any]:
+    """Tensors whose values determine an object's shape: batch sizes, the blocks that a mask keeps. Generators of random
+    numbers, which draw nothing for fake tensors."""
+    if isinstance(value, torch.Generator):
+        return [value]
     if isinstance(value, PackedSequence):
         return [value.batch_sizes]
     flex_attention = sys.modules.get("torch.nn.attention.flex_attention")

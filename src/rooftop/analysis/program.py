@@ -2,14 +2,14 @@
 
 For a module the step is a forward pass without gradients. In training the step is forward, backward and, if an
 optimizer is given, the optimizer's step. Any other callable is called directly. Afterwards all changes by the step are
-undone: in a module (buffers, gradients, train flags), in the arguments, in the target's own state (see
+undone: in a module (weights, buffers, gradients, train flags), in the arguments, in the target's own state (see
 `given_objects`), and in the random state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rooftop.analysis.compiled.finding import has_compiled_parts
 from rooftop.analysis.given_objects import GivenObjects
+from rooftop.analysis.kept_weights import weights_kept
 from rooftop.cost.accounting import tensors_in
 from rooftop.errors import InputError, ModelRunError, RooftopError
 from rooftop.hardware.source_lines import LIBRARIES
@@ -132,7 +133,7 @@ class Program:
 
         Raises:
             ModelRunError: the user's code raised; the message names the program, its inputs and the line.
-            InputError: no output can start a backward pass.
+            InputError: no output can start a backward pass, or the output is a generator or a coroutine.
         """
         if self._given is not None:
             self._given.put_back()
@@ -148,9 +149,10 @@ class Program:
     def _step(self, observe: Callable[[Any], None]) -> None:
         if not self.train:
             with torch.no_grad() if self.module is not None else nullcontext():
-                observe(self.target(*self.args, **self.kwargs))
+                output = self._output()
+            observe(output)
             return
-        output = self.target(*self.args, **self.kwargs)
+        output = self._output()
         observe(output)
         if self._loss is not None:
             _checked(self._loss(output)).backward()
@@ -163,6 +165,18 @@ class Program:
             self.module.zero_grad(set_to_none=True)
         for tensor in self._leaves():
             tensor.grad = None
+
+    def _output(self) -> Any:
+        """Call the target. Generators and coroutines are refused: they run nothing before they are read."""
+        output = self.target(*self.args, **self.kwargs)
+        if isinstance(output, (Generator, Coroutine, AsyncGenerator)):
+            if isinstance(output, Coroutine):
+                output.close()  # without this, Python warns that the coroutine was never awaited
+            raise InputError(
+                f"the output of {self.name} is of type {type(output).__name__}, which runs nothing before it is read: "
+                "pass a function that reads it to its end, e.g. lambda *inputs: list(model(*inputs))"
+            )
+        return output
 
     def _leaves(self) -> list[Tensor]:
         """The arguments that accumulate gradients."""
@@ -186,7 +200,13 @@ class Program:
         inputs = ", ".join(describe_tensor(t) for t in tensors_in([self.args, self.kwargs])) or "no tensor"
         if isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error):
             return f"{self.name} ran out of memory for inputs {inputs}: try a smaller batch. ({first_line(error)})"
-        return f"{self.name} raised {type(error).__name__} for inputs {inputs}: {first_line(error)}{_place(error)}"
+        explained = f"{self.name} raised {type(error).__name__} for inputs {inputs}: {first_line(error)}{_place(error)}"
+        if self.module is not None and not self.train and "does not require grad" in str(error):
+            explained += (
+                "; a module runs under torch.no_grad() unless it is trained: if its forward computes gradients, call "
+                "torch.enable_grad() there, or pass a function that calls the module"
+            )
+        return explained
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -196,14 +216,19 @@ class Program:
         gradients = [(tensor, tensor.grad) for tensor in (*self._parameters(), *self._leaves())]
         for tensor, _ in gradients:
             tensor.grad = None
-        self._given = GivenObjects((self.args, self.kwargs), self.target)
+        self._given, lost = GivenObjects((self.args, self.kwargs), self.target), list[str]()
         try:
-            inner = _inner_optimizers_undone(self.optimizer) if self.module is not None else nullcontext()
-            with torch.random.fork_rng(devices), _preserved(self.module, self.train), inner:
+            with ExitStack() as stack:
+                stack.enter_context(torch.random.fork_rng(devices))
+                if self.module is not None:
+                    stack.enter_context(weights_kept(self.module, self.optimizer, lost))
+                stack.enter_context(_preserved(self.module, self.train))
+                if self.module is not None:
+                    stack.enter_context(_inner_optimizers_undone(self.optimizer))
                 yield
         finally:
             self._given.put_all_back()
-            self.notes, self._given = self._given.notes, None
+            self.notes, self._given = [*self._given.notes, *lost], None
             for tensor, gradient in gradients:
                 tensor.grad = gradient
 

@@ -98,6 +98,7 @@ def report_of(
             *_noise(profile, ceilings),
             *profile.notes,
             *balance_notes,
+            *_nothing_seen(profile),
             *notes,
             *_two_states(profile),
             *_disturbances(ceilings, profile),
@@ -145,6 +146,16 @@ def _balance(
         launch_gap_ms=wall_ms - busy_ms,
     )
     return summary, gaps, notes
+
+
+def _nothing_seen(profile: Profile) -> list[str]:
+    """A note if the step ran no operator of PyTorch, so that its whole time counts as launch gap."""
+    if profile.operators or profile.kernel_launches:
+        return []
+    return [
+        "No operator of PyTorch ran in the thread that called the target, so there is no roof, and all of the time "
+        "counts as launch gap. Work in NumPy, in other threads or in other processes is not watched."
+    ]
 
 
 def _crowded(profile: Profile) -> bool:

@@ -8,6 +8,9 @@
 | `coalesce` of sparse tensors | equal indices become one | all indices count as different |
 | `to_sparse` of dense tensors, sparse times sparse | only nonzero values are stored | refused, like `nonzero` |
 
+`_grouped_mm` (mixture of experts) reads no values, but PyTorch's own function for fake tensors refuses all dtypes other
+than bfloat16. PyTorch's operator accepts float32 and float16 too, and so does the replacement.
+
 Without these replacements, transformers would build a mask for every fake tensor, and a decoder would be
 counted without its causal kernel.
 """
@@ -80,6 +83,19 @@ def _thnn_fused_lstm_cell(input_gates: Tensor, hidden_gates: Tensor, cx: Tensor,
     return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(input_gates)
 
 
+def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *rest: Any, **settings: Any) -> Tensor:
+    """A product for each group of rows. PyTorch's own function for fake tensors accepts only bfloat16."""
+    if left.dtype == torch.bfloat16 or left.dtype != right.dtype or not left.is_floating_point():
+        made: Tensor = torch.ops.aten._grouped_mm.default(left, right, offs, *rest, **settings)
+        return made
+    if left.shape[-1] != right.shape[-2]:
+        raise RuntimeError(f"the widths of {tuple(left.shape)} and {tuple(right.shape)} do not match")
+    if left.dim() == right.dim() == 2 and offs is not None:  # the groups divide the contracted dimension
+        return left.new_empty((offs.shape[0], left.shape[0], right.shape[1]))
+    groups = left.shape[:1] if left.dim() == right.dim() == 3 else ()
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
+
+
 def _clone(source: Tensor, **memory_format: Any) -> Tensor:
     """Clone a sparse fake tensor. PyTorch's own function for fake tensors leaves the clone empty."""
     if source.layout == torch.sparse_coo:
@@ -137,6 +153,7 @@ RESULTS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._ctc_loss_backward.default: _ctc_loss_backward,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     torch.ops.aten._thnn_fused_lstm_cell.default: _thnn_fused_lstm_cell,
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten._coalesce.default: _of_the_same_entries,
     torch.ops.aten.clone.default: _clone,
     torch.ops.aten.sparse_mask.default: _sparse_mask,

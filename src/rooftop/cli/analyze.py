@@ -64,10 +64,12 @@ def run(
     rows: int,
 ) -> int | None:
     """Run the command that `rooftop.cli.commands.analyze:command` describes."""
+    if no_html and output is not None:
+        raise click.UsageError(f"--no-html writes no page, and -o names one ({output}): leave out one of them")
     html_path = None if no_html else output or Path(f"rooftop-{re.sub(r'[^A-Za-z0-9_.-]+', '-', target)}.html")
     if not first_rank():  # only the first rank writes and prints
         json_path = html_path = trace = None
-    check_outputs([path for path in (json_path, html_path, trace) if path is not None and path != STANDARD_OUTPUT])
+    check_outputs({"HTML": [html_path], "JSON": [json_path, trace]})
     if trace is not None and trace.exists() and not trace.is_file():
         raise click.BadParameter(f"{trace} is not a regular file", param_hint="--trace")
     if html_path is not None:

@@ -23,7 +23,7 @@ MOST_LOWER = 8
 def run(refresh: bool, forget: bool, device: str | None, json_path: Path | None, output: Path | None) -> None:
     """Run the command that `rooftop.cli.commands.ceilings:command` describes."""
     if output is not None:
-        check_writable(output)
+        check_writable(output, kind="JSON")
     where = pick_device(device)
     if forget:
         forget_ceilings(where)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rooftop.analysis.page import ms
 from rooftop.analysis.text import WIDTH
 from rooftop.cli.device_option import pick_device
-from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
+from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES as NAMES
 from rooftop.errors import MeasurementError
@@ -34,9 +34,7 @@ CURVES = (  # attribute of a point, name, color
 def run(operation: str, dtype: str, device: str, json_path: Path | None, output: Path | None) -> None:
     """Run the command that `rooftop.cli.commands.crossover:command` describes."""
     to_stdout = json_path == STANDARD_OUTPUT
-    for path in (None if to_stdout else json_path, output):
-        if path is not None:
-            check_writable(path)
+    check_outputs({"HTML": [output], "JSON": [json_path]})
     if output is not None:
         require_plotly("-o")
     where = _pick_gpu(device)

@@ -100,7 +100,7 @@ def run(
                 "GPUs: --tensor-parallel-size"
             ) from error
         except FloatingPointError as error:
-            raise ModelRunError(f"{error} (--dtype)") from error
+            raise ModelRunError(f"{error}{' (--dtype)' if kind == torch.float16 else ''}") from error
     if rank:
         return  # only the first rank reports
     figures = _figures(generation, with_roof)
@@ -302,15 +302,19 @@ def _told(
                 echo(f"\n{prompts[place]}")
         return place
 
-    for index, token in generation:
-        new[index].append(token)
-        ended = generation.ended(index)
-        if not (ended and token in generation.stop):
-            held[index] += decoders[index].add(token)
-        if ended:
-            held[index] += decoders[index].rest()
-        if index == current:
-            current = go_on()
+    try:
+        for index, token in generation:
+            new[index].append(token)
+            ended = generation.ended(index)
+            if not (ended and token in generation.stop):
+                held[index] += decoders[index].add(token)
+            if ended:
+                held[index] += decoders[index].rest()
+            if index == current:
+                current = go_on()
+    except BaseException:
+        echo("\n")  # the error begins on a line of its own
+        raise
     if current < len(prompts):  # no new tokens were requested
         go_on()
     return new

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rooftop.analysis.text import WIDTH
 from rooftop.cli.commands import names
 from rooftop.cli.device_option import pick_device
-from rooftop.cli.outputs import check_writable
+from rooftop.cli.outputs import check_outputs
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import MeasurementError
 from rooftop.hardware import measure_ceilings
@@ -35,11 +35,9 @@ def run(
 ) -> int:
     """Run the command that `rooftop.cli.commands.ladder:command` describes."""
     where = pick_device(device)
-    for path in (out, chart):
-        if path is not None:
-            check_writable(path)
     if out is not None and chart is not None and out.resolve() == chart.resolve():
         raise click.UsageError(f"--out and --chart name the same file: {out}")
+    check_outputs({"HTML": [chart], "JSON": [out]})
     if name in names.OTHER_LADDERS:
         if chart is not None:
             require_plotly()

@@ -59,7 +59,7 @@ def run(
         if rule not in known:
             close = did_you_mean(rule, known)
             raise click.BadParameter(f"{rule!r} is not one of {', '.join(known)}{close}", param_hint="--rule")
-    check_outputs([path for path in (json_path, save, output) if path is not None and path != STANDARD_OUTPUT])
+    check_outputs({"HTML": [output], "JSON": [json_path, save]})
     sizes = [_shape(text) for text in shapes]
     found = resolve_target(target, inputs, pick_device(device), DTYPES[dtype] if dtype else None)
     assert isinstance(found.model, nn.Module), "a target that is not a script is a module"

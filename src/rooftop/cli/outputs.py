@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,24 @@ import click
 STANDARD_OUTPUT = Path("-")
 
 
-def check_writable(path: Path, inputs: Sequence[Path] = ()) -> None:
+KINDS = {
+    "HTML": ((".html", ".htm"), (b"<!doctype html", b"<html")),
+    "JSON": ((".json", ".json.gz"), (b"{", b"[")),
+}
+"""For each kind of output: the ends of its names, and the beginnings of its files in lower case."""
+
+
+def check_writable(path: Path, inputs: Sequence[Path] = (), kind: str | None = None) -> None:
     """Check, before the work begins, that a file can be written.
 
     Args:
+        kind: the kind of the output, one of `KINDS`. An existing file of another kind, such as a program, is not
+            overwritten, unless its name is one of this kind.
         inputs: files that the verb reads, and folders of such files. None of these files may be overwritten.
 
     Raises:
-        click.BadParameter: the file's folder is missing or not writable, or the path is a folder, "-", or an input.
+        click.BadParameter: the file's folder is missing or not writable, or the path is a folder, "-", an input, or a
+            file of another kind.
     """
     folder = path.parent
     if path == Path("-"):
@@ -35,23 +45,41 @@ def check_writable(path: Path, inputs: Sequence[Path] = ()) -> None:
         problem = "cannot be written: permission denied"
     elif path.exists() and any(_is_in(path, each) for each in inputs):
         problem = "is an input: give another name"
+    elif kind is not None and path.exists() and not _is_of(path, kind):
+        problem = f"is not {kind}, and is not overwritten: give another name"
     else:
         return
     raise click.BadParameter(f"{path} {problem}", param_hint="output")
 
 
-def check_outputs(paths: Sequence[Path]) -> None:
+def check_outputs(outputs: Mapping[str, Sequence[Path | None]]) -> None:
     """Refuse files that cannot be written, and one file for two outputs.
 
+    Args:
+        outputs: the paths for each kind of output (see `KINDS`). None and standard output need no check.
+
     Raises:
-        click.BadParameter: a file cannot be written, or is given twice.
+        click.BadParameter: a file cannot be written, is of another kind, or is given twice.
     """
-    for path in paths:
-        check_writable(path)
-    files = [path.resolve() for path in paths if path.is_file() or not path.exists()]
+    files = []
+    for kind, paths in outputs.items():
+        for path in paths:
+            if path is not None and path != STANDARD_OUTPUT:
+                check_writable(path, kind=kind)
+                files += [path.resolve()] if path.is_file() or not path.exists() else []
     twice = next((path for path in files if files.count(path) > 1), None)
     if twice is not None:
         raise click.BadParameter(f"{twice} is given for two outputs: give each its own file", param_hint="output")
+
+
+def _is_of(path: Path, kind: str) -> bool:
+    """Whether a file's name or content is of this kind. An empty file is of any kind."""
+    names, beginnings = KINDS[kind]
+    if path.name.lower().endswith(names):
+        return True
+    with path.open("rb") as file:
+        begin = file.read(64).lstrip().lower()
+    return begin.startswith(beginnings) or path.stat().st_size == 0
 
 
 def _is_in(path: Path, source: Path) -> bool:
@@ -87,13 +115,8 @@ def _json_file(context: click.Context, option: click.Parameter, path: Path | Non
     if path is None or path == STANDARD_OUTPUT:
         return path
     check_writable(path)
-    if path.suffix != ".json" and path.is_file() and path.stat().st_size:
-        with path.open("rb") as file:
-            begin = file.read(64).lstrip()[:1]
-        if begin not in (b"{", b"["):
-            raise click.BadParameter(
-                f"{path} is not JSON, and is not overwritten: give another name, or put --json last"
-            )
+    if path.is_file() and not _is_of(path, "JSON"):
+        raise click.BadParameter(f"{path} is not JSON, and is not overwritten: give another name, or put --json last")
     return path
 
 

@@ -14,11 +14,11 @@ from rooftop.errors import InputError
 def run(json_path: Path, output: Path | None) -> None:
     """Run the command that `rooftop.cli.commands.report:command` describes."""
     output = output or json_path.with_suffix(".html")
-    check_writable(output)
     if output.resolve() == json_path.resolve():
         raise click.BadParameter(
             f"{output} is the JSON report itself: give the HTML page another name", param_hint="--output"
         )
+    check_writable(output, kind="HTML")
     try:
         report = Report.from_json(json_path)
     except ValueError as error:

@@ -117,9 +117,8 @@ def train_gpt(
         if hierarchical_context_parallel_sizes is not None:
             options["near"] = neighbours_of(hierarchical_context_parallel_sizes, layout)
         if metrics is not None:
-            check_writable(
-                metrics, paths_of(data_path) + (paths_of(valid_data_path, VALID_DATA) if valid_data_path else [])
-            )
+            read = paths_of(data_path) + (paths_of(valid_data_path, VALID_DATA) if valid_data_path else [])
+            check_writable(metrics, read, "JSON")
         tokens, held_out = opened(data_path, valid_data_path, split, token_dtype)
         training = training_of(tokens, layout, kind, train_iters, init_from=init_from, **options)
         training.check(layout, ranks, kind, fully_shard=use_torch_fsdp2)

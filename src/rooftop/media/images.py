@@ -437,8 +437,13 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
     # as decoding. A copy is needed only if the image is mapped from its file, because the file is closed.
     turned = image.getexif().get(ORIENTATION, 1) != 1
     upright: Image.Image = ImageOps.exif_transpose(image) if turned else image.copy() if image.readonly else image
+    if upright.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of unknown range: save it with 8 or 16 bits")
     if upright.mode.startswith("I"):  # 16-bit: Pillow would clip, not scale
-        upright = Image.fromarray((np.asarray(upright, dtype=np.float64) / 257).round().astype(np.uint8))
+        values = np.asarray(upright, dtype=np.float64)
+        if values.size and not 0 <= values.min() <= values.max() <= 65535:
+            raise ValueError(f"its pixels are {values.min():.0f} to {values.max():.0f}: save it with 8 or 16 bits")
+        upright = Image.fromarray((values / 257).round().astype(np.uint8))
     if upright.has_transparency_data:  # transparent pixels have a meaningless colour, so white replaces it
         upright = upright.convert("RGBA")
         upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)

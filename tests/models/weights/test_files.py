@@ -24,7 +24,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from rooftop import models
 from rooftop.errors import InputError, WeightsError
@@ -427,6 +427,56 @@ def test_files_of_something_else(content: object, message: str, tmp_path: Path) 
     torch.save(content, tmp_path / "other.pth")
     with pytest.raises(WeightsError, match=message):
         read_weights(tmp_path / "other.pth")
+
+
+@pytest.mark.parametrize(
+    ("begin", "suffix", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:", ".pth", r"pointer of Git LFS.*git lfs pull"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:", ".safetensors", r"pointer of Git LFS.*git lfs"),
+        (b"<!DOCTYPE html><title>404</title>", ".bin", "it is an HTML page: the download failed"),
+        (b"\x89HDF\r\n\x1a\n", ".pt", r"it is an HDF5 file, as Keras writes: give its name the suffix \.h5"),
+        (b"PK\x03\x04", ".safetensors", r"as torch\.save writes: give its name the suffix \.pth"),
+        ((2).to_bytes(8, "little") + b"{}", ".pth", r"safetensors file: give its name the suffix \.safetensors"),
+    ],
+)
+def test_a_file_that_is_something_else_is_named(begin: bytes, suffix: str, message: str, tmp_path: Path) -> None:
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors")
+    path = (tmp_path / "weights").with_suffix(suffix)
+    path.write_bytes(begin)
+    with pytest.raises(WeightsError, match=message):
+        read_weights(path)
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_damage_inside_a_tensor_is_found_by_the_checksums(checksums: bool, tmp_path: Path) -> None:
+    """`torch.load` ignores checksums, and so it returned a wrong weight."""
+    path, weight = tmp_path / "mine.pth", torch.arange(64.0)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        torch.save({"weight": weight}, path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert torch.equal(read_weights(path)["weight"], weight)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(weight.numpy().tobytes(), torch.ones(64).numpy().tobytes()))
+    if not checksums:
+        assert torch.equal(read_weights(path)["weight"], torch.ones(64))
+        return
+    with pytest.raises(WeightsError, match=r"mine\.pth is damaged: the bytes of mine/data/0 do not match its checksum"):
+        read_weights(path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [(torch.ones(2, device="meta"), "weight has no data"), (torch.eye(2).to_sparse(), r"weight is torch\.sparse_coo")],
+)
+def test_a_tensor_without_dense_data_is_refused(tensor: Tensor, message: str, tmp_path: Path) -> None:
+    torch.save({"weight": tensor}, tmp_path / "mine.pth")
+    with pytest.raises(WeightsError, match=rf"mine\.pth: {message}.*save the weights as dense tensors"):
+        read_weights(tmp_path / "mine.pth")
 
 
 def test_options_beside_the_weights_are_read_over(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rooftop.errors import InputError, MissingExtraError, WeightsError
 from rooftop.models.conv_lstm.layer import ConvLSTM2D
 from rooftop.models.weights.dialects import Converted
+from rooftop.models.weights.file_checks import called
 from rooftop.models.weights.files import load_into
 from rooftop.user_paths import user_path
 
@@ -152,8 +153,8 @@ def read_keras_weights(path: str | Path) -> list[KerasLayer]:
         if isinstance(error, WeightsError):
             raise
         raise WeightsError(
-            f"{path} is damaged or not a file of Keras weights ({type(error).__name__}: {error}). Expected a file "
-            "written by model.save() or model.save_weights() of Keras"
+            f"{path} is damaged or not a file of Keras weights ({type(error).__name__}: {error}){called(path)}. "
+            "Expected a file written by model.save() or model.save_weights() of Keras"
         ) from error
     if not layers:
         raise WeightsError(f"{path} holds no layer with weights: expected a file written by model.save() of Keras")

@@ -253,10 +253,11 @@ class Generation:
         """
         for each, token in zip(members, tokens, strict=True):
             if token < 0:
+                narrow = f", or {self.dtype} is too narrow for them: try bfloat16 or float32"
                 raise FloatingPointError(
                     f"generate: after {len(each.tokens) + each.count} tokens of prompt {each.index} the model gives "
-                    f"NaN or infinity, so no token can be chosen: the weights are damaged, or {self.dtype} is too "
-                    "narrow for them: try bfloat16 or float32"
+                    "NaN or infinity, so no token can be chosen: the weights are damaged"
+                    f"{narrow if self.dtype == torch.float16 else ''}"
                 )
         for each, token in zip(members, tokens, strict=True):
             each.count += 1

@@ -28,6 +28,7 @@ from rooftop.models.images import Preprocessing
 from rooftop.models.registry import builtin_models
 from rooftop.models.weights.checkpoint_contents import Contents, weights_in
 from rooftop.models.weights.downloads import download, sha256_of
+from rooftop.models.weights.file_checks import called, damaged_entry
 from rooftop.models.weights.load_reports import COMPUTED, compared
 from rooftop.models.weights.trained_files import trained_file
 from rooftop.user_paths import user_path
@@ -214,7 +215,8 @@ def read_checkpoint(path: Path, part: str | None = None) -> Contents:
         part: name of the weights to read from a file with several models or averages.
 
     Raises:
-        WeightsError: the file is damaged, is not a file of tensors, or has weights of several models.
+        WeightsError: the file is damaged, is not a file of tensors, or has weights of several models; or a tensor is
+            sparse or has no data.
         MissingExtraError: the file is a .safetensors file, and safetensors is not installed.
     """
     try:
@@ -224,9 +226,14 @@ def read_checkpoint(path: Path, part: str | None = None) -> Contents:
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
-        return weights_in(content, part)
+        found = weights_in(content, part)
     except WeightsError as error:
         raise WeightsError(f"{path} {error}") from error
+    for key, tensor in found.tensors.items():
+        if tensor.is_meta or tensor.layout != torch.strided:
+            what = "has no data (it is on the meta device)" if tensor.is_meta else f"is {tensor.layout}"
+            raise WeightsError(f"{path}: {key} {what}: save the weights as dense tensors that have data")
+    return found
 
 
 EXPECTED = "Expected a file written by torch.save(model.state_dict(), path)"
@@ -241,7 +248,7 @@ def _unpickled(path: Path) -> Any:
                 [argparse.Namespace]
             ),  # training scripts save their options, which are plain data
         ):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # torch.load raises RuntimeError, EOFError, UnpicklingError, ...
@@ -250,9 +257,12 @@ def _unpickled(path: Path) -> Any:
                 f"{path} holds more than tensors: loading {forbidden[1]} could run code, so it is refused. {EXPECTED}"
             ) from error
         raise WeightsError(
-            f"{path} is damaged or not a file of weights: torch.load(weights_only=True) raised {type(error).__name__}. "
-            f"{EXPECTED}"
+            f"{path} is damaged or not a file of weights: torch.load(weights_only=True) raised "
+            f"{type(error).__name__}{called(path)}. {EXPECTED}"
         ) from error
+    if (entry := damaged_entry(path)) is not None:
+        raise WeightsError(f"{path} is damaged: the bytes of {entry} do not match its checksum. Copy the file again")
+    return content
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
@@ -265,7 +275,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise WeightsError(
-            f"{path} is damaged or not a safetensors file ({error}). Expected a file written by "
+            f"{path} is damaged or not a safetensors file ({error}){called(path)}. Expected a file written by "
             "safetensors.torch.save_file"
         ) from error
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rooftop.errors import InputError, MissingExtraError, WeightsError
+from rooftop.models.weights.file_checks import called
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATING = ("F64", "F32", "F16", "BF16")
@@ -93,7 +94,7 @@ class TensorFiles:
             try:
                 self._opened[path] = self._open(path, framework="pt", device="cpu").__enter__()
             except (self._error, OSError) as error:
-                raise WeightsError(f"{path} is damaged or not a safetensors file ({error})") from error
+                raise WeightsError(f"{path} is damaged or not a safetensors file ({error}){called(path)}") from error
         return self._opened[path]
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from rooftop.errors import WeightsError
 from rooftop.models.images import MEAN, STD, Preprocessing
+from rooftop.models.weights.file_checks import called
 from rooftop.models.weights.safetensors_files import safetensors_library
 from rooftop.user_paths import user_path
 
@@ -60,7 +61,7 @@ def trained_file(weights: str | Path) -> TrainedFile | None:
             header = file.metadata() or {}
     except (library.SafetensorError, OSError) as error:
         raise WeightsError(
-            f"{path} is damaged or not a safetensors file ({error}). Expected a file written by "
+            f"{path} is damaged or not a safetensors file ({error}){called(path)}. Expected a file written by "
             "safetensors.torch.save_file"
         ) from error
     try:
