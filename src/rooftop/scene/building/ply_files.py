@@ -46,8 +46,8 @@ MOST_HEADER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class PlyMesh:
-    """The mesh of a PLY file.
+class PlainMesh:
+    """The mesh of a file that has a single part.
 
     Attributes:
         vertices: (V, 3); faces: (F, 3), empty if the file has only points.
@@ -82,7 +82,7 @@ class _Element:
     properties: list[_Property]
 
 
-def read_ply(path: Path) -> PlyMesh:
+def read_ply(path: Path) -> PlainMesh:
     """Read a file. Colours and textures that cannot be used cause a warning.
 
     Raises:
@@ -291,7 +291,7 @@ def _typed(numbers: Array, starts: Ints, counts: Ints, described: _Property, pat
 # ---- the mesh --------------------------------------------------------------------------------------------------------
 
 
-def _mesh(found: Values, path: Path) -> PlyMesh:
+def _mesh(found: Values, path: Path) -> PlainMesh:
     vertex, face = found.get("vertex", {}), found.get("face", {})
     if any(isinstance(vertex.get(axis), _Lists | None) for axis in "xyz"):
         raise InputError(f"{path} has no vertices with x, y and z")
@@ -321,14 +321,14 @@ def _mesh(found: Values, path: Path) -> PlyMesh:
             warnings.warn(
                 f"{path}: texture coordinates of its faces are ignored, because some corners have none", stacklevel=5
             )
-            return PlyMesh(vertices, corners[triangles], normals, uv, colors)
+            return PlainMesh(vertices, corners[triangles], normals, uv, colors)
         rows = np.empty(len(corners), [("vertex", "<i8"), ("u", "<f8"), ("v", "<f8")])
         rows["vertex"], rows["u"], rows["v"] = corners, *of_corners.values.reshape(-1, 2).T
         distinct, corners = np.unique(rows, return_inverse=True)
         kept = distinct["vertex"]
         vertices, uv = vertices[kept], np.stack([distinct["u"], distinct["v"]], 1)
         normals, colors = (None if each is None else each[kept] for each in (normals, colors))
-    return PlyMesh(vertices, corners[triangles], normals, uv, colors)
+    return PlainMesh(vertices, corners[triangles], normals, uv, colors)
 
 
 def _has(element: Mapping[str, Any], names: tuple[str, ...]) -> bool:

@@ -18,11 +18,13 @@ from rooftop.scene.building.meshes import MOST_MATERIALS
 from rooftop.scene.building.mtl_texts import materials_of_obj
 from rooftop.scene.building.normals import unit_vectors
 from rooftop.scene.building.obj_texts import brightest, plain_obj
+from rooftop.scene.building.off_texts import read_off
 from rooftop.scene.building.part_materials import PartMaterial
-from rooftop.scene.building.ply_files import PlyMesh, read_ply
+from rooftop.scene.building.ply_files import PlainMesh, read_ply
 from rooftop.scene.materials import Material
 
 Floats = npt.NDArray[np.float64]
+STL_HEAD_BYTES, STL_TRIANGLE_BYTES = 84, 50  # of a binary file: 80 bytes of any text and the number of triangles
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def _load_trimesh() -> ModuleType:
 
 def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[str, PartMaterial]]:
     """Load the scene of a file, and its materials by their names in the scene. OBJ files and glTF files are converted
-    to their simple form first; PLY files are read here. The materials of OBJ and glTF files are read here, too; trimesh
+    to their simple form first. PLY and OFF files are read here, and so are the materials of OBJ and glTF files; trimesh
     only reports the material name of each part.
     """
     suffix = path.suffix.lower()
@@ -175,8 +177,10 @@ def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[
             return trimesh.load_scene(str(path), process=False), looks
         beside = trimesh.resolvers.FilePathResolver(str(path))
         return trimesh.load_scene(io.BytesIO(plain), file_type="glb", resolver=beside, process=False), looks
-    if suffix == ".ply":
-        return _of_arrays(trimesh, read_ply(path)), {}
+    if suffix in (".ply", ".off"):
+        return _of_arrays(trimesh, read_ply(path) if suffix == ".ply" else read_off(path)), {}
+    if suffix == ".stl":
+        return trimesh.load_scene(io.BytesIO(_whole_stl(path)), file_type="stl", process=False), {}
     if suffix != ".obj":
         return trimesh.load_scene(str(path), process=False), {}
     text = plain_obj(path.read_bytes(), str(path))
@@ -194,7 +198,26 @@ def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[
     return scene, found or {}
 
 
-def _of_arrays(trimesh: ModuleType, mesh: PlyMesh) -> Any:
+def _whole_stl(path: Path) -> bytes:
+    """The content of an STL file, without what follows the triangles of a binary file.
+
+    Raises:
+        InputError: a binary file ends before its last triangle.
+    """
+    content = path.read_bytes()
+    if b"\0" not in content[:STL_HEAD_BYTES]:  # a text
+        return content
+    count = int.from_bytes(content[80:STL_HEAD_BYTES], "little")
+    size_bytes = STL_HEAD_BYTES + STL_TRIANGLE_BYTES * count
+    if len(content) < max(size_bytes, STL_HEAD_BYTES):
+        raise InputError(
+            f"{path} has {len(content):,} bytes, but a binary STL file of {count:,} triangles has {size_bytes:,}; it "
+            "may be damaged"
+        )
+    return content[:size_bytes]
+
+
+def _of_arrays(trimesh: ModuleType, mesh: PlainMesh) -> Any:
     part = trimesh.Trimesh(mesh.vertices, mesh.faces, vertex_normals=mesh.normals, process=False)
     if mesh.uv is not None:
         part.visual = trimesh.visual.TextureVisuals(uv=mesh.uv)
