@@ -249,9 +249,7 @@ def test_nodes_are_placed_as_trimesh_places_them(tmp_path: Path) -> None:
     import trimesh
 
     rng, gltf = np.random.default_rng(0), square()
-    matrix = {
-        "matrix": trimesh.transformations.compose_matrix(translate=(1, 2, 3), angles=(1, 2, 3)).T.ravel().tolist()
-    }
+    matrix = trimesh.transformations.compose_matrix(translate=(1, 2, 3), angles=(1, 2, 3)).T.ravel().tolist()
     gltf.document["nodes"] = [
         {"children": [1, 2], **random_place(rng)},
         {"mesh": 0, "children": [3], **random_place(rng)},

@@ -1,9 +1,9 @@
 """Convert Wavefront OBJ in its full format to a simple form, for a reader that supports only part of the format.
 
 The simple form is UTF-8, with lines that end with a line feed, blanks between words, indices counted from the
-beginning, and triangles or convex polygons. The full format also allows any encoding, carriage returns, tabs, lines
-continued after a backslash, indices counted back from their position, and concave polygons, which a fan of triangles
-covers wrongly. A text in simple form is not changed, since each pass over a large text takes long.
+beginning, and triangles or convex polygons. The full format also allows any encoding, carriage returns, tabs, comments
+behind numbers, lines continued after a backslash, indices counted back from their position, and concave polygons, which
+a fan of triangles covers wrongly. A text in simple form is not changed, since each pass over a large text takes long.
 
 Source: the OBJ specification of Alias|Wavefront (B1. Object Files, version 3.0).
 """
@@ -25,8 +25,10 @@ Points = npt.NDArray[np.float64]
 _MARKS_OF_OTHERS = (b"\t", b"\\\n", b"\\\r", b"\nfo ")
 _LONE_RETURN, _INDENTED = re.compile(rb"\r(?!\n)"), re.compile(rb"\n +\S")
 _BACKWARD = re.compile(rb"\nf [^\n]*-\d")
+_ZERO = re.compile(rb"\nf (?:[^\n]*[ /])?0(?:[ /\r\n]|\Z)")  # an index of 0 is wrong, and is named later
+_MARKS_OF_ZERO = (b" 0 ", b" 0\n", b" 0\r", b" 0/", b"/0")
 _FACE, _VERTEX = re.compile(rb"\nf ([^\n]*)"), re.compile(rb"\nv ([^\n]*)")
-_COLORED = re.compile(rb"\nv(?:[ \t]+[^\s]+){3}((?:[ \t]+[^\s]+){3})")
+_COLORED = re.compile(rb"\nv(?:[ \t]+[^\s#]+){3}((?:[ \t]+[^\s#]+){3})")
 _OTHER_INDICES = re.compile(rb"/\S*")
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 
@@ -72,7 +74,15 @@ def _is_plain(text: bytes) -> bool:
         return False
     if (b"\n " in text and _INDENTED.search(text)) or _BACKWARD.search(text):
         return False
+    if _has_remarks(text) or (any(mark in text for mark in _MARKS_OF_ZERO) and _ZERO.search(text)):
+        return False
     return not (_has_polygons(text) and _has_concave(text))
+
+
+def _has_remarks(text: bytes) -> bool:
+    """Whether a comment follows the numbers of a vertex or a face on the same line."""
+    lines = (text.rfind(b"\n", 0, found.start()) + 1 for found in re.finditer(b"#", text))
+    return any(text[begin : begin + 1] in (b"v", b"f") for begin in lines)
 
 
 def _has_polygons(text: bytes) -> bool:
@@ -129,7 +139,7 @@ def _lines(text: str, name: str) -> list[str]:
     # the face's index in `found`, its corners, and the corners' vertices
     faces: list[tuple[int, list[str], list[int]]] = []
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
-        word, *rest = line.split() or [""]
+        word, *rest = (line.partition("#")[0] if line.lstrip()[:1] in ("v", "f") else line).split() or [""]
         if word in counts:
             counts[word] += 1
             if word == "v":
@@ -163,6 +173,8 @@ def _absolute(corner: str, counts: dict[str, int], line: int, name: str) -> str:
             index = int(part) if part else None
         except ValueError as error:
             raise InputError(f"{name}, line {line}: {corner!r} is not an index of a vertex") from error
+        if index == 0:
+            raise InputError(f"{name}, line {line}: {corner!r} has the index 0, but indices of OBJ begin at 1")
         if index is not None and index < 0:
             index += counts[kind] + 1
         if index is not None and index < 1:
