@@ -107,6 +107,7 @@ def test_repairs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["build", "none.ply"], 2, "no file"),
         (["build", "ball.ply", "-o", "ball.ply"], 2, "would overwrite"),
         (["build", "ball.ply", "-o", "none/ball.rtg"], 2, "no folder"),
+        (["build", "none/ball.ply"], 2, "no file none/ball.ply"),
         (["build", "ball.ply", "--precision", "0"], 2, "precision"),
         (["build", "ball.ply", "--precision", "1e-20"], 2, "too fine"),
         (["build", "ball.ply", "--normals", "odd"], 2, "normals"),

@@ -372,6 +372,7 @@ def test_the_outline_of_a_scene_is_where_its_instances_are(ball: Path, box: Path
         (("--path", "wrong.json", "--camera", "two.json"), "--camera and --path each set the camera"),
         (("--frames", "0"), "0 is not in the range"),
         (("--instances", "0"), "0 is not in the range"),
+        (("--instances", "200000000"), "200,000,000: a scene has at most 134,217,728 instances"),
         (("--pixel-error", "-1"), "-1.0 is not in the range"),
         (("--pixel-error", "inf"), "pixel_error=inf"),
         (("--show", "shade"), "'shade' is not one of"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,18 @@ import pytest
 import torch
 
 from rooftop.errors import InputError
-from rooftop.scene import Camera, DirectionalLight, Geometry, Material, PointLight, Renderer, Scene, SpotLight, build
+from rooftop.scene import (
+    Camera,
+    DirectionalLight,
+    Geometry,
+    Material,
+    PointLight,
+    Renderer,
+    Scene,
+    SpotLight,
+    build,
+    build_file,
+)
 from rooftop.scene.arguments import short
 
 AHEAD = Camera.look_at((0, 0, 0.5), (5, 0, 0), width=40, height=30)
@@ -100,3 +112,19 @@ def test_the_default_dtype_does_not_matter(cube: Geometry, device: str, dtype: t
 def test_a_folder_is_no_geometry_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is a folder: expected the name of a file"):
         build(np.eye(3), [[0, 1, 2]], tmp_path)
+
+
+def test_a_pipe_is_refused_before_the_mesh_is_read(tmp_path: Path) -> None:
+    """A file that is renamed onto a device or a pipe would replace it."""
+    (tmp_path / "mesh.ply").write_text("this is no mesh")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="is a device or a pipe: expected the name of a file"):
+        build_file(tmp_path / "mesh.ply", tmp_path / "pipe")
+    assert not (tmp_path / "pipe").is_file()
+
+
+def test_a_link_to_a_geometry_file_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link.rtg").symlink_to(tmp_path / "mesh.rtg")
+    build(np.eye(3), [[0, 1, 2]], tmp_path / "link.rtg", workers=1)
+    assert (tmp_path / "link.rtg").is_symlink()
+    assert (tmp_path / "mesh.rtg").is_file()

@@ -225,3 +225,145 @@ def test_damaged_files_say_so(tmp_path: Path) -> None:
     (tmp_path / "a b.bin").unlink()
     with pytest.raises(InputError, match=r"names a%20b\.bin, which is not a file beside the document"):
         read_mesh(path)
+
+
+# ---- nodes, skins and morph targets ----------------------------------------------------------------------------------
+
+
+def square() -> Gltf:
+    gltf = Gltf()
+    gltf.part(gltf.values(CORNERS), gltf.values(TWO, "SCALAR"))
+    return gltf
+
+
+def random_place(rng: np.random.Generator) -> dict[str, Any]:
+    turn = rng.normal(size=4)
+    return {
+        "translation": rng.normal(size=3).tolist(),
+        "rotation": (turn / np.linalg.norm(turn)).tolist(),
+        "scale": rng.uniform(0.5, 2, 3).tolist(),
+    }
+
+
+def test_nodes_are_placed_as_trimesh_places_them(tmp_path: Path) -> None:
+    import trimesh
+
+    rng, gltf = np.random.default_rng(0), square()
+    matrix = trimesh.transformations.compose_matrix(translate=(1, 2, 3), angles=(1, 2, 3)).T.ravel().tolist()
+    gltf.document["nodes"] = [
+        {"children": [1, 2], **random_place(rng)},
+        {"mesh": 0, "children": [3], **random_place(rng)},
+        {"mesh": 0, "matrix": matrix},
+        {"mesh": 0, **random_place(rng)},
+    ]
+    path = gltf.saved(tmp_path)
+    loaded = trimesh.load_scene(path, process=False).to_geometry().vertices
+    mesh = read_mesh(path)
+    assert len(mesh.vertices) == 12
+    np.testing.assert_allclose(
+        sorted(mesh.vertices.round(5).tolist()), sorted(loaded.round(5).tolist()), rtol=0, atol=2e-5
+    )
+
+
+def test_cameras_and_hidden_nodes_do_not_hide_meshes(tmp_path: Path) -> None:
+    """A camera's node may have a mesh and children; a hidden node hides its children, and nothing else."""
+    gltf, hidden = square(), {"extensions": {"KHR_node_visibility": {"visible": False}}}
+    gltf.document["cameras"] = [{"type": "perspective", "perspective": {"yfov": 1, "znear": 0.1, "aspectRatio": 1}}]
+    gltf.document["nodes"] = [
+        {"camera": 0, "mesh": 0, "children": [1], "translation": [10, 0, 0]},
+        {"mesh": 0, "translation": [10, 0, 0]},
+        {"mesh": 0, "children": [3], **hidden},
+        {"mesh": 0},
+    ]
+    gltf.document["scenes"] = [{"nodes": [0, 2]}]
+    assert sorted(set(gltf.read(tmp_path).vertices[:, 0].tolist())) == [10, 11, 20, 21]
+
+
+def test_a_chain_of_a_thousand_nodes(tmp_path: Path) -> None:
+    gltf = square()
+    links = [{"translation": [1, 0, 0], "children": [number + 1]} for number in range(1000)]
+    gltf.document["nodes"] = [*links, {"mesh": 0}]
+    assert gltf.read(tmp_path).vertices[:, 0].max() == 1001
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ([{"children": [1]}, {"children": [1], "mesh": 0}], "node 1 has the parents 0 and 1"),
+        ([{"mesh": 0}, {"children": [2]}, {"children": [1]}], "their own ancestors"),
+        ([{"mesh": 0, "children": [1]}, {"translation": [np.nan, 0, 0]}], "node 1 has numbers that are not finite"),
+    ],
+)
+def test_nodes_that_are_no_trees(tmp_path: Path, nodes: list[dict[str, Any]], message: str) -> None:
+    gltf = square()
+    gltf.document["nodes"] = nodes
+    with pytest.raises(InputError, match=f"damaged glTF file.*{message}"):
+        gltf.read(tmp_path)
+
+
+def test_weights_of_morph_targets(tmp_path: Path) -> None:
+    """A node's weights replace those of its mesh; both may be used in one file."""
+    gltf = square()
+    up, right = (gltf.values(np.tile(np.array(each, "<f4"), (4, 1))) for each in ((0, 0, 4), (8, 0, 0)))
+    gltf.document["meshes"][0]["primitives"][0]["targets"] = [{"POSITION": up}, {"POSITION": right}]
+    gltf.document["meshes"][0]["weights"] = [0.5, 0]
+    gltf.document["nodes"] = [{"mesh": 0}, {"mesh": 0, "weights": [1, 0.25]}, {"mesh": 0, "weights": [0, 0]}]
+    gltf.document["scenes"] = [{"nodes": [0, 1, 2]}]
+    moves = gltf.read(tmp_path).vertices.reshape(3, 4, 3) - CORNERS
+    assert (moves == moves[:, :1]).all()
+    assert sorted(moves[:, 0].tolist()) == [[0, 0, 0], [0, 0, 2], [2, 0, 4]]
+
+
+@pytest.mark.parametrize("bytes_of_weights", [False, True])
+def test_a_skin_follows_its_joints(tmp_path: Path, bytes_of_weights: bool) -> None:
+    """Its own node's transform does not count. The oracle poses each vertex by the formula of the specification."""
+    import trimesh
+
+    rng, gltf = np.random.default_rng(1), Gltf()
+    normals = np.array([[0, 0, 1]] * 4, "<f4")
+    joints = rng.integers(0, 2, (4, 4)).astype("u1")
+    shares = rng.dirichlet(np.ones(4), 4).astype("<f4")
+    if bytes_of_weights:
+        shares = np.array([[255, 0, 0, 0], [0, 255, 0, 0], [51, 204, 0, 0], [0, 0, 0, 255]], "u1")
+    bind = rng.normal(size=(2, 4, 4)).astype("<f4")
+    bind[:, 3] = (0, 0, 0, 1)
+    numbers = [gltf.values(each, "SCALAR") for each in (joints, shares, bind.transpose(0, 2, 1).copy())]
+    for number, kind, count in zip(numbers, ("VEC4", "VEC4", "MAT4"), (4, 4, 2), strict=True):
+        gltf.document["accessors"][number] |= {"type": kind, "count": count, "normalized": shares.dtype == "u1"}
+    gltf.document["accessors"][numbers[0]]["normalized"] = False
+    attributes = {"NORMAL": gltf.values(normals), "JOINTS_0": numbers[0], "WEIGHTS_0": numbers[1]}
+    gltf.part(gltf.values(CORNERS), gltf.values(TWO, "SCALAR"), **attributes)
+    gltf.document["skins"] = [{"joints": [1, 2], "inverseBindMatrices": numbers[2]}]
+    places = [random_place(rng) for _ in range(3)]
+    gltf.document["nodes"] = [
+        {"mesh": 0, "skin": 0, **places[0]},
+        {"children": [2], **places[1]},
+        places[2],
+    ]
+    gltf.document["scenes"] = [{"nodes": [0, 1]}]
+    mesh = gltf.read(tmp_path)
+
+    one, two = (
+        trimesh.transformations.translation_matrix(place["translation"])
+        @ trimesh.transformations.quaternion_matrix(np.roll(place["rotation"], 1))
+        @ np.diag([*place["scale"], 1])
+        for place in places[1:]
+    )
+    of = np.stack([one, one @ two]) @ bind
+    for vertex in range(4):
+        weight = shares[vertex] / (255 if bytes_of_weights else 1)
+        matrix = sum(weight[k] * of[joints[vertex, k]] for k in range(4))
+        np.testing.assert_allclose(mesh.vertices[vertex], (matrix @ [*CORNERS[vertex], 1])[:3], rtol=1e-4, atol=1e-5)
+        normal = np.linalg.inv(matrix[:3, :3]).T @ normals[vertex] * np.sign(np.linalg.det(matrix[:3, :3]))
+        assert mesh.normals is not None
+        np.testing.assert_allclose(mesh.normals[vertex], normal / np.linalg.norm(normal), atol=1e-4)
+
+
+def test_version_1_is_refused_by_name(tmp_path: Path) -> None:
+    gltf = square()
+    gltf.document["asset"]["version"] = "1.0"
+    with pytest.raises(InputError, match=r"is a file of glTF 1\.0, but only glTF 2 is supported: convert it"):
+        gltf.read(tmp_path)
+    (tmp_path / "old.glb").write_bytes(struct.pack("<5I", 0x46546C67, 1, 99, 60, 0) + bytes(79))
+    with pytest.raises(InputError, match="is a file of glTF 1, but only glTF 2 is supported"):
+        read_mesh(tmp_path / "old.glb")

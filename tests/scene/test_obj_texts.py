@@ -46,6 +46,8 @@ def area(mesh: MeshFile) -> float:
         TRIANGLE.replace("f", "fo"),
         TRIANGLE.replace("f 1 2 3", "f -3 -2 -1"),
         TRIANGLE.replace("f 1 2 3", "f 1// 2// 3//"),
+        TRIANGLE.replace("f 1 2 3", "f 1 2 3 # 4"),
+        TRIANGLE.replace("\n", "  # a remark\n", 1),
         ("# caf\xe9\n" + TRIANGLE).encode("latin-1"),
         codecs.BOM_UTF8 + TRIANGLE.encode(),
         TRIANGLE.encode("utf-16"),
@@ -112,6 +114,8 @@ def test_materials_in_latin_1_are_read(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("v 0 0 0\nv 1 0 0\nf -3 -2 -1\n", r"line 3: '-3' counts back beyond the first of 2"),
+        ("v 0 0 0\nv 1 0 0\nv 0 1 0\nf 1 2 0", r"line 4: '0' has the index 0, but indices of OBJ begin at 1"),
+        ("v 0 0 0\nv 1 0 0\nv 0 1 0\nf 0/1 1/1 2/1\n", r"line 4: '0/1' has the index 0"),
         ("v\t0 0 0\nf a b c\n", r"line 2: 'a' is not an index of a vertex"),
         ("v 0 0 0\nv 1 0 0\nv 1 1 0\nv 0 1 0\nf 1 2 3 9\n", r"names vertex 9, but there are only 4"),
         ("v\t0 0 x\nf 1 2 3\n", r"line 1: a vertex needs three numbers, got '0 0 x'"),

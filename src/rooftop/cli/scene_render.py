@@ -31,6 +31,7 @@ from rooftop.hardware.ceilings import write_whole
 from rooftop.scene.framing import around, outline
 from rooftop.scene.gbuffers import FrameStats
 from rooftop.scene.rendering.renderer import LIGHT
+from rooftop.scene.scenes import MAX_INSTANCES
 
 Bytes = NDArray[np.uint8]
 
@@ -137,6 +138,8 @@ def run_render(
 
 def world_of(files: Sequence[Path], instances: int | None, up: Numbers) -> scene.Scene:
     """Return a scene with each mesh once, or with `instances` copies of the meshes in a square grid on the ground."""
+    if instances is not None and instances > MAX_INSTANCES:
+        raise InputError(f"--instances {instances:,}: a scene has at most {MAX_INSTANCES:,} instances")
     world = scene.Scene()
     for path in files:
         if not path.is_file():

@@ -18,7 +18,7 @@ from rooftop.scene.building.levels import Hierarchy, build_levels
 from rooftop.scene.building.meshes import Mesh, Repairs, checked_mesh, column_bounds
 from rooftop.scene.building.reading import read_mesh
 from rooftop.scene.building.workers import Workers
-from rooftop.scene.building.writing import renamed_when_done, write, write_pages
+from rooftop.scene.building.writing import checked_target, renamed_when_done, write, write_pages
 from rooftop.scene.material_sections import material_sections
 from rooftop.scene.materials import IMAGES, Material, checked_materials
 
@@ -123,11 +123,7 @@ def _build(
     vertices, faces, normals, uv, materials, colors = arrays
     began = time.perf_counter()
     pool = Workers.of(workers)
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into: create it")
-    if target.is_dir():
-        raise InputError(f"{target} is a folder: expected the name of a file, such as {target / 'mesh.rtg'}")
+    target = checked_target(path)
     show = progress or (lambda what, fraction: None)
     show("checking the mesh", 0.0)
     sections = _sections(material_table, materials, uv is not None)
@@ -190,6 +186,8 @@ def build_file(
     target = source.with_suffix(".rtg") if path is None else Path(path)
     if target.resolve() == source.resolve():
         raise InputError(f"{target} would overwrite the mesh that it is built from: choose another output")
+    if source.is_file():
+        checked_target(target)
     if progress is not None:
         progress(f"reading {source.name}", 0.0)
     found = read_mesh(source, textures)

@@ -3,10 +3,10 @@ raises an error that names it.
 
 The simple form has triangles whose positions, normals and texture coordinates are plain float32 arrays. glTF also
 allows integers that represent -1..1 (quantized meshes), arrays that replace some values of other arrays (sparse
-accessors), and strips and fans of triangles. All these forms are converted here, and the new arrays are written after
-the original bytes. Points and lines are not surfaces, so they are ignored with a warning. Meshes compressed by Draco or
-meshoptimizer, and instances in an extension, raise an error. A reader that does not support these extensions would
-misread the file silently.
+accessors), strips and fans of triangles, trees of nodes, skins and morph targets. All these forms are converted here,
+and the new arrays are written after the original bytes. Points and lines are not surfaces, so they are ignored with a
+warning. Meshes compressed by Draco or meshoptimizer, and instances in an extension, raise an error. A reader that does
+not support these extensions would misread the file silently.
 
 Source: the glTF 2.0 specification of the Khronos Group, and its registry of extensions.
 """
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from rooftop.errors import InputError
 from rooftop.scene.building.gltf_materials import GltfMaterials
+from rooftop.scene.building.gltf_nodes import PlacedMesh, is_flat, placed_meshes, posed
 from rooftop.scene.building.gltf_uris import content_of
 from rooftop.scene.building.part_materials import PartMaterial
 
@@ -62,9 +63,11 @@ def plain_gltf(path: Path, textures: bool = True) -> tuple[bytes | None, list[Pa
     """
     try:
         document, binary = _parts(path)
+        _refuse_version(document.get("asset", {}).get("version", "2.0"), path)
         _refuse_extensions(document, path)
         plain = _Plain(document, binary, path)
         materials = plain.take_materials(textures)
+        plain.take_nodes()
         return plain.made(), materials
     except InputError:
         raise
@@ -79,6 +82,7 @@ def _parts(path: Path) -> tuple[Document, tuple[int, int]]:
         head = file.read(12)
         if len(head) < 12 or struct.unpack_from("<I", head)[0] != _GLB:
             return dict(json.loads((head + file.read()).decode("utf-8-sig"))), (0, 0)
+        _refuse_version(str(struct.unpack_from("<I", head, 4)[0]), path)
         document: Document = {}
         binary, place = (0, 0), 12
         while place + 8 <= size_bytes:
@@ -92,6 +96,14 @@ def _parts(path: Path) -> tuple[Document, tuple[int, int]]:
                 binary = (place + 8, size)
             place += 8 + size
         return document, binary
+
+
+def _refuse_version(version: str, path: Path) -> None:
+    if version.partition(".")[0] != "2":
+        raise InputError(
+            f"{path} is a file of glTF {version}, but only glTF 2 is supported: convert it, for example with "
+            "gltf-pipeline"
+        )
 
 
 def _refuse_extensions(document: Document, path: Path) -> None:
@@ -134,6 +146,42 @@ class _Plain:
             document.pop(name, None)
         self._changed = True
         return read.found
+
+    def take_nodes(self) -> None:
+        """Replace the nodes by one node for each visible mesh, at its place in the scene. Meshes with a skin or with
+        morph targets are replaced by meshes in the pose of the document."""
+        document = self._document
+        if is_flat(document):
+            return
+        meshes, numbers = list[Document](), dict[int, int]()
+        nodes = []
+        for placed in placed_meshes(document):
+            if placed.weights or placed.joints is not None:
+                meshes.append(self._posed(placed))
+                number = len(meshes) - 1
+            else:
+                number = numbers.setdefault(placed.mesh, len(meshes))
+                meshes += [document["meshes"][placed.mesh]] if number == len(meshes) else []
+            nodes.append({"mesh": number, "matrix": placed.matrix.T.reshape(-1).tolist()})
+        document |= {"meshes": meshes, "nodes": nodes, "scene": 0, "scenes": [{"nodes": list(range(len(nodes)))}]}
+        for name in ("cameras", "skins", "animations"):
+            document.pop(name, None)
+        self._changed = True
+
+    def _posed(self, placed: PlacedMesh) -> Document:
+        """Make a copy of a mesh whose vertices have the pose of its skin and of its morph targets."""
+        mesh, inverse_bind = self._document["meshes"][placed.mesh], None
+        if placed.skin is not None and "inverseBindMatrices" in self._document["skins"][placed.skin]:
+            accessor = self._accessor(self._document["skins"][placed.skin]["inverseBindMatrices"])
+            inverse_bind = self._values(accessor).astype(np.float64).reshape(-1, 4, 4).swapaxes(1, 2)
+        primitives = []
+        for primitive in mesh["primitives"]:
+            attributes = dict(primitive["attributes"])
+            for name, values in posed(primitive, placed, inverse_bind, self._numbers, _READ).items():
+                of = self._accessor(attributes[name])["type"]
+                attributes[name] = self._add(values.astype("<f4"), of, _FLOAT32)
+            primitives.append(primitive | {"attributes": attributes})
+        return mesh | {"primitives": primitives}
 
     def made(self) -> bytes | None:
         left_out: dict[str, int] = {}
@@ -179,9 +227,7 @@ class _Plain:
         key = (number, is_index)
         if key not in self._made:
             accessor = self._accessor(number)
-            values = self._values(accessor)
-            if not is_index:
-                values = _floats(values, bool(accessor.get("normalized")))
+            values = self._values(accessor) if is_index else self._numbers(number)
             dtype, kind = ("<u4", _UINT32) if is_index else ("<f4", _FLOAT32)
             self._made[key] = self._add(values.astype(dtype), accessor["type"], kind)
         return self._made[key]
@@ -199,6 +245,11 @@ class _Plain:
         return len(accessors) - 1
 
     # ---- values
+
+    def _numbers(self, number: int) -> Array:
+        """The numbers (count, width) that an accessor represents."""
+        accessor = self._accessor(number)
+        return _floats(self._values(accessor), bool(accessor.get("normalized")))
 
     def _values(self, accessor: Document) -> Array:
         """Read an accessor's values (count, width) as stored, with the replacements of a sparse accessor."""
@@ -256,7 +307,7 @@ class _Plain:
             pieces.append(content + bytes(-len(content) % 4))
             size += len(pieces[-1])
         own = len(self._buffers or [])
-        for view in self._document["bufferViews"]:
+        for view in self._document.get("bufferViews", ()):
             number = view["buffer"] if view["buffer"] >= 0 else own - view["buffer"] - 1
             view["byteOffset"] = view.get("byteOffset", 0) + starts[number]
             view["buffer"] = 0

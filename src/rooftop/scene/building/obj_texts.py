@@ -1,9 +1,9 @@
 """Convert Wavefront OBJ in its full format to a simple form, for a reader that supports only part of the format.
 
 The simple form is UTF-8, with lines that end with a line feed, blanks between words, indices counted from the
-beginning, and triangles or convex polygons. The full format also allows any encoding, carriage returns, tabs, lines
-continued after a backslash, indices counted back from their position, and concave polygons, which a fan of triangles
-covers wrongly. A text in simple form is not changed, since each pass over a large text takes long.
+beginning, and triangles or convex polygons. The full format also allows any encoding, carriage returns, tabs, comments
+behind numbers, lines continued after a backslash, indices counted back from their position, and concave polygons, which
+a fan of triangles covers wrongly. A text in simple form is not changed, since each pass over a large text takes long.
 
 Source: the OBJ specification of Alias|Wavefront (B1. Object Files, version 3.0).
 """
@@ -18,17 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.errors import InputError
+from rooftop.scene.building.polygons import are_concave, cut_polygon
 
 Points = npt.NDArray[np.float64]
 
 _MARKS_OF_OTHERS = (b"\t", b"\\\n", b"\\\r", b"\nfo ")
 _LONE_RETURN, _INDENTED = re.compile(rb"\r(?!\n)"), re.compile(rb"\n +\S")
 _BACKWARD = re.compile(rb"\nf [^\n]*-\d")
+_ZERO = re.compile(rb"\nf (?:[^\n]*[ /])?0(?:[ /\r\n]|\Z)")  # an index of 0 is wrong, and is named later
+_MARKS_OF_ZERO = (b" 0 ", b" 0\n", b" 0\r", b" 0/", b"/0")
 _FACE, _VERTEX = re.compile(rb"\nf ([^\n]*)"), re.compile(rb"\nv ([^\n]*)")
-_COLORED = re.compile(rb"\nv(?:[ \t]+[^\s]+){3}((?:[ \t]+[^\s]+){3})")
+_COLORED = re.compile(rb"\nv(?:[ \t]+[^\s#]+){3}((?:[ \t]+[^\s#]+){3})")
 _OTHER_INDICES = re.compile(rb"/\S*")
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
-_STRAIGHT = 1e-12  # a corner is straight if its turn (cross product) is below this share of a polygon's squared size
 
 
 def utf8(content: bytes) -> bytes:
@@ -72,7 +74,15 @@ def _is_plain(text: bytes) -> bool:
         return False
     if (b"\n " in text and _INDENTED.search(text)) or _BACKWARD.search(text):
         return False
+    if _has_remarks(text) or (any(mark in text for mark in _MARKS_OF_ZERO) and _ZERO.search(text)):
+        return False
     return not (_has_polygons(text) and _has_concave(text))
+
+
+def _has_remarks(text: bytes) -> bool:
+    """Whether a comment follows the numbers of a vertex or a face on the same line."""
+    lines = (text.rfind(b"\n", 0, found.start()) + 1 for found in re.finditer(b"#", text))
+    return any(text[begin : begin + 1] in (b"v", b"f") for begin in lines)
 
 
 def _has_polygons(text: bytes) -> bool:
@@ -95,7 +105,7 @@ def _has_concave(text: bytes) -> bool:
         for count, rows in by_count.items():
             if count > 3:
                 indices = _table(rows).astype(np.int64) - 1
-                if (indices < 0).any() or bool(_concave(vertices[indices, :3]).any()):
+                if (indices < 0).any() or bool(are_concave(vertices[indices, :3]).any()):
                     return True
     except (ValueError, IndexError):
         return True  # the caller then checks the words one by one, and its error names the first wrong word
@@ -121,17 +131,6 @@ def _table(lines: list[bytes]) -> Points:
     return numbers.reshape(len(lines), -1)
 
 
-def _concave(polygons: Points) -> npt.NDArray[np.bool_]:
-    """For polygons with corners (P, N, 3), whether a corner turns in the opposite direction to the others."""
-    edges = np.roll(polygons, -1, 1) - polygons
-    turns = np.cross(np.roll(edges, 1, 1), edges)
-    normals = np.cross(polygons - polygons[:, :1], np.roll(polygons, -1, 1) - polygons[:, :1]).sum(1)
-    length = np.linalg.norm(normals, axis=1)
-    along = np.einsum("pnk,pk->pn", turns, normals / np.maximum(length, np.finfo(float).tiny)[:, None])
-    found: npt.NDArray[np.bool_] = (along < -_STRAIGHT * np.square(edges).sum((1, 2))[:, None]).any(1)
-    return found
-
-
 def _lines(text: str, name: str) -> list[str]:
     text = re.sub(r"\\(\r\n|\r|\n)", " ", text)
     counts = {"v": 0, "vt": 0, "vn": 0}
@@ -140,7 +139,7 @@ def _lines(text: str, name: str) -> list[str]:
     # the face's index in `found`, its corners, and the corners' vertices
     faces: list[tuple[int, list[str], list[int]]] = []
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
-        word, *rest = line.split() or [""]
+        word, *rest = (line.partition("#")[0] if line.lstrip()[:1] in ("v", "f") else line).split() or [""]
         if word in counts:
             counts[word] += 1
             if word == "v":
@@ -155,7 +154,7 @@ def _lines(text: str, name: str) -> list[str]:
         if at and max(at) >= len(points):
             raise InputError(f"{name}: {found[place]!r} names vertex {max(at) + 1}, but there are only {len(points):,}")
         if len(corners) > 3:
-            found[place] = "\n".join(f"f {corners[a]} {corners[b]} {corners[c]}" for a, b, c in _cut(points[at]))
+            found[place] = "\n".join(f"f {corners[a]} {corners[b]} {corners[c]}" for a, b, c in cut_polygon(points[at]))
     return found
 
 
@@ -174,47 +173,11 @@ def _absolute(corner: str, counts: dict[str, int], line: int, name: str) -> str:
             index = int(part) if part else None
         except ValueError as error:
             raise InputError(f"{name}, line {line}: {corner!r} is not an index of a vertex") from error
+        if index == 0:
+            raise InputError(f"{name}, line {line}: {corner!r} has the index 0, but indices of OBJ begin at 1")
         if index is not None and index < 0:
             index += counts[kind] + 1
         if index is not None and index < 1:
             raise InputError(f"{name}, line {line}: {corner!r} counts back beyond the first of {counts[kind]:,}")
         parts.append("" if index is None else str(index))
     return "/".join(parts)
-
-
-def _cut(corners: Points) -> list[tuple[int, int, int]]:
-    """Cut a polygon (N, 3) into triangles, by cutting off one corner after another; a convex polygon becomes a fan.
-
-    A corner can be cut off if it points outwards and no other corner lies in its triangle. If no corner can be cut off,
-    because the polygon crosses itself, the remaining polygon becomes a fan.
-    """
-    if not bool(_concave(corners[None])[0]):
-        return [(0, n, n + 1) for n in range(1, len(corners) - 1)]
-    normal = np.cross(corners, np.roll(corners, -1, 0)).sum(0)
-    drop = int(np.abs(normal).argmax())
-    flat = np.delete(corners, drop, 1) * ([1, 1] if normal[drop] * (-1 if drop == 1 else 1) > 0 else [1, -1])
-    left, found = list(range(len(corners))), []
-    while len(left) > 3:
-        for place in range(len(left)):
-            a, b, c = (left[(place + step) % len(left)] for step in (-1, 0, 1))
-            others = flat[[n for n in left if n not in (a, b, c)]]
-            if _area(flat[a], flat[b], flat[c]) > 0 and not _inside(others, flat[a], flat[b], flat[c]).any():
-                found.append((a, b, c))
-                del left[place]
-                break
-        else:
-            return found + [(left[0], left[n], left[n + 1]) for n in range(1, len(left) - 1)]
-    return [*found, (left[0], left[1], left[2])]
-
-
-def _area(a: Points, b: Points, c: Points) -> Points:
-    """Twice the signed area of a triangle in the plane, positive if it turns to the left."""
-    found: Points = (b[..., 0] - a[..., 0]) * (c[..., 1] - a[..., 1]) - (b[..., 1] - a[..., 1]) * (
-        c[..., 0] - a[..., 0]
-    )
-    return found
-
-
-def _inside(points: Points, a: Points, b: Points, c: Points) -> npt.NDArray[np.bool_]:
-    found: npt.NDArray[np.bool_] = (_area(a, b, points) >= 0) & (_area(b, c, points) >= 0) & (_area(c, a, points) >= 0)
-    return found & ~(points == a).all(-1) & ~(points == b).all(-1) & ~(points == c).all(-1)

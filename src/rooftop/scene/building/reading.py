@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,13 @@ from rooftop.scene.building.meshes import MOST_MATERIALS
 from rooftop.scene.building.mtl_texts import materials_of_obj
 from rooftop.scene.building.normals import unit_vectors
 from rooftop.scene.building.obj_texts import brightest, plain_obj
+from rooftop.scene.building.off_texts import read_off
 from rooftop.scene.building.part_materials import PartMaterial
+from rooftop.scene.building.ply_files import PlainMesh, read_ply
 from rooftop.scene.materials import Material
 
 Floats = npt.NDArray[np.float64]
-HEAD_BYTES = 1 << 16  # bytes at the start of a PLY file that are searched for the end of its header
+STL_HEAD_BYTES, STL_TRIANGLE_BYTES = 84, 50  # of a binary file: 80 bytes of any text and the number of triangles
 
 
 @dataclass(frozen=True)
@@ -120,17 +121,6 @@ def read_mesh(path: Path, textures: bool = True) -> MeshFile:
         raise InputError(f"{path}: {error}") from error
     if any(part.visual.kind == "face" for _, _, part in placed):
         warnings.warn(f"{path}: its face colours are ignored; only vertex colours are read", stacklevel=2)
-    if path.suffix.lower() == ".ply" and (kind := _wide_colors(path)):
-        warnings.warn(
-            f"{path}: its vertex colours have type {kind} and are ignored; only uchar and float are read", stacklevel=2
-        )
-        colors = [None] * len(placed)
-    if path.suffix.lower() == ".ply" and (image := _named_image(path)):
-        warnings.warn(
-            f"{path}: its texture {image} is ignored; only textures of glTF and OBJ are read: save the mesh as one "
-            "of these",
-            stacklevel=2,
-        )
     if path.suffix.lower() == ".obj" and (most := brightest(path.read_bytes())) is not None:
         if all(each is None for each in colors):
             warnings.warn(
@@ -176,8 +166,8 @@ def _load_trimesh() -> ModuleType:
 
 def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[str, PartMaterial]]:
     """Load the scene of a file, and its materials by their names in the scene. OBJ files and glTF files are converted
-    to their simple form first. The materials of OBJ and glTF files are read here; trimesh only reports the material
-    name of each part.
+    to their simple form first. PLY and OFF files are read here, and so are the materials of OBJ and glTF files; trimesh
+    only reports the material name of each part.
     """
     suffix = path.suffix.lower()
     if suffix in (".glb", ".gltf"):
@@ -187,6 +177,10 @@ def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[
             return trimesh.load_scene(str(path), process=False), looks
         beside = trimesh.resolvers.FilePathResolver(str(path))
         return trimesh.load_scene(io.BytesIO(plain), file_type="glb", resolver=beside, process=False), looks
+    if suffix in (".ply", ".off"):
+        return _of_arrays(trimesh, read_ply(path) if suffix == ".ply" else read_off(path)), {}
+    if suffix == ".stl":
+        return trimesh.load_scene(io.BytesIO(_whole_stl(path)), file_type="stl", process=False), {}
     if suffix != ".obj":
         return trimesh.load_scene(str(path), process=False), {}
     text = plain_obj(path.read_bytes(), str(path))
@@ -202,6 +196,36 @@ def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[
 
     scene = trimesh.load_scene(io.BytesIO(text), file_type="obj", resolver=Names(str(path)), process=False)
     return scene, found or {}
+
+
+def _whole_stl(path: Path) -> bytes:
+    """The content of an STL file, without what follows the triangles of a binary file.
+
+    Raises:
+        InputError: a binary file ends before its last triangle.
+    """
+    content = path.read_bytes()
+    if b"\0" not in content[:STL_HEAD_BYTES]:  # a text
+        return content
+    count = int.from_bytes(content[80:STL_HEAD_BYTES], "little")
+    size_bytes = STL_HEAD_BYTES + STL_TRIANGLE_BYTES * count
+    if len(content) < max(size_bytes, STL_HEAD_BYTES):
+        raise InputError(
+            f"{path} has {len(content):,} bytes, but a binary STL file of {count:,} triangles has {size_bytes:,}; it "
+            "may be damaged"
+        )
+    return content[:size_bytes]
+
+
+def _of_arrays(trimesh: ModuleType, mesh: PlainMesh) -> Any:
+    part = trimesh.Trimesh(mesh.vertices, mesh.faces, vertex_normals=mesh.normals, process=False)
+    if mesh.uv is not None:
+        part.visual = trimesh.visual.TextureVisuals(uv=mesh.uv)
+        if mesh.colors is not None:
+            part.visual.vertex_attributes["color"] = mesh.colors
+    elif mesh.colors is not None:
+        part.visual = trimesh.visual.ColorVisuals(vertex_colors=mesh.colors)
+    return trimesh.Scene({"part": part})
 
 
 def _material_name(part: Any) -> str:
@@ -228,24 +252,6 @@ def _normals(at: Floats, part: Any) -> Floats:
 def _uv(part: Any, look: PartMaterial) -> Floats | None:
     uv = getattr(part.visual, "uv", None)
     return None if uv is None or len(uv) != len(part.vertices) else look.placed(np.asarray(uv, np.float64)[:, :2])
-
-
-def _wide_colors(path: Path) -> str | None:
-    """The type of a PLY file's colours if they have more than 8 bits, because trimesh would drop the high bits; None if
-    not."""
-    found = re.search(rb"property\s+(u?short|u?int|u?int16|u?int32)\s+(?:diffuse_)?red\b", _head_of_ply(path))
-    return found[1].decode() if found else None
-
-
-def _named_image(path: Path) -> str | None:
-    """The texture image that a PLY file names in a comment, as scanning programs write it."""
-    found = re.search(rb"\ncomment\s+TextureFile\s+([^\r\n]+)", _head_of_ply(path))
-    return found[1].decode(errors="replace").strip() if found else None
-
-
-def _head_of_ply(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(HEAD_BYTES).partition(b"end_header")[0]
 
 
 def _colors(part: Any) -> npt.NDArray[np.uint8] | None:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.errors import InputError
 from rooftop.scene import layouts
 from rooftop.scene.building.levels import Hierarchy
 from rooftop.scene.building.orders import morton_codes
@@ -261,6 +262,26 @@ def _nodes(
     leaves[:, layouts.CHILD_FIRST] = starts - starts[np.array([first for first, _ in pages])[page_of_group]]
     leaves[:, layouts.CHILD_GROUP] = np.arange(len(counts))
     return tree(leaves, order.levels[order.groups])
+
+
+def checked_target(path: str | Path) -> Path:
+    """Check, before the work begins, that a geometry file can be written. A link is followed.
+
+    Raises:
+        FileNotFoundError: the folder for the file does not exist.
+        InputError: the path is a folder, a device or a pipe, or the folder is not writable.
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent} to write {target.name} into: create it")
+    if target.is_dir():
+        raise InputError(f"{target} is a folder: expected the name of a file, such as {target / 'mesh.rtg'}")
+    if target.exists() and not target.is_file():
+        raise InputError(f"{target} is a device or a pipe: expected the name of a file, because readers map the file")
+    target = target.resolve() if target.is_symlink() else target
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f"{target} cannot be written, because its folder is not writable: give another folder")
+    return target
 
 
 @contextmanager
