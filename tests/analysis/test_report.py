@@ -19,7 +19,7 @@ from rooftop.analysis.report import Report
 from rooftop.analysis.report_contents import FLAGGED_PERCENT, OperatorRow
 from rooftop.analysis.text import renderable
 from rooftop.errors import CeilingsFileError
-from rooftop.hardware.ceilings import Ceilings, write_whole
+from rooftop.hardware.ceilings import Ceilings
 
 
 @pytest.fixture
@@ -126,28 +126,13 @@ def test_a_narrow_terminal_loses_no_figure_and_tells_fused_kernels_apart(report:
     assert "silu" in letters
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "report.html"
-    write_whole(path, "old")
-
-    def full_disk(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        write_whole(path, "new")
-    assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["report.html"]
-
-
-def test_a_pipe_is_written_to_and_not_replaced(report: Report, ceilings: Ceilings, tmp_path: Path) -> None:
+def test_a_pipe_is_written_to_and_not_replaced(ceilings: Ceilings, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR)
-    for save in (lambda: write_whole(pipe, "text"), lambda: ceilings.save(pipe)):
-        save()
-        assert pipe.is_fifo()
-        assert os.read(reader, 100_000)
+    ceilings.save(pipe)
+    assert pipe.is_fifo()
+    assert os.read(reader, 100_000)
     os.close(reader)
 
 

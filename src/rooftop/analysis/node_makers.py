@@ -28,7 +28,7 @@ _next_number = torch._C._autograd._get_sequence_nr
 
 @dataclass
 class _Made:
-    """The nodes of one thread: `scopes[i]` created the nodes from number `numbers[i]` on."""
+    """The nodes that one thread created: from number `numbers[i]` on, they were created in `scopes[i]`."""
 
     numbers: list[int] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)

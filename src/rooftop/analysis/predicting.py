@@ -431,7 +431,7 @@ class _Untouched(LightMode):
             optimizer.state.update(state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self._mode.lift_fns:  # torch.tensor(...): `FakeTensorMode` itself makes the new tensor fake
+        if func not in self._mode.lift_fns:  # in torch.tensor(...), `FakeTensorMode` itself makes the tensor fake
             args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
         if func is torch.ops.aten._local_scalar_dense.default and self._scales and args[0].constant is None:
             return 1.0

@@ -25,7 +25,8 @@ from rooftop.analysis.report_contents import (
     Summary,
 )
 from rooftop.errors import MissingExtraError
-from rooftop.hardware.ceilings import Ceilings, write_whole
+from rooftop.hardware.ceilings import Ceilings
+from rooftop.whole_files import write_whole
 
 FORMAT = 1
 

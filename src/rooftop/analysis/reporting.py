@@ -282,7 +282,7 @@ def _versions(ceilings: Ceilings) -> dict[str, str]:
 
 
 def _disturbances(ceilings: Ceilings, profile: Profile) -> list[str]:
-    """Disturbances during the measurement of the ceilings that this step is compared with, in one line."""
+    """One line that names what disturbed the measurement of the step's ceilings; empty if nothing did."""
     used = {"memory", "launches"}.union(
         *(op.record.cost.flops for op in profile.operators if op.record.cost is not None),
         {"transfers"} if any("HtoD" in k.name or "DtoH" in k.name for k in profile.plain.kernels) else (),

@@ -25,7 +25,6 @@ from rooftop.cli.trained_models import (
     skipped_ones_named,
 )
 from rooftop.errors import InputError, MissingExtraError
-from rooftop.hardware.ceilings import write_whole
 from rooftop.inference import Engine
 from rooftop.media import DamagedVideoError, VideoReader
 from rooftop.media.images import SUFFIXES, check_images, find_images
@@ -42,6 +41,7 @@ from rooftop.models import (
 )
 from rooftop.models.images import IMAGENET
 from rooftop.models.weights.trained_files import trained_file
+from rooftop.whole_files import write_whole
 
 
 def run(

@@ -20,9 +20,9 @@ from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES as NAMES
 from rooftop.errors import MeasurementError
-from rooftop.hardware.ceilings import write_whole
 from rooftop.hardware.crossovers import NEEDS_GPU, BreakEven, Crossover, measure_crossover
 from rooftop.ladder.chart import framed, require_plotly
+from rooftop.whole_files import write_whole
 
 CURVES = (  # attribute of a point, name, color
     ("cpu", "CPU", "#e0a130"),

@@ -26,13 +26,13 @@ from rooftop.cli.trained_models import (
     skipped_ones_named,
 )
 from rooftop.errors import InputError
-from rooftop.hardware.ceilings import write_whole
 from rooftop.inference import Engine
 from rooftop.models import detr_resnet50, detr_resnet101, detr_small, find_images
 from rooftop.models.detr.detection import Detected, detect, draw_objects, load_detector
 from rooftop.models.detr.network import Detr, Predictions, pad_images
 from rooftop.models.images import check_images, read_image
 from rooftop.models.weights.trained_files import trained_file
+from rooftop.whole_files import write_whole
 
 BUILDERS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101, "detr_small": detr_small}
 

@@ -16,7 +16,6 @@ from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError, ModelRunError
 from rooftop.hardware import measure_ceilings
-from rooftop.hardware.ceilings import write_whole
 from rooftop.models.gpt.configs import PRESETS, gpt_config
 from rooftop.models.gpt.generation import Generation
 from rooftop.models.gpt.network import Gpt
@@ -27,6 +26,7 @@ from rooftop.models.gpt.weights import CONFIG, config_of_files, empty_gpt, load_
 from rooftop.parallel import Layout, join, launched
 from rooftop.parallel.exchanges import Group
 from rooftop.train.checkpoints.trained_models import holds_training, load_trained_gpt, saved_training
+from rooftop.whole_files import write_whole
 
 
 def run(

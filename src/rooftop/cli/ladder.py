@@ -23,11 +23,11 @@ from rooftop.cli.outputs import check_outputs
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import MeasurementError
 from rooftop.hardware import measure_ceilings
-from rooftop.hardware.ceilings import write_whole
 from rooftop.ladder import Climb, build, climb
 from rooftop.ladder.chart import page, require_plotly
 from rooftop.ladder.table import WITHOUT_GPU, heading, table
 from rooftop.launch.triton_launch import INTERPRETED
+from rooftop.whole_files import write_whole
 
 
 def run(

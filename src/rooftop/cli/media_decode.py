@@ -24,6 +24,7 @@ from rooftop.cli.media_options import (
 from rooftop.cli.progress import progress_bar
 from rooftop.errors import InputError
 from rooftop.media import VideoReader
+from rooftop.whole_files import whole_file
 
 JPEG_QUALITY = 95
 PICTURES = {".png": "png", ".jpg": "jpg", ".jpeg": "jpg", ".bmp": "png", ".webp": "png", ".tif": "png", ".tiff": "png"}
@@ -109,17 +110,12 @@ class _Folder:
             raise InputError(
                 f"the folder {self.path} cannot be created ({error.strerror}): give another folder"
             ) from error
-        final = self.path / f"{number:0{DIGITS}}.{self.suffix}"
-        partial = self.path / f".{final.stem}.{os.getpid()}.partial.{self.suffix}"
-        try:
+        with whole_file(self.path / f"{number:0{DIGITS}}.{self.suffix}") as partial:
             if self.suffix == "npy":
                 np.save(partial, pixels.cpu().numpy())
             else:
                 picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().cpu().numpy())
                 picture.save(partial, quality=JPEG_QUALITY)
-            os.replace(partial, final)
-        finally:
-            partial.unlink(missing_ok=True)
         self.count += 1
 
     def __enter__(self) -> Self:
@@ -140,6 +136,9 @@ class _Array:
             raise InputError(f"{path} is a folder: expected the name of a file")
         if not path.parent.is_dir():
             raise InputError(f"{path.parent} is not a folder: create it first, or give another folder")
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path} is a device or a pipe: expected the name of a file")
+        path = path.resolve()  # a link stays a link
         self.path, self.count = path, 0
         self._partial = path.with_name(f".{path.stem}.{os.getpid()}.partial.npy")
         self._shape: tuple[int, ...] = ()

@@ -21,13 +21,13 @@ from rooftop.cli.outputs import STANDARD_OUTPUT, check_outputs
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.targets import DTYPES, resolve_target
 from rooftop.errors import InputError, ModelRunError, RooftopError, TargetError
-from rooftop.hardware.ceilings import write_whole
 from rooftop.optimization import Change, Optimized, optimize
 from rooftop.optimization.draws import in_words
 from rooftop.optimization.optimized import LEAST_BYTES
 from rooftop.optimization.page import render_page
 from rooftop.rewrites import RULES
 from rooftop.rewrites.candidates import NEEDS_A_GPU
+from rooftop.whole_files import write_whole
 from rooftop.words import counted, did_you_mean, in_a_line
 
 SHOWN = {"kept": "green", "refused": "yellow", "failed": "red"}

@@ -132,7 +132,7 @@ def write_json(path: Path | None, value: Any) -> bool:
     if path == STANDARD_OUTPUT:
         click.echo(text, nl=False)
         return True
-    from rooftop.hardware.ceilings import write_whole
+    from rooftop.whole_files import write_whole
 
     write_whole(path, text)
     return False

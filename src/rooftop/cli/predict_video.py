@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from rooftop.media import VideoReader, VideoWriter
 from rooftop.models import NextFrameNetwork, colour_next_frame_network, next_frame_network
 from rooftop.models.conv_lstm.layer import States
 from rooftop.models.conv_lstm.video import Continuation, continue_clip, load_next_frame_network
+from rooftop.whole_files import whole_file
 
 MAX_SIDE = 16384  # libx264's limit in pixels
 SLACK_S = 0.0005  # as in VideoReader.frames_at: 2 / 30 s selects frame 2, even if the file states its time as 0.067 s
@@ -197,13 +197,9 @@ def _rgb(frames: Tensor) -> Tensor:
 def _write(writer: VideoWriter, picture: Path, pixels: Tensor) -> None:
     """Save the picture (C, H, W) and the writer's video. Both files have temporary names until they are complete."""
     array = (_rgb(pixels) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
-    temporary = picture.with_name(f".{picture.name}.{os.getpid()}.tmp")
-    try:
+    with whole_file(picture) as temporary:
         Image.fromarray(array).save(temporary, format="PNG")
         writer.close()
-        os.replace(temporary, picture)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _told(

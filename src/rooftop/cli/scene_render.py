@@ -27,11 +27,11 @@ from rooftop.cli.outputs import STANDARD_OUTPUT, check_writable
 from rooftop.cli.progress import progress_bar
 from rooftop.cli.scene_cameras import Choice, Numbers, chosen_cameras, turned
 from rooftop.errors import InputError, RooftopError
-from rooftop.hardware.ceilings import write_whole
 from rooftop.scene.framing import around, outline
 from rooftop.scene.gbuffers import FrameStats
 from rooftop.scene.rendering.renderer import LIGHT
 from rooftop.scene.scenes import MAX_INSTANCES
+from rooftop.whole_files import write_whole
 
 Bytes = NDArray[np.uint8]
 

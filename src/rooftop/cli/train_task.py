@@ -25,7 +25,6 @@ from rooftop.cli.trained_models import seeded
 from rooftop.data.device_images import DecodingChoice
 from rooftop.doctor.extras import Extra, check_extras, missing
 from rooftop.errors import DivergedError, InputError, ModelRunError
-from rooftop.hardware.ceilings import write_whole
 from rooftop.parallel import World, join, others_wait
 from rooftop.train.checkpoints.folders import writing_to
 from rooftop.train.checkpoints.locks import locked
@@ -50,6 +49,7 @@ from rooftop.train.reports.terminal import Terminal, seconds_text, value_text
 from rooftop.train.stopping import INTERRUPTED_STATUS, STOPPED_STATUS
 from rooftop.train.tasks.finding import find_task, needs_of
 from rooftop.train.tasks.task import Build, Task
+from rooftop.whole_files import write_whole
 
 RUNS = Path("runs")
 RECIPE, CALL, PAGE, ABLATION_PAGE = "recipe.toml", "call.json", "page.html", "ablation.html"

@@ -28,7 +28,7 @@ from rooftop.cluster.arrow import load_arrow
 from rooftop.cluster.items import Item
 from rooftop.cluster.tables import fitted, whole_schema
 from rooftop.errors import InputError, OutputError
-from rooftop.hardware.ceilings import write_whole
+from rooftop.whole_files import write_whole
 from rooftop.words import counted
 
 FORMAT = 1

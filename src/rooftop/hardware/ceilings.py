@@ -20,6 +20,7 @@ from typing import Any
 
 from rooftop.errors import CeilingsFileError
 from rooftop.hardware.figures import PRECISIONS, Raise, memory_figure, part_in_words
+from rooftop.whole_files import write_whole
 from rooftop.words import did_you_mean
 
 FORMAT = 2
@@ -304,21 +305,6 @@ def _positive(value: float) -> float:
     if not 0 < value < float("inf"):
         raise ValueError(f"expected a positive number to raise a ceiling to, got {value!r}")
     return value
-
-
-def write_whole(target: Path, text: str) -> None:
-    """Write a file completely or not at all. A link stays a link."""
-    target = target.resolve()
-    if target.exists() and not target.is_file():  # a device or a pipe: renaming a file onto it would replace it
-        target.write_text(text, encoding="utf-8")
-        return
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, target)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def require_ceilings(given: object, caller: str) -> Ceilings:

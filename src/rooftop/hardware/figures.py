@@ -94,7 +94,7 @@ class Raise:
 
 
 class Samples:
-    """Collect samples of figures, and keep the best two samples of each figure."""
+    """Collect measured values, and keep the best two of each kind."""
 
     def __init__(self) -> None:
         self._two: dict[str, list[float]] = {}

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from rooftop.errors import CeilingsFileError
-from rooftop.hardware.ceilings import Ceilings, Progress, write_whole
+from rooftop.hardware.ceilings import Ceilings, Progress
 from rooftop.hardware.figures import PRECISIONS
 from rooftop.hardware.histories import History, history_of
 from rooftop.hardware.probes import identity, machine_of, parts_of, probe
+from rooftop.whole_files import write_whole
 from rooftop.words import did_you_mean
 
 

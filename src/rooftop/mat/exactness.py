@@ -61,7 +61,7 @@ TRUTH = Bounds(Fraction(0), Fraction(255))
 
 
 def bounds_of(root: MatExpr) -> BoundsOf:
-    """The bounds of all nodes."""
+    """The bounds of the values of all nodes."""
     found: BoundsOf = {}
     for each in topological(root):
         found[id(each)] = _bounds(each, [found[id(operand)] for operand in each._operands])

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["source_lead", "target_lead", "mask_lead"])
 def masked_copy(
-    source,  # rows of numbers; if the source is one element of CHANNELS numbers, a table with CHANNELS columns
+    source,  # rows of numbers; if CHANNELS > 0, a table with one column per channel
     target,  # rows of numbers
     mask,  # rows of bytes: one byte for every PER numbers
     source_lead, target_lead, mask_lead,  # distances from the pointers to the first number or mark, in words

@@ -417,7 +417,7 @@ class Mat(Block, Arithmetic):
     # Internal.
 
     def _mask(self, mask: MatLike, device: torch.device) -> Tensor:
-        """Check a mask for these elements, and return its tensor on the target's device."""
+        """Check a mask that belongs to these elements; return its tensor on the target's device."""
         if isinstance(mask, (list, tuple)):
             raise TypeError(
                 "a mask must be a Mat, an expression, an array or a tensor, got a list: convert it to an array"

@@ -41,7 +41,7 @@ class Form:
         return 1.0 if self.dtype.is_floating_point else 255.0
 
     def shape(self, height: int, width: int) -> tuple[int, ...]:
-        """The shape of a tensor for a frame of this upright size."""
+        """The shape of the tensor for a frame that has this size after its rotation."""
         return (height * 3 // 2, width) if self.output == "nv12" else (3, height, width)
 
 

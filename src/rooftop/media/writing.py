@@ -535,7 +535,7 @@ class VideoWriter:
             frame = self.av.VideoFrame(values.shape[2], values.shape[1], name)
             for plane, data in zip(frame.planes, planes, strict=True):
                 _fill(plane, data.numpy() if self._bits == 8 else data.numpy().astype("<u2"))
-        else:  # swscale converts to RGB in another order, grey, and interleaved chroma
+        else:  # RGB in another order, grey, or interleaved chroma: swscale converts RGB to it
             deep = self._bits > 8
             array = (values * (65535 if deep else 255)).round_().to(torch.int32).permute(1, 2, 0).numpy()
             array = np.ascontiguousarray(array.astype(np.uint16 if deep else np.uint8))

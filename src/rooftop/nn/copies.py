@@ -15,7 +15,7 @@ def copy_sharing_tensors(model: nn.Module, name: str, unregistered: bool = False
 
     Args:
         name: name of the public function, for error messages.
-        unregistered: also share all unregistered tensors, which are attributes, or belong to modules that are not in
+        unregistered: also share all unregistered tensors: plain attributes, and tensors of modules that are not in
             `_modules`.
 
     Raises:

@@ -122,7 +122,7 @@ class Errors:
         return max(of_worst, _ratio(rms, ALLOWED * max(plain, usual) + rounding))
 
     def _means(self) -> tuple[float, float, float]:
-        """Root mean squares of the change's error, the original's error and the rounding."""
+        """Root mean squares of three errors: that of the changed module, that of the original, and that of rounding."""
         rms, plain, rounding = (
             math.sqrt(each / self.count) for each in (self.squares, self.plain_squares, self.rounding_squares)
         )

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rooftop.hardware.ceilings import write_whole
 from rooftop.nn.contents import OWN, REGISTERS, Contents
 from rooftop.optimization import draws
 from rooftop.optimization.draws import Arguments, in_words, key_of, without_shapes
 from rooftop.rewrites.candidates import Candidate
 from rooftop.rewrites.splitting import OtherPathError
+from rooftop.whole_files import write_whole
 from rooftop.words import first_line
 
 PLAN_VERSION = 1

@@ -259,7 +259,7 @@ class _Alone:
 
 
 def _overlap(places: Sequence[tuple[int | None, Span]]) -> bool:
-    """Whether two of the given pairs (sequence, keys) share a key. A sequence of None means all sequences."""
+    """Whether two of the given pairs (sequence, keys) share a key. If `sequence` is None, this is for all sequences."""
     rows = {row for row, _ in places}
     if None in rows and len(rows) > 1:
         return True

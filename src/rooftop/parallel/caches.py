@@ -49,7 +49,7 @@ def joined_caches(caches: Sequence[Any], device: torch.device, join: Join) -> An
     Args:
         caches: the replicas' caches, in order.
         device: the device of the resulting tensors.
-        join: makes one value from the replicas' values and the sample dimension.
+        join: called with the replicas' values and the sample dimension; joins the values along this dimension.
 
     Raises:
         TypeError: the caches differ, or the sample dimension of a tensor is unknown.

@@ -29,7 +29,7 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
         group: the ranks.
 
     Returns:
-        (B, H / ranks, ranks S, D), positions in ascending order.
+        (B, H / ranks, ranks * S, D), positions in ascending order.
 
     Raises:
         ValueError: the number of heads is neither a multiple nor a divisor of the number of ranks.
@@ -50,7 +50,7 @@ def heads_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
 def positions_here(x: Tensor, order: Tensor, group: Group) -> Tensor:
     """Exchange this rank's heads of all positions for all heads of this rank's positions: the inverse of `heads_here`.
 
-    x is (B, H / ranks, ranks S, D); the result is (B, H, S, D).
+    x is (B, H / ranks, ranks * S, D); the result is (B, H, S, D).
     """
     if group is None or group.size() == 1:
         return x

@@ -260,7 +260,7 @@ class Structure:
             raise CannotFoldError(f"it follows {before}, a {type(convolution).__name__}")
         self._check_once(convolution, before)
         if was_asked(source):
-            raise CannotFoldError(f"the forward asks for the type of the output of {before}")
+            raise CannotFoldError(f"forward looks at the type of the output of {before}")
         if len(source.users) > 1:
             raise CannotFoldError(f"the output of {before} is used elsewhere, too")
         if len(source.args) != 1 or source.kwargs:

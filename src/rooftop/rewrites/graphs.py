@@ -81,7 +81,7 @@ class UncapturedError(Exception):
 
 
 class Graphs:
-    """Graphs by signature. Above `most` graphs, the least recently used one is dropped.
+    """Graphs by signature. If there are more than `most` graphs, the least recently used one is dropped.
 
     Args:
         device: device of the model.

@@ -67,8 +67,7 @@ class Instances:
         self.changes.note(numbers, self.count)
 
     def changed(self, version: int, known: int) -> NDArray[np.int64]:
-        """The instances that changed or were added since a reader saw `version` with `known` instances, in ascending
-        order."""
+        """The instances that changed after `version` or were added after the first `known` ones, in ascending order."""
         if known == self.count and version == self.changes.version:
             return np.zeros(0, np.int64)
         rows = self.changes.since(version)

@@ -198,8 +198,8 @@ def _spheres_of(
 
 @lru_cache(maxsize=64)
 def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, Floats, float, float]:
-    """Compute the part of a map's view that does not depend on the camera. It depends on the light's direction and on
-    the box (2, 3) around all casters.
+    """Compute the part of a shadow map's view that does not depend on the camera. This part depends on the light's
+    direction and on the box (2, 3) around all casters.
 
     Returns:
         (turn, corners, step, begin): a rotation whose rows point right, down and along the light; the box's corners

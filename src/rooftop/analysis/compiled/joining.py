@@ -364,7 +364,7 @@ def _one_by_one(works: list[KernelWork], kernels: list[Kernel]) -> Iterator[tupl
 
 
 class _Matcher:
-    """Find the work of each event of one run of a graph. The works are in the order of the events.
+    """Find the work of each event of one run of a graph. The work items are in the order of the events.
 
     A generated kernel is found by its name. The graph may lack a library call (a copy of an input). So the search for a
     library call ends at the next generated kernel, which has its own event.

@@ -141,9 +141,9 @@ class Ranks:
             names = RankRow.__dataclass_fields__
             rows = tuple(RankRow(**{name: row[name] for name in names}) for row in plain["rows"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"damaged rows of ranks: {type(error).__name__} {error}") from error
+            raise ValueError(f"the table of ranks is damaged: {type(error).__name__} {error}") from error
         if not rows:
-            raise ValueError("damaged rows of ranks: expected at least one row, got none")
+            raise ValueError("the table of ranks is damaged: expected at least one row, got none")
         return cls(rows)
 
 

@@ -145,7 +145,7 @@ def _forward(
     keys, values = (_for_heads(t, query.shape[1]) for t in (key, value))
     found = aten._scaled_dot_product_efficient_attention(query, keys, values, bias, True, 0.0, is_causal, scale=scale)
     lse = found[1].narrow(-1, 0, query.shape[2])  # the memory-efficient back end pads lse to multiples of 32 queries
-    if mask is not None:  # if no key is visible, PyTorch's version decides whether lse is +inf or 0
+    if mask is not None:  # if no key is visible, lse is +inf or 0, depending on the release of PyTorch
         sees = (mask if mask.dtype == torch.bool else mask != -math.inf).any(-1)
         lse = lse.masked_fill(~sees, -math.inf)
     return found[0], lse.contiguous()

@@ -344,7 +344,7 @@ def _same_kind(entry: Entry, problem: Problem) -> bool:
     geometry = problem.geometry
     *_, taps, stride, residual = entry.shape
     same = (taps, (stride, stride), residual) == (geometry.taps, geometry.stride, problem.residual)
-    return same and (entry.backend != "product" or geometry.pointwise)  # "product" needs a matrix product
+    return same and (entry.backend != "product" or geometry.pointwise)  # "product" computes only pointwise convolutions
 
 
 def _distance(entry: Entry, problem: Problem) -> float:

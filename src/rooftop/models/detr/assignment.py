@@ -159,6 +159,6 @@ def _finite(cost: Tensor) -> Tensor:
 def _check(cost: Tensor, valid: Tensor) -> None:
     if cost.dim() != 3 or valid.shape != cost.shape[:2] or valid.dtype != torch.bool:
         raise ValueError(
-            f"costs are {tuple(cost.shape)} and valid {valid.dtype} {tuple(valid.shape)}, "
-            "expected (B, M, Q) and torch.bool (B, M)"
+            f"cost has shape {tuple(cost.shape)}, and `valid` is {valid.dtype} {tuple(valid.shape)}: expected cost "
+            "(B, M, Q), and `valid` torch.bool (B, M)"
         )

@@ -174,9 +174,9 @@ SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
 
 SWIN = (
     Dialect("torchvision", "features.0.0.weight"),
-    # The merging is at the end of the previous stage. In the other dialects, the first stage has no merging.
+    # A stage ends with the merging for the next stage, so the first stage has one; in the other dialects it has none.
     Dialect("Microsoft", "layers.0.downsample.reduction.weight", _swin(merging=2), SWIN_TABLES, zero_parts="k"),
-    # The merging is at the beginning of the next stage.
+    # A stage begins with its merging.
     Dialect("timm", "patch_embed.proj.weight", _swin(merging=0), SWIN_TABLES, zero_parts="k"),
 )
 

@@ -25,7 +25,7 @@ def content_of(uri: str, document: Path, what: str) -> bytes:
     folder = document.parent.absolute()
     file = os.path.normpath(folder / unquote(uri))
     if not Path(file).is_relative_to(folder):
-        raise InputError(f"{what} {short(uri)}, a path out of the document's folder: put the file into that folder")
+        raise InputError(f"{what} {short(uri)}, which is outside the document's folder: put the file into that folder")
     if not os.path.isfile(file):  # isfile also returns False for a name that is too long
         raise InputError(
             f"{what} {uri if len(uri) < 200 else short(uri)}, which is not a file beside the document: put it there"

@@ -532,7 +532,7 @@ def _batches(triangles: Ints) -> list[tuple[int, int]]:
 
 
 def _joined(fronts: list[Front], corners: Words) -> Front:
-    """Concatenate fronts; the corners are written to the start of `corners`."""
+    """Concatenate fronts. Their corners are copied to the start of `corners`, one front after another."""
     count = sum(len(each.corners) for each in fronts)
     return Front(
         np.concatenate([each.corners for each in fronts], out=corners[:count]),

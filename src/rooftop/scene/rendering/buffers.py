@@ -25,7 +25,7 @@ class Resident:
     instance_mesh: wp.array(dtype=wp.int32)  # (instances,) the instance's mesh; -1: no instance
     # (instances,) the largest stretch factor; negative if the instance mirrors
     instance_scale: wp.array(dtype=wp.float32)
-    instance_to_world: wp.array2d(dtype=wp.float64)  # (instances, 12): 3 x 4, from the mesh's origin to the world
+    instance_to_world: wp.array2d(dtype=wp.float64)  # (instances, 12): 3 x 4 matrices from mesh space to world space
     # (instances, 12): `instance_to_world` in the previous frame, for instances that moved since
     instance_before: wp.array2d(dtype=wp.float64)
     instance_moved: wp.array(dtype=wp.int32)  # (instances,) the last frame in which the instance moved; -1: none

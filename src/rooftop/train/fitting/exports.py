@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from rooftop.errors import InputError
 from rooftop.models.weights.safetensors_files import safetensors_library
 from rooftop.train.checkpoints.files import METADATA, read_header, sync_folder
-
-TEMPORARY = ".unfinished"
+from rooftop.whole_files import whole_file
 
 
 def check_exportable(model: nn.Module, metadata: Mapping[str, Any]) -> None:
@@ -71,19 +70,16 @@ def export_weights(path: Path, model: nn.Module, metadata: Mapping[str, Any]) ->
         MissingExtraError: safetensors is not installed.
     """
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    temporary = path.with_name(f".{path.name}{TEMPORARY}")
     library = safetensors_library()
     try:
         content = library.torch.save(tensors, metadata={"format": "pt", METADATA: json.dumps(dict(metadata))})
-        with temporary.open("wb") as file:
+        with whole_file(path) as temporary, temporary.open("wb") as file:
             file.write(_ordered_header(content))
             file.write(memoryview(content)[8 + _header_bytes(content) :])
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written ({error.strerror or error}): make room, then resume") from error
 
 

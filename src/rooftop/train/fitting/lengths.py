@@ -30,7 +30,7 @@ class Lengths:
 
     @classmethod
     def of(cls, recipe: Recipe, samples: int, ranks: int, save_every: int | None = None) -> Lengths:
-        """The lengths of a training with this number of samples.
+        """The numbers of steps of a training with this number of samples.
 
         Raises:
             InputError: there are fewer samples than ranks, or a batch cannot be split evenly.

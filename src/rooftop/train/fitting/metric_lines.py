@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rooftop.hardware.ceilings import write_whole
 from rooftop.train.checkpoints.folders import writing_to
 from rooftop.train.finite_json import finite, with_nan
 from rooftop.train.fitting.records import EvaluationRecord, StepRecord
+from rooftop.whole_files import write_whole
 
 METRICS = "metrics.jsonl"
 

@@ -32,7 +32,6 @@ from torch.utils import _pytree as pytree
 
 from rooftop.data.samples import Samples, sample
 from rooftop.errors import InputError
-from rooftop.hardware.ceilings import write_whole
 from rooftop.train.checkpoints.files import ITEM_BYTES, FilePiece
 from rooftop.train.checkpoints.folders import (
     OF_TASKS,
@@ -50,6 +49,7 @@ from rooftop.train.checkpoints.writing import write_now
 from rooftop.train.fitting.states import put_together, taken_apart
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.tasks.task import Task
+from rooftop.whole_files import write_whole
 
 RECIPE = "recipe.toml"
 MAY_CHANGE = ("loading", "faults")

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TextIO
 
 from rooftop.errors import InputError
-from rooftop.hardware.ceilings import write_whole
 from rooftop.train.checkpoints.folders import writing_to
 from rooftop.train.finite_json import finite
 from rooftop.train.gpt.running import StepReport
+from rooftop.whole_files import write_whole
 
 
 def kept_lines(path: Path, step: int) -> list[str]:

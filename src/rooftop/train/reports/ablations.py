@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.errors import DivergedError, InputError
-from rooftop.hardware.ceilings import write_whole
 from rooftop.train.checkpoints.folders import writing_to
 from rooftop.train.finite_json import finite
 from rooftop.train.fitting.records import Fitted
 from rooftop.train.recipes.recipe import Recipe
+from rooftop.whole_files import write_whole
 from rooftop.words import did_you_mean
 
 RESULT = "result.json"
@@ -188,7 +188,7 @@ def switches_of(recipe: Recipe, texts: Sequence[str]) -> list[Switch]:
     """Parse switches, "section.name" or "section.name=value"; in the second form, this value counts as off.
 
     Raises:
-        InputError: a switch does not exist, is given twice, is the seed, or is already off in the recipe.
+        InputError: a switch does not exist, is given twice, names the seed, or is already off in the recipe.
     """
     known = [f"{section}.{name}" for section, values in recipe.plain().items() for name in values]
     names = [text.partition("=")[0].strip() for text in texts]

@@ -18,7 +18,6 @@ from markupsafe import Markup
 from rooftop.analysis.formats import percent_text, quantity_text, time_text
 from rooftop.analysis.page import require_plotly
 from rooftop.errors import MissingExtraError
-from rooftop.hardware.ceilings import write_whole
 from rooftop.train.fitting.records import EvaluationRecord, Facts, Fitted, StepRecord
 from rooftop.train.recipes.recipe import Recipe
 from rooftop.train.reports.charts import curves
@@ -26,6 +25,7 @@ from rooftop.train.reports.histories import History, pace_of
 from rooftop.train.reports.pictures import embedded, example_pictures
 from rooftop.train.reports.roofs import TaskRoof, task_roof
 from rooftop.train.reports.terminal import number_text, seconds_text, value_text
+from rooftop.whole_files import write_whole
 from rooftop.words import counted
 
 REFRESH_S = 10

@@ -54,7 +54,7 @@ DIGIT_SIZE = 8
 HELD_OUT = 10  # if the folder has no val/, one in this many images is held out
 TRIED = 100  # number of images to try for the usual size, because damaged images may be skipped
 SHOWN = 12  # number of examples on the page
-SHOWN_SIDE = 192  # smallest side of an example in pixels
+SHOWN_SIDE = 192  # minimum length of the sides of an example, in pixels
 TOP = 5
 
 GPU: Values = {"run": {"precision": "bf16", "channels_last": True}, "augment": {"rand_augment_on": "gpu"}}

@@ -201,7 +201,7 @@ def conv_act_gathered(
 
 @triton.jit
 def conv_act_finish(
-    sums, bias, residual, y, z,  # shapes: (M, N), (N,) or by row, (M, N), (M, N), (M, N)
+    sums, bias, residual, y, z,  # bias (channels,); all others (M, N)
     rows, units, channels,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
     BY_ROW: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,

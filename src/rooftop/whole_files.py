@@ -1,0 +1,44 @@
+"""Write files completely or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Give the path to write to; the file gets its name at the end of the block, and an exception leaves no file.
+
+    A link stays a link. A device or a pipe is written directly, because renaming a file onto it would replace it.
+
+    Raises:
+        OSError: the file cannot be written. The error names `target`, whose earlier content stays.
+    """
+    place = target.resolve()
+    direct = place.exists() and not place.is_file()
+    # the suffix stays the last one, because libraries choose the format by it
+    temporary = place if direct else place.with_name(f".{place.stem}.{os.getpid()}.tmp{place.suffix}")
+    try:
+        yield temporary
+        if not direct:
+            os.replace(temporary, place)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
+    finally:
+        if not direct:
+            temporary.unlink(missing_ok=True)
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Write a text file completely or not at all, as `whole_file` does.
+
+    Raises:
+        OSError: the file cannot be written. The error names `target`.
+    """
+    with whole_file(target) as path:
+        path.write_text(text, encoding="utf-8")
