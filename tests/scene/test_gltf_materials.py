@@ -213,7 +213,7 @@ def test_images_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "b.png").write_bytes(encoded())
     for uri, why in (
         ("gone.png", "which is not a file beside the document"),
-        ("../b.png", "outside the document's folder"),
+        ("../b.png", "which is outside the document's folder"),
     ):
         gltf = Textured()
         gltf.part(gltf.material(gltf.texture(uri=uri), name="brick"))
