@@ -66,21 +66,18 @@ def run(folder: Path, text: str, ceilings: Ceilings, *arguments: str) -> Report:
     return ended.report
 
 
-Command = Callable[[str], tuple[int | None, str, str]]
+Command = Callable[..., tuple[int | None, str, str]]
 
 
 @pytest.fixture
-def command(tmp_path: Path, ceilings: Ceilings, fork: Callable[..., BaseProcess]) -> Command:
+def command(tmp_path: Path, ceilings: Ceilings, forked: Command) -> Command:
     """Analyze a script by `rooftop analyze` in a separate process; return status, stdout and stderr."""
 
-    def analyzed(text: str) -> tuple[int | None, str, str]:
+    def analyzed(text: str, *options: str) -> tuple[int | None, str, str]:
         path = script(tmp_path, text)
         ceilings.save(tmp_path / "ceilings.json")
-        words = ["analyze", str(path), "--ceilings", "ceilings.json", "--no-html", "--device", "cpu"]
-        said = {"output": tmp_path / "output", "errors": tmp_path / "errors"}
-        process = fork("from rooftop.cli.main import run; run()", *words, environment={}, folder=tmp_path, **said)
-        process.join(100)
-        return process.exitcode, said["output"].read_text(), said["errors"].read_text()
+        words = ["analyze", str(path), "--ceilings", "ceilings.json", "--no-html", "--device", "cpu", *options]
+        return forked("from rooftop.cli.main import run; run()", *words)
 
     return analyzed
 
@@ -237,32 +234,30 @@ ENDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain_lines(fork: Callable[..., BaseProcess], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What `LOOP` prints without an analysis."""
+    folder = tmp_path_factory.mktemp("plain")
+    files = {"output": folder / "output", "errors": folder / "errors"}
+    fork(LOOP, environment={}, folder=folder, **files).join(60)
+    lines = files["output"].read_text().splitlines()
+    assert len(lines) == NEEDED + 4
+    return lines
+
+
 @pytest.mark.parametrize(
     ("end", "status"), ENDS.items(), ids=["end", "exit", "text", "tuple", "_exit", "error", "interrupted"]
 )
 def test_a_script_ends_as_it_would_and_prints_what_it_would(
-    end: str, status: int, tmp_path: Path, ceilings: Ceilings, fork: Callable[..., BaseProcess]
+    end: str, status: int, plain_lines: list[str], tmp_path: Path, command: Command
 ) -> None:
     """The command reports the script's steps; its process ends where and how the script ends it."""
-    path = script(tmp_path, LOOP + end)
-    ceilings.save(tmp_path / "ceilings.json")
-    options = ["--device", "cpu", "--ceilings", "ceilings.json", "--no-html", "--json", "report.json"]
-    printed = {}
-    for name, program, words in [
-        ("plain", LOOP, []),
-        ("analyzed", "from rooftop.cli.main import run; run()", ["analyze", str(path), *options]),
-    ]:
-        files = {"output": tmp_path / f"{name}.out", "errors": tmp_path / f"{name}.err"}
-        process = fork(program, *words, environment={}, folder=tmp_path, **files)
-        process.join(60)
-        printed[name] = files["output"].read_text(), files["errors"].read_text()
-    assert process.exitcode == status
-    lines = printed["plain"][0].splitlines()
-    assert len(lines) == NEEDED + 4
-    assert printed["analyzed"][0].splitlines()[: len(lines)] == lines
-    assert f"train.py  {NEEDED + 3} recorded steps" in printed["analyzed"][0]
+    got, output, errors = command(LOOP + end, "--json", "report.json")
+    assert got == status
+    assert output.splitlines()[: len(plain_lines)] == plain_lines
+    assert f"train.py  {NEEDED + 3} recorded steps" in output
     of_profiler = "Memory block of unknown size"  # PyTorch's message about tensors older than its profiler
-    errors = "".join(line for line in printed["analyzed"][1].splitlines(keepends=True) if of_profiler not in line)
+    errors = "".join(line for line in errors.splitlines(keepends=True) if of_profiler not in line)
     assert errors.startswith("not all is well\n")
     said = {"sys.exit('no data')": "no data", "sys.exit(('no data', 2))": "('no data', 2)"}.get(end)
     assert said is None or said in errors.splitlines()
