@@ -72,7 +72,7 @@ def net(tmp_path: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize(("train", "size"), [(False, 96), (True, 64)])
+@pytest.mark.parametrize(("train", "size"), [(False, 64), (True, 32)])
 def test_resnet50_is_covered_and_counted(run: Run, train: bool, size: int, tmp_path: Path) -> None:
     words = ["resnet50", "--input", f"2x3x{size}x{size}", "--json", "r.json", "--no-html"]
     status, out, _ = run(*words, *(["--train"] if train else []))
