@@ -411,6 +411,19 @@ for stream, path in {streams!r}:
     return start
 
 
+@pytest.fixture
+def forked(fork: Fork, tmp_path: Path) -> Callable[..., tuple[int | None, str, str]]:
+    """Run a program by `fork` to its end; return its status, stdout and stderr."""
+
+    def run(program: str, *words: str) -> tuple[int | None, str, str]:
+        said = {"output": tmp_path / "forked.out", "errors": tmp_path / "forked.err"}
+        process = fork(program, *words, environment={}, folder=tmp_path, **said)
+        process.join(300)
+        return process.exitcode, said["output"].read_text(), said["errors"].read_text()
+
+    return run
+
+
 class KernelOnCpu:
     """A kernel that is launched like `rooftop.launch.cuda.Kernel`, with the same checks of arguments and
     configuration."""
