@@ -175,8 +175,8 @@ _constants: dict[Any, tuple[Any, Any, Any]] = {}
 def _with_constant(
     self: Any, number: float, x: Any, number_is_first: bool, rest: tuple[bool, bool, bool, bool]
 ) -> tuple[Any, Any]:
-    """Return the operands of a number and a tensor, in their order. If the tensor stays as it is, the number is the same
-    tile the next time."""
+    """Return the operands of a number and a tensor, in their order. If the tensor stays as it is, the number is the
+    same tile the next time."""
     key = (type(number), number, number_is_first, x.dtype.name, _sizes(x.type), rest)
     if key in _constants:
         data, dtype, type_ = _constants[key]

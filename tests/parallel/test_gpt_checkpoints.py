@@ -75,7 +75,7 @@ CLOSE = 1e-10
 
 
 def training_of(kind: str, dtype: torch.dtype = torch.float64) -> GptTraining:
-    return GptTraining(config=CONFIGS[kind], length=8, global_batch=8, micro_batch=2, learning_rate=0.01, clip=0.5,
+    return GptTraining(config=CONFIGS[kind], length=8, global_batch=8, micro_batch=4, learning_rate=0.01, clip=0.5,
                        dtype=dtype)  # fmt: skip
 
 
