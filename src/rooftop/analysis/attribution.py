@@ -88,8 +88,8 @@ class ModuleTracker:
 
     Args:
         root: the module whose scopes have no prefix; None: the first module that is called.
-        inside: follow modules with hooks as they run. Compiled code calls no hooks, so there the caller reports inputs
-            and outputs with `observe`.
+        inside: use hooks to follow the modules as they run. Compiled code calls no hooks, so there the caller reports
+            inputs and outputs with `observe`.
 
     Attributes:
         traffic: scope -> ModuleTraffic of this step. `restart()` clears the traffic for the next step.

@@ -180,8 +180,8 @@ class Findings:
         return done_ms
 
     def _launched(self, part: float) -> float:
-        """How far the host is in its launch time when it has launched the fraction `part` of the kernels. The result is
-        a fraction, too.
+        """The fraction of the launch time that has passed when the host has launched the fraction `part` of the
+        kernels.
         """
         pace = self.plain.launched if self.plain is not None else ()
         return (

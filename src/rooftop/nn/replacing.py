@@ -29,8 +29,10 @@ SUBSTITUTES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 KINDS = tuple(sorted(kind.__name__ for kind in SUBSTITUTES.values()))
 """All kinds of modules that `replace` can swap."""
 
-CALLS = "a call on small inputs can be slower than PyTorch's: give `inputs` to time it, or name it in `only`"
-ON_CPU = "on a CPU a call on small inputs can be slower: give `inputs` to time it, or name it in `only`"
+CALLS = (
+    "a call on small inputs can be slower than PyTorch's: give `inputs` to time the call, or name the kind in `only`"
+)
+ON_CPU = "on a CPU a call on small inputs can be slower: give `inputs` to time the call, or name the kind in `only`"
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Replacement:
 
     Attributes:
         swapped: the kind of each module that Rooftop computes now.
-        left: for each module of these kinds that was not replaced, the reason.
+        left: for each module of a replaceable kind that was not replaced, the reason.
         measured: for each timed kind, the times of a step before and after its replacement.
     """
 

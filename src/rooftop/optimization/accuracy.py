@@ -36,7 +36,7 @@ class InaccurateError(RefusedError):
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of one result of a change and of the original, on one or more inputs.
+    """Errors of one result, computed by a change and by the original, on one or more inputs.
 
     Attributes:
         count: number of finite elements.
@@ -57,7 +57,7 @@ class Errors:
 
     @classmethod
     def of(cls, name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str) -> Errors:
-        """Measure the errors of one result of a change and of the original.
+        """Measure the errors of one result, computed by a change and by the original.
 
         Args:
             got, eager: results of the change and of the original.
@@ -142,8 +142,8 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
     Args:
         got, eager: results of the change and of the original.
         truth: the float64 model's result.
-        usual: a lower bound of the original's error: its error on the given inputs or in TF32, or its sensitivity to
-            rounded inputs.
+        usual: a lower bound of the original's error. It is the original's error on the given inputs or in TF32, or the
+            change of the result if the inputs are rounded.
 
     Raises:
         InaccurateError: the error is larger than allowed.

@@ -29,8 +29,8 @@ MORE_DRAWS, MOST_DRAWS = 8, 24
 LEAST_DRAWS = 3
 """If time is short, doubtful results are compared on only this number of further inputs."""
 HOPELESS, HOPELESS_OF_FEW, FEW = 8.0, 100.0, 16
-"""An error above this multiple of the allowed error is wrong, not doubtful. `HOPELESS_OF_FEW` applies to results with
-at most `FEW` elements, because the original's error of a single element may be almost 0 by chance."""
+"""A result with an error above this multiple of the allowed error is wrong, not doubtful. `HOPELESS_OF_FEW` applies to
+results with at most `FEW` elements, because the original's error of a single element may be almost 0 by chance."""
 LUCK_IN_HALF = 3.0
 """For half-precision inputs whose values are all equal, an error up to this multiple of the allowed error may be bad
 luck."""

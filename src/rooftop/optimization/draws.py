@@ -23,7 +23,7 @@ class Draw:
     """The arguments of one call, and a description of them.
 
     Attributes:
-        what: a readable name: "NaN in the inputs".
+        what: a readable name, such as "NaN in the inputs".
         given: (args, kwargs).
         special: the values may make a model overflow or divide by zero.
         uniform: all values of a tensor are equal.

@@ -83,8 +83,8 @@ class Gate:
         step: how the model is run.
         known: the original's results for each draw.
         dropped: draws that the original refuses or that there was no time for, with the reason.
-        random: the original's results depend on the random state.
-        repeats: the original returns identical bits in each call.
+        random: whether the original's results depend on the random state.
+        repeats: whether the original returns identical bits in each call.
         exact_only: the reason why only bit-identical results are correct; "" if other results can be correct.
         precise: the original in float64; None if that does not run, or is not needed.
         first_truth: the float64 outcome on the given inputs.

@@ -64,7 +64,8 @@ def optimize(
             afterwards, for `Optimized.optimizer`.
         shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension also get
             the new first dimension.
-        rules: names of rules or your own (`rooftop.rewrites.Rule`); None: all except those that lower the precision.
+        rules: names of rules, or your own rules (`rooftop.rewrites.Rule`). None: all rules except those that lower the
+            precision.
         exact: keep only rules whose results are identical bit for bit.
         min_gain: smallest measured gain for which a rule is kept, as a share of a step. Half of `min_gain` is enough
             if a gain was predicted.

@@ -36,8 +36,9 @@ START_S, SECONDS_A_CALL = 5.0, {"cpu": 0.12, "cuda": 0.04}
 with 60 to 600 calls; for GPUs on the hosts of an H100 and an H200, where models took 11 to 44 s."""
 SECONDS_A_CALL_OF_BLOCKS = {"cpu": 0.12, "cuda": 0.08}
 """Compile time for each call of an operator in repeated blocks. One kind of block has few kernels, so fewer processes
-compile at a time than for a whole model. Two to twelve kinds on eight cores of an H200's host took 11 to more than 40
-s."""
+compile at a time than for a whole model. On eight cores of an H200's host, two to twelve kinds of blocks took 11 to
+more than 40 s.
+"""
 
 
 class Compile(Rule):
@@ -61,7 +62,7 @@ class Compile(Rule):
 
     def apply(self, candidate: Candidate) -> str:
         options: dict[str, Any] = {"dynamic": False, "mode": None if self.mode == "default" else self.mode}
-        if candidate.runs_model:  # the wrappers around the model would break the compiler's graph
+        if candidate.runs_model:  # compiled without its wrappers, which would break the graph
             compile_in_place([candidate.model], **options)
             compiled = candidate.call
         else:
@@ -145,8 +146,8 @@ class InOneForm:
     made contiguous, and inference mode becomes `torch.no_grad`.
 
     The back end of attention is chosen when code is compiled, but PyTorch's caches of compiled code do not distinguish
-    back ends. So the first call of each form adds the back end to the caches' keys. It may compile several versions of
-    a block.
+    back ends. So the first call of each form adds the back end to the caches' keys. That call may compile several
+    versions of a block.
 
     Args:
         run: the compiled function.

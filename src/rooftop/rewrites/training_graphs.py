@@ -57,7 +57,7 @@ class _Pair:
         inputs: tensors into which calls copy their inputs.
         slopes: tensors into which backward copies the gradients of outputs; None for outputs without a gradient.
         result: the structure of the result, with the outputs in it.
-        sources: for each gradient, the indices of the outputs that depend on its input.
+        sources: for each gradient, the indices of the outputs that depend on the differentiated tensor.
     """
 
     inputs: list[Tensor]
