@@ -32,7 +32,7 @@ class Findings:
         refuses_capture: whether an optimizer, with its settings, refuses to run inside a CUDA graph.
         traced_more_ms: additional busy time of the device if the program takes its code path for compilation or
             capture; None if the program then fails.
-        host_work: bytes and flops that the CPU processed in a GPU's step.
+        host_work: bytes plus flops that the CPU processed in a step on a GPU.
         faults: page faults of a step; none on a GPU.
         batched: whether more samples need no additional launches. (For a detector's list of images, each further image
             needs additional launches.)

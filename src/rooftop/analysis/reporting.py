@@ -259,7 +259,7 @@ def _coverage(rows: Sequence[OperatorRow], profile: Profile) -> float:
 
 
 def _thinned(curve: list[tuple[float, int]], points: int) -> list[tuple[float, int]]:
-    """Reduce a step curve to about `points` points. The lowest and the highest point of each stretch are kept."""
+    """Reduce the memory curve to about `points` points. The lowest and the highest point of each stretch are kept."""
     if len(curve) <= points:
         return curve
     stretch = -(-2 * len(curve) // points)

@@ -240,7 +240,7 @@ def _failure(number: int, error: Exception | None) -> MeasurementError:
         if error is not None:
             store.set(f"rooftop/{number}/{rank}", b"")
     except Exception:  # rank 0 served the store, and has ended: it reports its own failure
-        why = "" if error is None else f", which rank {rank} could not report: {_reason(error)}"
+        why = "" if error is None else f"; rank {rank} could not report its own error: {_reason(error)}"
         first = mine if rank == 0 else f"rank 0 of {ranks} failed: it has ended{why}"
     return MeasurementError(first or mine)
 

@@ -121,7 +121,7 @@ class Ranks:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers, including the figures derived from the rows."""
+        """Plain dicts, lists, strings and numbers, including the values derived from the rows."""
         return {
             "rows": [{**asdict(row), "own_ms": row.own_ms} for row in self.rows],
             "straggler": self.straggler,
