@@ -118,8 +118,8 @@ class Findings:
         return torch.device(self.ceilings.kind)
 
     def undisturbed_ms(self, labelled_ms: float) -> float:
-        """Scale the time of operators in a step with profiler labels to a step without labels, in which all operators
-        together take at most the device's busy time.
+        """Scale the time of operators in a step with profiler labels to a step without labels. Without labels, all
+        operators together take at most the device's busy time.
         """
         return labelled_ms * self._undisturbed
 

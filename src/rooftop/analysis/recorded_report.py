@@ -122,7 +122,7 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
 
 
 def _watched(laps: Laps) -> list[Watched]:
-    """The labelled steps of the last stage in which an operator ran, because later steps represent the program better."""
+    """The labelled steps of the last stage with an operator, because later steps represent the program better."""
     candidates = [laps.labelled, [laps.early] if laps.early else [], [laps.whole] if laps.whole else []]
     return next((found for found in candidates if found and found[-1].labelled.records), [])
 

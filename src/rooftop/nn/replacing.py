@@ -76,8 +76,8 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
         only: kinds to replace, some of `rooftop.nn.KINDS`. Without `inputs`, these kinds are replaced without being
             timed, which suits models that a CUDA graph replays.
         inputs: inputs of a typical call: a tensor, a tuple of arguments, or a dict of keyword arguments. With inputs,
-            each kind is timed in the whole model in the model's current mode (in training mode, forward and backward),
-            and replaced only if the replacement saves time. Weights, buffers and the random state do not change.
+            each kind is timed in the whole model, in the model's current mode, and is replaced only if this saves time.
+            In training mode, forward and backward are timed. Weights, buffers and the random state do not change.
 
     Returns:
         A `Replacement`, which prints one line per module.

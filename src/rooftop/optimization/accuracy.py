@@ -42,8 +42,8 @@ class Errors:
         count: number of finite elements.
         worst, rounding: the change's error at its worst element, and one rounding of the true value there.
         largest, plain: the largest error of the change, and of the original.
-        squares, plain_squares, rounding_squares: sums of squares of the change's errors, of the original's errors, and
-            of the roundings.
+        squares, plain_squares, rounding_squares: sums of the squared errors of the change, of the original, and of one
+            rounding.
     """
 
     count: int = 0

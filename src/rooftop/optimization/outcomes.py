@@ -74,8 +74,8 @@ class Step:
     _slopes: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def run(self, call: Callable[..., Any], model: nn.Module, given: Arguments) -> tuple[Any, dict[str, Tensor]]:
-        """The output of one call, and the gradients of the parameters of `model` and of inputs that require
-        gradients.
+        """Return the output of one call, and its gradients: those of the parameters of `model`, and those of inputs
+        that require gradients.
         """
         args, kwargs = given
         if not self.training:

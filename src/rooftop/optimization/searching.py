@@ -33,8 +33,9 @@ from rooftop.words import in_a_line
 
 Progress = Callable[[str, float], None]
 STEPS, PROOF_STEPS, LAST_STEPS = 10, 30, 16
-"""Approximate numbers of steps of a slow model: to time a rule, to prove the first rule that saves time (with the steps
-in float64), and to time the result at the end."""
+"""Approximate numbers of steps that a slow model runs: to time a rule, to prove the first rule that saves time
+(including steps in float64), and to time the result at the end.
+"""
 LAST_S, LAST_SHARE = 3.0, 0.05
 """The end of a search needs `LAST_S` seconds in addition to these steps, but at most `LAST_SHARE` of the budget. On an
 H200, building, timing and checking the result took 3 to 4 s."""

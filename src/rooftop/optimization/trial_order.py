@@ -19,8 +19,9 @@ WHOLE_FIRST = 2.0
 """The whole model is compiled before its blocks if its estimated compile time is at most this multiple of the blocks'
 time."""
 LIMIT_OF_BLOCKS = 3.0
-"""If blocks are compiled first, they may take this multiple of their estimated time, or all the time that compiling the
-whole model does not need, whichever is longer."""
+"""If blocks are compiled first, their time limit is the longer of two times: this multiple of their estimated time, and
+the time that compiling the whole model does not need.
+"""
 LEFT_AT_ONCE = 0.25
 """If the whole model is compiled first of all, it leaves this share of the time for the rules that apply at once."""
 LATE = 0.6

@@ -23,8 +23,8 @@ BLOCKS_SHARE = 0.95
 CPU_CALL_MS = 0.004
 """Time in ms of calling a small operator on a CPU. Fusion saves this time for each call that it removes."""
 START_MS, LAUNCHES_A_KERNEL = 0.1, 4.0
-"""Host time in ms to check a compiled call on a GPU, and host time for each kernel of compiled code, as a multiple of
-the launch of a small operator in eager PyTorch. Measured with four models on an H200
+"""Host time in ms to check a compiled call on a GPU. Host time for each kernel of compiled code, as a multiple of the
+host time to launch a small operator in eager PyTorch. Measured with four models on an H200
 (`benchmarks/results/h200/compiled.json`): 26 to 36 us for each kernel of compiled code, 7 us for a launch."""
 PLAIN = (type(None), bool, int, float, str)
 PLACES = ("layer_idx", "layer_id")
@@ -32,8 +32,10 @@ PLACES = ("layer_idx", "layer_id")
 MOST_VERSIONS = 64
 """Largest number of compiled versions of a block, for different shapes and settings. PyTorch's default is 8."""
 START_S, SECONDS_A_CALL = 5.0, {"cpu": 0.12, "cuda": 0.04}
-"""Compile time: a constant, and a time for each call of an operator. Measured for the CPU on two cores of a server,
-with 60 to 600 calls; for GPUs on the hosts of an H100 and an H200, where models took 11 to 44 s."""
+"""Compile time: a constant, and a time for each call of an operator. The time for CPUs was measured on two cores of a
+server, with 60 to 600 calls. The time for GPUs was measured on the hosts of an H100 and an H200, where models took 11
+to 44 s.
+"""
 SECONDS_A_CALL_OF_BLOCKS = {"cpu": 0.12, "cuda": 0.08}
 """Compile time for each call of an operator in repeated blocks. One kind of block has few kernels, so fewer processes
 compile at a time than for a whole model. On eight cores of an H200's host, two to twelve kinds of blocks took 11 to

@@ -478,7 +478,7 @@ def _scaled(convolution: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale_and_shift(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
-    """(scale, shift), each (C,) in float64, so that norm(x) = scale x + shift for x with this number of dimensions."""
+    """(scale, shift), each (C,) float64. norm(x) = scale x + shift for x with this number of dimensions."""
     if not isinstance(norm, _BatchNorm):
         return _measured(norm, dimensions)
     if type(norm) not in NORMS:

@@ -269,10 +269,10 @@ def _aliased(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[l
     """Within the block, a model's modules have aliases: other parameters with the same memory. Yields the aliases in
     the order of `parameters`.
 
-    Autograd sums a parameter's gradient on the stream on which the parameter was first used, as long as any autograd
-    graph with the parameter is alive, such as the graph of the user's last loss. A capture on another stream then
-    fails. An alias is new, so it is first used in the capture. A module that reads a parameter from elsewhere still
-    reads the original.
+    Autograd sums a parameter's gradient on the stream on which the parameter was first used. This holds as long as any
+    autograd graph with the parameter is alive, such as the graph of the user's last loss. A capture on another stream
+    then fails. An alias is new, so it is first used in the capture. A module that reads a parameter from elsewhere
+    still reads the original.
     """
     alias_of = {id(p): _alias(p) for p in parameters}
     places = [

@@ -2,8 +2,8 @@
 gains.
 
 The gain of bfloat16 or channels last for a convolution, a batch norm, a matrix product or an attention depends on the
-libraries' kernels, and no model of the hardware predicts it. So each operator is repeated alone, on random data of the
-same shapes (see `repeating`).
+libraries' kernels, and no model of the hardware predicts this gain. So each operator is repeated alone, on random data
+of the same shapes (see `repeating`).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ T = TypeVar("T")
 # timeout of a collective in the groups created here; only a lost rank makes a collective last that long
 GLOO_TIMEOUT = timedelta(minutes=2)
 LEADER_TIMEOUT = timedelta(hours=2)  # timeout between two steps of the leading rank, which may be compiling
-# maximum time from the first rank's end of a common piece of work to the last rank's end
+# maximum time for which a rank that has finished a common piece of work waits for the other ranks
 OUTCOME_TIMEOUT = timedelta(minutes=15)
 STORE_TIMEOUT = timedelta(seconds=10)  # timeout for reaching the store of an existing torchrun
 WATCH_S = 0.2
