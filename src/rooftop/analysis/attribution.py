@@ -57,7 +57,7 @@ class ModuleTraffic:
         output_bytes: distinct bytes of the returned tensors.
         parameter_bytes: bytes of parameters and buffers, counted once; `trainable_bytes`: bytes of the parameters that
             receive a gradient.
-        parameters: elements of each parameter, by its id.
+        parameters: number of elements of each parameter, by the id of the parameter.
     """
 
     type: str

@@ -37,9 +37,9 @@ from rooftop.errors import MeasurementError
 
 TIMEOUT_S = 900.0
 
-# Field of `KernelCounters` -> metric. All exist from Turing to Blackwell, but GeForce Blackwell counts no DRAM bytes.
-# An H200 counts all these metrics in one pass. sm__throughput, the usual measure of the multiprocessors, would need
-# nine passes. Before each pass, ncu restores all memory that the kernel may have written.
+# Field of `KernelCounters` -> metric. All metrics exist from Turing to Blackwell, but GeForce Blackwell counts no DRAM
+# bytes. An H200 counts all these metrics in one pass. sm__throughput, the usual measure of the multiprocessors, would
+# need nine passes. Before each pass, ncu restores all memory that the kernel may have written.
 METRICS = {
     "ms": "gpu__time_duration.sum",
     "dram_read_bytes": "dram__bytes_read.sum",

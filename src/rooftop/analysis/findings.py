@@ -86,7 +86,7 @@ class Findings:
 
     @property
     def host_works(self) -> bool:
-        """Whether the CPU does more work in a GPU's step than update counters."""
+        """Whether the CPU does more work in a step on a GPU than updating counters."""
         return self.host_work >= LEAST_WORK
 
     @property

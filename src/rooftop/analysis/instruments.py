@@ -39,8 +39,8 @@ from rooftop.hardware.traces import Label, Trace
 STEP_LABEL = "rooftop step"
 OPERATOR_LABEL = "rooftop operator "
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Calls of the CUDA runtime that may block the host until the device is done (also all names that begin with
-`cudaMemcpy`).
+"""Names, or beginnings of names, of the CUDA runtime calls that may block the host until the device is done. `_waits`
+excludes `cudaMemcpyAsync`.
 """
 
 

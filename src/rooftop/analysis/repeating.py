@@ -98,7 +98,7 @@ def _times_of(runs: Sequence[float]) -> Times:
 
 
 class _Repeated:
-    """A call to repeat: call `prepare`, then `run`."""
+    """A call that can be repeated: first `prepare`, then `run`."""
 
     def __init__(self, spec: CallSpec, form: Form, device: torch.device) -> None:
         self._spec, self._form, self._device = spec, form, device

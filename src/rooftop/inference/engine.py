@@ -52,7 +52,7 @@ class EngineReport:
         left: for each remaining batch norm, why it is not folded.
         fused: for each fused convolution, the operations that it is computed with.
         replaced: the kind of each norm, softmax, embedding and max pool that Rooftop's kernels compute.
-        constants: methods of modules that are computed once, if the model calls them.
+        constants: methods of modules whose results are computed once, if the model calls these methods.
         constants_bytes: size of the results of these methods.
         weights_bytes: size of parameters and buffers.
         graphs: the graphs held, the most recently used one last; None if the engine uses none.

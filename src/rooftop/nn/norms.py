@@ -18,7 +18,7 @@ class LayerNorm(torch.nn.LayerNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalize input (..., *normalized_shape). The result has the same shape as input.
 
-        With a residual of input's shape, return (the norm of their sum, the sum), computed by
+        With a residual of input's shape, return (norm of input + residual, input + residual), computed by
         `rooftop.kernels.add_layer_norm`.
         """
         parameters = (self.normalized_shape, self.weight, self.bias, self.eps)
@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalize input (..., *normalized_shape). The result has the same shape as input.
 
-        With a residual of input's shape, return (the norm of their sum, the sum), computed by
+        With a residual of input's shape, return (norm of input + residual, input + residual), computed by
         `rooftop.kernels.add_rms_norm`.
         """
         parameters = (self.normalized_shape, self.weight, self.eps)

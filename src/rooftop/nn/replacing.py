@@ -134,7 +134,7 @@ def _listed(only: Iterable[str] | None, kinds: Sequence[str]) -> list[str]:
         given = only if wanted is None else wanted
         wrong = next((each for each in wanted or () if each not in kinds), given)
         close = f"; pass a list: [{only!r}]" if only in kinds else did_you_mean(wrong, kinds)
-        raise ValueError(f"replace: only must be a list of some of {', '.join(kinds)}, got {given!r}{close}")
+        raise ValueError(f"replace: `only` must be a list of some of {', '.join(kinds)}, got {given!r}{close}")
     return wanted
 
 

@@ -40,7 +40,7 @@ class Errors:
 
     Attributes:
         count: number of finite elements.
-        worst, rounding: the change's error at its worst element, and one rounding of the true value there.
+        worst, rounding: the change's error at its worst element, and the size of one rounding of the true value there.
         largest, plain: the largest error of the change, and of the original.
         squares, plain_squares, rounding_squares: sums of the squared errors of the change, of the original, and of one
             rounding.

@@ -130,7 +130,7 @@ class Gate:
             drawn: the given inputs come first.
             seconds: approximate time limit, after which draws with special values are skipped. Each comparison of
                 doubtful results on more inputs has the same limit.
-            exact: only bit-identical results are correct.
+            exact: whether only bit-identical results are correct.
             more: see the class.
         """
         gate = cls(original, step, more=more, more_s=seconds)
@@ -263,7 +263,7 @@ class Gate:
         if self.repeats and not _same_bits(again, other):
             if self._repeats_again():
                 raise RefusedError("two calls with the same inputs give different results")
-            if self.exact_only:  # `_repeats_again` may have set it after the comparisons above
+            if self.exact_only:  # `_repeats_again` may have set `exact_only` after the comparisons above
                 raise RefusedError(f"two calls with the same inputs give different results, and {self.exact_only}")
         self._compare(again, first, candidate, "the given inputs again")
         self._in_the_same_memory(candidate, model)

@@ -301,7 +301,7 @@ class OptimizedModule(nn.Module):
 
 
 def _of_original(name: str) -> Callable[..., Any]:
-    """A special method that calls that of the original."""
+    """A special method that calls the original's method of the same name."""
 
     def method(self: OptimizedModule, *args: Any) -> Any:
         return getattr(type(self.original), name)(self.original, *args)

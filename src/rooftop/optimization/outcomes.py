@@ -284,8 +284,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def poison(outcome: Outcome) -> None:
-    """Fill new tensors of the same sizes as an outcome's with NaN and free them, so that the next allocations probably
-    contain NaN.
+    """Create tensors of the same sizes as those of an outcome, fill them with NaN, and free them. The next allocations
+    then probably contain NaN.
     """
     left = [torch.empty_like(value) for value in outcome.values.values() for _ in range(2)]
     for tensor in left:

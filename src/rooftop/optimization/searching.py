@@ -282,7 +282,7 @@ class Search:
         return not rule.opaque or self._waited or repeated_calls.wait(0.0)
 
     def _changes_something(self, rule: Rule) -> bool:
-        """Whether a rule finds something to change. True if it fails, since its trial reports the failure."""
+        """Whether a rule finds something to change. True if the rule fails here: the trial reports this."""
         try:
             return bool(self._builder.built([rule]).changes[rule.name])
         except Exception:
@@ -407,8 +407,8 @@ class Search:
         return replace(change, verdict="kept", reason=f"instead of {', '.join(names)}" if names else "")
 
     def _know(self, rules: Sequence[Rule]) -> None:
-        """Profile a candidate with these rules, if that was not tried before. If it fails, predictions continue from
-        the times of other candidates.
+        """Profile a candidate with these rules, if that was not tried before. If profiling fails, predictions continue
+        from the times of other candidates.
         """
         names = frozenset(each.name for each in rules)
         if self._profiles.knows(rules) or names in self._unknown:

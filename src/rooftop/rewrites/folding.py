@@ -149,7 +149,7 @@ def _plain(norm: nn.Module) -> nn.Module:
 
 
 def _empty(norm: nn.Module) -> None:
-    """Remove the tensors of a folded norm, so that code outside the trace that reads them fails."""
+    """Remove the tensors of a folded norm, so that code outside the trace fails if it reads them."""
     for tensors in (norm._parameters, norm._buffers):
         tensors.update(dict.fromkeys(tensors.keys() & {*TENSORS, "num_batches_tracked"}))
     if isinstance(norm, _BatchNorm):
@@ -453,7 +453,7 @@ def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_n
     bias = bias.to(old.dtype)
     if not (weight.isfinite().all() and bias.isfinite().all()):
         raise CannotFoldError("the folded weights would not be finite")
-    # The old tensors are removed instead of changed, so that code outside the trace that reads them fails.
+    # The old tensors are removed instead of changed, so that code outside the trace fails if it reads them.
     folded = copy.copy(convolution)
     folded._parameters, folded._modules = {}, {}
     weight = torch.empty_like(old.detach()).copy_(weight)  # in the layout of the old weight, such as channels last

@@ -4,7 +4,7 @@ A step of a distributed program contains collectives, so it only ends if every r
 step until its timing is accurate enough, and the number of repetitions differs from rank to rank. So one rank leads:
 `SharedProgram.lead` measures on rank 0, and the other ranks run each of its steps.
 
-Outcomes are exchanged through the store of torch.distributed, not by a collective: a failed rank may not join a
+Outcomes are exchanged through the store of torch.distributed, not by a collective: a failed rank might never join a
 collective, but it can still report the reason. All ranks report the first failure; later failures are mostly
 "connection closed" on ranks that were waiting. A rank that waits inside a collective continues when the failed process
 ends (gloo), when a thread that watches the store aborts the communicators (NCCL), or at the group's timeout.
