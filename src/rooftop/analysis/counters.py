@@ -70,8 +70,8 @@ NO_NCU = (
     "sudo apt-get install cuda-nsight-compute-{cuda} (from NVIDIA's repository)"
 )
 NO_PERMISSION = (
-    "the driver lets only administrators read hardware counters (ERR_NVGPUCTRPERM). Once: run the same command as "
-    "root; in a container: start it with --cap-add=SYS_ADMIN; for every user of this machine: "
+    "the driver lets only administrators read hardware counters (ERR_NVGPUCTRPERM). For one run: run the same command "
+    "as root; in a container: start the container with --cap-add=SYS_ADMIN; for every user of this machine: "
     "echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/nvidia-profiling.conf, "
     "then sudo update-initramfs -u and reboot"
 )

@@ -115,8 +115,8 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
     if least:
         raise InputError(
             f"nothing to report: the program ended after {_steps(max(laps.steps for laps in recorded))}. With NCCL, "
-            f"all steps after a profiler are slower, so the first steps are timed before it starts: run {least} "
-            "steps or more"
+            "all steps after a profiler are slower, so the first steps are timed before the profiler starts: run "
+            f"{least} steps or more"
         )
     raise InputError("nothing to report: no operator of PyTorch ran in the recorded block's own thread")
 

@@ -75,7 +75,7 @@ class StreamRace:
         """A message that says what happened and how to fix it."""
         if self.reused:
             head = "memory was freed and reused while another stream may still use it"
-            fix = "call record_stream on the first tensor (rooftop.hardware.streams does), or keep it longer"
+            fix = "call record_stream on the first tensor (rooftop.hardware.streams does), or keep the tensor longer"
         else:
             head = "a stream uses a tensor without waiting for the other stream that used it earlier"
             fix = "let the stream wait between the two uses: stream.wait_stream(other), or rooftop.hardware.streams"

@@ -316,9 +316,9 @@ class Gate:
             )
         if got.shared != eager.shared:
             one, other = sorted(got.shared ^ eager.shared)[0]
-            how = "do not share memory, as the original's do"
+            how = "do not share memory, but the original's do"
             if got.shared - eager.shared:
-                how = "share memory, as the original's do not"
+                how = "share memory, but the original's do not"
             raise RefusedError(f"{what}: {one} and {other} {how}")
         if got.strides != eager.strides:
             name = next(n for n, s in eager.strides.items() if got.strides.get(n) != s)

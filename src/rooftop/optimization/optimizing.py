@@ -213,7 +213,7 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is not a plan of rooftop.optimize ({type(error).__name__}: {error})") from error
     if version != PLAN_VERSION:
-        raise InputError(f"{path} is a plan of version {version}, expected {PLAN_VERSION}: optimize again and save it")
+        raise InputError(f"{path} is a plan of version {version}, expected {PLAN_VERSION}: optimize and save again")
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise InputError(f"{path} is not a plan of rooftop.optimize: rules must be a list of names, got {names!r}")
     if not isinstance(surroundings, dict):
