@@ -32,6 +32,7 @@ from rooftop.analysis.compiled.dynamic_sizes import (
     size_sources,
 )
 from rooftop.analysis.compiled.kernel_work import KernelWork, kernel_works
+from rooftop.analysis.compiled.when_imported import WhenImported
 from rooftop.analysis.report_contents import Compilation, GraphBreak, Recompilation
 from rooftop.hardware.interruptions import pass_on
 
@@ -45,7 +46,8 @@ SWITCHES = {
 }
 """Settings of inductor while it compiles the analyzed program."""
 SIZES_UNKNOWN = "its graph was compiled for dynamic sizes, and the sizes of this run are unknown"
-_BREAKS = "torch._dynamo.symbolic_convert.__graph_breaks"
+_BREAKING = "torch._dynamo.symbolic_convert"
+_BREAKS = f"{_BREAKING}.__graph_breaks"
 
 
 @dataclass(frozen=True)
@@ -126,17 +128,27 @@ class CompiledGraphs:
     _thread: int = 0
 
     def __enter__(self) -> CompiledGraphs:
-        import torch._dynamo.utils
         from torch._functorch import config as functorch_config
-        from torch._inductor import compile_fx
 
         self._thread = threading.get_ident()
-        self._stack.callback(torch._dynamo.utils._compilation_metrics.extend, self._frames)
-        self._stack.enter_context(patch.object(torch._dynamo.utils, "_compilation_metrics", self._frames))
-        self._stack.enter_context(patch.object(compile_fx, "compile_fx", self._recording(compile_fx)))
         self._stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
-        self._stack.enter_context(_listening(_BREAKS, self._note_break))
+        for name, action in (
+            ("torch._dynamo.utils", self._keep_frames),
+            ("torch._inductor.compile_fx", self._keep_graphs),
+            (_BREAKING, self._listen),
+        ):
+            self._stack.enter_context(WhenImported(name, action))
         return self
+
+    def _keep_frames(self, utils: Any) -> None:
+        self._stack.callback(utils._compilation_metrics.extend, self._frames)
+        self._stack.enter_context(patch.object(utils, "_compilation_metrics", self._frames))
+
+    def _keep_graphs(self, compile_fx: Any) -> None:
+        self._stack.enter_context(patch.object(compile_fx, "compile_fx", self._recording(compile_fx)))
+
+    def _listen(self, symbolic_convert: Any) -> None:
+        self._stack.enter_context(_listening(_BREAKS, self._note_break))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         elsewhere = threading.get_ident() != self._thread
