@@ -3,8 +3,8 @@ chip.
 
 A chip at its power limit lowers its clocks within milliseconds. A matrix product in the middle of a program, between
 memory-bound kernels, runs at high clocks. So each call runs a few times after a pause, and the rate is that of the
-fastest call. The best candidates run again after longer pauses. A separate figure is the sustained rate of one product
-that runs continuously.
+fastest call. The best candidates run again after longer pauses. The sustained rate of one product that runs
+continuously is measured separately.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ class _Operands:
 
 
 def _convolutions(device: torch.device, precision: str) -> list[_Candidate]:
-    """Convolutions to try. Convolutions run in another library than products, and its algorithms may need fewer
-    operations than are counted."""
+    """Convolutions to try. Convolutions use a different library than matrix products do, and its algorithms may need
+    fewer operations than are counted."""
     dtype, candidates = DTYPES[precision], []
     for batch, channels, side, kernel in CONVOLUTIONS:
         x = torch.randn(batch, channels, side, side, device=device).to(dtype, memory_format=torch.channels_last)

@@ -242,7 +242,7 @@ class Ensemble(nn.Module):
         Raises:
             TypeError: an output is not a tensor, and `combine` is not given.
             BaseException: the first exception of a model, with its number and device as a note, after all models have
-            ended.
+                ended.
         """
         modes = Modes.of_this_thread()
         streams = [caller_stream(device) for device in self.devices]
