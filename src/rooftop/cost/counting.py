@@ -39,8 +39,9 @@ class TensorSpec:
 
     Attributes:
         channels_last: whether the tensor is a batch of images, or convolution weights, in channels last format.
-        memory: a number for the tensor's memory. Views of one tensor have the same number, and so does a new tensor in
-            the memory of a released tensor. 0 if the tensor owns no memory. Comparisons of specs ignore this number.
+        memory: a number for the tensor's memory. Views of one tensor have the same number. A new tensor that reuses the
+            memory of a released tensor has its number, too. 0 if the tensor owns no memory. Comparisons of specs ignore
+            this number.
     """
 
     shape: Shape
@@ -349,8 +350,8 @@ def _failed(error: Exception) -> str:
 
 
 def _require_figures(cost: Cost) -> None:
-    """Check the figures of a cost. A custom operator's formula may return anything, and one wrong figure would spoil
-    the whole report.
+    """Check the bytes and flops of a cost. A custom operator's formula may return anything, and one wrong number would
+    spoil the whole report.
 
     Raises:
         ValueError: bytes or flops are not integers, or a precision is unknown.
