@@ -124,7 +124,7 @@ class Kernel:
 
     Attributes:
         binary: machine code and its properties: registers, shared memory, the compiler's log.
-        name, arch: the compiled name and architecture.
+        name, arch: the kernel's name, and the architecture for which it is compiled.
         max_threads_per_block: the maximum due to the kernel's registers; `__launch_bounds__` may set a lower maximum.
     """
 

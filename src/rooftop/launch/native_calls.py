@@ -66,7 +66,7 @@ def wait(seconds: float) -> bool:
 
 
 def state() -> tuple[bool, str]:
-    """Return (whether repeated calls run without Python, now or later; the reason), for `rooftop doctor`."""
+    """Return whether repeated calls run without Python, now or later, and the reason, for `rooftop doctor`."""
     return _extension.state()
 
 
@@ -118,7 +118,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 HOPELESS = 1 << 62
-"""The count that marks calls which are never observed again, because they cannot be planned."""
+"""The count, in `is_due`, of calls that are never observed again, because they cannot be planned."""
 
 
 def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
