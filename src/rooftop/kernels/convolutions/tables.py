@@ -32,9 +32,8 @@ class ConvTile:
             "gathered": programs load by pointers. "depthwise": programs load by pointers and compute no matrix
             product; each channel is a group.
         rows, columns, depth: pixels of a tile of the result, channels of that tile, and channels of a tap per step;
-        powers of 2.
-            For "depthwise", `rows` counts lines of the result, and `depth` is the number of neighbouring pixels
-            computed in each line, which need not be a power of 2.
+            powers of 2. For "depthwise", `rows` counts lines of the result, and `depth` is the number of neighbouring
+            pixels computed in each line, which need not be a power of 2.
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
         group: height of a band of tiles, in tiles. Programs compute tiles band by band, so that the operands of a band
             stay in the L2 cache.

@@ -305,7 +305,7 @@ def scale_unless_one(
         _scale_blocks(gradient, scale, result, elements, BLOCK)
 
 
-# ---- pieces ------------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share --------------------------------------------------------------------------
 
 
 @triton.jit

@@ -5,8 +5,8 @@ are ordered in bands that are GROUP tiles high, so that tiles in progress at the
 
 - `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. Its programs
   are persistent: the first copies of a tile are in flight while the previous tile is stored. A tile is stored in PARTS
-  groups of columns. A group needs less shared memory for the store than a whole tile, which leaves more shared memory
-  for copies. With two programs on an SM, one program multiplies while the other stores. If both programs began at the
+  groups of columns. Storing a group needs less shared memory than storing a whole tile, so more is left for copies of
+  operands. With two programs on an SM, one program multiplies while the other stores. If both programs began at the
   same time, they would store at the same time and leave the tensor cores idle. So OUT_OF_STEP delays the second half of
   the programs.
 - `linear_act_single` also copies with TMA, one tile per program, for results with at most one tile per SM.
@@ -34,7 +34,7 @@ from rooftop.kernels.operands.triton_kernels.products import in_parts, plus_prod
 
 @triton.jit
 def linear_act_descriptors(
-    x, weight, y, z, residual,  # descriptors: (M, K) or (K, M), (N, K) or (K, N), (M, N), (M, N), (M, N)
+    x, weight, y, z, residual,  # descriptors: x (M, K) or (K, M); weight (N, K) or (K, N); y, z, residual (M, N)
     bias,  # (N,)
     rows, columns, depth, padded_rows, lag,  # padded_rows: rows of y for each part of K; lag: in clock cycles
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -105,7 +105,7 @@ def linear_act_single(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, MORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of COLUMNS + MORE columns; MORE is 0 or the COLUMNS // PARTS columns that are stored at a time.
+    """Compute one tile of COLUMNS + MORE columns; MORE is 0 or COLUMNS // PARTS, which are stored at a time.
     EARLY selects programmatic dependent launch: this kernel may start while the previous kernel still runs, and waits
     for the previous kernel's results.
     """
@@ -308,7 +308,7 @@ def add_column_sums(
     tl.store(total + column, tl.sum(sums, axis=0).to(total.dtype.element_ty), mask=column < columns)
 
 
-# ---- pieces ------------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share --------------------------------------------------------------------------
 
 
 @triton.jit

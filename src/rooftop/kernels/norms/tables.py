@@ -21,7 +21,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Launch parameters of backward: those of `ForwardConfig`, programs per SM, and stages of the pipeline of tiles."""
+    """Launch parameters of backward: as in `ForwardConfig`; also programs per SM, and pipeline stages."""
 
     columns: int
     rows: int
@@ -116,8 +116,8 @@ BACKWARD_SHIFTED = (
 BACKWARD_PAIRS = (BackwardConfig(columns=512, rows=1, block=256, warps=1, programs_per_sm=12, stages=3, hold=True),)
 SHIFTED_FROM = 128  # minimum columns for loads with a shift; shorter rows need few loads even without a shift
 
-# In forward, longer rows than those of FORWARD have one program per row. With few persistent programs, the second pass
-# would find a row in L2. But few persistent programs were slower, because 132 programs have too few loads in flight.
+# In forward, rows too long for FORWARD have one program per row. With few persistent programs, the second pass would
+# find a row in L2. But few persistent programs were slower, because 132 programs have too few loads in flight.
 MANY = 64
 FORWARD_LONG = LongConfig(block=8192, warps=16, programs_per_sm=MANY, stages=3)
 FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)

@@ -5,7 +5,7 @@ implicit matrix product (Tang et al. 2023, "TorchSparse++"): the kernel gathers 
 stores no gathered matrix. The rulebook, `neighbours`, contains the site at each tap. The convolution is bound by memory
 for few channels, and by the tensor cores above about 128 channels.
 
-On a surface a site has about 9 of 27 possible neighbours, and the slope of the surface determines which of them. A tile
+On a surface a site has about 9 of 27 possible neighbours, and the slope of the surface determines which ones. A tile
 of results multiplies only the taps that at least one of its rows has. So rows are sorted by their taps
 (`rows_by_mask`): similar rows share tiles, and tiles skip more taps.
 
@@ -356,9 +356,9 @@ def sparse_conv(
             gradient of the features needs the reverse table. None: `reverse_order` contains the reverse table, or the
             convolution is submanifold, so that the reverse table is `neighbours` with the taps in reverse order.
         order, reverse_order: the results of `row_order` for the two tables, by which rows with the same neighbours
-        share a tile. The results of `row_order` may contain the tables. Any order of the rows is allowed: (M,) and (N,)
-        int32 or int64. If neither `reverse` nor `reverse_order` is given, `order` is used for both directions. None:
-        the function computes the order if the table has many rows.
+            share a tile. The results of `row_order` may contain the tables. Any order of the rows is allowed: (M,) and
+            (N,) int32 or int64. If neither `reverse` nor `reverse_order` is given, `order` is used for both directions.
+            None: the function computes the order if the table has many rows.
         pairs: the pairs of each tap, for the gradient of the weight, as `get_indice_pairs` returns them: (2, T, P)
             int32, the sites and results of each tap's pairs, and (T,) int32, the number of pairs. For an `order` that
             contains the table: (T, blocks) and (T,) int32, as `blocks_of` returns them. None: the function computes the

@@ -204,7 +204,9 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
     Returns:
         (batch_size, C), of the features' dtype, even under autocast; 0 for a batch element without sites, NaN if a
         feature of the batch element is NaN. All features that equal a maximum share the gradient of the maximum
-        equally. Raises:
+        equally.
+
+    Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match or, on a CPU, a batch element is out of range.
         MissingExtraError: on a GPU, without Triton.

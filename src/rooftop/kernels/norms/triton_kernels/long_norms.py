@@ -212,7 +212,7 @@ def norm_backward_long(
         tl.store(partial + (2 * chunk.to(tl.int64) + 1) * columns + column, bias_sum, mask=inside)
 
 
-# ---- pieces ------------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share --------------------------------------------------------------------------
 
 
 @triton.jit

@@ -447,7 +447,7 @@ def add_partial_sums(
         tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
 
 
-# ---- functions of several kernels, also of triton_kernels/long_norms.py -------------------------------------
+# ---- functions that several kernels share, also those of triton_kernels/long_norms.py ------------------------------
 
 
 @triton.jit
