@@ -299,7 +299,8 @@ def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple
     return (*levels, MemoryLevel("DRAM", None, max(beyond)))
 
 
-BEYOND = 8  # working sets of this many times the largest cache count as DRAM: at most an eighth of them is in the cache
+# Working sets of at least this many times the largest cache count as DRAM: at most an eighth of them is in the cache.
+BEYOND = 8
 
 
 def _positive(value: float) -> float:

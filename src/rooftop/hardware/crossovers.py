@@ -14,8 +14,7 @@ the system (over 32 MiB with glibc), and the next call pays for fresh pages. So 
 blocks exceed this limit.
 
 The break-even size is where the times cross. Times are close to power laws of the size. So between two measured sizes,
-the logarithm of the times' ratio is interpolated linearly in the logarithm of the size. Nothing is extrapolated beyond
-the measured sizes.
+the ratio of the times is interpolated linearly in log-log scale. Nothing is extrapolated beyond the measured sizes.
 """
 
 from __future__ import annotations

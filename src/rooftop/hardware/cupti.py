@@ -78,7 +78,7 @@ def others_in_calls() -> str:
             return "NCCL"
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
-    # `frames` holds this function's frame, and is a local variable of that frame: the cycle would keep all callers alive
+    # `frames` holds this function's frame, and is a local variable of that frame: the cycle would keep callers alive
     del frames[threading.get_ident()]
     for ident, frame in frames.items():
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

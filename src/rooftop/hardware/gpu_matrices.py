@@ -196,8 +196,8 @@ class _Operands:
         return product.most_elements <= self._elements
 
     def call(self, product: Product) -> Call:
-        """A function that computes the product. The function sets the precision each time, because several precisions
-        alternate."""
+        """A function that computes the product. The function sets PyTorch's precision switches at each call, because
+        measurements of several precisions alternate."""
         b, m, n, k = product.batch, product.m, product.n, product.k
         left = self._taken(self._left, b, m, k, product.layout[0] == "t")
         right = self._taken(self._right, b, k, n, product.layout[1] == "t")

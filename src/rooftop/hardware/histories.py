@@ -99,7 +99,7 @@ class History:
     raises: tuple[Raise, ...] = field(default=())
 
     def merged(self, other: History) -> History:
-        """The union of two histories, in any order. The newer history describes the machine."""
+        """The union of two histories, with the description of the machine from the newer history."""
         newer = max(self, other, key=lambda history: (history.measurements[-1].at, _text(history.machine)))
         measurements = _union(self.measurements, other.measurements)
         return History(newer.machine, _kept(measurements), _union(self.raises, other.raises))

@@ -298,8 +298,8 @@ def _stacked(outputs: list[Any]) -> Tensor:
 
 
 def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
-    """The values with their tensors moved to the device. from_gpu: move only tensors on a GPU (True), only tensors on
-    the CPU (False), or all tensors (None).
+    """The values with their tensors moved to the device. `from_gpu`: move only tensors on a GPU (True), only tensors
+    on the CPU (False), or all tensors (None).
     """
 
     def copy(tensor: Tensor) -> Tensor:

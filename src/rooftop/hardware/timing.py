@@ -216,8 +216,9 @@ def is_sure(gains: Sequence[float]) -> bool:
 
 
 def _most_losses(rounds: int) -> int:
-    """The largest number of losses with which a gain is sure: one round in six. In many rounds it is the largest number
-    for which equally fast variants would have so few losses with a probability below `BY_CHANCE`.
+    """The largest number of losses (rounds without a gain) with which a gain is sure: one round in six. In many rounds
+    it is larger: the largest number that equally fast variants would stay at or below only with a probability under
+    `BY_CHANCE`.
     """
     ways, most = 0, -1
     while (ways := ways + math.comb(rounds, most + 1)) < BY_CHANCE * 2**rounds:
