@@ -156,7 +156,7 @@ def teaching(
 
 
 def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor | int], list[int]]:
-    """Return (tensors of a call and numbers of the call that vary, which size of each of them varies)."""
+    """Return the call's tensors and varying numbers, and for each of them which size varies."""
     if not varying:
         return list(tensors_in(values)), []
     given: list[Tensor | int] = []
