@@ -219,7 +219,7 @@ FEW_TILES = 8  # up to this many tiles per SM count as few; only batches of 1 an
 # Depthwise convolutions (tune_depthwise.json). The kernel takes 0.53 to 0.85 times as long as cuDNN with a separate
 # pass at batch 128, and 0.59 to 0.68 times as long at batch 1. A program computes a run of pixels in each of several
 # adjacent lines.
-RUNS_OF_CHANNELS = 512  # in a program
+RUNS_OF_CHANNELS = 512  # runs of pixels in a program; each run belongs to one channel
 MOST_COLUMNS_OF_RUNS = 64
 LONG_RUN, SHORT_RUN = 7, 4  # the lines of image networks are multiples of 7 pixels
 LONGEST_WINDOW = 7  # the kernel is unrolled over a line of the window
@@ -403,7 +403,9 @@ GROUP_BYTES = 16  # strides and addresses of tensor descriptors must be multiple
 
 
 def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
-    """Return (channels of a pixel, channels of a tap, number of taps) after an image of few channels was packed."""
+    """Return the channels of a pixel, the channels of a tap, and the number of taps, after an image of few channels was
+    packed.
+    """
     group = GROUP_BYTES // element_bytes
     if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:
         # The taps of a line are not contiguous, so each tap is read separately, and each pixel is padded to whole

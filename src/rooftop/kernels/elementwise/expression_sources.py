@@ -219,7 +219,7 @@ def _tiles(
 
 
 def index_lines(dims: int, needed: Sequence[int]) -> list[str]:
-    """Lines that compute a row's index in each of the outer dimensions `dims`."""
+    """Lines that compute the indices of a row in the outer dimensions `needed`, of `dims` outer dimensions."""
     divided = {d: "".join(f" // size{later}" for later in range(dims - 1, d, -1)) for d in needed}
     return [f"index{d} = row{by}" + (f" % size{d}" if d else "") for d, by in divided.items()]
 

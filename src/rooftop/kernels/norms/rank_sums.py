@@ -99,7 +99,7 @@ def words_of(columns: int, dtype: torch.dtype) -> int:
 
 
 def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: int, rms: bool) -> tuple[str, int]:
-    """Return (the kernel's name, the number of threads of a block)."""
+    """Return the kernel's name and the number of threads of a block."""
     width = width_of(columns, dtype)
     packs = columns // width
     warps = next((each for each in RANK_SUM_WARPS if packs <= 32 * each), RANK_SUM_WARPS[-1])

@@ -153,7 +153,7 @@ def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int, name: str
 
 
 class SparseConv(NamedTuple):
-    """The convolution (M, O). weight: (O, *kernel, C). Only the gradients read `reverse` and `reverse_order`."""
+    """The convolution (M, O). `weight`: (O, *kernel, C). Only the gradients read `reverse` and `reverse_order`."""
 
     features: Tensor
     weight: Tensor

@@ -1,9 +1,9 @@
 """Pooling over all sites of each batch element: the maximum or the mean.
 
 These operators replace spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. The operators are bound by memory, and
-read features once. Each program reduces a range of rows to one row for each batch element in that range. If rows are
-sorted by batch element, as in a rulebook, a program writes one or two rows. PyTorch then reduces the programs' rows to
-the result. No call synchronizes with the GPU. The kernels use no atomics, so results are deterministic.
+read features once. Each program reduces a range of rows to one partial result for each batch element in that range. If
+rows are sorted by batch element, as in a rulebook, a program writes one or two partial results. PyTorch then combines
+the partial results. No call synchronizes with the GPU. The kernels use no atomics, so results are deterministic.
 
 All sites that equal a maximum share its gradient equally, as in `torch.amax`, so the gradient does not depend on the
 order of rows. (spconv loops over the batch elements in Python, and the mean of spconv returns only one channel.)

@@ -228,7 +228,7 @@ def norm_backward(
 ):  # fmt: skip
     """Compute dx, and the partial sums for the gradients of weight and bias.
 
-    dtotal: a gradient that is added to dx, or None. HOLD: the weight stays in registers; without HOLD, the kernel
+    `dtotal`: a gradient that is added to dx, or None. HOLD: the weight stays in registers; without HOLD, the kernel
         prefetches the weight like the rows. AGAIN: the second pass loads the rows again, because rows and sums together
         do not fit in registers.
     """
@@ -476,7 +476,7 @@ def enclosing(row, columns):
 @triton.jit
 def load_shifted(place, lane, shift, columns, ENDS: tl.constexpr):
     """Load elements of rows (ROWS, COLUMNS) in groups of eight. Elements that belong to a neighbouring row become 0.
-    shift: (ROWS, 1).
+    `shift`: (ROWS, 1).
 
     ENDS: the block may contain an end of a row.
     """

@@ -156,7 +156,7 @@ def _tile(CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WID
 
 @triton.jit
 def _elements(batch, start, end, batch_size, ROWS: tl.constexpr):
-    """Return (rows, the rows' batch elements as int32, mask of the valid batch elements)."""
+    """Return the rows, the rows' batch elements as int32, and the mask of the valid batch elements."""
     row = start + tl.arange(0, ROWS)
     element = tl.load(batch + row, mask=row < end, other=-1)
     return row, element.to(tl.int32), (element >= 0) & (element < batch_size)
