@@ -92,8 +92,9 @@ class Record:
         phase: "forward", "backward" or "optimizer".
         cost: None if the operator is uncovered.
         uncovered: why there is no cost; "" if there is a cost.
-        place: the line of the program ("train.py:12"), for operators that make the host wait for a GPU, or a GPU wait
-            for the host's memory. "" for other operators, and if no line of the program is running (backward).
+        place: the line of the program ("train.py:12") that called the operator, if the operator makes the host wait for
+            a GPU, or a GPU wait for the host's memory. "" for other operators, and if no line of the program is running
+            (backward).
         spec: the call in repeatable form, for PyTorch's own operators.
         inputs, outputs: the operator's tensors, in order; empty in the optimizer, and if only the profiler recorded the
             operator.

@@ -123,8 +123,8 @@ HOPELESS = 1 << 62
 
 def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
     """Whether to observe this call. Only one of the calls with the same facts (shapes, dtypes and so on) is observed,
-    because either they all have the same plan, or none of them has a plan. If sizes vary, a call is also observed if no
-    plan is valid for its sizes.
+    because all of them have the same plan, or none has a plan. If sizes vary, a call is also observed if no plan is
+    valid for its sizes.
     """
     if len(seen) >= known_calls.MOST_KNOWN:
         seen.clear()

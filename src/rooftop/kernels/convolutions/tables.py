@@ -205,9 +205,9 @@ NEAR = 2.0  # maximum `_distance` at which the entry of a measured shape is used
 MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also occupies shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
-# Numbers of channels per group for which cuDNN's fused call takes about as long as its convolution alone. For numbers
-# that are not in this list, the fused call takes up to 21 times as long as the convolution and a separate pass for the
-# operations after it (benchmarks/results/h200/tune_grouped_convs.json).
+# Numbers of channels per group for which cuDNN's fused call takes about as long as its convolution alone. For other
+# numbers, the fused call takes up to 21 times as long as the convolution followed by a separate pass
+# (benchmarks/results/h200/tune_grouped_convs.json).
 GROUPS_OF_CUDNN = (4, 8, 16, 32, 64, 128)
 LEAST_OF_GROUP = 16  # minimum size of an operand of a tensor-core instruction
 # For numbers of channels per group that are not in GROUPS_OF_CUDNN (also in tune_grouped_convs.json), the kernel takes

@@ -109,9 +109,10 @@ def sparse_conv_weight_gradient(
 ):  # fmt: skip
     """Sum gradient[m] features[n]^T over one piece of a tap's pairs (n, m).
 
-    If LISTED, `lists` contains the pairs of each tap (2, T, capacity) or, with BLOCK, the blocks (T, capacity) of BLOCK
-    rows of the sorted table, and `_pieces` cuts these lists for about `parts` programs. Without LISTED, the rows of the
-    table are cut into `parts` pieces for each tap. WHOLE: there is one part, and `sums` is (O, T, C).
+    If LISTED, `lists` contains the pairs of each tap (2, T, capacity). With BLOCK, `lists` instead contains the blocks
+    (T, capacity) of BLOCK rows of the sorted table. `_pieces` cuts these lists for about `parts` programs. Without
+    LISTED, the rows of the table are cut into `parts` pieces for each tap. WHOLE: there is one part, and `sums` is
+    (O, T, C).
     """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     piece = tl.program_id(0)
