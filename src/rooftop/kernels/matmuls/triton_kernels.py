@@ -164,7 +164,7 @@ def linear_act_single(
 
 @triton.jit
 def linear_act_pointers(
-    x, weight, y, z, residual, bias,  # shapes: (M, K), (N, K), (M, N) or (SPLIT, M, N), (M, N), (M, N), (N,)
+    x, weight, y, z, residual, bias,  # x (M, K); weight (N, K); y ([SPLIT,] M, N); z, residual (M, N); bias (N,)
     rows, columns, depth, x_row, x_column, weight_row, weight_column, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KEEP: tl.constexpr, ROUNDED: tl.constexpr,
@@ -216,7 +216,7 @@ def linear_act_pointers(
 
 @triton.jit
 def linear_act_finish(
-    sums, bias, residual, y, z,  # shapes: (SPLIT, padded rows, N), (N,), (M, N), (M, N), (M, N)
+    sums, bias, residual, y, z,  # sums (SPLIT, padded rows, N); bias (N,); residual, y, z (M, N)
     rows, units, padded_rows, sums_row, y_row, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KEEP: tl.constexpr, ROUNDED: tl.constexpr,
@@ -249,7 +249,7 @@ def linear_act_finish(
 
 @triton.jit
 def linear_act_backward(
-    dy, saved, dz, partial,  # shapes: (M, N) strided, (M, N), (M, N), (chunks, N)
+    dy, saved, dz, partial,  # dy (M, N), strided; saved, dz (M, N); partial (chunks, N)
     rows, units, dy_row, rows_of_chunk,
     ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, SUM: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,

@@ -108,8 +108,8 @@ class SparseGlobalPool(NamedTuple):
         return features.new_empty(size, features.shape[1]), self.batch.new_empty(size, dtype=torch.int32)
 
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
-        """Compute the results without reading the numbers of sites on the host, as the reference does, because reading
-        synchronizes with the GPU.
+        """Compute the results without reading the numbers of sites on the host. (The reference reads these numbers,
+        which synchronizes with the GPU.)
         """
         features, batch, batch_size, average = self
         element = _elements(batch, batch_size)

@@ -120,7 +120,7 @@ def conv_act_single(
 
 @triton.jit
 def conv_act_gathered(
-    x, weight, y, residual,  # shapes: (N, H, W, C) strided with C fastest, (O, taps * C), (pixels, O), (pixels, O)
+    x, weight, y, residual,  # x (N, H, W, C) strided with C fastest; weight (O, taps * C); y, residual (pixels, O)
     bias, sums, arrived,  # shapes: (O,), (SPLIT, tiles, ROWS, COLUMNS), (tiles,): zeros before and after
     rows, columns, height, width, lines, pixels, x_image, x_line, x_pixel,  # lines, pixels: OH, OW
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,

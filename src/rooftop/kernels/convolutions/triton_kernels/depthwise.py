@@ -20,7 +20,7 @@ SIZES = ("rows", "height", "width", "lines", "pixels", "w_channel", "w_line", "w
 
 @triton.jit(do_not_specialize=SIZES)
 def conv_act_depthwise(
-    x, weight, y, residual, bias,  # shapes: (N, H, W, C), (C, KH, KW) with strides, (N, OH, OW, C) twice, (C,)
+    x, weight, y, residual, bias,  # x (N, H, W, C); weight (C, KH, KW), strided; y, residual (N, OH, OW, C); bias (C,)
     rows, units, height, width, lines, pixels, w_channel, w_line, w_pixel,  # rows: N * OH; lines, pixels: OH, OW
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KERNEL_HEIGHT: tl.constexpr, KERNEL_WIDTH: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,

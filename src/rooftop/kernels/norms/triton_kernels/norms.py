@@ -38,8 +38,8 @@ from rooftop.kernels.operands.triton_kernels.rows import is_inside
 
 @triton.jit
 def norm_forward(
-    x, residual, input_bias, weight, bias,  # shapes: (M, N), (M, N), (N,), (N,), (N,); all but x may be None
-    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total: None if nothing is added; mean: None for an RMS norm
+    x, residual, input_bias, weight, bias,  # x, residual (M, N); input_bias, weight, bias (N,); all but x may be None
+    y, total, mean, rstd,  # y, total (M, N); mean, rstd (M,); total is None if nothing is added, mean for an RMS norm
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -219,7 +219,7 @@ def norm_forward_shifted(
 
 @triton.jit
 def norm_backward(
-    dy, dtotal, x, weight, mean, rstd, dx,  # shapes: (M, N), (M, N), (M, N), (N,), (M,), (M,), (M, N)
+    dy, dtotal, x, weight, mean, rstd, dx,  # dy, dtotal, x, dx (M, N); weight (N,); mean, rstd (M,)
     partial,  # (programs, 2, N) float32: each program's sums over its rows, for weight and for bias
     rows, units, dy_stride, dtotal_stride, x_stride,
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,

@@ -53,7 +53,7 @@ def sparse_pool_rows(
 
 @triton.jit
 def sparse_pool_gradient(
-    dy, y, features, counts, table, dfeatures,  # shapes: (M, C), (M, C), (N, C), (M,), (N, T), (N, C)
+    dy, y, features, counts, table, dfeatures,  # dy, y (M, C); features, dfeatures (N, C); counts (M,); table (N, T)
     sites, rows,  # N, M
     AVERAGE: tl.constexpr, MIRRORED: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
