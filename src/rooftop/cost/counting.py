@@ -40,8 +40,8 @@ class TensorSpec:
     Attributes:
         channels_last: whether the tensor is a batch of images, or convolution weights, in channels last format.
         memory: a number for the tensor's memory. Views of one tensor have the same number. A new tensor that reuses the
-            memory of a released tensor has its number, too. 0 if the tensor owns no memory. Comparisons of specs ignore
-            this number.
+            memory of a released tensor has the released tensor's number. 0 if the tensor owns no memory. Comparisons of
+            specs ignore this number.
     """
 
     shape: Shape

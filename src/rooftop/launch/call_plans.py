@@ -146,7 +146,7 @@ class Places:
         if self.lesson.varies:
             whole = self.lesson.given[source]
             if offset or (gradient.shape, gradient.stride()) != (whole.shape, whole.stride()):
-                raise Unplanned("a gradient is a view of a given tensor, whose sizes vary")
+                raise Unplanned("a gradient is a view of a given tensor whose sizes vary")
             if source in self.lesson.shapes:
                 return Result(source, ANY, ANY)
         return Result(source, tuple(gradient.shape), gradient.stride(), offset)

@@ -231,7 +231,7 @@ class Kernel:
         if unit is not None and static + dynamic > unit.max_shared_bytes_per_block:
             raise ValueError(
                 f"kernel {self.name}: a block needs {static:,} + {dynamic:,} bytes of shared memory (static + "
-                f"dynamic), {self.arch} has {unit.max_shared_bytes_per_block:,} per block"
+                f"dynamic), but {self.arch} has {unit.max_shared_bytes_per_block:,} per block"
             )
 
     def _check_cluster(self, grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> None:
