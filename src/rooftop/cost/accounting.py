@@ -233,7 +233,7 @@ def stored_elements(tensor: Tensor) -> int:
 
 def distinct_elements(tensor: Tensor) -> int:
     """Number of memory elements that a tensor covers. Repeated elements (stride 0) count once, and overlapping windows
-    count at most their span.
+    count at most the memory that they span.
 
     For a sparse tensor, the elements of its values count.
     """

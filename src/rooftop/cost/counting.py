@@ -39,8 +39,9 @@ class TensorSpec:
 
     Attributes:
         channels_last: whether the tensor is a batch of images, or convolution weights, in channels last format.
-        memory: a number for the tensor's memory. Views of one tensor have the same number, and so does a new tensor in
-            the memory of a released tensor. 0 if the tensor owns no memory. Comparisons of specs ignore this number.
+        memory: a number for the tensor's memory. Views of one tensor have the same number. A new tensor that reuses the
+            memory of a released tensor has the released tensor's number. 0 if the tensor owns no memory. Comparisons of
+            specs ignore this number.
     """
 
     shape: Shape
@@ -91,8 +92,9 @@ class Record:
         phase: "forward", "backward" or "optimizer".
         cost: None if the operator is uncovered.
         uncovered: why there is no cost; "" if there is a cost.
-        place: the line of the program ("train.py:12"), for operators that make the host wait for a GPU, or a GPU wait
-            for the host's memory. "" for other operators, and if no line of the program is running (backward).
+        place: the line of the program ("train.py:12") that called the operator, if the operator makes the host wait for
+            a GPU, or a GPU wait for the host's memory. "" for other operators, and if no line of the program is running
+            (backward).
         spec: the call in repeatable form, for PyTorch's own operators.
         inputs, outputs: the operator's tensors, in order; empty in the optimizer, and if only the profiler recorded the
             operator.
@@ -349,8 +351,8 @@ def _failed(error: Exception) -> str:
 
 
 def _require_figures(cost: Cost) -> None:
-    """Check the figures of a cost. A custom operator's formula may return anything, and one wrong figure would spoil
-    the whole report.
+    """Check the bytes and flops of a cost. A custom operator's formula may return anything, and one wrong number would
+    spoil the whole report.
 
     Raises:
         ValueError: bytes or flops are not integers, or a precision is unknown.

@@ -60,7 +60,7 @@ that far off."""
 
 
 def raise_ceilings(ceilings: Ceilings, cost: Cost, ms: float, by: str) -> Ceilings:
-    """Raise ceilings so that work that took `ms` is not above its roof.
+    """Raise ceilings so that work that took `ms` is not faster than its roof.
 
     Each ceiling that alone would give a roof longer than `ms` is raised to the rate that the work reached. The other
     ceilings stay unchanged.
@@ -76,8 +76,8 @@ def raise_ceilings(ceilings: Ceilings, cost: Cost, ms: float, by: str) -> Ceilin
     before = roof(cost, ceilings)
     if before.ms > MOST_RAISE * ms:
         raise ValueError(
-            f"{by} took {ms:.4g} ms, and its roof is {before.ms:.4g} ms ({before.bound}): more than {MOST_RAISE} times "
-            "above its roof, its cost formula or the measurement must be wrong, not the ceilings"
+            f"{by} took {ms:.4g} ms, but its roof is {before.ms:.4g} ms ({before.bound}). It is more than {MOST_RAISE} "
+            "times faster than its roof, so its cost formula or the measurement must be wrong, not the ceilings"
         )
     for precision, flops in cost.flops.items():
         if 1e3 * flops / ceilings.peak(precision) > ms:

@@ -1,16 +1,16 @@
 """Describe this machine and measure its limits. The package also has tools for memory, streams and GPUs.
 
     devices, measure_ceilings, ceilings_of    a machine's description and limits: measured here, or read from a file
-    measure, compare                          time one callable, or several in turns
+    measure, compare                          time one callable, or several, interleaved
     memory_summary, track, release            memory in use, memory that a block of code needs, release of unused memory
     explained_memory, explain_memory          which tensors fill a GPU, and how to reduce the memory
     side_stream, on_stream, join              work on a second stream; check_streams finds missing waits
     select_devices, on_each, Ensemble         choose GPUs, and use several at a time
-    occupancy                                 warps of a kernel that a multiprocessor holds, and what limits them
+    occupancy                                 how many warps of a kernel fit on a multiprocessor, and what limits them
     measure_crossover                         the size above which the GPU beats the CPU
     diagnose                                  check which features work on this machine
 
-Names are loaded on first use, so this package can be imported if torch is broken. Some names are defined in
+Names are loaded on first use, so this package can be imported even if torch is broken. Some names are defined in
 `rooftop.doctor`, which can be imported without this package, and in `rooftop.debugging`, which imports this package.
 """
 

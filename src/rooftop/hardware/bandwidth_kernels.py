@@ -23,7 +23,8 @@ class Blocks:
 
 
 LARGE = Blocks(4096, 8)  # 16 KiB of float32 per program: each of 256 threads has four 16-byte accesses in flight
-# each of 128 threads has two accesses in flight, so 1 MiB gives each multiprocessor a program
+# 4 KiB of float32 per program, so even a tensor of 1 MiB gives each multiprocessor a program; each of 128 threads has
+# two 16-byte accesses in flight
 SMALL = Blocks(1024, 4)
 
 _ORDER = ["first", "step"]  # these arguments differ from launch to launch, and must not cause a new compilation
@@ -76,8 +77,8 @@ def read(source: Tensor, sums: Tensor, blocks: Blocks = LARGE, backwards: bool =
     """Sum each block of `source` into `sums`; both are contiguous, and `sums` has at least `programs(source, blocks)`
     elements.
 
-    With `backwards`, the last block is read first, so that the beginning of the tensor is still in the cache at the
-    end.
+    With `backwards`, the last block is read first, so that the beginning of the tensor is still in the cache when the
+    kernel ends.
     """
     grid = programs(source, blocks)
     first, step = (grid - 1, -1) if backwards else (0, 1)
@@ -105,10 +106,10 @@ def triad(left: Tensor, right: Tensor, target: Tensor, scale: float, blocks: Blo
 
 
 def empty() -> None:
-    """A kernel that does nothing."""
+    """Launch a kernel that does nothing."""
     _empty[(1,)](num_warps=1)
 
 
 def marker() -> None:
-    """An empty kernel whose name marks the beginning and end of a call (see `kernel_times`)."""
+    """Launch an empty kernel whose name marks the beginning and end of a call (see `kernel_times`)."""
     rooftop_marker[(1,)](num_warps=1)

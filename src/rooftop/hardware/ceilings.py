@@ -30,11 +30,11 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Bandwidths at one working set, bytes/s (read plus written).
+    """Bandwidths over one working set, in bytes/s (bytes read plus bytes written). 0 means not measured.
 
-    The patterns are sum, fill, copy, a = b + s * c, and a cast between four and two bytes. `update` is a = s * a in
-    place, which reads and writes the same memory. The raised rates are rates that a program's operators reached. 0
-    means not measured.
+    `read` is a sum, `write` a fill, `triad` a = b + s * c, and `cast` a conversion between four-byte and two-byte
+    elements. `update` is a = s * a in place, which reads and writes the same memory. `raised` and `raised_in_place`
+    are rates that operators of a program reached.
     """
 
     working_set_bytes: int
@@ -48,7 +48,7 @@ class MemoryPoint:
     raised_in_place: float = 0.0
 
     def measured(self, in_place: bool = False) -> bool:
-        """Whether a probe measured any of the figures. Rates that a program's operators raised do not count."""
+        """Whether a probe measured any of these bandwidths. Rates that operators of a program reached do not count."""
         return any((self.read, self.write, self.copy, self.triad, self.cast, in_place and self.update))
 
     @property
@@ -79,7 +79,8 @@ class Ceilings:
     Attributes:
         device, device_id, kind: name, UUID (GPU) or model (CPU), "cuda" or "cpu".
         threads: number of CPU threads that were used; 1 on a GPU.
-        versions: versions of all software that could change the figures.
+        versions: versions of all software that could change the measured values (*figures*, see
+            `rooftop.hardware.figures`).
         measured_at: UTC, ISO 8601.
         memory: bandwidths by working set, in rising order.
         levels: a summary of `memory` by level of the hierarchy.
@@ -88,7 +89,7 @@ class Ceilings:
         launch_eager_ms, launch_graph_ms: time per kernel in a series of many tiny kernels, launched eagerly and from a
             graph.
         transfers: bytes/s between host and device, pageable and pinned.
-        links: bandwidths between GPUs, of copies and (as bus bandwidth) of collectives. Empty until they are requested.
+        links: bytes/s between GPUs, for copies and for collectives (as bus bandwidth). Empty until they are requested.
         spread: for each figure, the relative distance of its best two samples.
         disturbed: texts that name the figures whose best sample was not reproduced within 10%, or that were measured
             while other programs used the machine.
@@ -124,8 +125,8 @@ class Ceilings:
 
         Start at the largest measured working set that is not larger than this working set. The bound is the fastest
         rate of any pattern at that or at any larger working set. So the bound is never too low, and never rises with
-        the working set. A rate that an operator reached also counts for smaller working sets, down to the next measured
-        working set.
+        the working set. A rate that an operator reached also counts for smaller working sets, down to the next smaller
+        measured working set.
 
         Args:
             in_place: whether the work overwrites its input.
@@ -135,8 +136,8 @@ class Ceilings:
 
     @cached_property
     def _rates(self) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
-        """(for out-of-place work, for in-place work), each: the sizes of the measured working sets, and for each size
-        the best rate of any pattern at this or a larger working set.
+        """Return a pair, for out-of-place and for in-place work. Each item has the sizes of the measured working sets,
+        and for each size the best rate of any pattern at this or a larger working set.
         """
         found = []
         for in_place in (False, True):
@@ -167,7 +168,7 @@ class Ceilings:
         return tuple(name for name in self.disturbed if part_in_words(name) in parts)
 
     def raised(self, precision: str, flops_per_s: float, by: str) -> Ceilings:
-        """Raise the ceilings so that an operator with this matrix rate is not above its roof.
+        """Raise the ceilings so that an operator with this matrix rate is not faster than its roof.
 
         Args:
             by: text that names the operator in the history ("aten::mm (8192, 4096) x (4096, 1024) bf16").
@@ -180,7 +181,7 @@ class Ceilings:
         return self._with(f"flops {precision}", before, flops[precision], by, flops=flops)
 
     def raised_memory(self, working_set_bytes: int, rate: float, by: str, in_place: bool = False) -> Ceilings:
-        """Raise the ceilings so that an operator with this working set and bandwidth, bytes/s, is not above its
+        """Raise the ceilings so that an operator with this working set and bandwidth, bytes/s, is not faster than its
         roof.
 
         Raises:
@@ -198,7 +199,7 @@ class Ceilings:
         return self._with(memory_figure(working_set_bytes, pattern), before, rate, by, memory=memory, levels=levels)
 
     def lowered_floor(self, ms: float, by: str) -> Ceilings:
-        """Lower the kernel floor so that a kernel of this duration is not above its roof.
+        """Lower the kernel floor so that a kernel of this duration is not faster than its roof.
 
         Raises:
             ValueError: the duration is not a positive number.
@@ -224,7 +225,7 @@ class Ceilings:
         if kind != self.kind:
             raise CeilingsFileError(
                 f"the ceilings are those of {self.device} ({self.kind}), but the step runs on a {kind} device: leave "
-                "them out to measure this machine, or predict for that device (rooftop analyze --predict, "
+                f"them out to measure this machine, or predict for {self.device} (rooftop analyze --predict, "
                 "rooftop.predict)"
             )
 
@@ -238,7 +239,7 @@ class Ceilings:
         """Read the result of `to_dict`, even in an earlier format.
 
         Raises:
-            ValueError: the data are not ceilings, or have another format version.
+            ValueError: the data are not ceilings, or their format version is unknown.
         """
         if isinstance(plain, Mapping) and "ops" in plain and "ceilings" in plain:
             raise ValueError("it holds a report, expected ceilings: `rooftop ceilings -o FILE` writes them")
@@ -298,7 +299,8 @@ def levels_of(memory: Sequence[MemoryPoint], caches: Mapping[str, int]) -> tuple
     return (*levels, MemoryLevel("DRAM", None, max(beyond)))
 
 
-BEYOND = 8  # working sets of this many times the largest cache count as DRAM: at most an eighth of them is in the cache
+# Working sets of at least this many times the largest cache count as DRAM: at most an eighth of them is in the cache.
+BEYOND = 8
 
 
 def _positive(value: float) -> float:

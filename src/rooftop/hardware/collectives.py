@@ -1,8 +1,8 @@
 """Measure the rates of collectives between the devices of this machine, as bus bandwidth.
 
-Bus bandwidth is the least number of bytes that each link must carry, divided by the time. Bus bandwidth makes different
-collectives and numbers of devices comparable with the rate of the links. By the convention of nccl-tests, an all-reduce
-of S bytes over n devices counts 2 (n - 1) / n S bytes, and an all-gather to S bytes counts (n - 1) / n S bytes.
+Bus bandwidth is the least number of bytes that each link must carry, divided by the time. It can be compared with the
+rate of the links, for any collective and any number of devices. By the convention of nccl-tests, an all-reduce of S
+bytes over n devices counts 2 * (n - 1) / n * S bytes, and an all-gather to S bytes counts (n - 1) / n * S bytes.
 
 Each device gets its own process, so that a collective that hangs can be ended. The processes run this file, not the
 calling script, so the script needs no `__main__` guard.
@@ -94,8 +94,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], ti
 
 
 def _measure(rank: int, devices: Sequence[torch.device], sizes: Sequence[int], folder: Path) -> None:
-    """Join the other processes' group, and measure each collective at each size. The first process writes the
-    results."""
+    """Join the process group, and measure each collective at each size. The first process writes the results."""
     device, count = devices[rank], len(devices)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,7 +1,8 @@
 """Measure the limits of a CPU: the cheapest operator, bandwidths by working set, matrix rates.
 
-Each figure is the best of several bursts. The bursts are spread over the whole measurement, so that a disturbance
-affects only some of them. Samples last a millisecond or more, so that the clock's resolution does not matter.
+Each measured value is the best of several bursts. The bursts are spread over the whole measurement, so that a
+disturbance affects only some of them. Samples last a millisecond or more, so that the clock's resolution does not
+matter.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _bandwidths(samples: Samples) -> None:
 
 
 def _without_launch(seconds: float, launch_s: float) -> float:
-    """The time minus the cheapest call's time, but at least half of the time, because both times are noisy."""
+    """`seconds` minus the cheapest call's time `launch_s`, but at least half of `seconds`, because both are noisy."""
     return max(seconds - launch_s, seconds / 2)
 
 
@@ -136,7 +137,7 @@ def _products(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
 
 
 def _convolutions(precision: str, dtype: torch.dtype) -> Iterator[Candidate]:
-    """Convolutions to try. Convolutions run in another library than matrix products, and are up to twice as fast on
+    """Convolutions to try. Convolutions use a different library than matrix products do, and are up to twice as fast on
     some CPUs."""
     for batch, channels, side, kernel in CONVOLUTIONS:
         x = torch.randn(batch, channels, side, side).to(dtype)

@@ -1,6 +1,6 @@
 """Find the size above which the GPU beats the CPU, for one operation, with and without transfers.
 
-The measurement times three variants of the same eager call on the same random values, as programs use them:
+The measurement times three variants of the same eager call on the same random values:
 
 - CPU: operands in the host's memory.
 - GPU: operands are already on the device, the result stays there, and the host does not wait (a step in the middle of a
@@ -14,8 +14,7 @@ the system (over 32 MiB with glibc), and the next call pays for fresh pages. So 
 blocks exceed this limit.
 
 The break-even size is where the times cross. Times are close to power laws of the size. So between two measured sizes,
-the logarithm of the times' ratio is interpolated linearly in the logarithm of the size. Nothing is extrapolated beyond
-the measured sizes.
+the ratio of the times is interpolated linearly in log-log scale. Nothing is extrapolated beyond the measured sizes.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from rooftop.words import did_you_mean
 FORMAT = 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FEATURES = 1024  # width for linear and layer_norm, as in a small transformer
-# default sizes end after the first CPU call that takes longer, because larger sizes take seconds per call
+# the default sizes end with the first whose CPU call takes longer than this, since larger ones take seconds per call
 LONG_MS = 100.0
 NEEDS_GPU = (
     "a crossover needs an NVIDIA GPU, and torch can use none on this machine: run it on a machine with one, or check "
@@ -136,7 +135,7 @@ class Crossover:
         unit: the unit of a size.
         host, threads: name of the CPU, and number of threads that torch used.
         device: name of the GPU.
-        versions: versions of all software that could change the figures.
+        versions: versions of all software that could change the times.
         measured_at: UTC, ISO 8601.
         points: the measured times, in rising order of size.
     """

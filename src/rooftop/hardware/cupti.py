@@ -2,8 +2,8 @@
 
 PyTorch's profiler attaches CUPTI when it first begins, and never detaches it. While CUPTI is attached, it intercepts
 each call of the CUDA runtime. So a host-bound program stays slower until it ends, even after profiling. (The GPU's own
-times do not change.) PyTorch has a switch against this, `TEARDOWN_CUPTI=1`, but with it every second profiler misses
-kernels. So this module detaches CUPTI when the device is idle and all records have been read.
+times do not change.) PyTorch has a switch against this, `TEARDOWN_CUPTI=1`, but with this switch every second run of
+the profiler misses kernels. So this module detaches CUPTI when the device is idle and all records have been read.
 
 During the detachment, no other thread may be inside a CUDA call. The GIL is held, so no Python thread can begin a CUDA
 call, and a thread that waits in the standard library is not inside a CUDA call. But NCCL's threads call CUDA all the
@@ -78,7 +78,7 @@ def others_in_calls() -> str:
             return "NCCL"
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
-    # a frame in one of its own local variables is a cycle that keeps all callers alive
+    # `frames` holds this function's frame, and is a local variable of that frame: the cycle would keep callers alive
     del frames[threading.get_ident()]
     for ident, frame in frames.items():
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -1,5 +1,5 @@
-"""Figures of a machine by name: the results of a ceilings measurement. This file also decides which of two figures is
-better.
+"""The *figures* of a machine: the values that a ceilings measurement finds, by name. This file also decides which of
+two values of a figure is better.
 
     memory 25165824 copy              bytes/s of a pattern at a working set in bytes
     flops bf16, sustained bf16        flop/s in a short burst at full clocks, and in continuous work
@@ -24,7 +24,8 @@ DISTURBED_SPREAD = 0.10
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 LAUNCHES = ("kernel_floor_ms", "launch_eager_ms", "launch_graph_ms")
 PATTERNS = ("read", "write", "copy", "triad", "cast", "update", "raised", "raised_in_place")
-"""The access patterns of a working set. The raised rates are rates that a program's operators reached."""
+"""Last words of the names of bandwidth figures. The first six are access patterns; "raised" and "raised_in_place" are
+rates that operators of a program reached."""
 
 
 def better(name: str, one: float, other: float) -> float:
@@ -62,8 +63,8 @@ def size_in_words(size: int) -> str:
 
 
 def part_in_words(words: str) -> str:
-    """The part (see `part_of`) of a figure, from the figure's name for readers. The function also reads names of the
-    first format ("read 2 MiB")."""
+    """Find the part (see `part_of`) of a figure from its name for readers (see `in_words`). The function also reads
+    names of the first format ("read 2 MiB")."""
     first, _, rest = words.partition(" ")
     if first in ("matrix", "convolution", "sustained"):
         return rest
@@ -94,7 +95,7 @@ class Raise:
 
 
 class Samples:
-    """Collect measured values, and keep the best two of each kind."""
+    """Collect measured values, and keep the best two of each figure."""
 
     def __init__(self) -> None:
         self._two: dict[str, list[float]] = {}

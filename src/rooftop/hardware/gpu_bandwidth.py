@@ -1,8 +1,9 @@
 """Measure a GPU's bandwidth by working set, as an operator in the middle of a program finds it.
 
-The previous operator has just written this operator's input, so part of the input is still in L2. This operator's
-output may stay in L2 after its last kernel has ended. So each pattern is timed after each of several preparations.
-Preparations run backwards, so that they leave the beginning of the input, where the timed kernel begins, in the cache.
+In a program, the previous operator has just written an operator's input, so part of the input is still in L2. The
+output may stay in L2 after the operator's last kernel has ended. So each pattern is timed after each of several
+preparations. Preparations run backwards, so that they leave the beginning of the input, where the timed kernel begins,
+in the cache.
 """
 
 from __future__ import annotations

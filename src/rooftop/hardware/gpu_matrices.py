@@ -3,8 +3,8 @@ chip.
 
 A chip at its power limit lowers its clocks within milliseconds. A matrix product in the middle of a program, between
 memory-bound kernels, runs at high clocks. So each call runs a few times after a pause, and the rate is that of the
-fastest call. The best candidates run again after longer pauses. A separate figure is the sustained rate of one product
-that runs continuously.
+fastest call. The best candidates run again after longer pauses. The sustained rate of one product that runs
+continuously is measured separately.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class _Operands:
         return product.most_elements <= self._elements
 
     def call(self, product: Product) -> Call:
-        """A function that computes the product. The function sets the precision each time, because several precisions
-        alternate."""
+        """A function that computes the product. The function sets PyTorch's precision switches at each call, because
+        measurements of several precisions alternate."""
         b, m, n, k = product.batch, product.m, product.n, product.k
         left = self._taken(self._left, b, m, k, product.layout[0] == "t")
         right = self._taken(self._right, b, k, n, product.layout[1] == "t")
@@ -231,8 +231,8 @@ class _Operands:
 
 
 def _convolutions(device: torch.device, precision: str) -> list[_Candidate]:
-    """Convolutions to try. Convolutions run in another library than products, and its algorithms may need fewer
-    operations than are counted."""
+    """Convolutions to try. Convolutions use a different library than matrix products do, and its algorithms may need
+    fewer operations than are counted."""
     dtype, candidates = DTYPES[precision], []
     for batch, channels, side, kernel in CONVOLUTIONS:
         x = torch.randn(batch, channels, side, side, device=device).to(dtype, memory_format=torch.channels_last)

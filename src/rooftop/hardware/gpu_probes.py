@@ -127,7 +127,7 @@ def _copying(to: Tensor, source: Tensor) -> Callable[[], Any]:
 
 
 def _links(samples: Samples, device: torch.device) -> None:
-    """Copies to the next GPU, and the best bus bandwidth of collectives over all GPUs."""
+    """Measure the rate of copies to the next GPU, and the best bus bandwidth of collectives over all GPUs."""
     # imported here, because the processes that `collective_rates` starts run that file as their main module
     from rooftop.hardware.collectives import collective_rates
 

@@ -37,8 +37,8 @@ def captured(fn: Callable[[], object], stream: torch.cuda.Stream | None = None) 
 
 @contextmanager
 def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
-    """Capture the `with` block in a CUDA graph. Other threads may continue during the capture: NCCL's watchdog queries
-    events.
+    """Capture the `with` block in a CUDA graph. Other threads may call CUDA during the capture, because NCCL's watchdog
+    thread queries events.
 
     An error inside the block is raised unchanged. (torch would only report that the capture cannot end.)
     """
@@ -54,7 +54,8 @@ def captured_into(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: 
         except BaseException as error:
             if within is None or error is within:
                 raise
-        # raise outside the block: inside it, the frames of a later error would keep this error alive
+        # Raise outside the `except` block: inside it, the later error would become the context of this error, and the
+        # frames of the later error would keep this error alive.
         if within is not None:
             raise within
     finally:

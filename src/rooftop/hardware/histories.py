@@ -1,7 +1,7 @@
 """The history of a machine's ceilings: every measurement and every raise, dated, with its conditions.
 
 A ceiling is the best value in its history. So a measurement under load lowers no ceiling. If two processes measure at
-once, no measurement is lost: histories are merged like sets, in any order.
+once, no measurement is lost: histories are merged like sets, so the order does not matter.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class History:
     raises: tuple[Raise, ...] = field(default=())
 
     def merged(self, other: History) -> History:
-        """The union of two histories, in any order. The newer history describes the machine."""
+        """The union of two histories, with the description of the machine from the newer history."""
         newer = max(self, other, key=lambda history: (history.measurements[-1].at, _text(history.machine)))
         measurements = _union(self.measurements, other.measurements)
         return History(newer.machine, _kept(measurements), _union(self.raises, other.raises))
@@ -209,8 +209,8 @@ class History:
         """Read the result of `to_dict`, or of `Ceilings.to_dict` as one measurement.
 
         Raises:
-            ValueError: the data are not ceilings, or are ceilings in the first format, whose figures were measured in
-                another way.
+            ValueError: the data are not ceilings, or are ceilings in the first format, whose figures were measured
+                differently.
         """
         ceilings = Ceilings.from_dict(plain)
         if plain["format"] != FORMAT:

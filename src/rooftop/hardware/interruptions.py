@@ -1,7 +1,8 @@
 """Pass on exceptions from a program's signal handlers that are raised while Rooftop's code runs for the program.
 
-Code of Rooftop that must not end the program catches all its own errors. A signal handler (a time limit by SIGALRM,
-a request to stop) may raise at any line, even in Rooftop's code. The handler's exception is meant for the program.
+Rooftop's code that observes a program must not end the program, so it catches all errors. A signal handler (a time
+limit by SIGALRM, a request to stop) may raise at any line, even in Rooftop's code. The handler's exception is meant for
+the program.
 """
 
 from __future__ import annotations

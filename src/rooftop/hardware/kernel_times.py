@@ -3,7 +3,7 @@
 Events around back-to-back launches measure something else: they include the gaps between kernels, and a chip that is
 busy for long lowers its clocks. Here each call runs alone between two markers, and the profiler returns the duration of
 each kernel. All calls run on one stream, where kernels run in launch order. So the kernels between two markers belong
-to the call between these markers, and host and device events need no correlation.
+to the call between these markers, and device events need not be matched with host events.
 """
 
 from __future__ import annotations

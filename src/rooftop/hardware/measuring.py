@@ -188,8 +188,8 @@ def _add(path: Path, found: History, replace_corrupt: bool) -> History:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock, so that only one process at a time changes the file. The lock is released when the process ends, in
-    any way."""
+    """Hold a lock, so that only one process at a time changes the file. The lock is released however the process
+    ends."""
     with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
         try:
             import fcntl  # Windows lacks this module: there the last of two simultaneous writers wins

@@ -66,7 +66,7 @@ class Released:
 
 @dataclass
 class TrackedMemory:
-    """Memory of a block of code, in bytes. The figures are complete when the block has ended.
+    """Memory of a block of code, in bytes. The values are complete when the block has ended.
 
     Attributes:
         device: the device.
@@ -134,8 +134,8 @@ def release() -> list[Released]:
 def track(device: torch.device | str | None = None) -> Iterator[TrackedMemory]:
     """Measure the memory of a block of code. Blocks may be nested.
 
-    On a GPU, tracking reads the allocator's figures, which cover all threads. Tracking resets PyTorch's peak counter at
-    the start. On the CPU, tracking counts, from 0, the storages that PyTorch operators create in the block. Earlier
+    On a GPU, tracking reads counters of the allocator, which cover all threads. Tracking resets PyTorch's peak counter
+    at the start. On the CPU, tracking counts, from 0, the storages that PyTorch operators create in the block. Earlier
     storages, workspaces of kernels, and allocations of compiled code (`torch.compile`) are not counted.
 
     Args:

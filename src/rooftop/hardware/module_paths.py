@@ -20,7 +20,7 @@ OUTSIDE = None
 
 
 class ModulePaths:
-    """Scopes of modules, and the owners of parameters. The tables keep neither modules nor parameters alive.
+    """The scopes (names of calls) of modules, and the owners of parameters. The tables keep neither of them alive.
 
     The first module that is called from outside any module is the root. The scopes of later such modules begin with
     their class names.
@@ -58,7 +58,7 @@ class ModulePaths:
         return found
 
     def of_call(self, module: nn.Module, running: Sequence[str]) -> str:
-        """The scope of a module that is called while the given modules run, the outermost first."""
+        """The scope of a module that is called while others run. `running`: the others' scopes, the outermost first."""
         if not self.knows(module):
             self.adopt(module)
         scopes = self._called.setdefault(module, {})

@@ -255,8 +255,8 @@ def run_control_flow(place: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _differentiate_what_functions_run(stack: ExitStack) -> None:
-    """Run control flow eagerly above autograd, and also flex attention whose score function uses tensors other than its
-    arguments.
+    """Run control flow eagerly above autograd. Do the same for flex attention whose score function uses tensors other
+    than its arguments.
     """
     for operator in _higher_order_ops.values():
         kernel = eager_meaning(operator)

@@ -1,5 +1,5 @@
 """Compute the theoretical occupancy: how many warps of a kernel one multiprocessor holds, and which resource limits
-them.
+their number.
 
     occupancy = active blocks x warps per block / warps that the multiprocessor can hold
     active blocks = min over the limits: warps, blocks, registers, shared memory
@@ -117,8 +117,8 @@ class Occupancy:
 
     Attributes:
         capability: compute capability.
-        threads_per_block, registers_per_thread, shared_bytes_per_block: the launch's figures. Shared memory is static
-            plus dynamic.
+        threads_per_block, registers_per_thread, shared_bytes_per_block: the resources of the launch. Shared memory is
+            static plus dynamic.
         limits: for each of "warps", "blocks", "registers" and "shared memory", the number of blocks that fit. None: the
             kernel does not use the resource. 0: the launch fails.
     """
@@ -182,9 +182,8 @@ class Occupancy:
         return tuple(sorted((change for change in found if change is not None), key=lambda change: change.size))
 
     def nearest_change(self) -> Change | None:
-        """The change of a single resource that raises the occupancy with the smallest relative change.
-
-        None: no such change raises the occupancy.
+        """The smallest relative change of a single resource that raises the occupancy. None if no change of a single
+        resource raises it.
         """
         return next(iter(self.changes()), None)
 

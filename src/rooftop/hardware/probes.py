@@ -1,8 +1,8 @@
 """Run the measurements for the ceilings. A measurement has parts ("launches", "memory", "bf16", ...).
 
-On a GPU, every figure is computed from a kernel's shortest duration in the profiler, which also times operators. On a
-CPU, every figure is computed from the fastest of several bursts. A ceiling is the best result of the undisturbed
-machine.
+On a GPU, every measured value is computed from a kernel's shortest duration in the profiler, which also times
+operators. On a CPU, every measured value is computed from the fastest of several bursts. A ceiling is the best result
+of the undisturbed machine.
 """
 
 from __future__ import annotations

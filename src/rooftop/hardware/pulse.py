@@ -62,8 +62,8 @@ class Pulse:
         return max(spans.items(), key=lambda span: span[1]) if spans else None
 
     def share_of(self, best: Mapping[str, float]) -> tuple[str, float] | None:
-        """Name of the rate that is furthest below its earlier best, and its share of that best; None without earlier
-        rates.
+        """Name of the rate that is furthest below its earlier best, and the rate as a fraction of that best; None
+        without earlier rates.
         """
         shares = {name: rate / best[name] for name, rate in self.rates.items() if best.get(name)}
         return min(shares.items(), key=lambda share: share[1]) if shares else None

@@ -25,8 +25,8 @@ class _Call:
 class RunningCalls:
     """The calls that hooks have reported, the outermost first. The object keeps no frame alive.
 
-    A new call's frame may get the memory address of an earlier frame. When the new call begins, all calls above its
-    caller must have ended.
+    A new call's frame may get the memory address of an ended call's frame. So the ended calls must be removed
+    (`settle`) before a new call is recorded (`enter`).
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class RunningCalls:
 
     @property
     def within(self) -> object:
-        """The argument `within` of the innermost call; None if there is none."""
+        """The object that `enter` got as `within` for the innermost call; None if there is none."""
         return self._calls[-1].within if self._calls else None
 
     def settle(self, frame: FrameType | None) -> bool:
@@ -78,7 +78,7 @@ class RunningCalls:
         self._calls.append(_Call(name, threading.get_ident(), id(frame), frame.f_code, within))
 
     def leave(self, frame: FrameType) -> str | None:
-        """Record the end of the call that this frame or its caller runs, and of all calls above that call. Return the
+        """Record the end of the call that this frame or its caller runs, and of all calls inside that call. Return the
         call's name.
 
         The returned name is None if the call began before the hooks existed.

@@ -242,7 +242,7 @@ class Ensemble(nn.Module):
         Raises:
             TypeError: an output is not a tensor, and `combine` is not given.
             BaseException: the first exception of a model, with its number and device as a note, after all models have
-            ended.
+                ended.
         """
         modes = Modes.of_this_thread()
         streams = [caller_stream(device) for device in self.devices]
@@ -298,8 +298,8 @@ def _stacked(outputs: list[Any]) -> Tensor:
 
 
 def _copied(values: Any, device: torch.device, from_gpu: bool | None) -> Any:
-    """The values with their tensors moved to the device. from_gpu: move only tensors on a GPU (True), only tensors on
-    the CPU (False), or all tensors (None).
+    """The values with their tensors moved to the device. `from_gpu`: move only tensors on a GPU (True), only tensors
+    on the CPU (False), or all tensors (None).
     """
 
     def copy(tensor: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ latency are measured separately and never mixed.
 - Blocks run at several moments of an analysis, since a host's speed varies over time. On a CPU the memory that an
   analysis uses can make steps faster (see `page_faults`). Blocks whose page faults differ from those of the first block
   are excluded.
-- Ten steps in a row are a *window*, and the time is the 10th percentile of all windows. Other work of a host can only
-  lengthen a step. On a shared H100 host, the median of the same program varied by 40% between processes, the fastest
-  windows by 6%. The interval reaches from the fastest window to the median, so it shows the effect of other work.
+- Ten steps in a row are a *window*. The reported time is the 10th percentile of the windows' mean step times. Other
+  work of a host can only lengthen a step. On a shared H100 host, the median of the same program varied by 40% between
+  processes, the fastest windows by 6%. The interval reaches from the fastest window to the median, so it shows the
+  effect of other work.
 """
 
 from __future__ import annotations

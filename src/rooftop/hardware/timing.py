@@ -32,7 +32,7 @@ MOST_SAMPLES = 200
 SLOW_SAMPLES = 2
 SURE_ROUNDS = 3
 BY_CHANCE = 0.02
-AHEAD_S, MOST_AHEAD = 5e-3, 64  # how far the host may run ahead of the device while it warms up
+AHEAD_S, MOST_AHEAD = 5e-3, 64  # how far the host may run ahead in the warm-up: seconds, calls
 LEAST_SAMPLE_S = 1e-3  # a CUDA event has a resolution of about 0.5 us: 0.05% of a sample
 
 
@@ -83,7 +83,7 @@ def compare(
     warm_up_seconds: float = WARM_UP_S,
     graph: bool = False,
 ) -> dict[str, Timing]:
-    """Time several callables in turns. `seconds` and the other arguments apply to each callable (see `measure`).
+    """Time several callables, interleaved. `seconds` and the other arguments apply to each callable (see `measure`).
 
     Rounds use the orders of `balanced_orders`, because the previous call determines the clocks at which a GPU begins.
     """
@@ -203,7 +203,7 @@ def timing_of(samples: Sequence[float]) -> Timing:
 
 
 def is_sure(gains: Sequence[float]) -> bool:
-    """Whether the gains of several rounds, as shares of a time, are more than noise.
+    """Whether the measured gains of several rounds, each a fraction of a time, are more than noise.
 
     There must be at least `SURE_ROUNDS` gains. Few gains may be 0 or less (see `_most_losses`), and the median must
     exceed half the distance between the quartiles.
@@ -216,8 +216,9 @@ def is_sure(gains: Sequence[float]) -> bool:
 
 
 def _most_losses(rounds: int) -> int:
-    """The largest number of losses with which a gain is sure: one round in six. In many rounds it is the largest number
-    for which equally fast variants would have so few losses with a probability below `BY_CHANCE`.
+    """The largest number of losses (rounds without a gain) with which a gain is sure: one round in six. In many rounds
+    it is larger: the largest number that equally fast variants would stay at or below only with a probability under
+    `BY_CHANCE`.
     """
     ways, most = 0, -1
     while (ways := ways + math.comb(rounds, most + 1)) < BY_CHANCE * 2**rounds:

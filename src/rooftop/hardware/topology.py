@@ -138,7 +138,7 @@ def peers(
 def _path(
     nvml: Nvml, index: int, other: int, uuids: Sequence[str | None], links: Sequence[tuple[NvLink, ...] | None]
 ) -> tuple[str | None, int]:
-    """Find (path, NVLink links that serve the path)."""
+    """Find the path, and the number of NVLink links that serve it."""
     here, there = links[index] or (), links[other] or ()
     address = _address(nvml.gpu(uuids[other], lambda m, h: m.nvmlDeviceGetPciInfo(h).busId))
     direct = sum(link.remote == "gpu" and link.remote_pci == address for link in here) if address else 0

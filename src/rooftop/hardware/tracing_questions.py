@@ -1,4 +1,6 @@
-"""Answer a program that asks whether it is being traced (compiled or captured), and may then run other operators."""
+"""Answer a program that asks whether it is being traced (compiled or captured). Its choice of operators may depend on
+the answer.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def answered(
     the original.
 
     Args:
-        questions: the functions: module and name.
+        questions: the functions to replace, each by its module and name.
         told_the_truth: packages that always get the true answer.
     """
     is_over = False

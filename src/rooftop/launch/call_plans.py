@@ -17,8 +17,8 @@ from rooftop.launch.known_calls import Memory, Step, Zeros
 from rooftop.launch.lessons import ANY, Called, Lesson, Part, Varied
 from rooftop.launch.row_counts import Code, codes_of, value_of
 
-ALLOCATED = -1  # the plan allocates the memory
-NOT_ALLOCATED = -2  # an operator of PyTorch allocates the memory, or nothing uses the memory
+ALLOCATED = -1  # in place of a number of counters: the plan allocates the memory
+NOT_ALLOCATED = -2  # likewise: an operator of PyTorch allocates the memory, or nothing uses it
 
 
 class Unplanned(Exception):
@@ -104,7 +104,7 @@ class Places:
         return source in self.lesson.shapes or (self.lesson.varies and source in self.lesson.fresh)
 
     def of(self, tensor: Tensor) -> int | None:
-        """The index in `memory` of the allocation whose memory `tensor` is; None if there is no such allocation."""
+        """The index in `memory` of the allocation that `tensor` uses; None if there is no such allocation."""
         source, count = self.lesson.source(tensor), len(self.lesson.given)
         if source is None or source < count:
             return None
@@ -146,7 +146,7 @@ class Places:
         if self.lesson.varies:
             whole = self.lesson.given[source]
             if offset or (gradient.shape, gradient.stride()) != (whole.shape, whole.stride()):
-                raise Unplanned("a gradient is a view of a given tensor, whose sizes vary")
+                raise Unplanned("a gradient is a view of a given tensor whose sizes vary")
             if source in self.lesson.shapes:
                 return Result(source, ANY, ANY)
         return Result(source, tuple(gradient.shape), gradient.stride(), offset)

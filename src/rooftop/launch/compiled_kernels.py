@@ -90,8 +90,9 @@ def start(
 
 
 def facts_of(args: Sequence[Any], index: int) -> tuple[list[Any], list[Any]] | None:
-    """Return (properties on which Triton specializes, addresses and numbers for Triton's launcher). Return None for
-    arguments that Triton has to inspect: tensors on a device other than `index`, tensor descriptors, and unknown types.
+    """Return a pair: the properties on which Triton specializes, and the addresses and numbers for Triton's launcher.
+    Return None for arguments that Triton has to inspect: tensors on a device other than `index`, tensor descriptors,
+    and unknown types.
 
     Args:
         args: positional arguments of a launch.

@@ -31,7 +31,7 @@ _lock = Lock()
 
 
 def counters(device: torch.device, count: int) -> Tensor | None:
-    """Return `count` zeros (int32) for one launch on the device's current stream; the launch must leave them zero.
+    """Return `count` zeros (int32) for one launch on the device's current stream; the launch must leave zeros in them.
 
     Return None if `count` exceeds a stream's supply. During a capture, also return None if nothing was launched on the
     device before, or if captured launches have used up the device's supply.

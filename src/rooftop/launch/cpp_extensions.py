@@ -109,7 +109,7 @@ class Extension:
         return self.path.with_name(f"{self.path.name}.failed")
 
     def state(self) -> tuple[bool, str]:
-        """Return (whether the module can be used now or after compilation, the reason in one line)."""
+        """Return whether the module can be used (now or after its compilation), and the reason as one line of text."""
         if asked() == "0":
             return False, "left out by ROOFTOP_COMPILED_CALLS=0"
         if self.path.exists():

@@ -124,7 +124,7 @@ class Kernel:
 
     Attributes:
         binary: machine code and its properties: registers, shared memory, the compiler's log.
-        name, arch: the compiled name and architecture.
+        name, arch: the kernel's name, and the architecture for which it is compiled.
         max_threads_per_block: the maximum due to the kernel's registers; `__launch_bounds__` may set a lower maximum.
     """
 
@@ -231,7 +231,7 @@ class Kernel:
         if unit is not None and static + dynamic > unit.max_shared_bytes_per_block:
             raise ValueError(
                 f"kernel {self.name}: a block needs {static:,} + {dynamic:,} bytes of shared memory (static + "
-                f"dynamic), {self.arch} has {unit.max_shared_bytes_per_block:,} per block"
+                f"dynamic), but {self.arch} has {unit.max_shared_bytes_per_block:,} per block"
             )
 
     def _check_cluster(self, grid: tuple[int, int, int], cluster: tuple[int, int, int]) -> None:

@@ -43,8 +43,8 @@ ON_CPU = triton_launch.INTERPRETED
 """Whether kernels are launched for tensors on the CPU."""
 _VALUES = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
 _LISTS = frozenset((bool, int))
-_SEEN = "seen once"  # marks facts (shapes and so on) of a single call, which was not observed
-_OTHER = "other"  # marks a call that does more than allocate, make views and launch
+_SEEN = "seen once"  # for facts (shapes and so on) of one earlier call, which was not observed
+_OTHER = "other"  # for a call that does more than allocate, make views and launch
 _forgets: list[Callable[[], None]] = []
 
 

@@ -48,7 +48,8 @@ class Fresh(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor argument of a `Called`, described as a view of a source: a tensor or an allocation of the call.
+    """A tensor argument of a `Called`, described as a view of a source. A source is a tensor or an allocation of the
+    call.
 
     Attributes:
         source: index into the list of the call's tensors followed by its allocations.

@@ -66,7 +66,7 @@ def wait(seconds: float) -> bool:
 
 
 def state() -> tuple[bool, str]:
-    """Return (whether repeated calls run without Python, now or later; the reason), for `rooftop doctor`."""
+    """Return whether repeated calls run without Python, now or later, and the reason, for `rooftop doctor`."""
     return _extension.state()
 
 
@@ -118,13 +118,13 @@ os.register_at_fork(after_in_child=_forked)
 
 
 HOPELESS = 1 << 62
-"""The count that marks calls which are never observed again, because they cannot be planned."""
+"""The count, in `is_due`, of calls that are never observed again, because they cannot be planned."""
 
 
 def is_due(seen: Counter[bytes], facts: bytes, at: int, varies: bool = False) -> bool:
     """Whether to observe this call. Only one of the calls with the same facts (shapes, dtypes and so on) is observed,
-    because either they all have the same plan, or none of them has a plan. If sizes vary, a call is also observed if no
-    plan is valid for its sizes.
+    because all of them have the same plan, or none has a plan. If sizes vary, a call is also observed if no plan is
+    valid for its sizes.
     """
     if len(seen) >= known_calls.MOST_KNOWN:
         seen.clear()
@@ -156,7 +156,7 @@ def teaching(
 
 
 def given_of(values: Sequence[Any], varying: Sequence[int]) -> tuple[list[Tensor | int], list[int]]:
-    """Return (tensors of a call and numbers of the call that vary, which size of each of them varies)."""
+    """Return the call's tensors and varying numbers, and for each of them which size varies."""
     if not varying:
         return list(tensors_in(values)), []
     given: list[Tensor | int] = []

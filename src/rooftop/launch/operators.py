@@ -70,8 +70,8 @@ class Signature(Protocol[Result_co]):
     Methods:
         run(): computes the results. The results share memory neither with the arguments nor with each other. `run`
             changes only the arguments in `mutates` of `declare`. `run` returns None if the operator has no result.
-        fake(): returns results with the shapes, strides and dtypes of those of `run`, but without values, as in
-            `torch.library.register_fake`.
+        fake(): returns results with the same shapes, strides and dtypes as the results of `run`, but without values, as
+            in `torch.library.register_fake`.
         cost(made): the minimum cost of a call that returned the results `made`.
         in_pytorch(): computes the results by PyTorch's own operators, on any device. `torch.onnx.export` and
             `ExportedProgram.run_decompositions` use this method as the operator's decomposition.

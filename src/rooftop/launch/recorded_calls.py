@@ -14,9 +14,7 @@ from rooftop.launch.lessons import ANY, FIRST, NONE, Lesson, Record
 from rooftop.launch.row_counts import Count
 
 BACKWARD_LESSON_AT = 1
-"""The number of the backward call that is observed, among the calls with the same facts (shapes, dtypes and so on): the
-first.
-"""
+"""Which of the backward calls with the same facts (shapes, dtypes and so on) is observed: the first."""
 
 
 class Backward:

@@ -382,8 +382,8 @@ struct Plan {
   char kind = 't';           // 't': a tensor, '(': a tuple, '[': a list
   at::Device device = at::kCPU;
   std::shared_ptr<Recording> recording;
-  bool varies = false;                // whether the plan holds for other sizes, too,
-  std::vector<Condition> conditions;  // under these conditions
+  bool varies = false;                // whether the plan also holds for other sizes
+  std::vector<Condition> conditions;  // conditions on the sizes for which the plan holds
 };
 using Known = std::unordered_map<Facts, std::vector<std::shared_ptr<Plan>>>;
 
@@ -580,9 +580,9 @@ struct Recording {
   std::vector<int> edges;                        // tensors of the call, in the order of the operator's tensor arguments
   std::vector<std::vector<int64_t>> edge_sizes;  // sizes of these tensors
   std::vector<std::vector<int64_t>> slope_sizes; // sizes of the operator's results with gradients, in order
-  std::vector<int> slopes;                       // for each result of the call with a gradient, its index among these
+  std::vector<int> slopes;                       // for each result of the call that has a gradient, its index in `slope_sizes`
   std::vector<int> watched;                      // the results with gradients, as indices of `Plan::results`
-  std::vector<int> varying_kept, varying_slopes; // which size of each one varies; empty: none
+  std::vector<int> varying_kept, varying_slopes; // which size of each kept tensor and each slope varies; empty: none
   bool zeros;                                    // whether an undefined gradient counts as zeros
   py::object backward;  // (facts, kept, weak, wanted, slopes) to gradients of the operator's tensors; may add plans
   Known known;          // plans of backward, with a result for each edge

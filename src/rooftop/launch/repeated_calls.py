@@ -33,8 +33,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 LESSON_AT = 3
-"""The number of the call that is observed, among the calls with the same facts (shapes, dtypes and so on). At the third
-call, the operator's launches are already compiled.
+"""Which of the calls with the same facts (shapes, dtypes and so on) is observed: the third, because the operator's
+launches are compiled by then.
 """
 _functions: list[_Function] = []
 _seen: dict[str, Counter[bytes]] = {}  # function name -> facts (shapes and so on) -> number of Python calls

@@ -1,10 +1,10 @@
 """Cost of the attention kernels that libraries and nested tensors call directly, not through
 `scaled_dot_product_attention`. Here the dimension of the heads comes after the dimension of the positions.
 
-Queries are (B, S, H, D). With `cum_seq` queries are (1, T, H, D) or (T, H, D): sequences of different lengths end to
-end. The lengths are values of a tensor, but a cost depends only on shapes. Sequences that attend to themselves have at
-least as many pairs as B equal sequences of T / B positions, since the sum of squares is least for equal lengths. So the
-formulas count the pairs of B equal sequences.
+Queries are (B, S, H, D). With `cum_seq` queries are (1, T, H, D) or (T, H, D): sequences of different lengths, packed
+end to end. The lengths are values of a tensor, but a cost depends only on shapes. Sequences that attend to themselves
+have at least as many pairs as B equal sequences of T / B positions, since the sum of squares is least for equal
+lengths. So the formulas count the pairs of B equal sequences.
 """
 
 from __future__ import annotations

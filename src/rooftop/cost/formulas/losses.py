@@ -74,8 +74,8 @@ cost_of(*aten("nll_loss_backward nll_loss2d_backward"))(streaming(1, per="target
 
 
 CTC_STATE = 9
-"""Flops of a state of the CTC recursion: log(exp(a) + exp(b) + exp(c)) + log-probability: maximum 2, three differences
-with their exponentials counted as one, 2 additions, logarithm and the last addition 2."""
+"""Flops of a state of the CTC recursion, log(exp(a) + exp(b) + exp(c)) + log-probability: the maximum (2), three
+differences (3, which include their exponentials), two additions (2), the logarithm and the last addition (2)."""
 
 
 @cost_of("aten::_ctc_loss")

@@ -6,7 +6,7 @@ The few operations on each row's statistics are not counted. A backward pass rec
 flops. The gradient of the weight takes 2 more flops (multiply, add), the gradient of the bias 1. The gradient of the
 input, with g = gradient · weight, takes
 
-    dx = (g - mean(g) - x̂ mean(g x̂)) / σ        8 with a weight: 1 + 1 + 2 + 4
+    dx = (g - mean(g) - x̂ mean(g x̂)) / σ        8 flops with a weight: 1 + 1 + 2 + 4
 """
 
 from __future__ import annotations

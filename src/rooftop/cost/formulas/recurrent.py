@@ -16,7 +16,7 @@ from rooftop.cost.registry import cost_of
 
 
 def _additions(call: Call) -> int:
-    """Number of additions in one gate, which sums the products of input and hidden state, and two biases."""
+    """Number of additions in one gate: one adds the products of input and hidden state, two add the biases (if any)."""
     return 1 + 2 * (call["input_bias"] is not None)
 
 

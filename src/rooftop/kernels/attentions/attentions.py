@@ -474,7 +474,7 @@ def attention(
     Args:
         query: (B, H, S_q, D), bfloat16, float16, float32 or float64, any strides.
         key, value: (B, H, S_k, D) and (B, H, S_k, D_v). With `enable_gqa`, keys and values may have fewer heads than
-        queries; the number of heads of keys must divide H.
+            queries; the number of heads of keys must divide H.
         attn_mask: broadcastable to (B, H, S_q, S_k). A numeric mask is added to the scores; in a boolean mask, False
             excludes a key. A mask cannot be combined with `is_causal`.
         is_causal: query i attends to the keys 0 to i.

@@ -2,9 +2,9 @@
 the merged results.
 
 Forward returns a part's result and log-sum-exp, which `merge_attention_states` merges. Backward reads the merged
-results: with L over all keys, exp(S - L) are the probabilities of the whole row, and rowsum(dO O) is the sum over the
-whole row. So backward does not need the results of single parts. Liu et al. 2023, "Ring Attention with Blockwise
-Transformers" (arXiv:2310.01889).
+results, because with L over all keys, exp(S - L) are the probabilities of the whole row, and rowsum(dO O) is the sum
+over the whole row. So backward does not need the results of single parts. Liu et al. 2023, "Ring Attention with
+Blockwise Transformers" (arXiv:2310.01889).
 """
 
 from __future__ import annotations

@@ -229,8 +229,8 @@ def rope(
         x: (B, H, S, D), bfloat16, float16, float32 or float64; any strides (the transposed view of (B, S, H, D) is read
             and written without a copy). (H, S, D) and (S, D) are accepted as well.
         cos, sin: (T, R / 2), or (B, T, R / 2) for one table per sequence: T positions, and R <= D rotated features.
-        Features that are not rotated are copied. The tables have half or single precision; if x is float64, the tables
-        may have any precision. The tables get no gradient.
+            Features that are not rotated are copied. The tables have half or single precision; if x is float64, the
+            tables may have any precision. The tables get no gradient.
         interleaved: whether pairs are neighbours (2 i, 2 i + 1) instead of (i, i + R / 2).
         offset: position of x's first row in the tables: an int for all sequences, or a tensor of (B,) integers.
         inplace: write the result to x. Not allowed if autograd tracks x.

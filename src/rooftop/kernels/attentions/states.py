@@ -247,7 +247,7 @@ def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: T
     Args:
         out_a, out_b: (B, H, S, D), bfloat16, float16, float32 or float64, any strides.
         lse_a, lse_b: (B, H, S), the log-sum-exp of each row's scores; float32, or float64 with float64 outputs. -inf
-        means that the row attends to no keys of this part: the merge ignores that row of the part's output.
+            means that the row attends to no keys of this part: the merge ignores that row of the part's output.
 
     Returns:
         (out, lse). The output has the wider dtype of out_a and out_b, so that an output accumulated in float32 stays

@@ -146,8 +146,8 @@ def _on_map(padded: Tensor, like: Tensor) -> Tensor:
 
 
 def _shift_mask(x: Tensor, window: Sequence[int], shift: Sequence[int]) -> Tensor | None:
-    """The mask (windows, 1, N, N): MASKED for pairs of positions of which only one was shifted in from the opposite end
-    of the map, 0 for all other pairs. None if there is no shift.
+    """The mask (windows, 1, N, N). A pair of positions gets MASKED if only one of both was shifted in from the opposite
+    end of the map, and 0 otherwise. None if there is no shift.
     """
     if not any(shift):
         return None
@@ -405,8 +405,8 @@ _window_attention_backward = declare(
 
 
 def _flops(x: Tensor, sizes: Sizes, products: int, of_pair: int, of_element: int) -> dict[str, int]:
-    """Flops of `products` matrix products, of `of_pair` operations for each pair of positions (one more if the map is
-    shifted, for the mask), and of `of_element` operations for each element of the queries.
+    """Flops of `products` matrix products, of `of_pair` operations for each pair of positions, and of `of_element`
+    operations for each element of the queries. If the map is shifted, the mask adds one operation for each pair.
     """
     window, heads = sizes.window, sizes.heads
     down, across = _windows(x, window)

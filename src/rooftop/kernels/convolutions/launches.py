@@ -186,7 +186,7 @@ def finish(
 
 @dataclass(frozen=True)
 class Boxes:
-    """An image in the five dimensions that tensor descriptors need: (N, H / SH, SH, W / SW, SW C), with any strides.
+    """An image in the five dimensions that tensor descriptors need: (N, H / SH, SH, W / SW, SW * C), with any strides.
 
     Attributes:
         base: the tensor that owns the memory.

@@ -32,9 +32,8 @@ class ConvTile:
             "gathered": programs load by pointers. "depthwise": programs load by pointers and compute no matrix
             product; each channel is a group.
         rows, columns, depth: pixels of a tile of the result, channels of that tile, and channels of a tap per step;
-        powers of 2.
-            For "depthwise", `rows` counts lines of the result, and `depth` is the number of neighbouring pixels
-            computed in each line, which need not be a power of 2.
+            powers of 2. For "depthwise", `rows` counts lines of the result, and `depth` is the number of neighbouring
+            pixels computed in each line, which need not be a power of 2.
         warps, stages: warps of a program, and stages of its pipeline of loads to shared memory.
         group: height of a band of tiles, in tiles. Programs compute tiles band by band, so that the operands of a band
             stay in the L2 cache.
@@ -206,9 +205,9 @@ NEAR = 2.0  # maximum `_distance` at which the entry of a measured shape is used
 MANY = SQUARE_IN_TWO
 MANY_ADDED = SQUARE_IN_FOUR  # with a residual, which also occupies shared memory
 FEW = ConvTile("single", 64, 64, 64, 4, 4, early=True)
-# Numbers of channels per group for which cuDNN's fused call takes about as long as its convolution alone. For numbers
-# that are not in this list, the fused call takes up to 21 times as long as the convolution and a separate pass for the
-# operations after it (benchmarks/results/h200/tune_grouped_convs.json).
+# Numbers of channels per group for which cuDNN's fused call takes about as long as its convolution alone. For other
+# numbers, the fused call takes up to 21 times as long as the convolution followed by a separate pass
+# (benchmarks/results/h200/tune_grouped_convs.json).
 GROUPS_OF_CUDNN = (4, 8, 16, 32, 64, 128)
 LEAST_OF_GROUP = 16  # minimum size of an operand of a tensor-core instruction
 # For numbers of channels per group that are not in GROUPS_OF_CUDNN (also in tune_grouped_convs.json), the kernel takes
@@ -220,7 +219,7 @@ FEW_TILES = 8  # up to this many tiles per SM count as few; only batches of 1 an
 # Depthwise convolutions (tune_depthwise.json). The kernel takes 0.53 to 0.85 times as long as cuDNN with a separate
 # pass at batch 128, and 0.59 to 0.68 times as long at batch 1. A program computes a run of pixels in each of several
 # adjacent lines.
-RUNS_OF_CHANNELS = 512  # in a program
+RUNS_OF_CHANNELS = 512  # runs of pixels in a program; each run belongs to one channel
 MOST_COLUMNS_OF_RUNS = 64
 LONG_RUN, SHORT_RUN = 7, 4  # the lines of image networks are multiples of 7 pixels
 LONGEST_WINDOW = 7  # the kernel is unrolled over a line of the window
@@ -404,7 +403,9 @@ GROUP_BYTES = 16  # strides and addresses of tensor descriptors must be multiple
 
 
 def packing(geometry: Geometry, element_bytes: int) -> tuple[int, int, int]:
-    """Return (channels of a pixel, channels of a tap, number of taps) after an image of few channels was packed."""
+    """Return the channels of a pixel, the channels of a tap, and the number of taps, after an image of few channels was
+    packed.
+    """
     group = GROUP_BYTES // element_bytes
     if geometry.dilation[1] > 1 and geometry.kernel[1] > 1:
         # The taps of a line are not contiguous, so each tap is read separately, and each pixel is padded to whole

@@ -10,8 +10,8 @@ from rooftop.kernels.elementwise.expressions import OPERATIONS, Expression, argu
 def derivatives(
     outputs: Sequence[Expression], gradients: Sequence[Expression], wanted: Sequence[int]
 ) -> tuple[list[Expression | None], list[bool]]:
-    """Return (the gradients of sum(outputs * gradients) with respect to the arguments `wanted`, whether each gradient
-    is 0 everywhere). A gradient is None if it is 0, or if the argument has no gradient.
+    """Return the gradients of sum(outputs * gradients) with respect to the arguments `wanted`, and whether each
+    gradient is 0 everywhere. A gradient is None if it is 0, or if the argument has no gradient.
 
     The gradients have the shape of the outputs: the caller must sum the gradient of a broadcast argument. The function
     traverses the tree from the outputs, and visits only nodes that depend on the wanted arguments.

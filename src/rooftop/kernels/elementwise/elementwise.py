@@ -211,8 +211,8 @@ def _needs(
     likes: tuple[tuple[torch.Size, torch.device, torch.dtype, bool], ...],
     results: tuple[torch.dtype, ...],
 ) -> tuple[tuple[bool, ...], tuple[Like, ...], dict[int, torch.Size]]:
-    """Return (whether backward needs each tensor, the arguments that get a gradient, the shapes of summed outputs
-    before the sum). `likes`: each tensor's shape, device, dtype, and whether it requires a gradient.
+    """Return whether backward needs each tensor, the arguments that get a gradient, and the shapes of summed outputs
+    before the sum. `likes`: each tensor's shape, device, dtype, and whether it requires a gradient.
     """
     program = program_of(text)
     places = program.places("t")
@@ -295,8 +295,8 @@ class FusedProgram(NamedTuple):
         return [sums.get(i) for i in program_of(rest.program).places("t")], None if rest.numbers else []
 
     def cost(self, made: list[Tensor]) -> Cost:
-        """Each operation counts once per element of its operands' broadcast shape. A value counts at its own shape,
-        even if it is broadcast later. A sum costs one addition per element.
+        """Each operation counts once per element of its operands' broadcast shape. A value that is broadcast only by a
+        later operation counts at its own shape. A sum costs one addition per element.
         """
         plan, arguments = planned(*self)
         flops: Counter[str] = Counter()

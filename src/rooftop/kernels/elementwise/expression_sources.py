@@ -53,7 +53,7 @@ class Layout:
         accesses: one `Access` for each argument (over the merged dimensions); None for a number or an unused argument.
         wide: whether offsets exceed 2^31.
         sums: for each output, the axis over which a program sums: "rows", "columns", or "" for no sum. A program that
-            sums over rows loops over tiles below each other.
+            sums over rows loops over the tiles of its columns.
         stored: layout of a result in the caller's memory (`stores.py`).
         lines: for a kernel of `stores.py`, whether each program computes elements of one row instead of a tile.
     """
@@ -219,7 +219,7 @@ def _tiles(
 
 
 def index_lines(dims: int, needed: Sequence[int]) -> list[str]:
-    """Lines that compute a row's index in each of the outer dimensions `dims`."""
+    """Lines that compute the indices of a row in the outer dimensions `needed`, of `dims` outer dimensions."""
     divided = {d: "".join(f" // size{later}" for later in range(dims - 1, d, -1)) for d in needed}
     return [f"index{d} = row{by}" + (f" % size{d}" if d else "") for d, by in divided.items()]
 

@@ -64,7 +64,7 @@ def summand(node: Expression, types: Types) -> Expression:
 
 OF_LIMITS = ("maximum", "minimum", "clamp_min", "clamp_max", "where")
 """Operations that return one of their operands. In these operations a number outside the range of an integer dtype
-would silently become another number, so such a number raises an error. In sums it wraps around.
+would silently become another number, so such a number raises an error. In sums, such a number wraps around.
 """
 
 

@@ -29,7 +29,7 @@ def swiglu_forward(
 @triton.jit
 def swiglu_backward(
     dy, gate, up, dgate, dup,  # (M, N) each
-    rows, columns, dy_stride, gate_stride, up_stride, gradient_stride,  # the common stride of dgate and dup
+    rows, columns, dy_stride, gate_stride, up_stride, gradient_stride,  # gradient_stride: of dgate and of dup
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute both gradients of one tile, and recompute the sigmoid for them."""

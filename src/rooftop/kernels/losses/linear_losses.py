@@ -1,10 +1,10 @@
 """Cross entropy of a linear layer (hidden states and a weight), without storing all logits.
 
-The forward pass computes the logits of a chunk of rows at a time, turns them into their gradient in place, and
-immediately multiplies this gradient by weight and hidden (as in Hsu et al. 2024, "Liger Kernel"). Backward only scales
-the gradients. The three matrix products of the forward pass take most of the time. `losses.py` defines the loss of a
-row. Results are deterministic: the results of the chunks are added in order, and the size of a chunk depends only on
-the shapes.
+The forward pass computes the logits of one chunk of rows at a time. It turns the logits into their gradient in place,
+and immediately multiplies this gradient by weight and hidden (as in Hsu et al. 2024, "Liger Kernel"). Backward only
+scales the gradients. The three matrix products of the forward pass take most of the time. `losses.py` defines the loss
+of a row. Results are deterministic: the results of the chunks are added in order, and the size of a chunk depends only
+on the shapes.
 
 In float16 the gradient of the logits is not divided by the number of rows before the products, because the gradient
 would underflow before a loss scale can help. Backward divides by the number of rows while the gradient of the weight is

@@ -25,7 +25,7 @@ from rooftop.kernels.operands.triton_kernels.rows import fold_scores, is_inside,
 
 @triton.jit
 def cross_entropy_rows(
-    x, target, weight, weight_sum, inverse,  # shapes: (M, V), (M,) int64, (V,), () float32, () float32
+    x, target, weight, weight_sum, inverse,  # x (M, V); target (M,) int64; weight (V,); weight_sum, inverse () float32
     losses, statistics, dx,  # shapes: (M,) float32 or float64; (2, M) float32, maxima and sums of exponentials; (M, V)
     rows, units, x_stride, dx_stride, ignored, kept, spread, z_loss,
     HAS_WEIGHT: tl.constexpr, SMOOTH: tl.constexpr, Z: tl.constexpr, MEAN: tl.constexpr, GRADIENT: tl.constexpr,
@@ -305,7 +305,7 @@ def scale_unless_one(
         _scale_blocks(gradient, scale, result, elements, BLOCK)
 
 
-# ---- pieces ------------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share --------------------------------------------------------------------------
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def forward(
     """Compute (y (M, N), input of the activation) with cuBLAS or a kernel, as `plan` selects. The input of the
     activation is empty unless `keep`. Operands may have any strides.
 
-    rounded: round the input of the activation to y's dtype before the activation is applied.
+    `rounded`: round the input of the activation to y's dtype before the activation is applied.
     """
     rows, columns = x.shape[0], weight.shape[0]
     nothing = x.new_empty(0)

@@ -78,7 +78,7 @@ class LinearAct(NamedTuple):
     """A linear layer with its activation, for x (M, K) and weight (N, K): returns (y, input of the activation). The
     input of the activation is empty unless `keep_`.
 
-    rounded: round the input of the activation to the result's dtype before the activation is applied.
+    `rounded`: round the input of the activation to the result's dtype before the activation is applied.
     """
 
     x: Tensor
@@ -145,7 +145,7 @@ class LinearAct(NamedTuple):
 
 class LinearActBackward(NamedTuple):
     """Compute (dz, dbias): dz = dy * activation', and dbias is the column sums of dz. dz is empty if it equals dy;
-    dbias is empty if it is not needed. saved: the activation's result if `of_output`, else the activation's input.
+    dbias is empty if it is not needed. `saved`: the activation's result if `of_output`, else the activation's input.
     """
 
     dy: Tensor
@@ -316,7 +316,7 @@ def _linear_act_of(
     """Compute (y (..., N), the activation's input (M, N) or (..., N)). The second result may be an empty tensor, unless
     backward needs the activation's input or `again` is set.
 
-    again: whether the caller needs the activation's input, to recompute y from that input later.
+    `again`: whether the caller needs the activation's input, to recompute y from that input later.
     """
     if _is_plain(input, weight, bias, activation, residual):
         return linear_act_reference(input, weight, bias, activation, residual)
@@ -353,8 +353,9 @@ MOST_KNOWN = 4096
 
 
 def _is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `torch.nn.functional.linear` computes the whole call with less work for the host: the plan is cuBLAS,
-    rows are aligned, and no bias needs a gradient, which a kernel sums faster. The function never raises an error.
+    """Whether `torch.nn.functional.linear` computes the whole call with less work for the host. That is so if the plan
+    is cuBLAS, rows are aligned, and no bias needs a gradient. (A kernel sums the gradient of a bias faster.) The
+    function never raises an error.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if INTERPRETED or not all(isinstance(t, Tensor) and t.is_cuda and t.layout == torch.strided for t in tensors):

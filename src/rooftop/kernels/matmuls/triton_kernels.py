@@ -5,8 +5,8 @@ are ordered in bands that are GROUP tiles high, so that tiles in progress at the
 
 - `linear_act_descriptors` copies tiles with the tensor memory accelerator (TMA) of Hopper and later GPUs. Its programs
   are persistent: the first copies of a tile are in flight while the previous tile is stored. A tile is stored in PARTS
-  groups of columns. A group needs less shared memory for the store than a whole tile, which leaves more shared memory
-  for copies. With two programs on an SM, one program multiplies while the other stores. If both programs began at the
+  groups of columns. Storing a group needs less shared memory than storing a whole tile, so more is left for copies of
+  operands. With two programs on an SM, one program multiplies while the other stores. If both programs began at the
   same time, they would store at the same time and leave the tensor cores idle. So OUT_OF_STEP delays the second half of
   the programs.
 - `linear_act_single` also copies with TMA, one tile per program, for results with at most one tile per SM.
@@ -34,7 +34,7 @@ from rooftop.kernels.operands.triton_kernels.products import in_parts, plus_prod
 
 @triton.jit
 def linear_act_descriptors(
-    x, weight, y, z, residual,  # descriptors: (M, K) or (K, M), (N, K) or (K, N), (M, N), (M, N), (M, N)
+    x, weight, y, z, residual,  # descriptors: x (M, K) or (K, M); weight (N, K) or (K, N); y, z, residual (M, N)
     bias,  # (N,)
     rows, columns, depth, padded_rows, lag,  # padded_rows: rows of y for each part of K; lag: in clock cycles
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -105,7 +105,7 @@ def linear_act_single(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, HALF: tl.constexpr, MORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of COLUMNS + MORE columns; MORE is 0 or the COLUMNS // PARTS columns that are stored at a time.
+    """Compute one tile of COLUMNS + MORE columns; MORE is 0 or COLUMNS // PARTS, which are stored at a time.
     EARLY selects programmatic dependent launch: this kernel may start while the previous kernel still runs, and waits
     for the previous kernel's results.
     """
@@ -164,7 +164,7 @@ def linear_act_single(
 
 @triton.jit
 def linear_act_pointers(
-    x, weight, y, z, residual, bias,  # shapes: (M, K), (N, K), (M, N) or (SPLIT, M, N), (M, N), (M, N), (N,)
+    x, weight, y, z, residual, bias,  # x (M, K); weight (N, K); y ([SPLIT,] M, N); z, residual (M, N); bias (N,)
     rows, columns, depth, x_row, x_column, weight_row, weight_column, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KEEP: tl.constexpr, ROUNDED: tl.constexpr,
@@ -216,7 +216,7 @@ def linear_act_pointers(
 
 @triton.jit
 def linear_act_finish(
-    sums, bias, residual, y, z,  # shapes: (SPLIT, padded rows, N), (N,), (M, N), (M, N), (M, N)
+    sums, bias, residual, y, z,  # sums (SPLIT, padded rows, N); bias (N,); residual, y, z (M, N)
     rows, units, padded_rows, sums_row, y_row, residual_row,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KEEP: tl.constexpr, ROUNDED: tl.constexpr,
@@ -249,7 +249,7 @@ def linear_act_finish(
 
 @triton.jit
 def linear_act_backward(
-    dy, saved, dz, partial,  # shapes: (M, N) strided, (M, N), (M, N), (chunks, N)
+    dy, saved, dz, partial,  # dy (M, N), strided; saved, dz (M, N); partial (chunks, N)
     rows, units, dy_row, rows_of_chunk,
     ACTIVATION: tl.constexpr, OF_OUTPUT: tl.constexpr, SUM: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr,
@@ -308,7 +308,7 @@ def add_column_sums(
     tl.store(total + column, tl.sum(sums, axis=0).to(total.dtype.element_ty), mask=column < columns)
 
 
-# ---- pieces ------------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share --------------------------------------------------------------------------
 
 
 @triton.jit

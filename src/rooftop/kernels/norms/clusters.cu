@@ -6,7 +6,7 @@
 // exchange two floats per row through distributed shared memory. Sums are always added in the same order.
 //
 // Rows may begin at odd addresses: the copies load the groups that enclose a row, so element i of a group has column =
-// 8 group + i - shift. All rows of a cluster have the same shift, because eight divides N or the number of clusters.
+// 8 * group + i - shift. All rows of a cluster have the same shift, because eight divides N or the number of clusters.
 // Only threads whose group overlaps a neighbouring row process single elements. pieces.cu and
 // operands/cluster_pieces.cu must precede this file.
 

@@ -145,7 +145,7 @@ def launch(staged: Staged, device: torch.device, *arguments: object) -> None:
 def layout(
     config: ClusterConfig, columns: int, element_bytes: int, parameter_bytes: int, limit: int
 ) -> tuple[int, int, int]:
-    """(groups of a row per block, groups per thread, stages that fit in `limit` bytes)."""
+    """The number of groups of a row per block, of groups per thread, and of stages that fit in `limit` bytes."""
     of_row = -(-(columns + (GROUP - 1 if columns % GROUP else 0)) // GROUP)
     share = -(-of_row // config.blocks)
     room = (limit + SYSTEM_BYTES) // config.blocks_per_sm - SYSTEM_BYTES - EXCHANGE_BYTES

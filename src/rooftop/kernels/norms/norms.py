@@ -152,9 +152,9 @@ class RmsNorm(NamedTuple):
 
 
 class NormBackward(NamedTuple):
-    """The gradients (dx, dweight, dbias) of a layer norm or an RMS norm. mask: whether weight and bias need a gradient;
-    a gradient that is not needed is empty. dtotal: a gradient of x from another use of x, which is added to dx. mean:
-    None for an RMS norm.
+    """The gradients (dx, dweight, dbias) of a layer norm or an RMS norm. `mask`: whether weight and bias need a
+    gradient; a gradient that is not needed is empty. `dtotal`: a gradient of x from another use of x, which is added to
+    dx. `mean`: None for an RMS norm.
     """
 
     dy: Tensor

@@ -3,10 +3,10 @@ over ranks.
 
 total = partial of rank 0 + partial of rank 1 + ... + input_bias + residual, y = norm(total). The kernel replaces an
 all-reduce followed by `add_layer_norm` or `add_rms_norm`. The kernel is for few rows, as in a decoding step, where
-latency matters more than bandwidth. Each rank writes its partial rows into the memory of all other ranks, in words of 4
-bytes of data and the number of the call. Then the rank waits until the other ranks' rows have arrived. The exchange of
-rows takes one trip over the link, without a fence or a barrier, as in NCCL's protocol "LL". All ranks add the rows in
-float32, in the order of the ranks, and round once, so the ranks' results are identical bit for bit.
+latency matters more than bandwidth. Each rank writes its partial rows into the memory of all other ranks, as words of
+4 bytes of data followed by the 4-byte number of the call. Then the rank waits until the other ranks' rows have arrived.
+The exchange of rows takes one trip over the link, without a fence or a barrier, as in NCCL's protocol "LL". All ranks
+add the rows in float32, in the order of the ranks, and round once, so the ranks' results are identical bit for bit.
 
 Source: Hu et al. 2025, "Demystifying NCCL" (arXiv:2507.04786), section 3.2, for words with flags.
 """
@@ -44,8 +44,8 @@ class Mailboxes:
     Attributes:
         addresses: (ranks + 1,), int64, on this rank's device: the address of each rank's mailbox, followed by the
             address of `stop`, all as this rank's GPU sees them.
-        state: (2,), int32, zeros at first: the number of calls so far, and the number of blocks of the current call
-            that have read the number of calls.
+        state: (2,), int32, zeros at first: the number of calls so far, and how many blocks of the current call have
+            already read this number.
         stop: (1,), int32, in pinned memory of the host. If this value is not 0, kernels no longer wait for other ranks,
             and the kernels' results are undefined.
         rank: index of this rank.
@@ -99,7 +99,7 @@ def words_of(columns: int, dtype: torch.dtype) -> int:
 
 
 def kernel_of(columns: int, dtype: torch.dtype, parameters: torch.dtype, ranks: int, rms: bool) -> tuple[str, int]:
-    """Return (the kernel's name, the number of threads of a block)."""
+    """Return the kernel's name and the number of threads of a block."""
     width = width_of(columns, dtype)
     packs = columns // width
     warps = next((each for each in RANK_SUM_WARPS if packs <= 32 * each), RANK_SUM_WARPS[-1])

@@ -21,7 +21,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Launch parameters of backward: those of `ForwardConfig`, programs per SM, and stages of the pipeline of tiles."""
+    """Launch parameters of backward: as in `ForwardConfig`; also programs per SM, and pipeline stages."""
 
     columns: int
     rows: int
@@ -63,8 +63,8 @@ FORWARD = (
     ForwardConfig(columns=32768, rows=1, block=8192, warps=16),
 )
 
-# Rows whose length is a multiple of two or four elements, and which begin at multiples of 4 or 8 bytes, are faster with
-# these entries (one warp per row and more warps on an SM) than with FORWARD.
+# Rows that begin at multiples of 4 or 8 bytes, and whose length is a multiple of two or four elements, are faster with
+# these entries than with FORWARD. These entries have one warp per row, and more warps on an SM.
 FORWARD_NARROW = (
     ForwardConfig(columns=512, rows=4, block=128, warps=2),
     ForwardConfig(columns=1024, rows=1, block=256, warps=1),
@@ -99,9 +99,9 @@ BACKWARD = (
 # than reading a row twice.
 FORWARD_HELD = ForwardConfig(columns=65536, rows=1, block=16384, warps=32)
 
-# For rows at odd addresses, which are loaded 16 bytes at a time. For rows of 381 to 1002, 2601 or 12287 elements,
-# forward is faster with loads of two bytes and one warp per row, because the masks of the first and the last group take
-# more instructions than the wide loads save.
+# For rows at odd addresses, which are loaded 16 bytes at a time. Rows of 381 to 1002, 2601 or 12287 elements are an
+# exception in forward: loads of two bytes and one warp per row are faster. For these rows, the masks of the first and
+# the last group take more instructions than the wide loads save.
 FORWARD_SHIFTED = (BackwardConfig(columns=256, rows=4, block=256, warps=4, programs_per_sm=8, stages=1),)
 BACKWARD_SHIFTED = (
     BackwardConfig(columns=512, rows=4, block=256, warps=4, programs_per_sm=4, stages=3),
@@ -116,8 +116,8 @@ BACKWARD_SHIFTED = (
 BACKWARD_PAIRS = (BackwardConfig(columns=512, rows=1, block=256, warps=1, programs_per_sm=12, stages=3, hold=True),)
 SHIFTED_FROM = 128  # minimum columns for loads with a shift; shorter rows need few loads even without a shift
 
-# In forward, longer rows than those of FORWARD have one program per row. With few persistent programs, the second pass
-# would find a row in L2. But few persistent programs were slower, because 132 programs have too few loads in flight.
+# In forward, rows too long for FORWARD have one program per row. With few persistent programs, the second pass would
+# find a row in L2. But few persistent programs were slower, because 132 programs have too few loads in flight.
 MANY = 64
 FORWARD_LONG = LongConfig(block=8192, warps=16, programs_per_sm=MANY, stages=3)
 FORWARD_LONG_ODD = LongConfig(block=1024, warps=8, programs_per_sm=MANY, stages=1, shifted=False)

@@ -57,7 +57,7 @@ def tile_config(table: Sequence[Config], row_bytes: int) -> Config | None:
 
 
 def long_tile(table: Sequence[LongConfig], row_bytes: int, element_bytes: int) -> tuple[int, WordConstants]:
-    """Return (programs per SM, constants of the kernels) for long rows whose elements have `element_bytes` bytes."""
+    """Return the number of programs per SM and the kernel constants, for long rows of elements of `element_bytes`."""
     config = next(config for config in table if row_bytes <= config.row_bytes)
     block = config.block_bytes // element_bytes
     constants: WordConstants = {"COLUMNS": block, "STAGES": config.stages, "AGAIN": config.again}

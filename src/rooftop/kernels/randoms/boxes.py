@@ -91,7 +91,7 @@ class Box:
         return seen[tuple(slice(first, first + count * pace, pace) for first, count, pace in ends)]
 
     def index_map(self) -> tuple[list[int], list[int], int]:
-        """(sizes, strides, offset) of the part within the flattened whole tensor, with as few dimensions as
+        """The sizes, strides and offset of the part within the flattened whole tensor, with as few dimensions as
         possible."""
         sizes: list[int] = []
         strides: list[int] = []

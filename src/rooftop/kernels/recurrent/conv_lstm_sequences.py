@@ -83,8 +83,8 @@ def recurrent_convolution(hidden: Tensor, kernel: Tensor, groups: int = 1) -> Te
 
 
 def _padded(hidden: Tensor, kernel: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Return (input, padding) of the convolution. An even kernel needs different padding before and after the image, so
-    in this case the function pads the input.
+    """Return the input and the padding of the convolution. An even kernel needs different padding before and after the
+    image, so in this case the function pads the input.
     """
     height, width = kernel.shape[2:]
     if height % 2 and width % 2:
@@ -359,7 +359,7 @@ _conv_lstm_sequence_backward = declare(
 
 
 def _sizes(gates: Tensor, hidden: Tensor | None) -> tuple[int, int]:
-    """(the number of positions in the maps of a step, the number of steps with a convolution)."""
+    """The number of positions in the maps of a step, and the number of steps with a convolution."""
     steps, batch, _, height, width = gates.shape
     return batch * height * width, steps - (hidden is None)
 

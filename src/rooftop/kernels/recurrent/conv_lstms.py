@@ -117,7 +117,7 @@ def step_into(
     """Compute hidden and next_cell in place; next_cell may be `cell`. If `scores` is given, also write gates + added +
     bias to `scores`.
 
-    All tensors have the same memory format, contiguous or channels last. bias: (4 F,).
+    All tensors have the same memory format, contiguous or channels last. `bias`: (4 F,).
     """
     if not by_reference(gates):
         kinds = _kinds(activation, recurrent_activation)

@@ -24,7 +24,7 @@ LINEAR = tl.constexpr(5)
 
 @triton.jit
 def conv_lstm_forward(
-    gates, added, bias, cell,  # shapes: (M, 4 K), (M, 4 K), (4 K / positions), (M, K)
+    gates, added, bias, cell,  # gates, added (M, 4 K); bias (4 K / positions); cell (M, K)
     hidden, next_cell, scores,  # shapes: (M, K), (M, K), (M, 4 K)
     rows, columns, positions,
     ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
@@ -57,7 +57,7 @@ def conv_lstm_forward(
 
 @triton.jit
 def conv_lstm_backward(
-    dhidden, more, dnext_cell, gates, added, cell,  # shapes: (M, K), (M, K), (M, K), (M, 4 K), (M, 4 K), (M, K)
+    dhidden, more, dnext_cell, gates, added, cell,  # dhidden, more, dnext_cell, cell (M, K); gates, added (M, 4 K)
     dgates, dcell,  # shapes: (M, 4 K), (M, K)
     rows, columns,
     ACTIVATION: tl.constexpr, RECURRENT: tl.constexpr, ADD: tl.constexpr, MORE: tl.constexpr, PRECISE: tl.constexpr,

@@ -241,7 +241,7 @@ def _combination(reduction: Constants, splits: int, results: int, count: float) 
 
 
 def _tile(view: View, kind: str, element_bytes: int) -> tuple[int, int, SplitConfig, Constants]:
-    """Return (kept elements of a tile, reduced elements of a tile, split, launch parameters) for the forward kernel."""
+    """Return the kept and the reduced elements of a tile, the split and launch parameters, for the forward kernel."""
     kept, reduced = (power_of_two(sizes[1]) for sizes in (view.kept, view.reduced))
     total = math.prod(view.reduced) * element_bytes
     config: RowConfig | ColumnConfig | AllConfig
@@ -303,7 +303,9 @@ def _spread(kind: str, view: View, element_bytes: int) -> KernelLaunch:
 
 
 def _shared_tile(view: View, element_bytes: int) -> tuple[int, int] | None:
-    """Return (kept, reduced) of a tile that contains all elements of its results; None if that tile is too large."""
+    """Return the kept and the reduced elements of a tile that contains all elements of its results; None if that tile
+    is too large.
+    """
     reduced = power_of_two(view.reduced[1])
     least = tables.SHARE_WIDTH_BYTES if view.along == 1 else element_bytes
     kept = min(power_of_two(view.kept[1]), max(least, tables.SHARE_BLOCK_BYTES // reduced) // element_bytes)
@@ -321,7 +323,7 @@ def _share(kind: str, view: View, kept: int, reduced: int) -> KernelLaunch:
 
 
 def _arguments(view: View, tile_kept: int, tile_reduced: int) -> tuple[int, int, tuple[int, ...], Constants]:
-    """(tiles of kept elements, blocks of reduced elements, arguments, constants) of a kernel."""
+    """The tiles of kept elements, blocks of reduced elements, arguments and constants of a kernel."""
     (far, kept), (far_stride, stride), (far_out, out) = view.kept, view.kept_strides, view.out_strides
     (far_reduced, reduced), (far_reduced_stride, reduced_stride) = view.reduced, view.reduced_strides
     tiles, blocks = far * -(-kept // tile_kept), far_reduced * -(-reduced // tile_reduced)

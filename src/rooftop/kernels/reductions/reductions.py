@@ -187,9 +187,10 @@ def sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.
         keepdim: keep reduced dimensions, with size 1.
         dtype: elements are cast to this dtype before they are added.
 
-    Returns: The sum in the input's dtype, or in int64 for booleans and integers. The sum of no elements is 0. Sums
-    accumulate in float32 (float64 for float64) and are deterministic. Under autocast on a GPU the result is float32, as
-    in PyTorch.
+    Returns:
+        The sum in the input's dtype, or in int64 for booleans and integers. The sum of no elements is 0. Sums
+        accumulate in float32 (float64 for float64) and are deterministic. Under autocast on a GPU the result is
+        float32, as in PyTorch.
 
     Raises:
         TypeError: the input is not a dense tensor, or a dtype is not supported.

@@ -99,9 +99,9 @@ ALL = (
     AllConfig(total_bytes=ANY_BYTES, block_bytes=16384, warps=8, split=SplitConfig(4, last_combines=True), stages=3),
 )
 GRADIENT_BLOCK_BYTES, GRADIENT_WARPS = 8192, 4  # for the gradient: bytes of a tile of x, and warps of a program
-SHARE_ELEMENTS = 1 << 15  # maximum elements of a tile of the kernel that counts ties and writes the gradient
-SHARE_WIDTH_BYTES = 128  # minimum bytes of a row of a tile of that kernel, if the kept dimension is contiguous
-SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # bytes of a tile of that kernel, and minimum number of warps
+SHARE_ELEMENTS = 1 << 15  # `share_gradient`: maximum elements per tile
+SHARE_WIDTH_BYTES = 128  # `share_gradient`: minimum bytes of a tile's row, if the kept dimension is contiguous
+SHARE_BLOCK_BYTES, SHARE_WARPS = 4096, 4  # `share_gradient`: bytes per tile, and minimum number of warps
 # Maximum number of elements per thread. Without this limit, a tile of small integers with the same number of bytes
 # would need too many registers.
 LANE_ELEMENTS = 32

@@ -1,6 +1,6 @@
 """Launch the kernels of sparse convolution, and prepare the row orders and pair lists that they need.
 
-In half precision, a convolution reads `2 C` bytes of features for each pair, and `2 C O` bytes of the weight for each
+In half precision, a convolution reads `2 * C` bytes of features for each pair, and `2 * C * O` bytes of weight for each
 tap of a tile of rows, all from L2. With taller tiles, the kernel reads the weight less often. Fewer reads are wasted if
 rows with similar neighbours share a tile, and if a table is stored in the order in which the kernel reads it.
 `docs/measurements/kernels-sites.md` has counts on one H200.
@@ -53,7 +53,7 @@ def weight_tile(
 ) -> tuple[WordConstants, int, int]:
     """Launch parameters of `sparse_conv_weight_gradient` if no tap has more than `length` pairs: (tile, number of
     parts, maximum number of pieces). If `listed`, the pairs of all taps together are divided into this number of parts;
-    otherwise the pairs of each tap are divided into this number of parts.
+    otherwise the pairs of each tap are. A piece is a range of the pairs of one tap, which one program sums.
     """
     table = tables.WEIGHT_SINGLE if features.dtype == torch.float32 else tables.WEIGHT_HALF
     find = _weight_tile.__wrapped__ if type(length) is Count else _weight_tile

@@ -72,7 +72,7 @@ def pooled_parts(features: Tensor, batch: Tensor, batch_size: int, average: bool
 
 
 def _tile(config: PoolConfig, rows: int, x: Tensor, taps: int) -> tuple[tuple[int], Constants]:
-    """Return (grid, constants) of a kernel whose tiles cover `rows` rows and all columns of x."""
+    """Return the grid and the constants of a kernel whose tiles cover `rows` rows and all columns of x."""
     channels = x.shape[1]
     columns = min(config.columns, power_of_two(channels))
     height = max(1, config.tile_bytes // x.element_size() // columns)

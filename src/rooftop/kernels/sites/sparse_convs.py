@@ -5,7 +5,7 @@ implicit matrix product (Tang et al. 2023, "TorchSparse++"): the kernel gathers 
 stores no gathered matrix. The rulebook, `neighbours`, contains the site at each tap. The convolution is bound by memory
 for few channels, and by the tensor cores above about 128 channels.
 
-On a surface a site has about 9 of 27 possible neighbours, and the slope of the surface determines which of them. A tile
+On a surface a site has about 9 of 27 possible neighbours, and the slope of the surface determines which ones. A tile
 of results multiplies only the taps that at least one of its rows has. So rows are sorted by their taps
 (`rows_by_mask`): similar rows share tiles, and tiles skip more taps.
 
@@ -153,7 +153,7 @@ def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int, name: str
 
 
 class SparseConv(NamedTuple):
-    """The convolution (M, O). weight: (O, *kernel, C). Only the gradients read `reverse` and `reverse_order`."""
+    """The convolution (M, O). `weight`: (O, *kernel, C). Only the gradients read `reverse` and `reverse_order`."""
 
     features: Tensor
     weight: Tensor
@@ -312,7 +312,7 @@ def _table_of(neighbours: Tensor | None, order: Tensor | None, weight: Tensor) -
 
 def _product_flops(call: SparseConv | SparseConvBackward, operand: Tensor, products: int) -> dict[str, int]:
     """Flops of `products` products for each pair. If the caller does not pass the number of pairs, the function assumes
-    one pair for each output site, the minimum, so that the roof time is never overestimated. Counting the pairs would
+    the minimum: one pair for each output site. So the roof time is never overestimated. Counting the pairs would
     synchronize with the GPU.
     """
     out_channels, *_, channels = call.weight.shape
@@ -356,13 +356,13 @@ def sparse_conv(
             gradient of the features needs the reverse table. None: `reverse_order` contains the reverse table, or the
             convolution is submanifold, so that the reverse table is `neighbours` with the taps in reverse order.
         order, reverse_order: the results of `row_order` for the two tables, by which rows with the same neighbours
-        share a tile. The results of `row_order` may contain the tables. Any order of the rows is allowed: (M,) and (N,)
-        int32 or int64. If neither `reverse` nor `reverse_order` is given, `order` is used for both directions. None:
-        the function computes the order if the table has many rows.
-        pairs: the pairs of each tap, for the gradient of the weight, as `get_indice_pairs` returns them: (2, T, P)
-            int32, the sites and results of each tap's pairs, and (T,) int32, the number of pairs. For an `order` that
-            contains the table: (T, blocks) and (T,) int32, as `blocks_of` returns them. None: the function computes the
-            pairs if they save time.
+            share a tile. The results of `row_order` may contain the tables. Any order of the rows is allowed: (M,) and
+            (N,) int32 or int64. If neither `reverse` nor `reverse_order` is given, `order` is used for both directions.
+            None: the function computes the order if the table has many rows.
+        pairs: the pairs of each tap, for the gradient of the weight, as `get_indice_pairs` returns them: the sites and
+            results of each tap's pairs, (2, T, P) int32, and the number of pairs of each tap, (T,) int32. For an
+            `order` that contains the table: the results of `blocks_of`, (T, blocks) and (T,) int32. None: the function
+            computes the pairs if they save time.
         pair_count: number of pairs over all taps; only the cost depends on this number. None: M, the minimum.
 
     Returns:

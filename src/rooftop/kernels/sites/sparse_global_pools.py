@@ -1,9 +1,9 @@
 """Pooling over all sites of each batch element: the maximum or the mean.
 
 These operators replace spconv's SparseGlobalMaxPool and SparseGlobalAvgPool. The operators are bound by memory, and
-read features once. Each program reduces a range of rows to one row for each batch element in that range. If rows are
-sorted by batch element, as in a rulebook, a program writes one or two rows. PyTorch then reduces the programs' rows to
-the result. No call synchronizes with the GPU. The kernels use no atomics, so results are deterministic.
+read features once. Each program reduces a range of rows to one partial result for each batch element in that range. If
+rows are sorted by batch element, as in a rulebook, a program writes one or two partial results. PyTorch then combines
+the partial results. No call synchronizes with the GPU. The kernels use no atomics, so results are deterministic.
 
 All sites that equal a maximum share its gradient equally, as in `torch.amax`, so the gradient does not depend on the
 order of rows. (spconv loops over the batch elements in Python, and the mean of spconv returns only one channel.)
@@ -108,8 +108,8 @@ class SparseGlobalPool(NamedTuple):
         return features.new_empty(size, features.shape[1]), self.batch.new_empty(size, dtype=torch.int32)
 
     def in_pytorch(self) -> tuple[Tensor, Tensor]:
-        """Compute the results without reading the numbers of sites on the host, as the reference does, because reading
-        synchronizes with the GPU.
+        """Compute the results without reading the numbers of sites on the host. (The reference reads these numbers,
+        which synchronizes with the GPU.)
         """
         features, batch, batch_size, average = self
         element = _elements(batch, batch_size)
@@ -204,7 +204,9 @@ def sparse_global_max_pool(features: Tensor, batch: Tensor, batch_size: int) -> 
     Returns:
         (batch_size, C), of the features' dtype, even under autocast; 0 for a batch element without sites, NaN if a
         feature of the batch element is NaN. All features that equal a maximum share the gradient of the maximum
-        equally. Raises:
+        equally.
+
+    Raises:
         TypeError: a tensor is not dense, or has a wrong dtype.
         ValueError: shapes or devices do not match or, on a CPU, a batch element is out of range.
         MissingExtraError: on a GPU, without Triton.

@@ -226,9 +226,10 @@ def sparse_max_pool(features: Tensor, neighbours: Tensor, reverse: Tensor | None
     Args:
         features: (N, C), bfloat16, float16, float32 or float64.
         neighbours: (M, T) int32, the row of features at each tap of a result, or -1 for no neighbour. Out-of-range rows
-            raise an error on the CPU; on a GPU they count as -1. reverse: (N, T) int32, the result to which a row of
-            features contributes at each tap, or -1 for none. The gradient needs the reverse table. None: the table is
-            submanifold, so that the reverse table is `neighbours` with the taps in reverse order.
+            raise an error on the CPU; on a GPU they count as -1.
+        reverse: (N, T) int32, the result to which a row of features contributes at each tap, or -1 for none. The
+            gradient needs the reverse table. None: the table is submanifold, so that the reverse table is `neighbours`
+            with the taps in reverse order.
 
     Returns:
         (M, C), contiguous, of the features' dtype, even under autocast; 0 for a result without neighbours, NaN if a

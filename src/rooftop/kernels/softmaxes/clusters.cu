@@ -140,8 +140,8 @@ struct Part {
 // ---- partial results of a row -------------------------------------------------------------------------------------
 
 // A share: the partial results of a thread or block. It contains the maximum, the sum of exponentials relative to the
-// maximum, and a plain sum. Exponentials are 2^((value - largest) x factor), where `factor` includes log2(e). The
-// maximum is subtracted first, because value x factor may be out of range.
+// maximum, and a plain sum. Exponentials are 2^((value - largest) * factor), where `factor` includes log2(e). The
+// maximum is subtracted first, because value * factor may be out of range.
 struct Share {
     float factor;
     float largest = -INFINITY;
@@ -502,7 +502,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT<THREADS>) softmax_backward_c
         ring.template send<THREADS / 32, false, true>(share, number, asked);
         if (threadIdx.x == 0) fetch(number + STAGES);  // all threads have read this stage
         const float sum = ring.template received<false, true>(share, number).sum;
-        if (columns < 0) {  // never true; it keeps the compiler from holding the floats above in registers and spilling
+        if (columns < 0) {  // never true; without this, the compiler holds the floats above in registers, and spills
             hold.load(ring.groups(number, 0), 0, gradients);
             hold.load(ring.groups(number, 1), 0, results);
         }

@@ -43,7 +43,7 @@ BLOCKS, HELD, THREADS = (1, 2, 4, 8, 16), range(3, 9), range(64, 513)  # values 
 
 def fullest(groups: int, tensors: int, stages: int, shared_bytes: int) -> list[ClusterConfig]:
     """Clusters for rows of `groups` 16-byte groups, best first: the first cluster leaves the fewest lanes of an SM
-    idle. In this estimate, each thread has a fixed cost per row of 1.5 groups, in addition to the thread's own groups.
+    idle. In this estimate, each thread has a fixed cost of 1.5 groups per row, in addition to its own groups.
     Each block of the cluster, and each warp of the block, adds 1/16 group for the exchange of results. With these
     costs, the function selects the fastest measured cluster, or a cluster within 4% of the fastest time
     (tune_clusters.json).

@@ -35,7 +35,7 @@ KEPT = tl.constexpr(2)  # a mask of bytes, 0 where a score is -inf
 
 @triton.jit
 def softmax_forward(
-    x, mask, y,  # shapes: (M, N), strided, (M, N)
+    x, mask, y,  # x, y: (M, N); mask: any shape, read by strides
     rows, units, x_stride, scale,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
@@ -132,7 +132,7 @@ def softmax_forward_long(
 
 @triton.jit
 def softmax_backward(
-    dy, y, mask, dx,  # shapes: (M, N), (M, N), strided, (M, N)
+    dy, y, mask, dx,  # dy, y, dx: (M, N); mask: any shape, read by strides
     rows, units, dy_stride, scale,
     mask_middle, mask_inner, outer_stride, middle_stride, inner_stride, column_stride,
     MASK: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def rotate(
-    x, y, other, other_y,  # (B, H, S, D), features contiguous; `other` may have another H, or H = 0
+    x, y, other, other_y,  # (B, H, S, D), features contiguous; `other` may have a different H, or H = 0
     cos, sin, starts,  # shapes: (B or 1, T, R / 2), (B or 1, T, R / 2), (B,) or None
     groups, heads, other_heads, positions, offset, table_positions,
     x_batch, x_head, x_position, y_batch, y_head, y_position,

@@ -116,10 +116,10 @@ def window_attention_backward(
 
 @triton.jit
 def _places(n, window, height, width, down, across, shift_h, shift_w, WINDOW_H: tl.constexpr, WINDOW_W: tl.constexpr):
-    """Compute (token, part, real, here) for positions n of a window. token: the position's index on the map. part: the
-    index of the position's region, because a shifted window contains up to four regions of the map. real: n is in the
-    window.
-    here: n is on the map, not in the padding.
+    """Compute (token, part, real, here) for positions n of a window.
+
+    token: the position's index on the map. part: the index of the position's region, because a shifted window contains
+    up to four regions of the map. real: whether n is in the window. here: whether n is on the map, not in the padding.
     """
     row = window // across % down * WINDOW_H + n // WINDOW_W + shift_h
     column = window % across * WINDOW_W + n % WINDOW_W + shift_w

@@ -10,7 +10,7 @@ The kernel applies the operations after the convolution to the sums, and stores 
 - `conv_act_persistent` and `conv_act_single` copy boxes of BATCH images, HEIGHT lines and WIDTH pixels with the tensor
   memory accelerator (TMA) of Hopper and later GPUs. Each tap reads a box of the same size at another position, and TMA
   copies zeros for positions outside the image. So no element needs index arithmetic or a mask. The image is described
-  in five dimensions, (N, H / SH, SH, W / SW, SW C): the pixels that one tap reads are then contiguous in every
+  in five dimensions, (N, H / SH, SH, W / SW, SW * C): the pixels that one tap reads are then contiguous in every
   dimension, for any stride. Sums are (channels, pixels), with the box of pixels as the second operand of the product:
   Triton reads a reshaped box directly from shared memory only as the second operand. A program of `conv_act_persistent`
   computes many boxes. The program stores one box in PARTS parts while the copies for the next box are in flight. A
@@ -37,7 +37,7 @@ from rooftop.kernels.operands.triton_kernels.products import in_parts, plus_prod
 
 @triton.jit
 def conv_act_persistent(
-    image, weight, y, residual,  # descriptors: (N, H / SH, SH, W / SW, SW C), (O, taps C), (N, OH, OW, O) for both
+    image, weight, y, residual,  # descriptors: (N, H / SH, SH, W / SW, SW * C), (O, taps * C), (N, OH, OW, O) twice
     bias,  # (O,)
     images, lines, pixels, columns,  # N, OH, OW, O
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,
@@ -120,7 +120,7 @@ def conv_act_single(
 
 @triton.jit
 def conv_act_gathered(
-    x, weight, y, residual,  # shapes: (N, H, W, C) strided with C fastest, (O, taps C), (pixels, O), (pixels, O)
+    x, weight, y, residual,  # x (N, H, W, C) strided with C fastest; weight (O, taps * C); y, residual (pixels, O)
     bias, sums, arrived,  # shapes: (O,), (SPLIT, tiles, ROWS, COLUMNS), (tiles,): zeros before and after
     rows, columns, height, width, lines, pixels, x_image, x_line, x_pixel,  # lines, pixels: OH, OW
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDEN: tl.constexpr,

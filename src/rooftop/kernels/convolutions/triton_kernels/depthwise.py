@@ -1,10 +1,10 @@
 """The Triton kernel of y = activation(conv2d(x, weight) + bias + residual) for depthwise convolutions.
 
-A depthwise convolution has no matrix product: each pixel of a channel is a weighted sum of the KH KW pixels of its
-window. If each tap read its pixel from memory, the caches would deliver each pixel KH KW times. So each thread computes
-a run of neighbouring pixels of a line. For each line of the window, the thread reads a pixel once, and adds the pixel
-to all sums whose windows contain it. A program computes runs in adjacent lines, so that lines in several windows are
-read from the L1 cache.
+A depthwise convolution has no matrix product: each pixel of a channel is a weighted sum of the KH * KW pixels of its
+window. If each tap read its pixel from memory, the caches would deliver each pixel KH * KW times. So each thread
+computes a run of neighbouring pixels of a line. For each line of the window, the thread reads a pixel once, and adds
+the pixel to all sums whose windows contain it. A program computes runs in adjacent lines, so that lines in several
+windows are read from the L1 cache.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SIZES = ("rows", "height", "width", "lines", "pixels", "w_channel", "w_line", "w
 
 @triton.jit(do_not_specialize=SIZES)
 def conv_act_depthwise(
-    x, weight, y, residual, bias,  # shapes: (N, H, W, C), (C, KH, KW) with strides, (N, OH, OW, C) twice, (C,)
-    rows, units, height, width, lines, pixels, w_channel, w_line, w_pixel,  # rows: N OH; lines, pixels: OH, OW
+    x, weight, y, residual, bias,  # x (N, H, W, C); weight (C, KH, KW), strided; y, residual (N, OH, OW, C); bias (C,)
+    rows, units, height, width, lines, pixels, w_channel, w_line, w_pixel,  # rows: N * OH; lines, pixels: OH, OW
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KERNEL_HEIGHT: tl.constexpr, KERNEL_WIDTH: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PADDING_H: tl.constexpr, PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,

@@ -41,7 +41,7 @@ def trilinear_forward(
 
 @triton.jit
 def trilinear_backward(
-    gradient, features, points, dfeatures, dpoints,  # shapes: (B, C), (B, 8, C), (B, 3), (B, 8, C), (B, 3)
+    gradient, features, points, dfeatures, dpoints,  # gradient (B, C); (d)features (B, 8, C); (d)points (B, 3)
     count, units,
     FEATURES: tl.constexpr, COORDINATES: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr, POINTS: tl.constexpr, CHANNELS: tl.constexpr,

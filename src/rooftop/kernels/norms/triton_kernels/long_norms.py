@@ -19,8 +19,8 @@ from rooftop.kernels.norms.triton_kernels.norms import enclosing, shift_of
 
 @triton.jit
 def norm_forward_long(
-    x, residual, input_bias, weight, bias,  # shapes: (M, N), (M, N), (N,), (N,), (N,); all but x may be None
-    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total: None if nothing is added; mean: None for an RMS norm
+    x, residual, input_bias, weight, bias,  # x, residual (M, N); input_bias, weight, bias (N,); all but x may be None
+    y, total, mean, rstd,  # y, total (M, N); mean, rstd (M,); total is None if nothing is added, mean for an RMS norm
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def norm_forward_long(
 
 @triton.jit
 def norm_row_sums(
-    dy, x, weight, mean, rstd, sums,  # shapes: (M, N), (M, N), (N,), (M,), (M,), (3, M) float32
+    dy, x, weight, mean, rstd, sums,  # dy, x (M, N); weight (N,); mean, rstd (M,); sums (3, M) float32
     rows, units, dy_stride, x_stride,
     RMS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -151,8 +151,8 @@ def norm_row_sums(
 
 @triton.jit
 def norm_backward_long(
-    dy, dtotal, x, weight, mean, rstd, sums, dx,  # (M, N), (M, N) or None, (M, N), (N,), (M,), (M,), (3, M), (M, N)
-    partial,  # (chunks, 2, N) float32
+    dy, dtotal, x, weight, mean, rstd, sums, dx,  # dy, dtotal (or None), x, dx (M, N); weight (N,); mean, rstd (M,)
+    partial,  # (chunks, 2, N) float32; sums: (3, M)
     rows, units, dy_stride, dtotal_stride, x_stride,
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr, SHIFT: tl.constexpr, UNIT: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -212,7 +212,7 @@ def norm_backward_long(
         tl.store(partial + (2 * chunk.to(tl.int64) + 1) * columns + column, bias_sum, mask=inside)
 
 
-# ---- pieces ------------------------------------------------------------------------------------------------------
+# ---- functions that several kernels share --------------------------------------------------------------------------
 
 
 @triton.jit

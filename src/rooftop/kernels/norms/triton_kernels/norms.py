@@ -38,8 +38,8 @@ from rooftop.kernels.operands.triton_kernels.rows import is_inside
 
 @triton.jit
 def norm_forward(
-    x, residual, input_bias, weight, bias,  # shapes: (M, N), (M, N), (N,), (N,), (N,); all but x may be None
-    y, total, mean, rstd,  # (M, N), (M, N), (M,), (M,); total: None if nothing is added; mean: None for an RMS norm
+    x, residual, input_bias, weight, bias,  # x, residual (M, N); input_bias, weight, bias (N,); all but x may be None
+    y, total, mean, rstd,  # y, total (M, N); mean, rstd (M,); total is None if nothing is added, mean for an RMS norm
     rows, units, x_stride, residual_stride, eps,
     RMS: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -219,7 +219,7 @@ def norm_forward_shifted(
 
 @triton.jit
 def norm_backward(
-    dy, dtotal, x, weight, mean, rstd, dx,  # shapes: (M, N), (M, N), (M, N), (N,), (M,), (M,), (M, N)
+    dy, dtotal, x, weight, mean, rstd, dx,  # dy, dtotal, x, dx (M, N); weight (N,); mean, rstd (M,)
     partial,  # (programs, 2, N) float32: each program's sums over its rows, for weight and for bias
     rows, units, dy_stride, dtotal_stride, x_stride,
     RMS: tl.constexpr, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
@@ -228,7 +228,7 @@ def norm_backward(
 ):  # fmt: skip
     """Compute dx, and the partial sums for the gradients of weight and bias.
 
-    dtotal: a gradient that is added to dx, or None. HOLD: the weight stays in registers; without HOLD, the kernel
+    `dtotal`: a gradient that is added to dx, or None. HOLD: the weight stays in registers; without HOLD, the kernel
         prefetches the weight like the rows. AGAIN: the second pass loads the rows again, because rows and sums together
         do not fit in registers.
     """
@@ -447,7 +447,7 @@ def add_partial_sums(
         tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
 
 
-# ---- functions of several kernels, also of triton_kernels/long_norms.py -------------------------------------
+# ---- functions that several kernels share, also those of triton_kernels/long_norms.py ------------------------------
 
 
 @triton.jit
@@ -476,7 +476,7 @@ def enclosing(row, columns):
 @triton.jit
 def load_shifted(place, lane, shift, columns, ENDS: tl.constexpr):
     """Load elements of rows (ROWS, COLUMNS) in groups of eight. Elements that belong to a neighbouring row become 0.
-    shift: (ROWS, 1).
+    `shift`: (ROWS, 1).
 
     ENDS: the block may contain an end of a row.
     """

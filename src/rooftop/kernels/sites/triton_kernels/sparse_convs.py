@@ -68,7 +68,7 @@ def sparse_conv_rows(
         bits = tl.sum(present << tl.arange(0, WIDTH), axis=0)
         steps = tl.sum(present, axis=0).to(tl.int32) * blocks
         for step in range(steps):
-            # bits & -bits is the lowest set bit. If this number is converted to float, its exponent is the bit's index.
+            # bits & -bits is the lowest set bit. As a float, this number has the bit's index + 127 as exponent.
             tap = first_tap + ((bits & -bits).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             if SORTED:
                 site = tl.load(order + (_line(1 + WORDS + tap, rows, WIDE) + position), mask=inside, other=-1)
@@ -99,7 +99,7 @@ def sparse_conv_rows(
 
 @triton.jit
 def sparse_conv_weight_gradient(
-    features, gradient, table, lists, counts,  # (N, C), (M, O), (M, T) or as from `sort_table`; see LISTED; (T,)
+    features, gradient, table, lists, counts,  # (N, C), (M, O), (M, T) or as `sort_table` writes it, see LISTED, (T,)
     sums,  # (pieces, O, C)
     sites, rows, capacity, parts,
     LISTED: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, TAPS: tl.constexpr, LANES: tl.constexpr,
@@ -109,9 +109,10 @@ def sparse_conv_weight_gradient(
 ):  # fmt: skip
     """Sum gradient[m] features[n]^T over one piece of a tap's pairs (n, m).
 
-    If LISTED, `lists` contains the pairs of each tap (2, T, capacity) or, with BLOCK, the blocks (T, capacity) of BLOCK
-    rows of the sorted table, and `_pieces` cuts these lists for about `parts` programs. Without LISTED, the rows of the
-    table are cut into `parts` pieces for each tap. WHOLE: there is one part, and `sums` is (O, T, C).
+    If LISTED, `lists` contains the pairs of each tap (2, T, capacity). With BLOCK, `lists` instead contains the blocks
+    (T, capacity) of BLOCK rows of the sorted table. `_pieces` cuts these lists for about `parts` programs. Without
+    LISTED, the rows of the table are cut into `parts` pieces for each tap. WHOLE: there is one part, and `sums` is
+    (O, T, C).
     """
     WORDS: tl.constexpr = (TAPS + 31) // 32
     piece = tl.program_id(0)
@@ -220,7 +221,7 @@ def neighbour_bits(
 
 @triton.jit
 def count_bits(
-    masks, counts,  # shapes: (M, words), (32 words,)
+    masks, counts,  # shapes: (M, words), (32 * words,)
     rows,
     WORDS: tl.constexpr, SAMPLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -235,7 +236,7 @@ def count_bits(
 
 @triton.jit
 def mask_keys(
-    masks, counts, keys,  # shapes: (M, words), (32 words,), (M,); keys are int32 if WORDS is 1, else int64
+    masks, counts, keys,  # shapes: (M, words), (32 * words,), (M,); keys are int32 if WORDS is 1, else int64
     rows,
     WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -321,7 +322,7 @@ def list_blocks(
     blocks,
     SCANNED: tl.constexpr,
 ):  # fmt: skip
-    """For each tap, list the blocks that have the tap in ascending order, and count these blocks."""
+    """For each tap, list in ascending order the blocks that have the tap, and count these blocks."""
     tap = tl.program_id(0)
     before = tl.zeros((), tl.int32)
     for first in range(0, blocks, SCANNED):

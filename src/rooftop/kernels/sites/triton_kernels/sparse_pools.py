@@ -53,7 +53,7 @@ def sparse_pool_rows(
 
 @triton.jit
 def sparse_pool_gradient(
-    dy, y, features, counts, table, dfeatures,  # shapes: (M, C), (M, C), (N, C), (M,), (N, T), (N, C)
+    dy, y, features, counts, table, dfeatures,  # dy, y (M, C); features, dfeatures (N, C); counts (M,); table (N, T)
     sites, rows,  # N, M
     AVERAGE: tl.constexpr, MIRRORED: tl.constexpr, WIDE: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
@@ -156,7 +156,7 @@ def _tile(CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WID
 
 @triton.jit
 def _elements(batch, start, end, batch_size, ROWS: tl.constexpr):
-    """Return (rows, the rows' batch elements as int32, mask of the valid batch elements)."""
+    """Return the rows, the rows' batch elements as int32, and the mask of the valid batch elements."""
     row = start + tl.arange(0, ROWS)
     element = tl.load(batch + row, mask=row < end, other=-1)
     return row, element.to(tl.int32), (element >= 0) & (element < batch_size)
