@@ -36,12 +36,12 @@ def blended(low, value, factor):
 @triton.jit
 def write_tables(
     images,  # (N, pixels, 3) uint8
-    operations,  # (N, ENTRIES of device_augment) float64, `stride` apart
+    operations,  # (N, ENTRIES of device_augment) float64; `stride` elements from one image to the next
     tables,  # (N, 3, 256) uint8
     pixels, stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write an image's table of values for one channel."""
+    """Write the lookup table of one channel of an image: the new value of each value 0..255."""
     number, channel = tl.program_id(0), tl.program_id(1)
     image = images + number.to(tl.int64) * pixels * 3
     operation = operations + number * stride
@@ -110,7 +110,7 @@ def near(image, x, y, width, there):
 @triton.jit
 def apply_operation(
     images,  # (N, height, width, 3) uint8
-    operations,  # (N, ENTRIES of device_augment) float64, `stride` apart
+    operations,  # (N, ENTRIES of device_augment) float64; `stride` elements from one image to the next
     tables,  # (N, 3, 256) uint8
     out,  # (N, height, width, 3) uint8
     height, width, stride, fill_red, fill_green, fill_blue,

@@ -21,8 +21,9 @@ from rooftop.errors import InputError
 from rooftop.launch.triton_launch import INTERPRETED, has_triton, launch
 
 ENTRIES = 9
-"""Count of numbers in an encoded operation: its index in `NAMES`, its strength, its factor for colours, and the six
-entries of its matrix. The factor is computed on the host, because a kernel would round its argument to float32."""
+"""Number of values in an encoded operation: the index in `NAMES`, the strength, the factor for colours, and the six
+entries of the matrix. The factor is computed on the host, because a kernel would round its argument to float32.
+"""
 BLOCK, TABLE_BLOCK = 1024, 2048
 WARPS = 4
 
@@ -68,7 +69,7 @@ def _check(images: Tensor, operations: Tensor) -> None:
     if images.dim() != 4 or images.shape[3] != 3 or images.dtype != torch.uint8:
         raise ValueError(f"augmented: images must be (N, H, W, 3) uint8, got {tuple(images.shape)} {images.dtype}")
     if images.shape[1] != images.shape[2] and operations.numel():
-        raise ValueError(f"augmented: operations are for squares, but images are {tuple(images.shape)}")
+        raise ValueError(f"augmented: operations are encoded for square images, but images are {tuple(images.shape)}")
     if operations.shape != (len(images), operations.shape[1] if operations.dim() > 1 else 0, ENTRIES):
         raise ValueError(
             f"augmented: operations must be ({len(images)}, count, {ENTRIES}), got {tuple(operations.shape)}"

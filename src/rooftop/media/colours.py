@@ -37,7 +37,7 @@ CODES = {"bt709": 1, "fcc": 4, "bt601": 6, "smpte240m": 7, "bt2020": 9}
 
 @dataclass(frozen=True)
 class Colours:
-    """The encoding of colours in a video's numbers.
+    """How the samples of a video encode colours.
 
     Attributes:
         matrix: bt601, bt709, bt2020, fcc or smpte240m.

@@ -47,7 +47,7 @@ REPACKED = {  # pixel format: the format with the same samples in separate plane
 
 
 def colours_of(frame: av.VideoFrame) -> Colours:
-    """The colour encoding of a frame; properties that the frame does not state are assumed, and listed as such.
+    """The colour encoding of a frame; properties that the frame does not state are assumed; `assumed` lists them.
 
     Luma alone ("gray") always has full range, as in FFmpeg and OpenCV. For luma alone, the range that the file states
     is ignored, because encoders write the range without regard to this format.
@@ -236,7 +236,7 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
     quarter turn.
     """
     data = display_matrix(frame)
-    if data is None:  # or PyAV does not return the matrix, and only this rotation is known
+    if data is None:  # there is no matrix, or PyAV does not return it but knows the rotation
         return (round(frame.rotation / 90) % 4, False) if frame.rotation else otherwise
     numbers = np.frombuffer(memoryview(data), dtype=np.int32)  # type: ignore[arg-type]
     if len(numbers) < 9:

@@ -29,8 +29,8 @@ class Plane:
     need, and is faster to create than a tensor.
 
     Args:
-        pointer: address of the first number.
-        shape, strides: (rows, columns), in numbers.
+        pointer: address of the first sample.
+        shape, strides: (rows, columns), in samples.
         dtype: uint8 or uint16.
         device: the GPU.
         owner: owner of the memory. This object, and tensors made from this object, keep the owner alive.
@@ -85,7 +85,7 @@ class Surface:
         u, v: (H', W') of Cb and Cr, with equal strides. H' is H, or a half or a quarter of H, rounded up; W' is derived
             from W in the same way.
         bits: significant bits of a sample, which are the upper bits of an 8-bit or 16-bit number.
-        colours: matrix and range of the numbers.
+        colours: colour matrix and range of the samples.
     """
 
     y: Tensor | Plane

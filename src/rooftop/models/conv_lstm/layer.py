@@ -341,7 +341,7 @@ class ConvLSTM2D(nn.Module):
 
 
 def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pair, dilation: Pair) -> Tensor:
-    """Compute the convolution of x as one matrix product, for windows of few values.
+    """Compute the convolution of x as one matrix product, for kernel windows with few values.
 
     Both x and the result are channels last.
 
@@ -356,7 +356,7 @@ def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pai
     else:
         for axis, size in enumerate((height, width)):
             rows = rows.unfold(axis + 1, (size - 1) * dilation[axis] + 1, strides[axis])[..., :: dilation[axis]]
-        rows = rows.permute(0, 1, 2, 4, 5, 3).flatten(3)  # (N, H', W', kh kw C)
+        rows = rows.permute(0, 1, 2, 4, 5, 3).flatten(3)  # (N, H', W', kh * kw * C)
         matrix = kernel.permute(0, 2, 3, 1).flatten(1)
     missing = -matrix.shape[1] % 8
     if missing:

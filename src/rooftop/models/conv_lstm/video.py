@@ -92,7 +92,7 @@ def _options(path: Path) -> dict[str, Any]:
 
 def _kernels(path: Path) -> tuple[list[Tensor], list[Tensor]]:
     try:
-        tensors = converted(read_weights(path), NEXT_FRAME, "a network of the next frame").tensors
+        tensors = converted(read_weights(path), NEXT_FRAME, "a next-frame network").tensors
     except WeightsError as error:
         raise error if str(path) in str(error) else WeightsError(f"{path}: {error}") from error
     names = [f"layers.{number}.kernel" for number in range(3)]

@@ -260,7 +260,7 @@ def shapes_of(config: GptConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensor(key: str, tensors: Tensors, expected: tuple[int, ...]) -> None:
-    """Raise WeightsError if the tensor has another shape or is not floating point."""
+    """Raise WeightsError if the tensor has a different shape or is not floating point."""
     shape, floating = tensors.shape_and_kind(key)
     if shape != expected:
         raise WeightsError(f"{key} has shape {shape}, the config expects {expected}")

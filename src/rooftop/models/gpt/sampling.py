@@ -83,9 +83,9 @@ def numbers_of(seed: int, sequence: int, positions: int, device: torch.device | 
 def check_sequence(number: int) -> None:
     """Raise TypeError if a sequence number is not an int, ValueError if it is not in 0..2^31 - 1."""
     if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"the number of a sequence must be an int, got {number!r}")
+        raise TypeError(f"a sequence number must be an int, got {number!r}")
     if not 0 <= number < SEQUENCES:
-        raise ValueError(f"the number of a sequence must be from 0 to {SEQUENCES - 1}, got {number}")
+        raise ValueError(f"a sequence number must be from 0 to {SEQUENCES - 1}, got {number}")
 
 
 def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
@@ -125,8 +125,8 @@ def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabul
     """Choose the next tokens, the same on all tensor parallel ranks, as `choose` would from the logits of all ranks.
 
     Args:
-        logits: (B, V here), logits of this rank's part of the vocabulary. All ranks have the same number of columns;
-            columns beyond the vocabulary are padding.
+        logits: (B, v), logits of the v tokens that this rank holds. All ranks have the same number of columns; columns
+            beyond the vocabulary are padding.
         numbers: (B,), as in `choose`.
         sampling: the settings.
         vocabulary: V, number of tokens on all ranks together.

@@ -243,7 +243,7 @@ class GptConfig:
         """The flops of all matrix products of a sequence, divided by its number of tokens.
 
         For attention, only the pairs that a causal mask keeps are counted, about half of all pairs: (length + 1) / 2
-        keys per token, or fewer with a window. The lookup of the embedding and recomputation are not counted.
+        keys per token, or fewer with a window. The embedding lookup and recomputation are not counted.
 
         Args:
             length: tokens of the sequence.

@@ -422,8 +422,8 @@ class SwinTransformer(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.features(x))  # (B, H / 32, W / 32, 8 embed_dim) with four stages
-        x = self.flatten(self.avgpool(self.permute(x)))  # (B, 8 embed_dim)
+        x = self.norm(self.features(x))  # (B, H / 32, W / 32, 8 * embed_dim) with four stages
+        x = self.flatten(self.avgpool(self.permute(x)))  # (B, 8 * embed_dim)
         return self.head(x)
 
 

@@ -284,7 +284,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> No
     """Copy tensors into the model's parameters and buffers.
 
     Raises:
-        WeightsError: a key is missing, unknown or of another shape; the message names `path`.
+        WeightsError: a key is missing, unknown or of a different shape; the message names `path`.
     """
     report = compared(model.state_dict(), tensors, path)
     if not report.fits:

@@ -74,7 +74,7 @@ class Staging:
     def _copy_guarded(self, sources: Sequence[Tensor]) -> None:
         try:
             self._copy(sources)
-        except BaseException as error:  # `wait` raises this in the waiting thread
+        except BaseException as error:  # `wait` raises this error in the waiting thread
             self._error = error
 
     @torch.no_grad()
