@@ -1,8 +1,8 @@
 """Triton kernels for RandAugment's operations on batches of images; `device_augment.py` launches them.
 
-Each image has one operation. Some operations map each pixel value to another value: for these operations, the first
-kernel writes a lookup table. The second kernel moves pixels, looks values up, and blends. The arithmetic is Pillow's,
-bit for bit.
+In one launch, each image has one operation. Some operations map each pixel value to a new value. For these operations,
+the first kernel writes a lookup table. The second kernel moves pixels, looks values up, and blends. The arithmetic is
+Pillow's, bit for bit.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     pixels = Pixels(values, erased, operations)      # from an ImageTransform with rand_augment_on="gpu"
     values = augmented(pixels.values, pixels.operations)
 
-If Pillow applies the operations on the CPU, the CPU has less time to decode. Each image of a batch has its own
-operations. On a GPU, two kernel launches apply the next operation of every image. The resulting pixels are the same as
-Pillow's, bit for bit.
+So the CPU has more time to decode images. Each image of a batch has its own list of operations. On a GPU, two kernel
+launches apply one operation to every image. The resulting pixels are the same as Pillow's, bit for bit.
 """
 
 from __future__ import annotations

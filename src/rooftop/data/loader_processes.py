@@ -49,7 +49,7 @@ NICE = 5  # lower priority than the training loop, which shares the cores and mu
 
 @dataclass
 class _Worker:
-    """The parent's record of a worker process: its end of the pipe, the slots by number, and the free slot numbers."""
+    """The parent's record of a worker process: the parent's end of the pipe, the slots, and the free slot numbers."""
 
     process: Any
     connection: Connection

@@ -469,7 +469,7 @@ class Decoder:
             yield frame
         if self.clocked:
             self._missing = any(first is None or tick >= first for tick in pending)
-        else:  # the decoder returns a frame for each packet, except for frames that its threads still decode
+        else:  # the decoder owes one frame per packet; its threads may have dropped some at the end
             counted = self.stream.codec_context.codec.canonical_name in ONE_FRAME_A_PACKET
             self._missing = counted and 0 < given - returned <= MOST_THREADS
 

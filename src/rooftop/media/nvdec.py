@@ -28,8 +28,8 @@ WORTH_PIXELS = 320 * 240
 Fewer cores were not measured."""
 
 BITS = {"nv12": 8, "p010le": 10, "p016le": 12, "yuv444p": 8, "yuv444p16le": 12}
-"""Significant bits of a sample, by FFmpeg's names of NVDEC's output formats. Samples of 10 and 12 bits are in the upper
-bits of 16-bit words."""
+"""The significant bits per sample in each output format of NVDEC, by FFmpeg's name for the format. Samples of 10 and 12
+bits are in the upper bits of 16-bit words."""
 
 
 class NoNvdecError(Exception):

@@ -45,7 +45,7 @@ class Source:
         elif isinstance(path_or_bytes, (str, os.PathLike)):
             self.path = user_path(path_or_bytes)
             self.name = str(self.path)
-            if not os.path.exists(self.path):  # False, too, for a name that is too long
+            if not os.path.exists(self.path):  # also False for a name that is too long
                 raise InputError(f"{self.name} does not exist: expected a video file, or its bytes")
             if not self.path.is_file():
                 raise InputError(f"{self.name} is not a regular file: expected a video file, or its bytes")

@@ -136,8 +136,8 @@ class Generation:
         cache: the paged cache; `cache.bytes` is its memory on this rank.
         prompt_tokens, prefill_s: number of prompt tokens read so far, and the seconds of host time spent on prefill,
             including waits for the device.
-        steps: the decoding steps so far, each as (number of sequences, positions that they attended to). Layers with a
-            window attend to fewer positions.
+        steps: the decoding steps so far, each as (number of sequences, number of positions that all sequences attended
+            to). Layers with a window attend to fewer positions.
         decode_s: seconds that the decoding steps took.
         norm_sums_refused: the reason why decoding steps sum over the ranks with NCCL. "": the steps use one kernel that
             sums and computes the norm (`rooftop.parallel.norm_sums`). None: no step has run on a GPU yet.

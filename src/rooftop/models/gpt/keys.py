@@ -138,7 +138,7 @@ def _has_bias(ours: str, config: GptConfig) -> bool:
 
 
 def _rows(ours: str, config: GptConfig) -> tuple[int, ...]:
-    """The number of rows of each packed part of a module in a layer, such as queries, keys and values."""
+    """The number of rows of each part, such as queries, keys and values, of a packed module in a layer."""
     if ours == "attention.qkv":
         return config.query_width, config.kv_width, config.kv_width
     if ours.startswith("attention.") and ours.endswith("norm"):

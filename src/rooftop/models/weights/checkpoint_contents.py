@@ -51,7 +51,7 @@ SIGNS = (
     "embedding.tokens.weight", "transformer.wte.weight", "wte.weight", "model.embed_tokens.weight",
     "embed_tokens.weight",
 )  # fmt: skip
-"""Keys by which the models of this package are recognized, in all their dialects."""
+"""Keys by which this package's models are recognized, in all dialects (naming schemes of libraries)."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Dialect:
         renames: the renames to Rooftop's keys, applied one after another.
         unneeded: a pattern of keys to ignore, because the model computes these tensors itself, or because the tensors
             do not affect the model's results. None: no keys are ignored.
-        zero_parts: parts that this library omits because they are zero.
+        zero_parts: the parts (q, k or v) that this library omits because they are zero.
     """
 
     origin: str
@@ -111,7 +111,7 @@ def renamed(key: str, dialect: Dialect) -> str:
 
 
 def _joined(ours: str, found: Mapping[str, str], tensors: Mapping[str, Tensor], zero_parts: str) -> Tensor:
-    """Return a whole tensor, or join parts (n, ...) to (3 n, ...)."""
+    """Return a whole tensor, or join parts (n, ...) to (3 * n, ...)."""
     if "" in found:
         return tensors[found[""]]
     if lacking := [part for part in PARTS if part not in found and part not in zero_parts]:

@@ -120,7 +120,7 @@ WEIGHTS |= {
 
 
 HEADS = ("fc.bias", "head.bias")
-"""Names of the last layer's bias; its length is the number of classes."""
+"""Keys of the last layer's bias, whose length is the number of classes."""
 
 
 def load_weights(model: nn.Module, builder: str, weights: str | Path) -> None:

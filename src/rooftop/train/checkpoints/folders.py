@@ -35,7 +35,7 @@ LATEST, TRAINING = "latest", "training.json"
 STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 UNFINISHED = ".unfinished"
 OF_TASKS, TASK = "checkpoints", "task"
-"""The folder of checkpoints in the folder of a task's run, and the value of "kind" in training.json, which
+"""OF_TASKS: name of the checkpoint folder in the folder of a task's run. TASK: value of "kind" in training.json, which
 distinguishes the training of a task from the training of a GPT."""
 
 

@@ -383,7 +383,7 @@ class GptTraining:
         return choose_transport(Exchange(*sizes, windows=self._has_windows)).transport
 
     def _heads_in(self, layout: Layout) -> tuple[int, int]:
-        """The numbers of query heads and of key-value heads of a tensor parallel rank."""
+        """How many query heads and how many key-value heads a tensor parallel rank has."""
         return self.config.heads // layout.tp, max(1, self.config.kv_heads // layout.tp)
 
     @property
