@@ -77,7 +77,7 @@ def write_tables(
             value = tl.load(image + place * 3 + channel, mask=there, other=0).to(tl.int32)
             counts += tl.histogram(value, 256)
             beyond = tl.sum(1 - there.to(tl.int32))
-            counts -= tl.where(level == 0, beyond, 0)  # masked pixels beyond the image were counted as 0
+            counts -= tl.where(level == 0, beyond, 0)  # pixels beyond the image were loaded as 0 and counted
         last = tl.max(tl.where(counts > 0, level, 0))
         if code == AUTO_CONTRAST:
             first = tl.min(tl.where(counts > 0, level, 255))

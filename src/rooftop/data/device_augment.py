@@ -3,7 +3,7 @@
     pixels = Pixels(values, erased, operations)      # from an ImageTransform with rand_augment_on="gpu"
     values = augmented(pixels.values, pixels.operations)
 
-So the CPU has more time to decode images. Each image of a batch has its own list of operations. On a GPU, two kernel
+The CPU then has more time to decode images. Each image of a batch has its own list of operations. On a GPU, two kernel
 launches apply one operation to every image. The resulting pixels are the same as Pillow's, bit for bit.
 """
 

@@ -196,7 +196,7 @@ class _Index:
     def __init__(self, entries: Iterable[_Entry]) -> None:
         self._keys: list[str] = []
         self._wrong: dict[int, str] = {}
-        kinds: dict[tuple[str, ...], int] = {}  # index of each distinct tuple of suffixes; most samples have the same
+        kinds: dict[tuple[str, ...], int] = {}  # index of each distinct tuple of suffixes; most samples share one
         shards, kind_of, firsts, spans = array("q"), array("q"), array("q", [0]), array("q")
         for number, entry in enumerate(entries):
             self._keys.append(entry.key)

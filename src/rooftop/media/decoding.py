@@ -329,7 +329,7 @@ class Decoder:
             return
         except Broken:
             if self.threads and self.clocked:
-                with suppress(Broken):  # decoding again fails at the same frame
+                with suppress(Broken):  # the second decoding fails at the same frame
                     yield from self._once_more(start, last)
             raise
         if self.threads and self._missing:
@@ -400,7 +400,7 @@ class Decoder:
     def _timed(self, start: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
         step = usual_duration(self)
         last: int | None = None
-        waiting: int | None = None  # ticks by which the decoder returns frames later than it gets their packets
+        waiting: int | None = None  # ticks from a packet's arrival in the decoder to the return of its frame
         for frame in self._decoded(start):
             pts = frame.pts
             if self._by_places and frame.dts is not None:

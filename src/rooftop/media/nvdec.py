@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DRIVER = ("libcuda.so.1", "libnvcuvid.so.1")
 IN_TORCHS_CONTEXT = {"primary_ctx": "0", "current_ctx": "1"}
-"""Without these options, FFmpeg would set flags of the primary context that torch does not set."""
+"""Without these options, FFmpeg would set flags of CUDA's primary context that torch does not set."""
 
 WORTH_PIXELS = 320 * 240
 """Minimum number of pixels of a frame for which an H200's NVDEC is faster than 16 CPU cores (`benchmarks/media.py`).

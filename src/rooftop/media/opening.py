@@ -26,8 +26,8 @@ FORMATS = (
     # sound formats, so that the error can say that there is no video
     "aac,ac3,eac3,aiff,amr,au,caf,dts,flac,mp3,w64,wav,wv"
 )
-"""FFmpeg's formats that contain their own content. Formats that are left out: lists of other files (concat, HLS, DASH),
-descriptions of streams (SDP, which listens on a network), single pictures and devices."""
+"""FFmpeg's formats whose files contain all of their content. Formats that are left out: lists of other files (concat,
+HLS, DASH), descriptions of streams (SDP, which listens on a network), single pictures and devices."""
 
 
 class Source:

@@ -9,7 +9,7 @@ Nowcasting", without peepholes. The order of gates, the defaults and the options
     h' = o activation(c')
 
 One convolution call computes the input convolutions of all time steps. Each time step then runs one recurrent
-convolution with 4 F output channels, and one kernel for all other operations (`rooftop.kernels.conv_lstm_sequence`).
+convolution with 4 * F output channels, and one kernel for all other operations (`rooftop.kernels.conv_lstm_sequence`).
 Keras runs eight convolutions per step. On a GPU tensors are always channels last in memory, for any data_format,
 because convolutions are faster in this layout.
 """

@@ -4,8 +4,8 @@
     found = continue_clip(network, frames[:10], frames[10:], 20)
     found.frames, found.errors, found.errors_of_repeating
 
-`errors_of_repeating` is the baseline, the errors of repeating the last frame: a network that is no better has learned
-nothing about motion.
+`errors_of_repeating` is the baseline, the errors of repeating the last frame. A network whose errors are no lower has
+learned nothing about motion.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ def to_detections(
 
 @torch.no_grad()
 def batch_of_detections(predictions: Predictions, sizes: Sequence[tuple[int, int]] | Tensor) -> Detections:
-    """Convert the predictions of all images at once, like `to_detections`: scores, labels (B, Q); boxes (B, Q, 4)."""
+    """Convert the predictions of all images at once: scores and labels (B, Q), boxes (B, Q, 4); see `to_detections`."""
     logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
     pixels = torch.as_tensor(sizes)
     if pixels.shape != (len(logits), 2):

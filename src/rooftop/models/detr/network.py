@@ -123,7 +123,7 @@ class Features(ResNet):
 
 
 def sine_positions(padding: Tensor, width: int, temperature: float = 10_000.0) -> Tensor:
-    """Encode the position of each cell in its image as sines and cosines: the y half, then the x half.
+    """Encode the position of each cell in its image as sines and cosines: first `width / 2` features for y, then for x.
 
     Args:
         padding: (B, H, W), True outside the image. Positions start at 1 in the image's first cell, and are scaled so

@@ -1,9 +1,9 @@
 """Choose the next token: the most probable token, or a random one (temperature, top-k, top-p).
 
-The random number for a token depends only on the seed, the number of the sequence and the position (counter-based
-generator of `rooftop.kernels`). So a random token does not depend on the other sequences of a batch or on the device,
-except for rare cases: the last bits of the logits may depend on both, and a random number very close to the border
-between two tokens may then choose either token.
+The random number for a token depends only on the seed, the sequence number and the position (counter-based generator of
+`rooftop.kernels`). So a random token does not depend on the other sequences of a batch or on the device, except for
+rare cases: the last bits of the logits may depend on both, and a random number very close to the border between two
+tokens may then choose either token.
 
 Tensor parallel ranks share the vocabulary and choose the same token. For a greedy choice, each rank finds the best of
 its own tokens, and the ranks exchange two numbers per sequence. For a random choice, the ranks gather the logits of one

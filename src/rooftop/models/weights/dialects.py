@@ -174,7 +174,7 @@ SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
 
 SWIN = (
     Dialect("torchvision", "features.0.0.weight"),
-    # A stage ends with the merging for the next stage, so the first stage has one; in the other dialects it has none.
+    # Here the first stage ends with the patch merging for the second stage. In the other dialects, it has no merging.
     Dialect("Microsoft", "layers.0.downsample.reduction.weight", _swin(merging=2), SWIN_TABLES, zero_parts="k"),
     # A stage begins with its merging.
     Dialect("timm", "patch_embed.proj.weight", _swin(merging=0), SWIN_TABLES, zero_parts="k"),

@@ -86,7 +86,7 @@ class Staging:
             self._bytes[begin:end].copy_(content, non_blocking=True)
 
     def wait_to_change(self) -> None:
-        """Make the current stream wait for the copy, so that its later work may change the tensors."""
+        """Make the current stream wait for the copy, so that later work on the stream may change the tensors."""
         if self._event is not None:
             torch.cuda.current_stream(self.device).wait_event(self._event)
         self._join()

@@ -77,7 +77,7 @@ class Optimizer:
             Source: Sutskever et al. 2013.
         betas: decay of AdamW's two moments.
         eps: AdamW's epsilon, which is added to the divisor.
-        weight_decay: weight decay of weights.
+        weight_decay: weight decay of all parameters except norms' parameters and biases.
         norm_weight_decay: weight decay of norms' parameters. Source: He et al. 2019, "Bag of Tricks", arXiv:1812.01187.
         bias_weight_decay: weight decay of biases and of position tables. Source: He et al. 2019, arXiv:1812.01187.
         layer_decay: ratio of a layer's learning rate to that of the next layer; 1: off. Source: Howard and Ruder 2018,

@@ -34,7 +34,8 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def moving_digits(images: Tensor, count: int, frames: int, side: int, together: int, seed: int) -> Tensor:
-    """Generate videos of digits that move straight and bounce off the edges; where digits overlap, the brighter wins.
+    """Generate videos of digits that move straight and bounce off the edges; where digits overlap, the brighter pixel
+    counts.
 
     Args:
         images: (M, 8, 8) in 0..1, the digits to choose from; the videos are on the device of these images.
