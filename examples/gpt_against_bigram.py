@@ -34,8 +34,7 @@ def standard_library() -> Tokens:
 
 def bigram_loss(train: NDArray[np.int64], valid: NDArray[np.int64]) -> float:
     """Mean cross entropy of sequences (N, LENGTH + 1) under the counts of the training bytes, in nats a byte."""
-    pairs = np.zeros((BYTES, BYTES))
-    np.add.at(pairs, (train[:-1], train[1:]), 1)
+    pairs = np.bincount(train[:-1] * BYTES + train[1:], minlength=BYTES**2).reshape(BYTES, BYTES)
     before = pairs.sum(1, keepdims=True)
     single = pairs.sum(0) / pairs.sum()
     bigram = np.where(before > 0, pairs / np.maximum(before, 1), single)  # a byte that the training part lacks

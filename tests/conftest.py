@@ -9,6 +9,7 @@ import fcntl
 import functools
 import gc
 import hashlib
+import inspect
 import itertools
 import json
 import multiprocessing
@@ -411,6 +412,19 @@ for stream, path in {streams!r}:
     return start
 
 
+@pytest.fixture
+def forked(fork: Fork, tmp_path: Path) -> Callable[..., tuple[int | None, str, str]]:
+    """Run a program by `fork` to its end; return its status, stdout and stderr."""
+
+    def run(program: str, *words: str) -> tuple[int | None, str, str]:
+        said = {"output": tmp_path / "forked.out", "errors": tmp_path / "forked.err"}
+        process = fork(program, *words, environment={}, folder=tmp_path, **said)
+        process.join(300)
+        return process.exitcode, said["output"].read_text(), said["errors"].read_text()
+
+    return run
+
+
 class KernelOnCpu:
     """A kernel that is launched like `rooftop.launch.cuda.Kernel`, with the same checks of arguments and
     configuration."""
@@ -473,6 +487,32 @@ def built_once(folder: Path, make: Callable[[Path], None]) -> Path:
 def made_once(shared_builds: Path) -> Callable[[str, Callable[[Path], None]], Path]:
     """`made_once(name, make)`: the folder of that name, filled by `make(folder)` in one of the workers."""
     return lambda name, make: built_once(shared_builds / name, make)
+
+
+@pytest.fixture(scope="session")
+def kept_once() -> Callable[[str, str, Callable[[Path], None]], Path]:
+    """`kept_once(kind, key, make)`: the folder of this key, filled by `make(folder)`, which stays for later runs."""
+    folder = functools.cache(kept_builds)
+    return lambda kind, key, make: built_once(folder(kind) / key, make)
+
+
+@pytest.fixture(scope="session")
+def spilled_bytes(kept_once: Callable[[str, str, Callable[[Path], None]], Path]) -> Callable[[str], int]:
+    """`spilled_bytes(ptx)`: bytes that a kernel stores outside registers on an H100, as its assembler says."""
+    ptxas = pytest.importorskip("triton").knobs.nvidia.ptxas
+
+    def found(ptx: str) -> int:
+        def make(folder: Path) -> None:
+            command = [ptxas.path, "-v", "-arch=sm_90a", "-o", os.devnull, "-"]
+            log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+            (folder / "log").write_text(log)
+
+        key = hashlib.sha256(f"{ptxas.version} {ptx}".encode()).hexdigest()
+        log = (kept_once("ptxas", key, make) / "log").read_text()
+        (stored,) = re.findall(r"(\d+) bytes spill stores", log)
+        return int(stored)
+
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -652,12 +692,12 @@ def compiled_for_cpu(source: str, names: Sequence[str], headers: Path) -> dict[s
 @pytest.fixture(scope="session")
 def cuda_headers() -> Path:
     """A folder with the shim under the names of CUDA's headers, compiled once for all kernels. The folder's name is a
-    hash of the shim, the compiler's version and this file."""
+    hash of the shim, the compiler's version and options, and the code around kernels."""
     pytest.importorskip("cuda.core")
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     version = subprocess.run(["g++", "--version"], check=True, capture_output=True, text=True).stdout
-    parts = (version, SHIM.read_text(), Path(__file__).read_text())
+    parts = (version, *GXX, SHIM.read_text(), inspect.getsource(compiled_for_cpu))
     name = hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def make(folder: Path) -> None:

@@ -32,6 +32,7 @@ def quicken() -> None:
     core.block_type.with_element_ty = _with_element_ty
     core.block_type.name = property(lambda type_: f"<{type_.shape}, {type_.element_ty}>")
     core.tensor.__init__ = _init_tensor
+    interpreter.TensorHandle.__init__ = _init_handle
     core._unwrap_if_constexpr = _unwrapped
     core.dtype.__eq__ = _same_dtype
     core.dtype.is_int = lambda dtype: dtype.name in INTEGERS
@@ -51,6 +52,7 @@ _dtype_eq = core.dtype.__eq__
 _binary_op_type_checking_impl = Semantic.binary_op_type_checking_impl
 _broadcast_impl_value = Semantic.broadcast_impl_value
 
+NUMBERS = (bool, int, float)
 INTEGERS = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
 
 
@@ -153,7 +155,11 @@ def _checked(
     self: Any, one: Any, other: Any, one_ptr: bool = False, other_ptr: bool = False, arithmetic: bool = True,
     division: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return two tensors that already have the result's type unchanged."""
+    """Return two tensors that already have the result's type unchanged, and remember the tensors of constants."""
+    if type(one) in NUMBERS and type(other) is core.tensor:
+        return _with_constant(self, one, other, True, (one_ptr, other_ptr, arithmetic, division))
+    if type(other) in NUMBERS and type(one) is core.tensor:
+        return _with_constant(self, other, one, False, (one_ptr, other_ptr, arithmetic, division))
     if type(one) is core.tensor and type(other) is core.tensor:
         dtype = one.dtype
         if dtype is other.dtype and not dtype.is_ptr():
@@ -163,10 +169,36 @@ def _checked(
     return _binary_op_type_checking_impl(self, one, other, one_ptr, other_ptr, arithmetic, division)
 
 
+_constants: dict[Any, tuple[Any, Any, Any]] = {}
+
+
+def _with_constant(
+    self: Any, number: float, x: Any, number_is_first: bool, rest: tuple[bool, bool, bool, bool]
+) -> tuple[Any, Any]:
+    """Return the operands of a number and a tensor, in their order. If the tensor stays as it is, the number is the
+    same tile the next time."""
+    key = (type(number), number, number_is_first, x.dtype.name, _sizes(x.type), rest)
+    if key in _constants:
+        data, dtype, type_ = _constants[key]
+        constant = core.tensor(interpreter.TensorHandle(data, dtype), type_)
+        return (constant, x) if number_is_first else (x, constant)
+    given = (number, x) if number_is_first else (x, number)
+    found: tuple[Any, Any] = _binary_op_type_checking_impl(self, *given, *rest)
+    constant, same = found if number_is_first else found[::-1]
+    if same is x and number != 0:  # 0.0 and -0.0 are equal
+        constant.handle.data.flags.writeable = False
+        _constants[key] = (constant.handle.data, constant.handle.dtype, constant.type)
+    return found
+
+
 def _broadcast(self: Any, one: Any, other: Any) -> tuple[Any, Any]:
     if _sizes(one.type) == _sizes(other.type):
         return one, other
     return _broadcast_impl_value(self, one, other)
+
+
+def _init_handle(handle: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    handle.data, handle.dtype, handle.attr = data, dtype, {} if attr is None else attr
 
 
 def _init_tensor(tensor: Any, handle: Any, type_: Any) -> None:

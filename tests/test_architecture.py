@@ -45,8 +45,9 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
     for each in ast.iter_child_nodes(tree):
         if isinstance(each, ast.If) and isinstance(each.test, ast.Name) and each.test.id == "TYPE_CHECKING":
             continue
-        yield each
-        yield from statements(each)
+        if not isinstance(each, ast.expr):  # which no import is in
+            yield each
+            yield from statements(each)
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:

@@ -299,12 +299,12 @@ def held_out(printed: str, measure: str) -> list[float]:
 
 
 def test_a_gpt_is_better_than_a_bigram_model(run: Run) -> None:
-    out = run("gpt_against_bigram", 450)
+    out = run("gpt_against_bigram", 300)
     assert out.endswith("the GPT is better than the bigram model\n")
     bigram, *losses = map(float, re.findall(r": ([\d.]+) nats a byte", out))
     assert 2.2 < bigram < 2.8  # the standard library differs between versions of Python
-    assert losses[-1] < bigram - 0.1
-    assert "the GPT is not better" in run("gpt_against_bigram", 3)
+    assert losses[-1] < bigram - 0.05
+    assert "the GPT is not better" in run("gpt_against_bigram", 1)
 
 
 def test_a_conv_lstm_learns_where_digits_move(run: Run, tmp_path: Path) -> None:
@@ -475,7 +475,7 @@ def test_a_field_of_rocks_draws_few_of_its_triangles(run: Run, tmp_path: Path) -
 
 
 def test_a_network_learns_from_rendered_points(run: Run, tmp_path: Path) -> None:
-    words = ("--views", 3, "--size", 64, "--steps", 48, "--device", "cpu", "--out", tmp_path / "points.npy")
+    words = ("--views", 3, "--size", 64, "--steps", 32, "--device", "cpu", "--out", tmp_path / "points.npy")
     out = run("mesh_to_points", *words)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
     assert losses[-1] < losses[0] / 3

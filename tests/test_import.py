@@ -8,26 +8,74 @@ import os
 import subprocess
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-PROGRAM = """
+HEAVY = {"triton", "plotly", "PIL", "rich", "click", "jinja2", "pynvml", "torch.profiler", "torch.distributed.run"}
+
+IMPORTS = """
 import json, sys, time
 import torch
 before = set(sys.modules)
-began = time.process_time()  # other programs on this machine do not affect process time import rooftop
-print(json.dumps([time.process_time() - began, sorted(set(sys.modules) - before)]))
+began = time.process_time()  # other programs on this machine do not affect process time
+import rooftop
+said = {"seconds": time.process_time() - began, "modules": sorted(set(sys.modules) - before)}
+said["device"] = rooftop.hardware.ceilings_of("h200").device
+said["name"] = rooftop.cost.__name__
+import rooftop.cli.analyze
+said["compiler after importing"] = "torch._dynamo" in sys.modules
 """
-HEAVY = {"triton", "plotly", "PIL", "rich", "click", "jinja2", "pynvml", "torch.profiler", "torch.distributed.run"}
+CALLS = """
+import sys
+import torch
+from torch import nn
+from rooftop import kernels
+from rooftop.cost import CountingMode
+from rooftop.inference import Engine
+from rooftop.launch import known_calls
+
+x = torch.ones(2, 8, requires_grad=True)
+for _ in range(5):
+    kernels.layer_norm(x, 8).sum().backward()
+engine = Engine(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), fuse=True)
+for _ in range(5):
+    engine(torch.ones(1, 3, 9, 9))
+with CountingMode() as counted:
+    torch.ones(2, 8) @ torch.ones(8, 2)
+assert counted.records
+"""
+OBSERVING = """
+said["compiler after calling"] = "torch._dynamo" in sys.modules
+mode = known_calls.Observer([x])
+import torch._dynamo
+with mode, torch.no_grad():
+    x + 1
+    with mode:
+        said["protected"] = getattr(type(mode).__torch_dispatch__, "_torchdynamo_disable", False)
+    assert isinstance(mode, known_calls.Observer)
+assert type(mode) is known_calls.Observer
+said["why"] = mode.why
+print(json.dumps(said))
+"""
 
 
-def test_importing_adds_little_and_nothing_heavy() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    seconds, modules = json.loads(done.stdout)
-    assert not HEAVY & set(modules)
-    ours = {name for name in modules if name.startswith("rooftop")}
+@pytest.fixture(scope="module")
+def said() -> dict[str, Any]:
+    """What one process finds out: it imports torch and this library, calls operators, then imports the compiler."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", IMPORTS + CALLS + OBSERVING]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_importing_adds_little_and_nothing_heavy(said: dict[str, Any]) -> None:
+    assert not HEAVY & set(said["modules"])
+    ours = {name for name in said["modules"] if name.startswith("rooftop")}
     assert ours <= {"rooftop", "rooftop.errors", "rooftop.first_use"}
-    assert seconds < 0.3
+    assert said["seconds"] < 0.3
 
 
 def test_hardware_names_are_loaded_when_used_and_none_needs_more_than_torch() -> None:
@@ -60,59 +108,22 @@ def test_what_hardware_does_not_have_is_said() -> None:
         hardware.mesure  # noqa: B018
 
 
-def test_packages_are_reached_through_the_name_alone() -> None:
+def test_packages_are_reached_through_the_name_alone(said: dict[str, Any]) -> None:
     """Names are used as in messages and docstrings: rooftop.hardware.ceilings_of("h200"). Importing all names, and
     analyzing, must not import torch's compiler, which takes seconds."""
-    program = """
-import sys
-import rooftop
-print(rooftop.hardware.ceilings_of("h200").device)
-print(rooftop.cost.__name__)
-import rooftop.cli.analyze
-print("compiler:", "torch._dynamo" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[0] == "NVIDIA H200"
-    assert "rooftop.cost" in done.stdout
-    assert done.stdout.splitlines()[2] == "compiler: False"
+    assert (said["device"], said["name"]) == ("NVIDIA H200", "rooftop.cost")
+    assert not said["compiler after importing"]
 
 
-CALLS = """
-import sys
-import torch
-from torch import nn
-from rooftop import kernels
-from rooftop.cost import CountingMode
-from rooftop.inference import Engine
-from rooftop.launch import known_calls
-
-x = torch.ones(2, 8, requires_grad=True)
-for _ in range(5):
-    kernels.layer_norm(x, 8).sum().backward()
-engine = Engine(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), fuse=True)
-for _ in range(5):
-    engine(torch.ones(1, 3, 9, 9))
-with CountingMode() as counted:
-    torch.ones(2, 8) @ torch.ones(8, 2)
-assert counted.records
-print("compiler:", "torch._dynamo" in sys.modules)
-
-mode = known_calls.Observer([x])
-import torch._dynamo
-with mode, torch.no_grad():
-    x + 1
-    with mode:
-        protected = getattr(type(mode).__torch_dispatch__, "_torchdynamo_disable", False)
-    assert isinstance(mode, known_calls.Observer)
-assert type(mode) is known_calls.Observer
-print(mode.why, protected)
-"""
-
-
-@pytest.mark.parametrize("interpreted", ["0", "1"])
-def test_calls_do_not_import_the_compiler(interpreted: str) -> None:
+def test_calls_do_not_import_the_compiler(said: dict[str, Any]) -> None:
     """PyTorch's dispatch modes import it at their first operator. Rooftop observes the second call of an operator."""
+    assert not said["compiler after calling"]
+    assert (said["why"], said["protected"]) == ("aten.add.Tensor", True)
+
+
+def test_interpreted_calls_do_not_import_the_compiler() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": interpreted, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, check=False, env=environment)
-    assert done.stdout.splitlines() == ["compiler: False", "aten.add.Tensor True"], done.stderr[-2000:]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", CALLS + 'print("torch._dynamo" in sys.modules)']
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout == "False\n", done.stderr[-2000:]

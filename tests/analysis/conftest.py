@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from types import ModuleType
 
 import pytest
 
 from rooftop.hardware.ceilings import Ceilings, MemoryLevel, MemoryPoint
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Number the graphs of each test from 0. Inductor writes the number into its C++ code, so with the same numbers the
+    compiled code of earlier runs is found, whatever tests this process has run before."""
+    if compiler := sys.modules.get("torch._inductor.compile_fx"):
+        compiler._graph_counter = itertools.count()  # type: ignore[attr-defined]
 
 
 def make_ceilings(**changes: object) -> Ceilings:

@@ -118,15 +118,15 @@ def ring(nodes: int) -> Tensor:
 
 
 def swin(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
-    """The blocks of Swin-T, a quarter as wide."""
+    """The blocks of the first two stages of Swin-T, a quarter as wide."""
     library = request.getfixturevalue("torchvision_models")
-    sizes = {"patch_size": [4, 4], "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24], "window_size": [7, 7]}
+    sizes = {"patch_size": [4, 4], "depths": [2, 2], "num_heads": [3, 6], "window_size": [7, 7]}
     return library.SwinTransformer(embed_dim=24, num_classes=10, **sizes), torch.randn(1, 3, 56, 56)
 
 
 def gpt2(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
     library = request.getfixturevalue("transformers")
-    configuration = library.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=500, n_positions=32, use_cache=False)
+    configuration = library.GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=500, n_positions=32, use_cache=False)
     return library.GPT2LMHeadModel(configuration), torch.randint(500, (2, 32))
 
 
@@ -143,7 +143,7 @@ def detr_configuration(library: ModuleType, backbone: dict[str, Any], **sizes: i
 def detr(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
     library = request.getfixturevalue("transformers")
     backbone = {"embedding_size": 16, "hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1]}
-    sizes = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 2, "decoder_layers": 2}
+    sizes = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 1, "decoder_layers": 2}
     configuration = detr_configuration(library, backbone, **sizes, num_queries=10)
     return library.DetrForObjectDetection(configuration), torch.randn(2, 3, 96, 128)
 

@@ -231,12 +231,15 @@ def opened(tab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]
 
 @pytest.mark.browser
 @needs_chromium
-# Each report is shown in both schemes and at both widths, and each scheme at each width.
+# Some report is shown in each scheme at each width.
 @pytest.mark.parametrize(
     ("change", "scheme", "width"),
     [
-        *((change, *view) for change in (dict, empty, with_ranks) for view in (("light", 1280), ("dark", 390))),
-        *((change, *view) for change in (hostile, compiled) for view in (("light", 390), ("dark", 1280))),
+        (dict, "light", 1280),
+        (empty, "dark", 390),
+        (with_ranks, "dark", 390),
+        (hostile, "light", 390),
+        (compiled, "dark", 1280),
     ],
 )
 def test_it_opens_without_a_word(change: Any, scheme: str, width: int, opened: Open, report: dict[str, Any]) -> None:
@@ -329,21 +332,22 @@ def test_in_a_notebook_it_stays_in_its_frame(chromium: Any, report: dict[str, An
 
 @pytest.mark.browser
 @needs_chromium
-@pytest.mark.parametrize("width", [1280, 1101, 768, 390])
-def test_long_names_leave_the_figures_on_the_page(width: int, opened: Open, report: dict[str, Any]) -> None:
+def test_long_names_leave_the_figures_on_the_page(opened: Open, report: dict[str, Any]) -> None:
     """Names of kernels that a compiler made, with and without places at which a browser breaks words."""
     names = ["inductor::fused_" + "_".join(["native_layer_norm_backward"] * 12), "x" * 400, "my ops::" + "word " * 60]
     ops = [{**op, "name": names[i % 3]} for i, op in enumerate(report["ops"])]
-    page = opened({**report, "ops": ops}, width).page
-    outside = page.evaluate(
-        "[...document.querySelectorAll('#operators td')].filter(cell => { const box = cell.getBoundingClientRect();"
-        " return box.width && (box.left < 0 || box.right > window.innerWidth + 0.5); })"
-        ".map(cell => cell.textContent)"
-    )
-    assert outside == []
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    page = opened({**report, "ops": ops}).page
     scroll = "document.querySelector('.scroll:has(#operators)')"
-    assert page.evaluate(f"{scroll}.scrollWidth - {scroll}.clientWidth") <= 1
+    for width in (1280, 1101, 768, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_function(f"window.innerWidth === {width} && document.documentElement.scrollWidth <= {width}")
+        outside = page.evaluate(
+            "[...document.querySelectorAll('#operators td')].filter(cell => { const box = cell.getBoundingClientRect();"
+            " return box.width && (box.left < 0 || box.right > window.innerWidth + 0.5); })"
+            ".map(cell => cell.textContent)"
+        )
+        assert outside == []
+        assert page.evaluate(f"{scroll}.scrollWidth - {scroll}.clientWidth") <= 1
 
 
 @pytest.mark.browser

@@ -66,11 +66,6 @@ def language(transformers: ModuleType, **changes: Any) -> Build:
     return build
 
 
-@pytest.fixture(params=["convolutional", "language"])
-def build(request: pytest.FixtureRequest, transformers: ModuleType) -> Build:
-    return convolutional if request.param == "convolutional" else language(transformers)
-
-
 def small_net() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2))
 
@@ -85,13 +80,15 @@ def counts(report: Report) -> dict[tuple[Any, ...], tuple[int, int, int]]:
     return {(row.name, row.phase, row.shapes): (row.calls, row.flops, row.bytes) for row in working}
 
 
-@pytest.mark.parametrize("train", [False, True])
-def test_the_totals_are_those_of_a_run(train: bool, build: Build, ceilings: Ceilings, h200: Ceilings) -> None:
+@pytest.mark.parametrize(("network", "train"), [("convolutional", False), ("convolutional", True), ("language", True)])
+def test_the_totals_are_those_of_a_run(
+    network: str, train: bool, transformers: ModuleType, ceilings: Ceilings, h200: Ceilings
+) -> None:
     """With a CPU's ceilings, the counts agree operator by operator. With a GPU's ceilings, the counts agree except for
     attention, which is another operator on a GPU.
 
     (Dropout is another operator on a GPU as well, but the model has none.)"""
-    model, x, extra = build()
+    model, x, extra = convolutional() if network == "convolutional" else language(transformers)()
     extra = extra if train else {}
     measured = rooftop.analyze(model, x, ceilings=ceilings, train=train, **extra)
     assert counts(rooftop.predict(model, x, ceilings=ceilings, train=train, **extra)) == counts(measured)
@@ -103,21 +100,24 @@ def test_the_totals_are_those_of_a_run(train: bool, build: Build, ceilings: Ceil
     assert on_gpu.summary.parameters == measured.summary.parameters
 
 
-@pytest.mark.parametrize("train", [False, True])
-def test_fake_weights_give_the_same_prediction_at_once(train: bool, transformers: ModuleType, h200: Ceilings) -> None:
-    def residual() -> tuple[nn.Module, Tensor, dict[str, Any]]:
-        return resnet18(), torch.randn(8, 3, 224, 224), {}
-
-    for build in (residual, language(transformers, n_layer=2, n_embd=768, n_head=12, vocab_size=50257)):
+def test_fake_weights_give_the_same_prediction(transformers: ModuleType, h200: Ceilings) -> None:
+    for build in (convolutional, language(transformers)):
         totals = []
         for context in (nullcontext(), fake_tensors()):
             with context:
                 model, x, extra = build()
-                began = time.process_time()
-                report = rooftop.predict(model, x, ceilings=h200, train=train, **(extra if train else {}))
-                assert time.process_time() - began < 5
+                report = rooftop.predict(model, x, ceilings=h200, train=True, **extra)
             totals.append((report.summary, counts(report)))
         assert totals[0] == totals[1]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_prediction_takes_seconds(train: bool, h200: Ceilings) -> None:
+    with fake_tensors():
+        model, x = resnet18(), torch.randn(8, 3, 224, 224)
+    began = time.process_time()
+    rooftop.predict(model, x, ceilings=h200, train=train)
+    assert time.process_time() - began < 5
 
 
 def test_weights_may_be_real_fake_or_on_the_meta_device(h200: Ceilings) -> None:
@@ -134,7 +134,7 @@ def test_weights_may_be_real_fake_or_on_the_meta_device(h200: Ceilings) -> None:
     assert predictions[0].summary.flops == 2 * 3 * 8 * 4 * 2 - 2 * 2 * 8 * 4 + 2 * 4 + 2 * 4  # no input gradient
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(batch=st.integers(1, 9), width=st.integers(1, 40), features=st.integers(1, 40))
 def test_a_product_is_counted_by_hand_in_any_dtype(h200: Ceilings, batch: int, width: int, features: int) -> None:
     layer, x = nn.Linear(width, features, bias=False), torch.randn(batch, width)
@@ -288,9 +288,9 @@ def test_the_report_says_that_it_is_predicted(h200: Ceilings, tmp_path: Path) ->
 
 
 def test_a_decoder_of_a_billion_parameters(transformers: ModuleType, h200: Ceilings, tmp_path: Path) -> None:
-    """A training step of 2048 tokens, with an eighth of the 32 layers of a model of 7 billion parameters. The
+    """A training step of 2048 tokens, with a sixteenth of the 32 layers of a model of 7 billion parameters. The
     prediction is compared with the usual 6 flops for each parameter and token, plus attention."""
-    layers = 4
+    layers = 2
     config = transformers.LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=layers, num_attention_heads=32, vocab_size=32000
     )
@@ -306,7 +306,7 @@ def test_a_decoder_of_a_billion_parameters(transformers: ModuleType, h200: Ceili
             dtype=torch.bfloat16,
         )
     parameters = report.summary.parameters
-    assert parameters == 6_738_415_616 - 28 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
+    assert parameters == 6_738_415_616 - 30 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
     products = 6 * (parameters - 32000 * 4096) * 2048  # the embedding is looked up
     attention = layers * (4 + 10) * 2048 * 2048 / 2 * 4096  # two products forward, five backward, half of them masked
     assert report.summary.flops == pytest.approx(products + attention, rel=0.03)

@@ -36,10 +36,10 @@ def test_networks_that_draw_truncated_normals_can_be_built_without_values(bounds
     assert bounds[0] <= float(real.min()) <= float(real.max()) <= bounds[1]
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Mistral"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
 def test_a_decoder_is_causal_as_it_is_when_run(family: str, transformers: ModuleType, h200: Ceilings) -> None:
     """With fake tensors, transformers created a mask: all pairs were counted, and shared heads were copied."""
-    heads, shared, length, layers, width = 4, 2, 128, 2, 64
+    heads, shared, length, layers, width = 4, 2, 32, 1, 64
     config = getattr(transformers, f"{family}Config")(
         hidden_size=width,
         intermediate_size=128,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,15 +41,16 @@ print(json.dumps([wrong, right]))
 """
 
 
-def test_every_script_explains_its_options() -> None:
+def test_every_script_explains_its_options(tmp_path: Path, fork: Callable[..., BaseProcess]) -> None:
     scripts = sorted(
         str(path)
         for folder in ("benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
         if "argparse" in (text := path.read_text(encoding="utf-8")) and "__main__" in text
     )
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *scripts], capture_output=True, text=True, check=False)
-    assert done.stdout, done.stderr[-2000:]
-    wrong, right = json.loads(done.stdout.splitlines()[-1])
+    output, errors = tmp_path / "output", tmp_path / "errors"
+    fork(PROGRAM, *scripts, environment={}, folder=tmp_path, output=output, errors=errors).join()
+    assert output.read_text(), errors.read_text()[-2000:]
+    wrong, right = json.loads(output.read_text().splitlines()[-1])
     assert not wrong
     assert right > 40

@@ -72,17 +72,22 @@ def net(tmp_path: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize(("train", "size"), [(False, 96), (True, 64)])
-def test_resnet50_is_covered_and_counted(run: Run, train: bool, size: int, tmp_path: Path) -> None:
-    words = ["resnet50", "--input", f"2x3x{size}x{size}", "--json", "r.json", "--no-html"]
+@pytest.mark.parametrize(
+    ("model", "flops", "features", "parameters", "train", "size"),  # flops of an image of 224x224
+    [("resnet50", 8.18e9, 2048, 25_557_032, False, 64), ("resnet18", 3.63e9, 512, 11_689_512, True, 32)],
+)
+def test_resnets_are_covered_and_counted(
+    run: Run, model: str, flops: float, features: int, parameters: int, train: bool, size: int, tmp_path: Path
+) -> None:
+    words = [model, "--input", f"2x3x{size}x{size}", "--json", "r.json", "--no-html"]
     status, out, _ = run(*words, *(["--train"] if train else []))
     assert status == 0
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["coverage"] >= 0.98
     forward = sum(op["flops"] for op in report["ops"] if op["phase"] == "forward")
-    linear = 2 * 2048 * 1000
-    assert forward == pytest.approx(2 * ((8.18e9 - linear) * (size / 224) ** 2 + linear), rel=0.01)
-    assert report["summary"]["parameters"] == 25_557_032
+    linear = 2 * features * 1000
+    assert forward == pytest.approx(2 * ((flops - linear) * (size / 224) ** 2 + linear), rel=0.01)
+    assert report["summary"]["parameters"] == parameters
     for op in report["ops"]:
         assert op.get("flagged", False) == ((op["percent_of_roof"] or 0) > FLAGGED_PERCENT)
     blocks = {child["name"] for child in report["modules"]["children"]}

@@ -24,6 +24,15 @@ pytestmark = pytest.mark.usefixtures("models_remembered")
 
 Run = Callable[..., tuple[int, str, str]]
 
+SMALL: dict[str, int] = {
+    "queries": 4,
+    "width": 32,
+    "heads": 4,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "feed_forward": 48,
+}
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
@@ -33,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     for folder in ("one", "two"):
         Path(folder).mkdir()
         Image.fromarray(pixels).save(Path(folder, "photo.png"))
-    small = lambda **options: Detr(Bottleneck, (1, 1, 1, 1), queries=4, **options)  # noqa: E731
+    small = lambda: Detr(Bottleneck, (1, 1, 1, 1), **SMALL)  # noqa: E731
     monkeypatch.setitem(module.BUILDERS, "detr_resnet50", small)
 
     def command(*words: str) -> tuple[int, str, str]:
@@ -176,8 +185,9 @@ def test_what_goes_wrong_is_one_line(words: tuple[str, ...], status: int, messag
 
 
 def test_weights_of_five_classes(run: Run, tmp_path: Path) -> None:
-    torch.save(module.detr_resnet50(num_classes=5).state_dict(), tmp_path / "five.pth")
-    status, out, err = run("one", "--weights", "five.pth", "--threshold", "0", "--size", "64", "--json", "-")
+    torch.save(module.detr_small(num_classes=5).state_dict(), tmp_path / "five.pth")
+    words = ["one", "--model", "detr_small", "--weights", "five.pth", "--threshold", "0", "--size", "64", "--json", "-"]
+    status, out, err = run(*words)
     assert status == 0, err
     labels = {each["label"] for each in json.loads(out)["photographs"][0]["objects"]}
     assert labels <= set(range(5))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +85,16 @@ def test_wrong_calls(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @on_cpu
-def test_without_a_gpu_the_twins_run_through_the_interpreter(tmp_path: Path) -> None:
-    """The test calls the command as a user does; the command starts the process in which Triton interprets."""
+def test_without_a_gpu_the_twins_run_through_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command starts the process in which Triton interprets."""
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "rooftop", "ladder", "indexing", "--size", "12", "--out", "f.json"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "No speeds are shown, because they need a GPU" in done.stdout
+    monkeypatch.setattr(verb, "INTERPRETED", False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["ladder", "indexing", "--size", "12", "--out", "f.json"]) == 0
+    assert "No speeds are shown, because they need a GPU" in capfd.readouterr().out
     rungs = json.loads((tmp_path / "f.json").read_text())["rungs"]
     assert {rung["status"] for rung in rungs if rung["tool"] == "Triton"} == {"checked", "absent"}
     assert {rung["ms"] for rung in rungs} == {None}

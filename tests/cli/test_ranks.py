@@ -86,7 +86,7 @@ def options(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def torchrun(options: list[str], tmp_path: Path) -> Run:
-    """Runs `rooftop analyze ...` by torchrun on two ranks, returns (status, stdout, stderr)."""
+    """Runs `rooftop analyze ...` by the real torchrun on two ranks, returns (status, stdout, stderr)."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "PYTHONPATH": str(tmp_path)}
 
     def call(*words: str) -> tuple[int, str, str]:
@@ -138,8 +138,8 @@ def files(tmp_path: Path) -> set[str]:
     return {path.name for path in (tmp_path / "work").iterdir()} - {"script.py", "__pycache__"}
 
 
-def test_one_report_names_the_delayed_rank(torchrun: Run, tmp_path: Path) -> None:
-    status, out, err = torchrun("net:delayed", "--train", "--json", "r.json", "-o", "r.html", "--trace", "t.json")
+def test_one_report_names_the_delayed_rank(run: Run, tmp_path: Path) -> None:
+    status, out, err = run("net:delayed", "--train", "--json", "r.json", "-o", "r.html", "--trace", "t.json")
     assert status == 0, err
     assert files(tmp_path) == {"r.json", "r.html", "t.json"}
     for once in ("Rank 1 (cpu) holds the others up", "the straggler", "report: r.json", "of roof: "):
@@ -179,15 +179,17 @@ def test_a_folder_that_is_missing_is_said_by_the_rank_that_writes(run: Run) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("launcher", "words", "message"),
     [
-        (("net:delayed", "--dtype", "fp12"), "'fp12' is not one of"),
-        (("net:delayed", "--predict", "no such machine"), "no such machine"),
-        (("script.py", "--train"), "--train: a script runs unchanged"),
+        ("torchrun", ("net:delayed", "--dtype", "fp12"), "'fp12' is not one of"),
+        ("run", ("net:delayed", "--predict", "no such machine"), "no such machine"),
+        ("run", ("script.py", "--train"), "--train: a script runs unchanged"),
     ],
 )
-def test_a_wrong_call_is_said_once(run: Run, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
-    _, out, err = run(*words)
+def test_a_wrong_call_is_said_once(
+    request: pytest.FixtureRequest, tmp_path: Path, launcher: str, words: tuple[str, ...], message: str
+) -> None:
+    _, out, err = request.getfixturevalue(launcher)(*words)
     assert err.count("rooftop: error: ") == 1
     (line,) = [line for line in err.splitlines() if line.startswith("rooftop: error: ")]
     assert message in line

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -215,7 +213,7 @@ def test_the_error_tells_all_races() -> None:
     assert str(error) == machine.races[0].message
 
 
-def test_torchs_own_sanitizer_does_not_listen_afterwards() -> None:
+def test_torchs_own_sanitizer_does_not_listen_afterwards(forked: Callable[[str], tuple[int, str, str]]) -> None:
     code = (
         "import torch; from torch.cuda import _gpu_trace as trace; from rooftop.debugging import stream_races as ours\n"
         "ours._listen(); ours._listen()\n"
@@ -223,8 +221,7 @@ def test_torchs_own_sanitizer_does_not_listen_afterwards() -> None:
         "assert [len(r.callback_list) for n, r in vars(trace).items() if n.endswith('Callbacks')] == [1] * 10\n"
         "trace.MemoryAllocationCallbacks.fire_callbacks(1)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert forked(code) == (0, "", "")
 
 
 def test_without_cuda_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -530,9 +530,15 @@ def test_without_ipykernel_the_command_is_said(monkeypatch: pytest.MonkeyPatch, 
         install_kernel()
 
 
-def test_setuptools_can_be_imported_after_a_diagnosis() -> None:
+def test_setuptools_can_be_imported_after_a_diagnosis(forked: Callable[[str], tuple[int, str, str]]) -> None:
     """setuptools mistakes a search for pip for a run of pip, and torch.compile imports setuptools."""
     pytest.importorskip("setuptools")
-    program = "from rooftop.hardware import diagnose; diagnose(); import setuptools"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    program = """
+for name in [name for name in sys.modules if name.partition(".")[0] in ("distutils", "setuptools")]:
+    del sys.modules[name]
+from rooftop.hardware import diagnose
+diagnose()
+import setuptools
+"""
+    status, _, errors = forked(program)
+    assert status == 0, errors

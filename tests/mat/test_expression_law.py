@@ -348,7 +348,7 @@ def evaluated(expression: MatExpr, into: Mat | None = None) -> Mat:
 
 
 examples = settings(
-    max_examples=60 if INTERPRETED else 200, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=40 if INTERPRETED else 200, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

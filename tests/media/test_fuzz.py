@@ -1,4 +1,4 @@
-"""Damaged files in processes with limits (`fuzz.py`): 60 files, or the number in ROOFTOP_FUZZ_FILES."""
+"""Damaged files in processes with limits (`fuzz.py`): 30 files, or the number in ROOFTOP_FUZZ_FILES."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("av")
-FILES = int(os.environ.get("ROOFTOP_FUZZ_FILES", "60"))
+FILES = int(os.environ.get("ROOFTOP_FUZZ_FILES", "30"))
 SECONDS_A_FILE = 10.0
 
 

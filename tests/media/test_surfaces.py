@@ -118,9 +118,9 @@ def test_resized_turned_and_normalized_in_one_launch(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@few
+@settings(max_examples=6, deadline=None)
 @given(
-    counts=st.lists(st.sampled_from([0, 1, 7, 8, 9]), max_size=2),
+    counts=st.sampled_from([[0], [1, 8], [9], [7, 1]]),
     to=st.sampled_from([None, (5, 8)]),
     turns=st.integers(0, 3),
 )

@@ -156,11 +156,11 @@ def test_only_some_kinds() -> None:
     model = Model()
     assert set(replace(model, only=(kind for kind in ["LayerNorm"])).swapped.values()) == {"LayerNorm"}
     assert set(replace(model, only=["RMSNorm"]).swapped.values()) == {"RMSNorm"}
-    with pytest.raises(ValueError, match=r"only must be a list of some of .*LayerNorm.*, got \['Linear'\]"):
+    with pytest.raises(ValueError, match=r"`only` must be a list of some of .*LayerNorm.*, got \['Linear'\]"):
         replace(model, only=["Linear"])
     with pytest.raises(ValueError, match=r"got 'LayerNorm'; pass a list: \['LayerNorm'\]"):
         replace(model, only="LayerNorm")
-    with pytest.raises(ValueError, match="only must be a list of some of"):
+    with pytest.raises(ValueError, match="`only` must be a list of some of"):
         replace(model, only=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got function"):
         replace(gradients)  # type: ignore[arg-type]

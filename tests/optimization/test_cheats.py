@@ -169,7 +169,7 @@ def is_off_by_a_little(call: Call, candidate: Candidate) -> Call:
 
 CHEATS = {
     right_on_the_sample_only: "other values: result 0 is off by",
-    gives_back_the_memory_of_its_input: "result 0 and argument 0 share memory, as the original's do not",
+    gives_back_the_memory_of_its_input: "result 0 and argument 0 share memory, but the original's do not",
     gives_stale_memory: "result 0",
     writes_where_it_wrote_before: "result 0 was changed by the next call",
     keeps_results_by_address: "inputs in the same memory: result 0 is off by",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch import nn
 import rooftop
 from rooftop.optimization.deadlines import Deadline, StoppedError
 from rooftop.rewrites import Candidate, Rule, Times
+
+Forked = Callable[..., tuple[int | None, str, str]]
 
 LONG_S = 150.0
 """Much longer than any of these tests takes, even on a busy machine."""
@@ -151,11 +153,8 @@ print("done", len(calls))
 """
 
 
-def test_signals_that_others_handle_or_block_are_left_alone() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HANDLED_BY_C], capture_output=True, text=True, timeout=LONG_S, check=False
-    )
-    assert (done.stdout, done.returncode) == ("done 1\n", 0), done.stderr
+def test_signals_that_others_handle_or_block_are_left_alone(forked: Forked) -> None:
+    assert forked(HANDLED_BY_C) == (0, "done 1\n", "")
 
 
 def test_what_is_done_in_time_is_left_alone() -> None:
@@ -195,10 +194,9 @@ print("done")
 """
 
 
-def test_a_program_can_be_profiled_afterwards() -> None:
+def test_a_program_can_be_profiled_afterwards(forked: Forked) -> None:
     """CPython 3.11 loops forever under a profiler after an asynchronous exception for a thread was cancelled."""
-    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=LONG_S, check=False)
-    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    assert forked(PROFILED) == (0, "done\n", "")
 
 
 def test_a_search_goes_on_without_a_rule_that_compiles_for_too_long() -> None:

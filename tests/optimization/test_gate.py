@@ -81,9 +81,9 @@ def noisy(seed: int, size: float = ERROR, rows: int = 1, special: bool = False) 
 
 
 def verdicts(**options: Any) -> list[bool]:
-    """Whether the change is right, for 40 seeds."""
+    """Whether the change is right, for 20 seeds."""
     found = []
-    for seed in range(40):
+    for seed in range(20):
         gate, candidate = noisy(seed, **options)
         try:
             assert gate.judge(candidate) <= 1
@@ -96,8 +96,8 @@ def verdicts(**options: Any) -> list[bool]:
 @pytest.mark.parametrize("special", [False, True])
 def test_bad_luck_with_a_few_elements_is_told_from_a_larger_error(special: bool) -> None:
     """One element has twice another one's error in every third case, and sometimes a hundred times."""
-    assert sum(verdicts(special=special)) >= 34
-    assert sum(verdicts(special=special, size=5 * ERROR, rows=4)) <= 2
+    assert sum(verdicts(special=special)) >= 17
+    assert sum(verdicts(special=special, size=5 * ERROR, rows=4)) <= 1
 
 
 class Gained(nn.Module):
@@ -122,7 +122,7 @@ class Gained(nn.Module):
 
 def test_sums_in_another_order_are_right_for_gradients_of_one_element() -> None:
     found = []
-    for seed in range(8):
+    for seed in range(4):
         torch.manual_seed(seed)
         model, x, target = Gained(), torch.randn(4, 12, 32), torch.randn(4, 12, 32)
         step = Step(True, lambda y, target=target: ((y - target) ** 2).mean())
@@ -133,7 +133,7 @@ def test_sums_in_another_order_are_right_for_gradients_of_one_element() -> None:
         candidate.model.split = True
         with suppress(RefusedError):
             found.append(gate.judge(candidate))
-    assert len(found) >= 7
+    assert len(found) >= 3
     assert max(found) > 0.9, "no case had bad luck"
 
 
@@ -141,7 +141,7 @@ def test_sums_in_another_order_are_right_for_gradients_of_one_element() -> None:
 def test_an_error_near_the_given_inputs_is_found_in_one_element(share: float) -> None:
     """The result may be almost 0 for other inputs. Relative to its size, the original's error is then large."""
     accepted, count = 0, 0
-    for seed in range(30):
+    for seed in range(15):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).bfloat16()
         x = torch.randn(1, 64).bfloat16()
@@ -163,8 +163,8 @@ def test_an_error_near_the_given_inputs_is_found_in_one_element(share: float) ->
         with suppress(RefusedError):
             gate.judge(replace(Candidate.of(model, None, training=False), call=wrong))
             accepted += 1
-    assert count > 15
-    assert accepted <= (2 if share < 0.1 else 0)
+    assert count > 7
+    assert accepted <= (1 if share < 0.1 else 0)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import rooftop
 from rooftop.errors import InputError
 from rooftop.hardware.timing import Timing
 from rooftop.launch import repeated_calls
-from rooftop.models import resnet18
+from rooftop.models.vision.resnet import BasicBlock, ResNet
 from rooftop.optimization import OptimizedModule
 from rooftop.optimization.outcomes import Step, outcome_of
 from rooftop.optimization.profiles import Profiles
@@ -125,7 +125,7 @@ def test_a_training_with_it_is_the_same(tmp_path: Path) -> None:
 
 def test_rules_by_plan_are_applied_without_a_search(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x, path = resnet18().eval(), torch.randn(2, 3, 32, 32), tmp_path / "plan.json"
+    model, x, path = ResNet(BasicBlock, (1, 1, 1, 1)).eval(), torch.randn(2, 3, 32, 32), tmp_path / "plan.json"
     plan = {"version": 1, "rules": ["fold-norms", "channels-last"], "surroundings": {"torch": "1.0", "model": "ResNet"}}
     path.write_text(json.dumps(plan))
     found = rooftop.optimize(model, x, plan=path)

@@ -125,7 +125,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "frozen": (lambda: train(linear().requires_grad_(False)), "no result has a gradient"),
     "a name twice": (lambda: rooftop.optimize(linear(), X, rules=[Nothing(), Nothing()]), "two rules are named"),
     "a name of ours": (lambda: rooftop.optimize(linear(), X, rules=[Named()]), "two rules are named 'compile'"),
-    "a flag as a budget": (lambda: rooftop.optimize(linear(), X, budget_s=True), "budget_s must be seconds above 0"),
+    "a flag as a budget": (
+        lambda: rooftop.optimize(linear(), X, budget_s=True),
+        "budget_s must be a number of seconds above 0",
+    ),
     "a flag as a gain": (lambda: rooftop.optimize(linear(), X, min_gain=False), "min_gain must be a share from 0 to 1"),
     "a huge budget": (lambda: rooftop.optimize(linear(), X, budget_s=10**400), r"pass float\('inf'\)"),
     "a number for train": (lambda: rooftop.optimize(linear(), X, train=1), "train must be True or False, got 1"),

@@ -20,11 +20,12 @@ from rooftop.cli.main import main
 Fork = Callable[..., BaseProcess]
 
 AGENT = """
-import signal, sys
+import os, signal, sys, time
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 from rooftop.cli.main import run
 from rooftop.parallel import watching
+from rooftop.train import GptTrainer
 
 watching.TELLING_S, watching.ARRIVING_S = 30.0, 20.0  # on a busy machine ranks answer late
 tell_place = watching.Watch._tell_place
@@ -35,6 +36,13 @@ def telling(watch, *arguments, **options):
         open(f"told-{watch.rank}", "w").close()
 
 watching.Watch._tell_place = telling
+advance = GptTrainer.advance
+
+def in_its_time(trainer):
+    time.sleep(float(os.environ.get("STEP_S", 0)))
+    return advance(trainer)
+
+GptTrainer.advance = in_its_time
 at = sys.argv.index("train")
 config, *_ = config_from_args(parse_args([*sys.argv[1:at], "rooftop"]))
 config.start_method = "fork"
@@ -156,7 +164,7 @@ def test_sigterm_ends_all_ranks_without_an_error(fork: Fork, book: Path) -> None
 # ---- elastic ---------------------------------------------------------------------------------------------------------
 
 
-STEPS = 100
+STEPS = 40
 OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """If launchers share a store, PyTorch 2.13 does not accept a later launcher that the others do not know."""
 
@@ -169,9 +177,10 @@ def launcher(
     soon = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
     where += ["--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-conf", soon]
     words = ["--global-batch-size", "4", "--train-iters", str(steps), "--save", "run", "--load", "run"]
-    words = [*where, *WORDS, *words, "--save-interval", "10"]
+    words = [*where, *WORDS, *words, "--save-interval", "5"]
     said = {"output": book / f"out{number}", "errors": book / f"err{number}"}
-    return fork(AGENT, *words, environment=environment or {}, folder=book, **said)
+    pause = {"STEP_S": "0.1"}  # launchers come and go within few steps
+    return fork(AGENT, *words, environment={**pause, **(environment or {})}, folder=book, **said)
 
 
 def two_launchers(
@@ -202,12 +211,12 @@ def wait_for_checkpoint(book: Path, step: int, agent: BaseProcess) -> None:
     wait_for((book / "run" / f"step-{step:08d}").exists, agent)
 
 
-def wait_for_start(book: Path, ranks: int, agent: BaseProcess) -> int:
-    """Wait until this many ranks have continued; return the step from which they did."""
+def wait_for_start(book: Path, ranks: int, agent: BaseProcess, least: int = 1) -> int:
+    """Wait until this many ranks have continued, after at least some steps; return the step from which they did."""
     until = time.monotonic() + 300
     while True:
         for size, step in starts(book):
-            if size == ranks and step > 0:
+            if size == ranks and step >= least:
                 return step
         assert agent.is_alive()
         assert time.monotonic() < until
@@ -216,11 +225,12 @@ def wait_for_start(book: Path, ranks: int, agent: BaseProcess) -> int:
 
 def one_is_killed(first: BaseProcess, second: BaseProcess, book: Path) -> int:
     """Two launchers, the second of which dies; return the step from which the other continued."""
-    wait_for_step(book / "lines", 25, [first, second])
+    wait_for_step(book / "lines", 8, [first, second])
+    wait_for_checkpoint(book, 5, first)
     orphans = ranks_of(second)
     second.kill()
     step = wait_for_start(book, 2, first)
-    assert step in range(10, max(losses(book / "lines")) + 1, 10)  # the last checkpoint may not have been complete yet
+    assert step in range(5, max(losses(book / "lines")) + 1, 5)  # the last checkpoint may not have been complete yet
     assert all(ended(rank) for rank in orphans)
     said = (book / "err1").read_text() + (book / "err2").read_text()
     gone = "ranks 2-3 of 4 are gone without an error (their processes have ended); "
@@ -261,14 +271,13 @@ def test_a_training_goes_on_with_the_launcher_that_is_left(
 def test_a_launcher_that_comes_again_takes_part(fork: Fork, book: Path, free_port: Callable[[], int]) -> None:
     """The new launcher's count of restarts differs from the other launcher's count. Ranks that end for the restart save
     first."""
-    port, steps = free_port(), 200
+    port, steps = free_port(), 70
     first, second = two_launchers(port, steps, fork, book, OWN_STORES)
     fewer = one_is_killed(first, second, book)
-    wait_for_step(book / "lines", fewer + 20, [first])
-    wait_for_checkpoint(book, fewer + 20, first)
+    wait_for_step(book / "lines", fewer + 5, [first])
+    wait_for_checkpoint(book, fewer + 5, first)
     third = launcher(3, port, steps, fork, book, OWN_STORES)
-    more = wait_for_start(book, 4, first)
-    assert more >= fewer + 20
+    more = wait_for_start(book, 4, first, least=fewer + 5)
     for agent in (first, third):
         agent.join(300)
         assert agent.exitcode == 0, (book / "err1").read_text() + (book / "err3").read_text()

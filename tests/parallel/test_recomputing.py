@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -139,27 +140,34 @@ def kept_by(block: nn.Module, config: GptConfig, length: int = 8) -> int:
     rotation = rotation_of(torch.arange(config.positions), config) if config.position == "rope" else None
     others = [*block.parameters(), *(rotation or ())]
     seen: dict[int, int] = {}
-    earlier = kept_now()
+    kept: WeakSet[recomputing._Kept] = WeakSet()
+
+    class Watched(recomputing._Kept):
+        __slots__ = ("__weakref__",)
+
+        def __init__(self, tensor: Tensor) -> None:
+            super().__init__(tensor)
+            kept.add(self)
 
     def see(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         seen[storage._cdata] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
-        result = block(x, update, rotation)
-    for each in kept_now():  # counted by hooks of the block's own, including the inputs of the recomputation
-        if not any(each is other for other in earlier):
-            see(each.tensor)
+    gc.disable()  # new objects stay in the youngest generation
+    try:
+        hooks = torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor)
+        with hooks, patch.object(recomputing, "_Kept", Watched):
+            result = block(x, update, rotation)
+        gc.collect(0)
+    finally:
+        gc.enable()
+    for each in kept:  # counted by hooks of the block's own, including the inputs of the recomputation
+        see(each.tensor)
     for each in others:
         seen.pop(each.untyped_storage()._cdata, None)
     del result
     return sum(seen.values())
-
-
-def kept_now() -> list[recomputing._Kept]:
-    gc.collect()
-    return [each for each in gc.get_objects() if type(each) is recomputing._Kept]
 
 
 def per_token(config: GptConfig, recompute: bool | str) -> float:

@@ -18,7 +18,7 @@ from rooftop.models.vision.resnet import Bottleneck
 from rooftop.rewrites.splitting import OtherPathError
 
 # the other networks only have more of the same layers
-RESNETS = ("resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2")
+RESNETS = ("resnet18", "resnext50_32x4d")
 
 
 @torch.no_grad()
@@ -1045,7 +1045,7 @@ def test_a_trace_leaves_other_threads_alone() -> None:
 
     def trace() -> None:
         try:
-            blocks = (nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(40))
+            blocks = (nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for _ in range(15))
             fold_norms(nn.Sequential(*blocks).eval())
         except Exception as error:
             errors.append(error)

@@ -26,7 +26,6 @@ VARIANTS: dict[str, tuple[type[resnet.Block], dict[str, Any]]] = {
     "basic": (resnet.BasicBlock, {}),
     "bottleneck": (resnet.Bottleneck, {}),
     "resnext": (resnet.Bottleneck, {"groups": 32, "width_per_group": 4}),
-    "wide": (resnet.Bottleneck, {"width_per_group": 128}),
     "dilated": (resnet.Bottleneck, {"replace_stride_with_dilation": (False, True, True)}),
 }
 

@@ -265,10 +265,9 @@ def _numbers(geometry: Geometry, number: int) -> dict[str, Any]:
 
 def _packed(columns: list[Column]) -> Words:
     """Interleaved values, starting at the lowest bit of a word."""
-    whole, at = 0, 0
-    for row in zip(*([(int(value), bits) for value in values] for values, bits in columns), strict=True):
-        for value, bits in row:
-            assert 0 <= value < 1 << max(bits, 1)
-            whole |= value << at
-            at += bits
-    return np.frombuffer(whole.to_bytes(4 * ((at + 31) // 32), "little"), np.uint32)
+    if not columns:
+        return np.zeros(0, np.uint32)
+    assert all((values >= 0).all() and (values >> bits == 0).all() for values, bits in columns)
+    rows = np.concatenate([values[:, None] >> np.arange(bits) & 1 for values, bits in columns], 1)
+    packed = np.packbits(rows.astype(np.uint8), bitorder="little").tobytes()
+    return np.frombuffer(packed + bytes(-len(packed) % 4), np.uint32)

@@ -203,7 +203,7 @@ def test_every_cut_is_watertight(closed: Built) -> None:
     drawn = {
         tuple(closed.cut(lambda _, error, limit=limit: error <= limit)) for limit in errors[:: len(errors) // 8 + 1]
     }
-    drawn |= {tuple(closed.cut(fine)) for seed in range(3) for fine in cameras(closed, seed)}
+    drawn |= {tuple(closed.cut(fine)) for seed in range(2) for fine in cameras(closed, seed)}
     mixed = [chosen for chosen in drawn if len(np.unique(closed.levels[list(chosen)])) >= 3]
     assert len(drawn) > 5
     assert mixed  # cuts through several levels at once
@@ -419,9 +419,9 @@ def test_uv_are_within_a_sixteenth_of_an_edge(of_kind: Callable[[str], Built]) -
 
 @pytest.mark.parametrize("kind", ["ring", "leaves", "scattered"])
 def test_the_file_does_not_depend_on_workers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points, faces, uv = ring(128, 96)
+    points, faces, uv = ring(96, 64)
     if kind == "leaves":
-        points, faces = leaves(9000, 0.05)
+        points, faces = leaves(4000, 0.06)
         uv = points[:, :2]
     if kind == "scattered":  # vertices and faces in random order, and each face with separate vertices
         random = np.random.default_rng(0)
@@ -444,12 +444,11 @@ def test_the_file_does_not_depend_on_workers(kind: str, tmp_path: Path, monkeypa
         return forked[-1]
 
     monkeypatch.setattr(os, "fork", counted)
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         forked.clear()
         scene.build(points, faces, tmp_path / f"{workers}.rtg", "smooth", uv, workers=workers)
         # workers are forked twice for normals, once for equal vertices and faces, and once for the levels
         assert (len(forked) >= 4 * workers) == (workers > 1 and sys.platform == "linux")
-    assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "2.rtg").read_bytes()
     assert (tmp_path / "1.rtg").read_bytes() == (tmp_path / "3.rtg").read_bytes()
 
 

@@ -181,6 +181,16 @@ def test_what_is_plain_stays_and_points_are_told(tmp_path: Path) -> None:
         assert area(gltf.read(tmp_path)) == pytest.approx(1.0)
 
 
+def test_scenes_that_are_not_read_are_told(tmp_path: Path) -> None:
+    gltf = Gltf()
+    gltf.part(gltf.values(CORNERS), gltf.values(TWO, "SCALAR"))
+    mesh = gltf.document["meshes"][0]
+    gltf.document |= {"nodes": [{"mesh": 0}, {"mesh": 0, "scale": [2, 2, 2]}], "meshes": [mesh]}
+    gltf.document |= {"scenes": [{"nodes": [0]}, {"nodes": [1]}], "scene": 1}
+    with pytest.warns(UserWarning, match="only the default one of its 2 scenes is read"):
+        assert area(gltf.read(tmp_path)) == pytest.approx(4.0)
+
+
 @pytest.mark.parametrize(
     ("extension", "required"),
     [

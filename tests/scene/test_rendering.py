@@ -265,7 +265,7 @@ def test_cuda_cpp_draws_what_warp_draws(
     draws_what_warp_draws("cpu", crowd(ball, cube), frames=2)
     monkeypatch.setattr(sort_clusters, "MOST", 0)  # torch sorts the clusters of the first pass
     cuda_on_cpu.clear()
-    draws_what_warp_draws("cpu", crowd(ball, cube), frames=4)
+    draws_what_warp_draws("cpu", crowd(ball, cube), frames=2)
     assert 0 < cuda_on_cpu["merge_tiles"] < cuda_on_cpu["persistent_cull"]
 
 
@@ -281,7 +281,7 @@ def test_cuda_cpp_draws_what_warp_draws_on_a_gpu(
     draws_what_warp_draws("cuda", crowd(ball, cube))
 
 
-def draws_what_warp_draws(device: str, scene: Scene, frames: int = 7) -> None:
+def draws_what_warp_draws(device: str, scene: Scene, frames: int = 5) -> None:
     for one_sided in (False, True):
         cuda, warp = (
             Renderer(scene, device, one_sided=one_sided, pixel_error=0.5 + one_sided, kernels=kernels)
@@ -296,7 +296,7 @@ def draws_what_warp_draws(device: str, scene: Scene, frames: int = 7) -> None:
             assert torch.equal(*hzbs)
             second_pass += ours.stats.second_pass_clusters
             large += ours.stats.large_triangles
-        assert (second_pass > 0 and large > 0) or frames < 7
+        assert (second_pass > 0 and large > 0) or frames < 5
 
 
 def odd_views() -> list[Camera]:
@@ -941,7 +941,7 @@ def test_pixels_in_cuda_cpp_are_those_of_warp(
     mixed.add_instance(2, moved(3, -0.5, 0) @ np.diag([-1.0, 1.0, 1.0, 1.0]))
     for scene in (plain, mixed):
         cuda, warp = (Renderer(scene, "cpu", kernels=kernels) for kernels in ("cuda", "warp"))
-        for camera in [*flight(4), *odd_views(), [replace(camera, width=37, height=29) for camera in flight(3)]]:
+        for camera in [*flight(2), *odd_views(), [replace(camera, width=37, height=29) for camera in flight(3)]]:
             for outputs in (names, ("normal", "instance"), ("velocity", "color"), ("uv", "depth")):
                 assert same(cuda.render(camera, outputs), warp.render(camera, outputs), outputs)
-    assert cuda_on_cpu["base_pass"] >= 50
+    assert cuda_on_cpu["base_pass"] >= 40

@@ -25,8 +25,8 @@ from rooftop.scene.building.thinning import LooseParts
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-PIXELS = 2 / np.geomspace(60, 1.5, 12)  # the width of a ball of radius 1, in pixels
-PIXELS_SEEN, SPACING = 20_000, 2.6
+PIXELS = 2 / np.geomspace(60, 1.5, 6)  # the width of a ball of radius 1, in pixels
+PIXELS_SEEN, SPACING = 10_000, 2.6
 
 
 def parts(of: tuple[Floats, Ints], middles: Floats, sizes: Floats, seed: int = 0) -> tuple[Floats, Ints]:
@@ -178,11 +178,11 @@ def test_a_speck_beside_a_large_part_stays_until_the_error_is_as_large(tmp_path:
     assert sum(shown) >= 3
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_parts_come_to_one_cluster_within_the_box_of_the_mesh(tmp_path: Path, data: st.DataObject) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    count = data.draw(st.sampled_from([2, 3, 65, 400, 1500]))
+    count = data.draw(st.sampled_from([2, 3, 65, 600]))
     flat = np.array(data.draw(st.sampled_from([(1.0, 1, 1), (1, 1, 0), (1, 0.01, 0.01)])))
     kinds = [SQUARE, (np.array(trimesh.creation.box().vertices), np.array(trimesh.creation.box().faces))]
     chosen = data.draw(st.sampled_from([0, 1]))

@@ -1,5 +1,5 @@
-"""Compare the measured time of a program's step with the roofs (lower bounds) of its operators, its modules and the
-whole step.
+"""Compare the measured time of a program's step with its roofs: lower bounds of the time of each operator, each module
+and the whole step.
 """
 
 from rooftop.analysis.analyzing import analyze

@@ -57,7 +57,7 @@ class ModuleTraffic:
         output_bytes: distinct bytes of the returned tensors.
         parameter_bytes: bytes of parameters and buffers, counted once; `trainable_bytes`: bytes of the parameters that
             receive a gradient.
-        parameters: elements of each parameter, by its id.
+        parameters: number of elements of each parameter, by the id of the parameter.
     """
 
     type: str
@@ -88,8 +88,8 @@ class ModuleTracker:
 
     Args:
         root: the module whose scopes have no prefix; None: the first module that is called.
-        inside: follow modules with hooks as they run. Compiled code calls no hooks, so there the caller reports inputs
-            and outputs with `observe`.
+        inside: use hooks to follow the modules as they run. Compiled code calls no hooks, so there the caller reports
+            inputs and outputs with `observe`.
 
     Attributes:
         traffic: scope -> ModuleTraffic of this step. `restart()` clears the traffic for the next step.

@@ -1,4 +1,4 @@
-"""Differences between two reports: the step's figures, its operators, its modules.
+"""Differences between two reports: measured values of the step, its operators, and its modules.
 
 Operators are compared by phase and name, over all their shapes and dtypes. So a change of dtype, layout or batch size
 makes no new operator, and its effect on each operator is visible. Modules are compared by path.
@@ -16,7 +16,7 @@ from rooftop.hardware.ceilings import Ceilings
 from rooftop.hardware.figures import in_words
 from rooftop.hardware.histories import figures_of
 
-SAME_CEILING = 0.01  # relative
+SAME_CEILING = 0.01  # relative change up to which a ceiling counts as unchanged
 LEAST_NOISE = 0.01  # relative difference between the wall times of two runs of the same program on an idle machine
 
 
@@ -25,7 +25,7 @@ class Change:
     """One quantity before and after a change; None if the quantity did not exist. Times are in ms.
 
     Attributes:
-        name: the name of a figure, an operator as "aten::add (backward)", or a module's path.
+        name: the name of a value of the step, an operator as "aten::add (backward)", or a module's path.
         before, after: values of the quantity.
         calls_before, calls_after: numbers of calls of an operator.
     """
@@ -48,7 +48,7 @@ class Comparison:
     Attributes:
         speedup: wall time before divided by wall time after.
         noise: relative noise of the wall time; a smaller change of the wall time is not significant.
-        figures: figures of the step, in the order of the report.
+        figures: values of the step (times, roofs, bytes), in the order of the report.
         operators, modules: the largest change first.
         differences: other differences (device, inputs, versions, mode), each as a sentence.
     """

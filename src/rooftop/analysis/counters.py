@@ -37,9 +37,9 @@ from rooftop.errors import MeasurementError
 
 TIMEOUT_S = 900.0
 
-# Field of `KernelCounters` -> metric. All exist from Turing to Blackwell, but GeForce Blackwell counts no DRAM bytes.
-# An H200 counts all these metrics in one pass. sm__throughput, the usual measure of the multiprocessors, would need
-# nine passes. Before each pass, ncu restores all memory that the kernel may have written.
+# Field of `KernelCounters` -> metric. All metrics exist from Turing to Blackwell, but GeForce Blackwell counts no DRAM
+# bytes. An H200 counts all these metrics in one pass. sm__throughput, the usual measure of the multiprocessors, would
+# need nine passes. Before each pass, ncu restores all memory that the kernel may have written.
 METRICS = {
     "ms": "gpu__time_duration.sum",
     "dram_read_bytes": "dram__bytes_read.sum",
@@ -70,8 +70,8 @@ NO_NCU = (
     "sudo apt-get install cuda-nsight-compute-{cuda} (from NVIDIA's repository)"
 )
 NO_PERMISSION = (
-    "the driver lets only administrators read hardware counters (ERR_NVGPUCTRPERM). Once: run the same command as "
-    "root; in a container: start it with --cap-add=SYS_ADMIN; for every user of this machine: "
+    "the driver lets only administrators read hardware counters (ERR_NVGPUCTRPERM). For one run: run the same command "
+    "as root; in a container: start the container with --cap-add=SYS_ADMIN; for every user of this machine: "
     "echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' | sudo tee /etc/modprobe.d/nvidia-profiling.conf, "
     "then sudo update-initramfs -u and reboot"
 )

@@ -96,7 +96,7 @@ def _notes(rows: Sequence[KernelRow], counted: dict[str, Counted]) -> list[str]:
         "formula"
     ]
     if any(must >= LEAST_BYTES and moved > REREADING * must for moved, must in both):
-        notes.append(f"ratio above {REREADING} (!): data goes through DRAM more than once, or in parts of sectors")
+        notes.append(f"ratio above {REREADING} (!): data goes through DRAM more than once, or in partly used sectors")
     if any(must.shared for must in counted.values()):
         notes.append("~: the operator runs several kernels, and the ratio is for all of them together")
     return [f"note: {note}" for note in notes]

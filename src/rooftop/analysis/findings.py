@@ -32,7 +32,7 @@ class Findings:
         refuses_capture: whether an optimizer, with its settings, refuses to run inside a CUDA graph.
         traced_more_ms: additional busy time of the device if the program takes its code path for compilation or
             capture; None if the program then fails.
-        host_work: bytes and flops that the CPU processed in a GPU's step.
+        host_work: bytes plus flops that the CPU processed in a step on a GPU.
         faults: page faults of a step; none on a GPU.
         batched: whether more samples need no additional launches. (For a detector's list of images, each further image
             needs additional launches.)
@@ -86,7 +86,7 @@ class Findings:
 
     @property
     def host_works(self) -> bool:
-        """Whether the CPU does more work in a GPU's step than update counters."""
+        """Whether the CPU does more work in a step on a GPU than updating counters."""
         return self.host_work >= LEAST_WORK
 
     @property
@@ -118,8 +118,8 @@ class Findings:
         return torch.device(self.ceilings.kind)
 
     def undisturbed_ms(self, labelled_ms: float) -> float:
-        """Scale the time of operators in a step with profiler labels to a step without labels, in which all operators
-        together take at most the device's busy time.
+        """Scale the time of operators in a step with profiler labels to a step without labels. Without labels, all
+        operators together take at most the device's busy time.
         """
         return labelled_ms * self._undisturbed
 
@@ -180,8 +180,8 @@ class Findings:
         return done_ms
 
     def _launched(self, part: float) -> float:
-        """How far the host is in its launch time when it has launched the fraction `part` of the kernels. The result is
-        a fraction, too.
+        """The fraction of the launch time that has passed when the host has launched the fraction `part` of the
+        kernels.
         """
         pace = self.plain.launched if self.plain is not None else ()
         return (

@@ -70,7 +70,7 @@ class GivenObjects:
                     torch._foreach_copy_([v.tensor for v in self._small], [v.here for v in self._small])
 
     def _is_laid_out(self, value: _Value) -> bool:
-        """Whether the tensor has its original shape again."""
+        """Restore the tensor's original shape. Return whether that was possible."""
         try:
             value.lay_out()
         except RuntimeError as error:  # the tensor is a view that has become part of an autograd graph

@@ -39,8 +39,8 @@ from rooftop.hardware.traces import Label, Trace
 STEP_LABEL = "rooftop step"
 OPERATOR_LABEL = "rooftop operator "
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Calls of the CUDA runtime that may block the host until the device is done (also all names that begin with
-`cudaMemcpy`).
+"""Names, or beginnings of names, of the CUDA runtime calls that may block the host until the device is done. `_waits`
+excludes `cudaMemcpyAsync`.
 """
 
 
@@ -333,7 +333,7 @@ class CompiledInstrument:
 
 
 FASTER = 3
-"""Only the fastest of the labelled runs count: one in `FASTER` runs."""
+"""Only the fastest labelled runs count: one in `FASTER` runs."""
 
 
 def medians(
@@ -342,9 +342,9 @@ def medians(
     """Each operator's median time over the fastest runs. If the runs differ in operators or sizes, only the last run
     counts.
 
-    Other work on the host can only make a run longer. Because other work only lengthens runs, the wall time is a 10th
-    percentile (see `hardware.sequences`). The result includes the median time of kernels without an operator. If runs
-    differ, a note is added to `notes`.
+    Other work on the host can only make a run longer. For the same reason, the wall time is a 10th percentile (see
+    `hardware.sequences`). The result includes the median time of kernels without an operator. If runs differ, a note is
+    added to `notes`.
 
     Args:
         undisturbed: the time of each kernel without labels. If the labelled runs launched the same kernels, the times

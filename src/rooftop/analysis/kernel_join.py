@@ -1,9 +1,9 @@
 """Find the operator of each kernel: join the profiler's events through their correlation ids.
 
 The profiler returns one flat list of events: operators and labels (with host thread and time), calls of the CUDA
-runtime, and kernels (with their time on the device). A kernel has two ids: the id of the
-innermost operator that was open at its launch (`linked_correlation_id`), and the id of the runtime call that launched
-it (`correlation_id`). Either id leads to a host time, and the label that was open at that time identifies the operator.
+runtime, and kernels (with their time on the device). A kernel has two ids: the id of the innermost operator that was
+open at its launch (`linked_correlation_id`), and the id of the runtime call that launched it (`correlation_id`). Either
+id leads to a host time, and the label that was open at that time identifies the operator.
 """
 
 from __future__ import annotations

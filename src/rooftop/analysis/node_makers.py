@@ -1,14 +1,14 @@
 """Find the module that created a node of autograd's graph.
 
 Autograd numbers its nodes in the order in which a thread creates them. So each change of the running module is noted
-with the next number, and a node belongs to the module that was running when its number was assigned.
+with the number that the next node will get. A node belongs to the module that was running when the node got its number.
 
 Nodes are also created during the backward pass: a reentrant checkpoint runs its modules again and differentiates their
 results, and `create_graph=True` records a graph of the backward pass itself. Nodes created during the backward pass
-belong to the module that runs again. If no module runs again, the nodes belong to the maker of the running node. Each
-thread has its own numbers, and on a GPU the backward pass has its own thread. If two threads assigned the same number,
-the number refers to the node that can still run, because a checkpoint's recomputed nodes run at once or never. If both
-nodes can still run, the maker is unknown.
+belong to the module that runs again. If no module runs again, the nodes belong to the module that created the running
+node. Each thread has its own numbers, and on a GPU the backward pass has its own thread. If two threads assigned the
+same number, the number refers to the node that can still run, because a checkpoint's recomputed nodes run at once or
+never. If both nodes can still run, the module is unknown.
 """
 
 from __future__ import annotations

@@ -365,8 +365,9 @@ class _FakeCopies(TorchFunctionMode):
 
 
 def _uncopied_in(value: Any) -> list[Any]:
-    """Tensors whose values determine an object's shape: batch sizes, the blocks that a mask keeps. Generators of random
-    numbers, which draw nothing for fake tensors."""
+    """The parts of a value that are not copied: tensors whose values determine an object's shape (batch sizes, the
+    blocks that a mask keeps), and random generators, which draw nothing for fake tensors.
+    """
     if isinstance(value, torch.Generator):
         return [value]
     if isinstance(value, PackedSequence):
@@ -431,7 +432,8 @@ class _Untouched(LightMode):
             optimizer.state.update(state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self._mode.lift_fns:  # in torch.tensor(...), `FakeTensorMode` itself makes the tensor fake
+        # the excluded functions implement torch.tensor(...), for which `FakeTensorMode` itself makes the tensor fake
+        if func not in self._mode.lift_fns:
             args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
         if func is torch.ops.aten._local_scalar_dense.default and self._scales and args[0].constant is None:
             return 1.0

@@ -1,6 +1,6 @@
 """Measure a step: wall time, latency, busy time of the device, time of each operator, memory over time.
 
-There are several kinds of runs, because each kind of run distorts some of the figures (see `instruments`):
+There are several kinds of runs, because each kind of run distorts some of the measured values (see `instruments`):
 
 1. steps in sequence give the wall time, single steps the latency (see `rooftop.hardware.sequences`);
 2. a run under the profiler alone gives memory over time and the host's waits;
@@ -91,14 +91,14 @@ class Profile:
         host_ms: host time to launch a step; None if unknown (a CPU, or a step with so many kernels that the host must
             wait for a free slot in the queue).
         busy_ms: time during which the device works: union of its kernels (GPU), sum of the operators (CPU).
-        kernel_launches: kernels, copies and fills on the device in one step (GPU), operators (CPU).
+        kernel_launches: number of kernels, copies and fills on the device in one step (GPU), or of operators (CPU).
         unattributed_ms: device time of kernels that no operator launched; `busy_ms` includes it.
         traced_more_ms: additional device time of the code path that the program takes for compilation or capture (see
             `traced_steps`); None if that path fails.
         plain: the run under the profiler alone.
         tracker: inputs and outputs of the modules and optimizers.
         runs: number of labelled runs.
-        host_work: bytes and flops that the CPU processed in a GPU's step.
+        host_work: bytes plus flops that the CPU processed in a step on a GPU.
         compilation: the work of `torch.compile`; None if nothing is compiled.
         load: other programs' use of the CPU during the measurement.
         faults: page faults of a plain step.

@@ -115,14 +115,14 @@ def _chosen(recorded: Sequence[Laps], profiled: bool, least: int) -> Laps:
     if least:
         raise InputError(
             f"nothing to report: the program ended after {_steps(max(laps.steps for laps in recorded))}. With NCCL, "
-            f"all steps after a profiler are slower, so the first steps are timed before it starts: run {least} "
-            "steps or more"
+            "all steps after a profiler are slower, so the first steps are timed before the profiler starts: run "
+            f"{least} steps or more"
         )
     raise InputError("nothing to report: no operator of PyTorch ran in the recorded block's own thread")
 
 
 def _watched(laps: Laps) -> list[Watched]:
-    """The labelled stretches of steps that contain an operator. Later stretches represent the program better."""
+    """The labelled steps of the last stage with an operator, because later steps represent the program better."""
     candidates = [laps.labelled, [laps.early] if laps.early else [], [laps.whole] if laps.whole else []]
     return next((found for found in candidates if found and found[-1].labelled.records), [])
 

@@ -343,7 +343,8 @@ class Recording:
         return not coarsest and self._laps.steps < 2
 
     def _began_step(self) -> float:
-        # If the finer steps were more than gradient accumulation takes, they belonged to another phase of the program.
+        # If there were more finer steps than gradient accumulation takes, these steps belonged to another phase of the
+        # program.
         finer = sum(laps.steps for laps in self._earlier)
         is_first = self._laps.steps == 1 and finer <= MOST_INNER_STEPS
         began_at = self._finder.began_at if self._finder is not None and is_first else None

@@ -37,8 +37,8 @@ class Form:
     Attributes:
         dtype: replaces the call's floating-point dtypes; None: unchanged.
         channels_last: whether to make images and convolution weights channels last. If False, images and weights keep
-            their layout. An image of one pixel counts as channels first, because PyTorch treats maps that are averaged
-            to one pixel this way.
+            their layout. An image of one pixel counts as channels first, because PyTorch treats feature maps that are
+            averaged to one pixel this way.
         multiple: sides of matrices and lengths of vectors are rounded up to a multiple of this number.
     """
 
@@ -98,7 +98,7 @@ def _times_of(runs: Sequence[float]) -> Times:
 
 
 class _Repeated:
-    """A call to repeat: call `prepare`, then `run`."""
+    """A call that can be repeated: first `prepare`, then `run`."""
 
     def __init__(self, spec: CallSpec, form: Form, device: torch.device) -> None:
         self._spec, self._form, self._device = spec, form, device

@@ -103,9 +103,10 @@ class Gaps:
     """wall = fused roof + fusion headroom + kernel gap + launch gap.
 
     Attributes:
-        kernel_gap_ms: device busy - op roof: kernels slower than the machine allows.
-        fusion_headroom_ms: op roof - fused roof: intermediate values that operators write to memory and read again.
-        launch_gap_ms: wall - device busy: the device waits for the host.
+        kernel_gap_ms: device's busy time - op roof: the time lost by kernels that are slower than the machine allows.
+        fusion_headroom_ms: op roof - fused roof: the time for intermediate values that operators write to memory and
+            read again.
+        launch_gap_ms: wall time - device's busy time: the time for which the device waits for the host.
     """
 
     kernel_gap_ms: float

@@ -259,7 +259,7 @@ def _coverage(rows: Sequence[OperatorRow], profile: Profile) -> float:
 
 
 def _thinned(curve: list[tuple[float, int]], points: int) -> list[tuple[float, int]]:
-    """Reduce a step curve to about `points` points. The lowest and the highest point of each stretch are kept."""
+    """Reduce the memory curve to about `points` points. The lowest and the highest point of each stretch are kept."""
     if len(curve) <= points:
         return curve
     stretch = -(-2 * len(curve) // points)
@@ -282,7 +282,7 @@ def _versions(ceilings: Ceilings) -> dict[str, str]:
 
 
 def _disturbances(ceilings: Ceilings, profile: Profile) -> list[str]:
-    """One line that names what disturbed the measurement of the step's ceilings; empty if nothing did."""
+    """One line that names those ceilings of the step whose measurement was disturbed; empty if there are none."""
     used = {"memory", "launches"}.union(
         *(op.record.cost.flops for op in profile.operators if op.record.cost is not None),
         {"transfers"} if any("HtoD" in k.name or "DtoH" in k.name for k in profile.plain.kernels) else (),

@@ -94,8 +94,9 @@ def _is_open(stream: Any) -> bool:
 
 @contextmanager
 def room_below() -> Iterator[None]:
-    """Raise the recursion limit by the stack frames that Rooftop uses, so that the script can use as many frames
-    as without Rooftop."""
+    """Raise the recursion limit by the number of stack frames that Rooftop uses, so that the script can use as many
+    frames as without Rooftop.
+    """
     limit, depth = sys.getrecursionlimit(), len(inspect.stack(0))
     sys.setrecursionlimit(limit + depth)
     try:

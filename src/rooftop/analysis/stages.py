@@ -6,11 +6,10 @@
 The steps `whole` and `early` are labelled: the report is based on them if too few steps follow. `warm` lets caches
 settle, `plain` runs under the profiler alone, `labelled` steps measure each operator's time, `settling` lets the host
 run ahead of the GPU again, and `timed` steps are undisturbed. If the program compiles code, its first steps run without
-profiler and labels. If the
-program is one of several ranks, a few more steps run under the profiler (`ranks`). Ranks on GPUs use NCCL, and then
-CUPTI stays attached after the profiler (see `hardware.cupti`) and slows later steps. So some steps are timed `before`
-the profiler begins. A step that does more than most steps, such as the last step before an evaluation, is not typical.
-Such a step is not timed, and a watched stage that includes such a step is repeated.
+profiler and labels. If the program is one of several ranks, a few more steps run under the profiler (`ranks`). Ranks on
+GPUs use NCCL, and then CUPTI stays attached after the profiler (see `hardware.cupti`) and slows later steps. So some
+steps are timed `before` the profiler begins. A step that does more than most steps, such as the last step before an
+evaluation, is not typical. Such a step is not timed, and a watched stage that includes such a step is repeated.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ marker, unless another optimizer steps once for several steps of the first (a cr
 a generator).
 
 The finder replaces `nn.Module.__call__` to see module calls. The finder uses no hooks, because global hooks would be
-compiled into the program's code. The replacement function takes about 0.2 us a call, and `torch.compile`
-adds no code for it.
+compiled into the program's code. The replacement function takes about 0.2 us a call, and `torch.compile` adds no code
+for it.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class StepFinder:
                 name = threading.current_thread().name
                 is_known = name in self.threads or len(self.threads) < MOST_THREADS
                 self.threads[name if is_known else ""] += time.thread_time() - cpu_s
-        # backward inside an optimizer's closure is part of the optimizer's step
+        # a call inside an optimizer's closure is part of the optimizer's step
         if level is not None and not self._optimizing:
             self._marked(level, module)
         return output

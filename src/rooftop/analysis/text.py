@@ -162,7 +162,7 @@ def _operators(report: ReportContents, rows: int) -> Table:
     what = "operators by predicted time" if report.predicted else "slowest operators"
     title = f"\n{what} ({min(rows, len(report.ops))} of {len(report.ops)})"
     table = Table(box=None, padding=(0, 1), title=title, title_justify="left")
-    for name in ("operator", "shapes"):  # a narrow terminal folds these columns, so that no figure is lost
+    for name in ("operator", "shapes"):  # a narrow terminal folds these columns, so that no number is lost
         table.add_column(name, overflow="fold")
     columns = [("calls", 5), ("measured", 8), ("share", 5), ("roof", 8), ("of roof", 7), ("bound", 7)]
     for name, width in columns:

@@ -4,7 +4,7 @@
 |---|---|---|
 | `torch.nn.init.trunc_normal_` | draws until all values fit | draws nothing, as for meta tensors |
 | transformers' `find_packed_sequence_indices` | several sequences in a row need a separate mask | one sequence a row |
-| `_ctc_loss`, and backward | the longest target sets the number of states | padded targets, or their mean |
+| `_ctc_loss`, and backward | the longest target sets the number of states | padded length, or mean length |
 | `coalesce` of sparse tensors | equal indices become one | all indices count as different |
 | `to_sparse` of dense tensors, sparse times sparse | only nonzero values are stored | refused, like `nonzero` |
 

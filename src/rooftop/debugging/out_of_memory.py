@@ -108,8 +108,8 @@ class MemoryExplanation:
         requested_bytes: size of the failed allocation; None: memory has not run out.
         module, line: the module and the line in which the allocation failed.
         by_kind: kind -> bytes, largest first. The sum is the number of bytes that live tensors requested.
-        tensors: the largest tensors, in order.
-        groups: the largest groups, in order.
+        tensors: the largest tensors, the largest first.
+        groups: the largest groups, the largest first.
         advice: sentences, the most helpful first.
     """
 
@@ -171,7 +171,7 @@ def explain_memory(
 
 
 def memory_error_in_words(error: BaseException) -> str | None:
-    """The first sentence of an out-of-memory error, of a GPU or a CPU; None for another error."""
+    """The beginning of the message of an out-of-memory error on a GPU or CPU; None for any other error."""
     if isinstance(error, torch.OutOfMemoryError):
         return ". ".join(str(error).split(". ")[:2]).split("\n")[0].rstrip(".") or type(error).__name__
     if isinstance(error, MemoryError):
@@ -191,7 +191,7 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
     and left running. Tensors that only the failing expression held are freed too early to be counted.
 
     Args:
-        module: the root of the paths; by default the first module that is called.
+        module: the module at which the paths of submodules start; by default the first module that is called.
         most: largest number of listed tensors and groups.
 
     Raises:
@@ -227,8 +227,8 @@ def explained_memory(module: nn.Module | None = None, *, most: int = 10) -> Iter
 
 
 class _Watched:
-    """The running modules and optimizers. No module is kept alive, since the program may drop a module to free
-    memory."""
+    """The root modules and the optimizers whose tensors are named. No module is kept alive, since the program may drop
+    a module to free memory."""
 
     def __init__(self) -> None:
         self._paths = ModulePaths()
@@ -265,7 +265,7 @@ def _marking(watched: _Watched, mark: Callable[[str], object]) -> Iterator[None]
     threads = threading.local()  # per thread, as torch's mark is: backward passes run in other threads
 
     def calls() -> tuple[RunningCalls, RunningCalls]:
-        """This thread's running modules, and its marks, including marks of optimizers."""
+        """This thread's running modules, and the marks of its running modules and optimizers."""
         if not hasattr(threads, "calls"):
             threads.calls = RunningCalls(), RunningCalls()
         scopes, marks = threads.calls
@@ -339,10 +339,10 @@ def explanation_of(
 
     Args:
         snapshot: the allocator's snapshot. The "user_metadata" of its trace entries holds the marks of modules.
-        memory: the memory figures of the GPU.
+        memory: allocated, reserved, free and total bytes of the GPU.
         known: maps an address to the tensor that starts at this address.
         device: index of the GPU in the snapshot.
-        out: whether memory ran out; the trace's last "oom" entry then says in which line.
+        out: whether memory ran out. If so, the trace's last "oom" entry says in which line.
         most: largest number of listed tensors and groups.
     """
     traces = snapshot["device_traces"]

@@ -1,9 +1,9 @@
 """Find tensors that one CUDA stream uses before another stream has written them, or whose memory is reused too early.
 
-As in `torch.cuda._sanitizer`, records say for which other streams each stream has waited. In addition, each finding
-names lines of the user's program, and the program continues. Three more cases are handled that torch's sanitizer
-misses: views of one storage (by the range of their bytes), new tensors of operators such as `zeros_like` (which write
-them), and memory that was freed while another stream still used it (a missing `record_stream`).
+As in `torch.cuda._sanitizer`, the check records for which other streams each stream has waited. In addition, each
+finding names lines of the user's program, and the program continues. Three more cases are handled that torch's
+sanitizer misses: views of one storage (by the range of their bytes), new tensors of operators such as `zeros_like`
+(which write them), and memory that was freed while another stream still used it (a missing `record_stream`).
 
 The check cannot see kernels that PyTorch does not launch (custom kernels, Triton), work inside a CUDA graph or compiled
 code, waits in other libraries, or host memory (`non_blocking` copies from it). Work before the block counts as
@@ -75,7 +75,7 @@ class StreamRace:
         """A message that says what happened and how to fix it."""
         if self.reused:
             head = "memory was freed and reused while another stream may still use it"
-            fix = "call record_stream on the first tensor (rooftop.hardware.streams does), or keep it longer"
+            fix = "call record_stream on the first tensor (rooftop.hardware.streams does), or keep the tensor longer"
         else:
             head = "a stream uses a tensor without waiting for the other stream that used it earlier"
             fix = "let the stream wait between the two uses: stream.wait_stream(other), or rooftop.hardware.streams"
@@ -160,7 +160,7 @@ class _Watcher:
         self._races = races
         self._events = _sanitizer().EventHandler()
         self._left: dict[int, list[Any]] = {}  # address -> uses of the freed tensor at this address
-        self._allocated: dict[int, int] = {}  # address -> number of the last launch before its allocation
+        self._allocated: dict[int, int] = {}  # address -> number of the last launch before this allocation
         self._recorded: dict[int, set[int]] = {}  # address -> streams that `record_stream` has named for this address
 
     def hear(self, event: str, *args: int) -> None:
@@ -232,7 +232,7 @@ class _Launches(ObservingMode):
             self._watcher.record_stream(tensor.untyped_storage().data_ptr(), handle)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):  # no schema says which arguments it writes
+        if isinstance(func, HigherOrderOperator):  # without a schema, the written arguments are unknown
             return result
         uses = _uses(func._schema, args, kwargs, result, self._device_type)
         if uses:
@@ -286,7 +286,9 @@ EVENTS = (
     *("memory_allocation", "memory_deallocation"),
     *("stream_creation", "stream_synchronization", "device_synchronization"),
 )
-"""The events of torch's GPU trace. torch's registering functions and the handler's methods have these names."""
+"""The events of torch's GPU trace. The names of torch's registering functions and of the handler's methods contain
+these names.
+"""
 
 _active: list[_Watcher] = []
 """Watchers of the running `check_streams` blocks. One listener in torch serves all watchers."""

@@ -276,15 +276,17 @@ def _jupyter(part: str) -> Finding:
 # ---- folders -----------------------------------------------------------------------------------------------------
 
 SMALL_SHARED_MEMORY_BYTES = 256 << 20
-"""Less shared memory than this is reported. One DataLoader worker keeps two batches in shared memory: 147 MiB for 128
-images of (3, 224, 224) in float32.
+"""Less shared memory than this is reported. One DataLoader worker keeps two batches in shared memory. Two batches of
+128 float32 images (3, 224, 224) take 147 MiB.
 """
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def _cache(part: str) -> Finding:
-    """Check that the folder of the ceilings is writable, or the folder in which it will be created."""
+    """Check that the folder of the cached ceilings is writable. If it does not exist, check the nearest existing
+    parent.
+    """
     torch_here()  # the cache's module imports torch
     folder: Path = import_module("rooftop.hardware.measuring").cache_path(("",)).parent
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())

@@ -80,7 +80,7 @@ def build_of(torch: Any) -> str:
 
 
 def reinstall(package: str) -> str:
-    """The command that reinstalls a package and its requirements in the installed version."""
+    """The command that reinstalls the installed version of a package, together with its requirements."""
     version = version_of(package)
     options = "--force-reinstall" + (" --index-url <the index it came from>" if "+" in version else "")
     return mending.pip(f"{package}=={version}", options=options)

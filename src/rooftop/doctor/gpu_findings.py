@@ -226,7 +226,7 @@ def nccl_part(part: str) -> Finding | None:
 
 
 def library_part(part: str, name: str) -> Finding | None:
-    """Check a library of the driver."""
+    """Check that a library of the driver can be loaded."""
     if not gpu_usable():
         return None
     try:

@@ -37,8 +37,8 @@ def pip(*requirements: str, options: str = "") -> str:
 
 def has_pip() -> bool:
     """Whether this Python has pip. The function searches the path itself, because setuptools hooks
-    `importlib.util.find_spec("pip")` and mistakes it for a run of pip. After that, setuptools cannot be imported in
-    this process, and torch.compile fails on a CPU."""
+    `importlib.util.find_spec("pip")` and mistakes this call for a run of pip. After that, setuptools cannot be imported
+    in this process, and torch.compile fails on a CPU."""
     return PathFinder.find_spec("pip") is not None
 
 

@@ -1,8 +1,8 @@
 """Check that packages whose compiled parts are linked against torch load with the installed torch.
 
-A package built for another torch, or for CUDA beside a CPU build of torch, installs silently but fails at import. The
-files of each package show whether the package is linked against torch. Each package is imported in a separate process,
-because a wrong ABI may crash the process.
+A package that was built for another torch, or for CUDA while torch is a CPU build, installs silently but fails at
+import. The files of each package show whether the package is linked against torch. Each package is imported in a
+separate process, because a wrong ABI may crash the process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OF_TORCH_OR_CUDA = re.compile(r"undefined symbol|lib(torch|c10|cuda|cudart|cudnn
 example, does not match."""
 
 PATIENCE_S = 120
-"""Seconds after which an import is given up, such as an import that compiles or downloads."""
+"""Time limit of one import. An import that compiles or downloads something can exceed it."""
 
 CHILD = """
 import ctypes, importlib, json, os, signal, sys, warnings

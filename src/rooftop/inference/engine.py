@@ -52,7 +52,7 @@ class EngineReport:
         left: for each remaining batch norm, why it is not folded.
         fused: for each fused convolution, the operations that it is computed with.
         replaced: the kind of each norm, softmax, embedding and max pool that Rooftop's kernels compute.
-        constants: methods of modules that are computed once, if the model calls them.
+        constants: methods of modules whose results are computed once, if the model calls these methods.
         constants_bytes: size of the results of these methods.
         weights_bytes: size of parameters and buffers.
         graphs: the graphs held, the most recently used one last; None if the engine uses none.
@@ -132,7 +132,8 @@ class Engine:
         TypeError: model is not a module, its dtype is not floating point, or the model cannot be copied.
         ValueError: the model is on several devices, graphs=True without a GPU, or most_shapes is below 1.
 
-    A call raises the errors of the model, and `ValueError` for an input on another device. With graphs also:
+    A call raises the errors of the model, and `ValueError` for an input on another device. With graphs, a call also
+    raises:
         TypeError: inputs or results other than tensors, constants, and tuples, lists, dicts and dataclasses of these.
         RuntimeError: the caller is capturing a graph.
     """
@@ -297,7 +298,7 @@ class Engine:
         return graphs.add(key, places, call)
 
     def _place(self, tensor: Tensor) -> Tensor:
-        """A copy of an input for a graph to read; contiguous or channels last, whatever the layout of the input."""
+        """Copy an input into a tensor that a graph will read. The copy is contiguous or channels last."""
         memory_format = self._format_of(tensor)
         if memory_format is torch.preserve_format:
             memory_format = torch.contiguous_format

@@ -1,4 +1,4 @@
-"""Cache results of modules that depend only on parameters and sizes, as long as the parameters do not change.
+"""Cache the results of methods that depend only on parameters and sizes, while the parameters do not change.
 
     class Attention(nn.Module):
         @constant
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rooftop.nn.hooks import has_hooks
 
-MOST = 8  # cached results per method: as many as an engine has graphs
+MOST = 8  # largest number of cached results per method; an engine has as many graphs by default
 
 Arguments = ParamSpec("Arguments")
 Module = TypeVar("Module", bound=nn.Module)
@@ -68,11 +68,11 @@ def keep_constants(model: nn.Module) -> tuple[str, ...]:
     """From now on, compute results of the methods with `@constant` only once. The model's parameters and buffers must
     not change any more.
 
-    Modules that contain hooks are not cached, because a cached result would not call the hooks. Copies of the model are
-    not cached either.
+    A module caches nothing if it or a submodule has hooks, because a cached result would not call the hooks. Copies of
+    the model cache nothing either.
 
     Returns:
-        The methods with cached results, as "name of the module.name of the method".
+        The methods with cached results, each as "<name of the module>.<name of the method>".
     """
     found = []
     for name, module in model.named_modules():
@@ -96,8 +96,8 @@ def _lasting(arguments: tuple[object, ...], options: dict[str, object]) -> bool:
 
 
 def _can_be_kept(tensor: Tensor) -> bool:
-    """Whether a result may be cached. The function waits until the result is computed, so that any stream can
-    use it.
+    """Whether a result may be cached. The function waits until the result is computed, so that any stream can use the
+    result.
     """
     if type(tensor) is not Tensor or tensor.is_meta or tensor.requires_grad:
         return False

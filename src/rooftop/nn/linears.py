@@ -34,7 +34,7 @@ class LinearAct(torch.nn.Linear):
         self.activation = activation
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Map input (..., in_features) to (..., out_features), and add a residual of the result's shape if given."""
+        """Map input (..., in_features) to (..., out_features), then add the residual, which has the result's shape."""
         return linear_act(input, self.weight, self.bias, self.activation, residual)
 
     def extra_repr(self) -> str:

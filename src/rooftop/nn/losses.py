@@ -30,8 +30,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         self.z_loss = z_loss
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of input (N, V), (V,) or (N, V, ...) and target (N,), () or (N, ...). The result is a scalar
-        (); with reduction="none" it has the shape of target.
+        """Compute the loss. An input with V classes is (N, V), (V,) or (N, V, ...), and its target is (N,), () or
+        (N, ...). The result is a scalar (); with reduction="none" it has the shape of target.
         """
         options = {
             "ignore_index": self.ignore_index,

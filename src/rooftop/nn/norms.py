@@ -18,7 +18,7 @@ class LayerNorm(torch.nn.LayerNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalize input (..., *normalized_shape). The result has the same shape as input.
 
-        With a residual of input's shape, return (the norm of their sum, the sum), computed by
+        With a residual of input's shape, return (norm of input + residual, input + residual), computed by
         `rooftop.kernels.add_layer_norm`.
         """
         parameters = (self.normalized_shape, self.weight, self.bias, self.eps)
@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalize input (..., *normalized_shape). The result has the same shape as input.
 
-        With a residual of input's shape, return (the norm of their sum, the sum), computed by
+        With a residual of input's shape, return (norm of input + residual, input + residual), computed by
         `rooftop.kernels.add_rms_norm`.
         """
         parameters = (self.normalized_shape, self.weight, self.eps)
@@ -54,8 +54,8 @@ def rms_norm_of(input: Tensor, residual: Tensor | None, *parameters: Any) -> Ten
 
 def norm_of_sum(norm: nn.Module, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Return (norm(input + residual), input + residual), for any norm. One kernel computes both results if the norm is
-    a `LayerNorm` or `RMSNorm` of this file, has no hooks, and is not traced by torch.fx, which must record the result
-    of each module.
+    a `LayerNorm` or `RMSNorm` of this file, has no hooks, and is not being traced. A trace of torch.fx must record the
+    result of each module.
 
     Args:
         input, residual: tensors of the same shape. The sum has the dtype to which PyTorch promotes both dtypes.

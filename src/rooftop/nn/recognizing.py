@@ -91,7 +91,7 @@ def _tried(module: nn.Module) -> RmsNorm | None:
 
 
 def _numbers(module: nn.Module) -> list[float]:
-    """Candidate values of eps: the numbers among the module's attributes, and 0."""
+    """Candidate values of eps: the floats between 0 and 1 among the module's attributes, and 0."""
     found = [each for each in vars(module).values() if type(each) is float and 0 < each < 1]
     return [*dict.fromkeys(found), 0.0]
 

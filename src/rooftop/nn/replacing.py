@@ -29,8 +29,10 @@ SUBSTITUTES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 KINDS = tuple(sorted(kind.__name__ for kind in SUBSTITUTES.values()))
 """All kinds of modules that `replace` can swap."""
 
-CALLS = "a call on small inputs can be slower than PyTorch's: give `inputs` to time it, or name it in `only`"
-ON_CPU = "on a CPU a call on small inputs can be slower: give `inputs` to time it, or name it in `only`"
+CALLS = (
+    "a call on small inputs can be slower than PyTorch's: give `inputs` to time the call, or name the kind in `only`"
+)
+ON_CPU = "on a CPU a call on small inputs can be slower: give `inputs` to time the call, or name the kind in `only`"
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Replacement:
 
     Attributes:
         swapped: the kind of each module that Rooftop computes now.
-        left: for each module of these kinds that was not replaced, the reason.
+        left: for each module of a replaceable kind that was not replaced, the reason.
         measured: for each timed kind, the times of a step before and after its replacement.
     """
 
@@ -74,8 +76,8 @@ def replace(model: torch.nn.Module, *, only: Iterable[str] | None = None, inputs
         only: kinds to replace, some of `rooftop.nn.KINDS`. Without `inputs`, these kinds are replaced without being
             timed, which suits models that a CUDA graph replays.
         inputs: inputs of a typical call: a tensor, a tuple of arguments, or a dict of keyword arguments. With inputs,
-            each kind is timed in the whole model in the model's current mode (in training mode, forward and backward),
-            and replaced only if the replacement saves time. Weights, buffers and the random state do not change.
+            each kind is timed in the whole model, in the model's current mode, and is replaced only if this saves time.
+            In training mode, forward and backward are timed. Weights, buffers and the random state do not change.
 
     Returns:
         A `Replacement`, which prints one line per module.
@@ -132,7 +134,7 @@ def _listed(only: Iterable[str] | None, kinds: Sequence[str]) -> list[str]:
         given = only if wanted is None else wanted
         wrong = next((each for each in wanted or () if each not in kinds), given)
         close = f"; pass a list: [{only!r}]" if only in kinds else did_you_mean(wrong, kinds)
-        raise ValueError(f"replace: only must be a list of some of {', '.join(kinds)}, got {given!r}{close}")
+        raise ValueError(f"replace: `only` must be a list of some of {', '.join(kinds)}, got {given!r}{close}")
     return wanted
 
 

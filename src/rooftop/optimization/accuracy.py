@@ -36,14 +36,14 @@ class InaccurateError(RefusedError):
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of one result of a change and of the original, on one or more inputs.
+    """Errors of one result, computed by a change and by the original, on one or more inputs.
 
     Attributes:
         count: number of finite elements.
-        worst, rounding: the change's error at its worst element, and one rounding of the true value there.
+        worst, rounding: the change's error at its worst element, and the size of one rounding of the true value there.
         largest, plain: the largest error of the change, and of the original.
-        squares, plain_squares, rounding_squares: sums of squares of the change's errors, of the original's errors, and
-            of the roundings.
+        squares, plain_squares, rounding_squares: sums of the squared errors of the change, of the original, and of one
+            rounding.
     """
 
     count: int = 0
@@ -57,7 +57,7 @@ class Errors:
 
     @classmethod
     def of(cls, name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str) -> Errors:
-        """Measure the errors of one result of a change and of the original.
+        """Measure the errors of one result, computed by a change and by the original.
 
         Args:
             got, eager: results of the change and of the original.
@@ -142,8 +142,8 @@ def as_accurate(name: str, got: Tensor, eager: Tensor, truth: Tensor, what: str,
     Args:
         got, eager: results of the change and of the original.
         truth: the float64 model's result.
-        usual: a lower bound of the original's error: its error on the given inputs or in TF32, or its sensitivity to
-            rounded inputs.
+        usual: a lower bound of the original's error. It is the original's error on the given inputs or in TF32, or the
+            change of the result if the inputs are rounded.
 
     Raises:
         InaccurateError: the error is larger than allowed.

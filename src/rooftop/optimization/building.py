@@ -34,7 +34,7 @@ class Builder:
         originals: tensors of the model, which no rule may change.
 
     Attributes:
-        plain: the original as a candidate. It has run.
+        plain: the original as a candidate, which has already run.
         step_s: approximate seconds of a step of the original.
     """
 
@@ -150,6 +150,6 @@ class Builder:
 
 
 def ordered(rules: Sequence[Rule]) -> list[Rule]:
-    """The rules in order of application: first as in `RULES`, then the user's own."""
+    """The rules in the order in which they are applied: Rooftop's rules as in `RULES`, then the user's own rules."""
     places = {rule.name: place for place, rule in enumerate(RULES)}
     return sorted(rules, key=lambda rule: places.get(rule.name, len(places)))

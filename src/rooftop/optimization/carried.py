@@ -42,7 +42,9 @@ def check_nothing_is_carried(original: nn.Module, step: Step, drawn: Sequence[Dr
     outcome_of(step, model, model, drawn[0].given)  # the first call may compute values that later calls reuse
     for (name, own), parameter in zip(model.named_parameters(), original.parameters(), strict=True):
         if not same_values(own, parameter):
-            raise ValueError(f"optimize: a call changes the parameter {name}, which only an optimizer should")
+            raise ValueError(
+                f"optimize: a call changes the parameter {name}, but only an optimizer should change parameters"
+            )
     before = _state(model)
     for draw in (*drawn[1:], drawn[0]):
         try:

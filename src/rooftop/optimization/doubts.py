@@ -29,8 +29,8 @@ MORE_DRAWS, MOST_DRAWS = 8, 24
 LEAST_DRAWS = 3
 """If time is short, doubtful results are compared on only this number of further inputs."""
 HOPELESS, HOPELESS_OF_FEW, FEW = 8.0, 100.0, 16
-"""An error above this multiple of the allowed error is wrong, not doubtful. `HOPELESS_OF_FEW` applies to results with
-at most `FEW` elements, because the original's error of a single element may be almost 0 by chance."""
+"""A result with an error above this multiple of the allowed error is wrong, not doubtful. `HOPELESS_OF_FEW` applies to
+results with at most `FEW` elements, because the original's error of a single element may be almost 0 by chance."""
 LUCK_IN_HALF = 3.0
 """For half-precision inputs whose values are all equal, an error up to this multiple of the allowed error may be bad
 luck."""
@@ -44,9 +44,9 @@ def is_hopeless(error: InaccurateError) -> bool:
 
 
 def may_be_luck(error: InaccurateError, dtype: torch.dtype) -> bool:
-    """Whether a result for inputs whose values are all equal may be too inaccurate only by bad luck: all its elements
-    then have the same rounding error, which the original may avoid by luck. Such a result is compared on the given
-    inputs instead.
+    """Whether bad luck alone may make a result too inaccurate, if all values of the inputs are equal. All elements of
+    the result then have the same rounding error, which the original may avoid by luck. Such a result is compared on the
+    given inputs instead.
     """
     return torch.finfo(dtype).bits >= 32 or error.share <= LUCK_IN_HALF
 
@@ -59,7 +59,7 @@ class Doubts:
         in_tensor_floats: the original's error in TF32 on the first input; 0 if no operator may use TF32.
         usual: the original's largest error on the given inputs.
         truth: the float64 model's results on the first input.
-        near: whether the other inputs are neighbours of the first input, for which results have almost the same size.
+        near: whether the other inputs are neighbours of the first input, so that results have almost the same size.
 
     Attributes:
         usual: the original's largest error on any of the inputs.

@@ -23,10 +23,10 @@ class Draw:
     """The arguments of one call, and a description of them.
 
     Attributes:
-        what: a readable name: "NaN in the inputs".
+        what: a readable name, such as "NaN in the inputs".
         given: (args, kwargs).
-        special: the values may make a model overflow or divide by zero.
-        uniform: all values of a tensor are equal.
+        special: whether the values may make a model overflow or divide by zero.
+        uniform: whether all values of a tensor are equal.
         otherwise: arguments to try, in this order, if the model refuses `given`.
         needed: words for the error that is raised if the model refuses all these arguments; "": the draw is skipped.
     """

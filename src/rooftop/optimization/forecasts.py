@@ -28,7 +28,7 @@ SIZES = (1 << 18, 1 << 22, 1 << 26)
 copy does not fit in the caches of most CPUs."""
 EVENT_PAIRS = 20
 LAUNCHES = 200
-"""A device queues about 1000 launches before the host has to wait."""
+"""Number of timed launches: fewer than the 1000 or so that a device queues before the host has to wait."""
 
 
 def quick_ceilings(device: torch.device) -> Ceilings:

@@ -83,8 +83,8 @@ class Gate:
         step: how the model is run.
         known: the original's results for each draw.
         dropped: draws that the original refuses or that there was no time for, with the reason.
-        random: the original's results depend on the random state.
-        repeats: the original returns identical bits in each call.
+        random: whether the original's results depend on the random state.
+        repeats: whether the original returns identical bits in each call.
         exact_only: the reason why only bit-identical results are correct; "" if other results can be correct.
         precise: the original in float64; None if that does not run, or is not needed.
         first_truth: the float64 outcome on the given inputs.
@@ -130,7 +130,7 @@ class Gate:
             drawn: the given inputs come first.
             seconds: approximate time limit, after which draws with special values are skipped. Each comparison of
                 doubtful results on more inputs has the same limit.
-            exact: only bit-identical results are correct.
+            exact: whether only bit-identical results are correct.
             more: see the class.
         """
         gate = cls(original, step, more=more, more_s=seconds)
@@ -263,7 +263,7 @@ class Gate:
         if self.repeats and not _same_bits(again, other):
             if self._repeats_again():
                 raise RefusedError("two calls with the same inputs give different results")
-            if self.exact_only:  # `_repeats_again` may have set it after the comparisons above
+            if self.exact_only:  # `_repeats_again` may have set `exact_only` after the comparisons above
                 raise RefusedError(f"two calls with the same inputs give different results, and {self.exact_only}")
         self._compare(again, first, candidate, "the given inputs again")
         self._in_the_same_memory(candidate, model)
@@ -316,9 +316,9 @@ class Gate:
             )
         if got.shared != eager.shared:
             one, other = sorted(got.shared ^ eager.shared)[0]
-            how = "do not share memory, as the original's do"
+            how = "do not share memory, but the original's do"
             if got.shared - eager.shared:
-                how = "share memory, as the original's do not"
+                how = "share memory, but the original's do not"
             raise RefusedError(f"{what}: {one} and {other} {how}")
         if got.strides != eager.strides:
             name = next(n for n, s in eager.strides.items() if got.strides.get(n) != s)

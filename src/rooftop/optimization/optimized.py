@@ -176,8 +176,8 @@ class OptimizedModule(nn.Module):
     """
 
     def __new__(cls, original: nn.Module, *args: Any) -> OptimizedModule:
-        """An object of a class that has those special methods of containers that the original has: Python looks these
-        up in the class.
+        """Create an object whose class has the original's special methods of containers, such as `__len__`, because
+        Python looks up special methods in the class.
         """
         names = [name for name in OF_CONTAINERS if hasattr(type(original), name)]
         kind = type(cls.__name__, (cls,), {name: _of_original(name) for name in names}) if names else cls
@@ -301,7 +301,7 @@ class OptimizedModule(nn.Module):
 
 
 def _of_original(name: str) -> Callable[..., Any]:
-    """A special method that calls that of the original."""
+    """A special method that calls the original's method of the same name."""
 
     def method(self: OptimizedModule, *args: Any) -> Any:
         return getattr(type(self.original), name)(self.original, *args)
@@ -373,8 +373,8 @@ class _State:
         return same or self._equal_again()
 
     def _equal_again(self) -> bool:
-        """Whether only equal constants replaced each other, as torch.export does with tuples, and only attributes were
-        added with which PyTorch marks modules. If so, the present objects are compared from now on.
+        """Whether all changes are harmless: a constant was replaced by an equal constant, as torch.export does with
+        tuples, or PyTorch added the attributes in `MARKS`. If so, later calls are compared with the present objects.
         """
         watched = self.dicts, self.sizes, self.places, self.keys, self.values
         before = self._contents()

@@ -3,8 +3,8 @@
 The changed and the original optimizer make some steps from the same state with the same gradients. The results of both
 are compared with those of the original optimizer in float64. Kernels may store settings in float32 (float64 for float64
 parameters), as PyTorch's fused steps on GPUs do. In float32, 1 - 0.999 has a relative error of 1e-5. So a correct step
-can have a much larger error than the original, which computes such numbers in Python. So the error that one rounding of
-a setting causes in a step is allowed, too.
+can have a much larger error than the original, which computes such numbers in Python. Therefore the error that one
+rounding of a setting causes in a step is allowed, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rooftop.optimization.timing import same_state
 
 STEPS = 3
 ROUNDED = torch.finfo(torch.float32).eps / 2
-"""The largest relative error of a number in float32."""
+"""The largest relative error of a number that is rounded to float32."""
 
 OF_FLOAT64 = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 

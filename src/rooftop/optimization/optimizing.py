@@ -60,11 +60,12 @@ def optimize(
             gradients.
         loss: computes the loss from the output. None: an output of one element is the loss; other outputs get fixed
             random gradients.
-        optimizer: the optimizer of the step. The optimizer is optimized with the model. Create learning rate schedulers
-            afterwards, for `Optimized.optimizer`.
+        optimizer: the optimizer of the step. A rule may replace this optimizer by a faster one. Create learning rate
+            schedulers afterwards, for `Optimized.optimizer`.
         shapes: other expected shapes of the first tensor argument. Other tensors with the same first dimension also get
             the new first dimension.
-        rules: names of rules or your own (`rooftop.rewrites.Rule`); None: all except those that lower the precision.
+        rules: names of rules, or your own rules (`rooftop.rewrites.Rule`). None: all rules except those that lower the
+            precision.
         exact: keep only rules whose results are identical bit for bit.
         min_gain: smallest measured gain for which a rule is kept, as a share of a step. Half of `min_gain` is enough
             if a gain was predicted.
@@ -212,7 +213,7 @@ def _planned(path: str | os.PathLike[str], own: Sequence[str | Rule] | None) -> 
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is not a plan of rooftop.optimize ({type(error).__name__}: {error})") from error
     if version != PLAN_VERSION:
-        raise InputError(f"{path} is a plan of version {version}, expected {PLAN_VERSION}: optimize again and save it")
+        raise InputError(f"{path} is a plan of version {version}, expected {PLAN_VERSION}: optimize and save again")
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise InputError(f"{path} is not a plan of rooftop.optimize: rules must be a list of names, got {names!r}")
     if not isinstance(surroundings, dict):

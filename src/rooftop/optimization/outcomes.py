@@ -74,8 +74,8 @@ class Step:
     _slopes: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def run(self, call: Callable[..., Any], model: nn.Module, given: Arguments) -> tuple[Any, dict[str, Tensor]]:
-        """The output of one call, and the gradients of the parameters of `model` and of inputs that require
-        gradients.
+        """Return the output of one call, and its gradients: those of the parameters of `model`, and those of inputs
+        that require gradients.
         """
         args, kwargs = given
         if not self.training:
@@ -284,8 +284,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def poison(outcome: Outcome) -> None:
-    """Fill new tensors of the same sizes as an outcome's with NaN and free them, so that the next allocations probably
-    contain NaN.
+    """Create tensors of the same sizes as those of an outcome, fill them with NaN, and free them. The next allocations
+    then probably contain NaN.
     """
     left = [torch.empty_like(value) for value in outcome.values.values() for _ in range(2)]
     for tensor in left:

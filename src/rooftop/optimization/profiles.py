@@ -108,7 +108,8 @@ class Profiles:
         return _names(rules) in self._of_kept
 
     def note(self, rules: Sequence[Rule], candidate: Candidate, wall_ms: float, run: Callable[..., Candidate]) -> None:
-        """Profile a candidate other than the best one, before another rule is tried together with its rules.
+        """Profile a candidate other than the best one, before another rule is tried together with this candidate's
+        rules.
 
         Args:
             rules: all rules of the candidate.
@@ -136,9 +137,7 @@ class Profiles:
         return self._operators[names]
 
     def _launched(self, times: Times, plain: Sequence[Rule], rules: Sequence[Rule], candidate: Candidate) -> Times:
-        """The times, with those of the host and the device as they are with the rules that compile or capture
-        graphs.
-        """
+        """`times` with the host and device times of a candidate whose rules compile or capture graphs."""
         if len(plain) == len(rules):
             return times
         device_ms, host_ms = self._ahead(candidate, times.wall_ms)

@@ -41,7 +41,7 @@ def check_arguments(
         raise ValueError(f"optimize: min_gain must be a share from 0 to 1, such as 0.02, got {min_gain!r}")
     number = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
     if not number or not budget_s > 0:
-        raise ValueError(f"optimize: budget_s must be seconds above 0, got {budget_s!r}")
+        raise ValueError(f"optimize: budget_s must be a number of seconds above 0, got {budget_s!r}")
     if isinstance(budget_s, int) and budget_s > sys.float_info.max:
         raise ValueError("optimize: budget_s is larger than a float can be: for no limit, pass float('inf')")
     if not isinstance(train, bool):
@@ -128,6 +128,6 @@ def check_shapes(shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     for shape in shapes:
         sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else None
         if sizes is None or any(type(size) is not int or size < 0 for size in sizes):
-            raise ValueError(f"optimize: shapes must be shapes such as [(1, 3, 224, 224)], got {shape!r}")
+            raise ValueError(f"optimize: each of shapes must be a shape such as (1, 3, 224, 224), got {shape!r}")
         found[sizes] = None
     return list(found)

@@ -15,10 +15,10 @@ from rooftop.optimization.timing import compare_steps
 from rooftop.rewrites import Candidate
 
 MOST_ROUNDS = 12
-"""Largest number of comparisons of two candidates, if the first ones do not decide."""
+"""Largest number of rounds that compare two candidates, if the first rounds do not decide."""
 MOST_IF_LARGE = 24
-"""The same for gains that are large enough, but not sure. On a CPU where rounds varied by 4%, 12 rounds found 78% of
-gains of 4%, and 24 rounds found 92% (simulated)."""
+"""Largest number of rounds if a gain is large enough, but not sure. On a CPU where rounds varied by 4%, 12 rounds found
+78% of gains of 4%, and 24 rounds found 92% (simulated)."""
 ROUND_S = 0.15
 """Seconds for each of the two candidates in a round. A slow model takes longer, since it runs at least one step."""
 

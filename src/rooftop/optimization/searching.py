@@ -33,11 +33,12 @@ from rooftop.words import in_a_line
 
 Progress = Callable[[str, float], None]
 STEPS, PROOF_STEPS, LAST_STEPS = 10, 30, 16
-"""Approximate numbers of steps of a slow model: to time a rule, to prove the first rule that saves time (with the steps
-in float64), and to time the result at the end."""
+"""Approximate numbers of steps that a slow model runs: to time a rule, to prove the first rule that saves time
+(including steps in float64), and to time the result at the end.
+"""
 LAST_S, LAST_SHARE = 3.0, 0.05
-"""The time that the end of a search needs in addition to these steps, in seconds, and at most as a share of the budget.
-On an H200, building, timing and checking the result took 3 to 4 s."""
+"""The end of a search needs `LAST_S` seconds in addition to these steps, but at most `LAST_SHARE` of the budget. On an
+H200, building, timing and checking the result took 3 to 4 s."""
 NOT_TRIED = "{seconds:.0f} s of the budget were left, but about {needed:.0f} s are needed"
 BUDGET_OVER = "the budget was used up: give a larger one"
 STOPPED = "its first call was stopped after {seconds:.1f} s, because the budget was used up: give a larger one"
@@ -180,7 +181,7 @@ class Search:
             promising: whether to retry only the rules that are now predicted to save time. True before the first trial
                 of a compiler, because each trial after a compiler was kept compiles the model again.
             until: when the last trial must have ended, by `time.perf_counter`. A trial is assumed to take as long as
-                the rule's previous trial, or a part of it if the rule compiles.
+                the rule's previous trial, or `AGAIN` times as long if the rule compiles.
         """
         again = [each.rule for each in self.changes if each.verdict == "no gain" and each.measured_ms is not None]
         for rule in (rule for rule in tried if rule.name in again):
@@ -195,8 +196,8 @@ class Search:
         """Whether a rule that was tried without a gain could have one now, after another rule was kept.
 
         After a compiler was kept, each trial compiles the model again. So only rules with a predicted gain are then
-        tried. Rules whose kernels the compiler cannot look into are not, because the compiler fuses the same operators
-        itself.
+        tried. Rules whose kernels the compiler cannot look into are not tried again, because the compiler fuses the
+        same operators itself.
         """
         names = [change.rule for change in self.changes]
         if not any(names.index(kept.name) > names.index(rule.name) for kept in self.kept):
@@ -281,7 +282,7 @@ class Search:
         return not rule.opaque or self._waited or repeated_calls.wait(0.0)
 
     def _changes_something(self, rule: Rule) -> bool:
-        """Whether a rule finds something to change. True if it fails, since its trial reports the failure."""
+        """Whether a rule finds something to change. True if the rule fails here: the trial reports this."""
         try:
             return bool(self._builder.built([rule]).changes[rule.name])
         except Exception:
@@ -365,11 +366,11 @@ class Search:
             self._order.note(rule, self._profiles.now, first_s)
             change = replace(change, where=where, first_call_s=first_s)
             change = replace(change, bytes=self._profiles.more_memory(candidate, held))
-            wall_ms = self._profiles.now.wall_ms
+            wall_ms = self._profiles.now.wall_ms  # the step time on which the prediction is based
             least = self._rounds.least_share(change.predicted_ms / wall_ms)
             gain = self._rounds.gain(self.best, candidate, least, lambda: time.perf_counter() > self.ends)
             self._share = gain.share
-            change = replace(change, measured_ms=gain.share * wall_ms)  # in ms of the step of the prediction
+            change = replace(change, measured_ms=gain.share * wall_ms)
             self._profiles.note_wall(gain.best_ms)
             tried_ms = gain.best_ms * (1 - gain.share)
             if rule.kind == "compile":
@@ -406,8 +407,8 @@ class Search:
         return replace(change, verdict="kept", reason=f"instead of {', '.join(names)}" if names else "")
 
     def _know(self, rules: Sequence[Rule]) -> None:
-        """Profile a candidate with these rules, if that was not tried before. If it fails, predictions continue from
-        the times of other candidates.
+        """Profile a candidate with these rules, if that was not tried before. If profiling fails, predictions continue
+        from the times of other candidates.
         """
         names = frozenset(each.name for each in rules)
         if self._profiles.knows(rules) or names in self._unknown:
@@ -425,7 +426,7 @@ class Search:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def result(self) -> Result:
-        """The best candidate, timed as users call it. Without a plan, the original if the original is faster."""
+        """The best candidate, timed as users call it. Without a plan, return the original if the original is faster."""
         with self._told_if_interrupted():
             self.progress("the result", 0.95)
             return self._result()

@@ -1,8 +1,8 @@
 """The order in which a search tries rules, and the time limit of each rule.
 
-Rules that apply at once come first, by their predicted gain. Rules that compile come next, by their gain per second.
-Rules that are predicted to make a step slower come last. The whole model is compiled while there is still time for it,
-so that a model is not left slower than with torch.compile.
+Rules that apply at once, without compiling, come first, by their predicted gain. Rules that compile come next, by their
+gain per second. Rules that are predicted to make a step slower come last. The whole model is compiled while there is
+still time for it, so that a model is not left slower than with torch.compile.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from rooftop.rewrites import Rule, Times
 WHOLE, BLOCKS = "compile", "compile-blocks"
 """Names of the rules that compile the whole model, as users would, and its repeated blocks."""
 LEAST_PACE, MOST_PACE = 0.25, 4.0
-"""Bounds of measured compile times relative to the estimates."""
+"""Bounds of the ratio of measured to estimated compile times."""
 WHOLE_FIRST = 2.0
 """The whole model is compiled before its blocks if its estimated compile time is at most this multiple of the blocks'
 time."""
 LIMIT_OF_BLOCKS = 3.0
-"""If blocks are compiled first, they may take this multiple of their estimated time, or all the time that compiling the
-whole model does not need, whichever is longer."""
+"""If blocks are compiled first, their time limit is the longer of two times: this multiple of their estimated time, and
+the time that compiling the whole model does not need.
+"""
 LEFT_AT_ONCE = 0.25
 """If the whole model is compiled first of all, it leaves this share of the time for the rules that apply at once."""
 LATE = 0.6
@@ -126,7 +127,9 @@ class TrialOrder:
         return whole if self._forecasts[WHOLE][1] >= max(others, default=0.0) else None
 
     def _next(self, times: Times, left_s: float) -> Rule:
-        """The first waiting rule. If it compiles the whole model or its blocks, the time left decides which of both."""
+        """The first waiting rule. If this rule compiles the whole model or its blocks, the time left decides which of
+        the two rules is next.
+        """
         first, whole, blocks = self._first_ready(), self._waiting_for(WHOLE), self._waiting_for(BLOCKS)
         if whole is None or blocks is None or first not in (whole, blocks):
             return first

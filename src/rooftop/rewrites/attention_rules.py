@@ -45,8 +45,8 @@ class AttentionBackend(Rule):
         return "it is already used" if all(f"_{self.backend}_" in name for name in names) else None
 
     def predicted_ms(self, times: Times) -> float:
-        """The predicted gain. The forward calls are timed alone with both back ends; the backward is assumed to gain
-        the same share.
+        """The predicted gain. The forward calls are timed alone, with the present and with the new back end. The
+        backward is assumed to gain the same share.
         """
         forward = [call for call in times.calls if _is_forward(call)]
         now_ms = sum(call.count * alone_ms(repeated(call), call.device) for call in forward)
@@ -78,7 +78,7 @@ def _is_forward(call: Call) -> bool:
 
 
 def _by(backend: str, call: Call) -> Callable[[], object]:
-    """The attention of a call, computed by the given back end."""
+    """A function that computes the attention of a call by the given back end."""
     given = filled(call)
     named = {each.name: value for each, value in zip(call.operator._schema.arguments, given, strict=False)}
     bias = named.get("attn_bias", named.get("attn_mask"))

@@ -32,8 +32,8 @@ class Call:
         device: the device of the calls.
         count: number of calls.
         ms: total time of the calls.
-        alone: times in ms of one such call alone, by the form in which it was timed. Several rules ask for the same
-            time.
+        alone: time in ms of one such call alone, by the layout in which it was timed, such as "channels last". The time
+            is stored because several rules need it.
     """
 
     operator: Any
@@ -175,7 +175,7 @@ class Times:
         return max(0.0, self.wall_ms - all_ms) / max(1, every)
 
     def gain_of(self, device_ms: float, host_ms: float) -> float:
-        """The gain in ms if a step saves `device_ms` of device time and `host_ms` of launches."""
+        """The gain in ms if a step saves `device_ms` of device time and `host_ms` of launch time."""
         if self.device_ms is None or self.host_ms is None:
             return device_ms
         left_ms = max(self.device_ms - device_ms, self.host_ms - host_ms if self.host_ms > 0 else 0.0)

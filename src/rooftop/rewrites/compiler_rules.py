@@ -23,8 +23,8 @@ BLOCKS_SHARE = 0.95
 CPU_CALL_MS = 0.004
 """Time in ms of calling a small operator on a CPU. Fusion saves this time for each call that it removes."""
 START_MS, LAUNCHES_A_KERNEL = 0.1, 4.0
-"""Host time in ms to check a compiled call on a GPU, and host time for each kernel of compiled code, as a multiple of
-the launch of a small operator in eager PyTorch. Measured with four models on an H200
+"""Host time in ms to check a compiled call on a GPU. Host time for each kernel of compiled code, as a multiple of the
+host time to launch a small operator in eager PyTorch. Measured with four models on an H200
 (`benchmarks/results/h200/compiled.json`): 26 to 36 us for each kernel of compiled code, 7 us for a launch."""
 PLAIN = (type(None), bool, int, float, str)
 PLACES = ("layer_idx", "layer_id")
@@ -32,12 +32,15 @@ PLACES = ("layer_idx", "layer_id")
 MOST_VERSIONS = 64
 """Largest number of compiled versions of a block, for different shapes and settings. PyTorch's default is 8."""
 START_S, SECONDS_A_CALL = 5.0, {"cpu": 0.12, "cuda": 0.04}
-"""Compile time: a constant, and a time for each call of an operator. Measured for the CPU on two cores of a server,
-with 60 to 600 calls; for GPUs on the hosts of an H100 and an H200, where models took 11 to 44 s."""
+"""Compile time: a constant, and a time for each call of an operator. The time for CPUs was measured on two cores of a
+server, with 60 to 600 calls. The time for GPUs was measured on the hosts of an H100 and an H200, where models took 11
+to 44 s.
+"""
 SECONDS_A_CALL_OF_BLOCKS = {"cpu": 0.12, "cuda": 0.08}
 """Compile time for each call of an operator in repeated blocks. One kind of block has few kernels, so fewer processes
-compile at a time than for a whole model. Two to twelve kinds on eight cores of an H200's host took 11 to more than 40
-s."""
+compile at a time than for a whole model. On eight cores of an H200's host, two to twelve kinds of blocks took 11 to
+more than 40 s.
+"""
 
 
 class Compile(Rule):
@@ -61,7 +64,7 @@ class Compile(Rule):
 
     def apply(self, candidate: Candidate) -> str:
         options: dict[str, Any] = {"dynamic": False, "mode": None if self.mode == "default" else self.mode}
-        if candidate.runs_model:  # the wrappers around the model would break the compiler's graph
+        if candidate.runs_model:  # compiled without its wrappers, which would break the graph
             compile_in_place([candidate.model], **options)
             compiled = candidate.call
         else:
@@ -145,8 +148,8 @@ class InOneForm:
     made contiguous, and inference mode becomes `torch.no_grad`.
 
     The back end of attention is chosen when code is compiled, but PyTorch's caches of compiled code do not distinguish
-    back ends. So the first call of each form adds the back end to the caches' keys. It may compile several versions of
-    a block.
+    back ends. So the first call of each form adds the back end to the caches' keys. That call may compile several
+    versions of a block.
 
     Args:
         run: the compiled function.

@@ -46,8 +46,8 @@ from rooftop.rewrites.tracing import OwnThreadTracer
 from rooftop.rewrites.type_questions import answered, was_asked
 from rooftop.words import in_a_line
 
-# Number of dimensions of each layer's output, with the batch. Types must be exactly these, since subclasses may do
-# anything.
+# Number of dimensions of each layer's output, including the batch. A layer must have exactly one of these classes,
+# since a subclass may do anything.
 CONVOLUTIONS: dict[type[nn.Module], int] = {
     nn.Linear: 2,
     nn.Conv1d: 3,
@@ -97,8 +97,8 @@ def fold_norms(model: nn.Module, into: Collection[type[nn.Module]] = CONVOLUTION
 
     This function folds BatchNorm1d, 2d, 3d, SyncBatchNorm, subclasses that normalize and then call their own modules
     (such as timm's BatchNormAct2d), and frozen norms. A frozen norm is a module with only the buffers weight, bias,
-    running_mean and running_var, which multiplies by and adds a constant per channel. A trial run confirms this. The
-    new weights are computed in float64 and rounded once. Keys of the state dict change.
+    running_mean and running_var, which multiplies each channel by a constant and then adds a constant. A trial run
+    confirms this. The new weights are computed in float64 and rounded once. Keys of the state dict change.
 
     While torch.fx traces, it replaces methods of all modules of the process, so other threads must not run models.
 
@@ -149,7 +149,7 @@ def _plain(norm: nn.Module) -> nn.Module:
 
 
 def _empty(norm: nn.Module) -> None:
-    """Remove the tensors of a folded norm, so that code outside the trace that reads them fails."""
+    """Remove the tensors of a folded norm, so that code outside the trace fails if it reads them."""
     for tensors in (norm._parameters, norm._buffers):
         tensors.update(dict.fromkeys(tensors.keys() & {*TENSORS, "num_batches_tracked"}))
     if isinstance(norm, _BatchNorm):
@@ -346,7 +346,7 @@ def _traces(model: nn.Module, untraced: dict[str, str]) -> list[tuple[str, fx.Gr
 
     A module with optional arguments is traced only within its caller, whose call shows which arguments are given. A
     module whose forward was replaced is also traced only within its caller: at the root of a trace, torch.fx would use
-    the forward of its class.
+    the forward of the module's class.
     """
     graphs: dict[str, fx.Graph] = {}
     opaque: set[nn.Module] = set()
@@ -453,7 +453,7 @@ def _fold(convolution: nn.Module, norm: nn.Module, convolution_name: str, norm_n
     bias = bias.to(old.dtype)
     if not (weight.isfinite().all() and bias.isfinite().all()):
         raise CannotFoldError("the folded weights would not be finite")
-    # The old tensors are removed instead of changed, so that code outside the trace that reads them fails.
+    # The old tensors are removed instead of changed, so that code outside the trace fails if it reads them.
     folded = copy.copy(convolution)
     folded._parameters, folded._modules = {}, {}
     weight = torch.empty_like(old.detach()).copy_(weight)  # in the layout of the old weight, such as channels last
@@ -478,7 +478,7 @@ def _scaled(convolution: nn.Module, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale_and_shift(norm: nn.Module, dimensions: int) -> tuple[Tensor, Tensor]:
-    """(scale, shift), (C,) float64, such that norm(x) = scale x + shift for x with this number of dimensions."""
+    """(scale, shift), each (C,) float64. norm(x) = scale x + shift for x with this number of dimensions."""
     if not isinstance(norm, _BatchNorm):
         return _measured(norm, dimensions)
     if type(norm) not in NORMS:

@@ -19,7 +19,9 @@ from rooftop.rewrites.timed_alone import alone_ms, repeated, shape_of_result
 CONVOLUTIONS_2D = (nn.Conv2d, nn.ConvTranspose2d)
 FUSED = "rooftop::conv_act"
 TIMED = 0.9
-"""Share of the time of a model's image operators that is timed alone."""
+"""Image operators are timed alone, the slowest first, until they account for this share of the time of all image
+operators.
+"""
 VIEWS = ("view", "permute", "transpose", "expand", "slice", "select", "as_strided", "detach", "alias")
 """Parts of the names of operators that only make views."""
 
@@ -98,7 +100,7 @@ def _channels_last(tensor: Tensor) -> Tensor:
 
 
 def _of_images(calls: Sequence[Call]) -> list[Call]:
-    """The calls whose first argument is an image, which means that it has the shape of a convolution's argument or
+    """The calls whose first argument is an image. An image is a tensor with the shape of a convolution's argument or
     result. Calls that only make views are left out.
     """
     shapes: set[torch.Size] = set()
@@ -118,7 +120,7 @@ def _of_images(calls: Sequence[Call]) -> list[Call]:
 
 
 def gain_channels_last(calls: Sequence[Call]) -> float:
-    """The gain in ms of convolutions and other image operators from channels last.
+    """The time in ms that convolutions and other image operators save if their tensors are channels last.
 
     Each operator is timed alone, in its own layout and channels last. The slowest operators are timed first, and timing
     ends when most of the time is known, because libraries take long for the first call of each shape. Only the ratio of

@@ -7,8 +7,8 @@ or by a sum that only an activation uses. Nothing in between may change a tensor
 which stands for its result. A sum is recorded in the promise, and the activation computes everything at once. Any other
 use of a promise gets the tensor that the convolution alone would have returned. So the trace decides only the speed: a
 call on another path still returns correct numbers. Only code that changes an inference tensor in place may get wrong
-numbers, since such tensors have no version counter. Shapes are known only in the call, so PyTorch adds a shortcut that
-needs broadcasting or a cast.
+numbers, since such tensors have no version counter. Shapes are known only in the call. If a shortcut then needs
+broadcasting or a cast, PyTorch computes the sum.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from rooftop.rewrites.training_graphs import TrainingReplays
 
 MOST_GRAPHS = 8
 GAP_MS = 0.5e-3
-"""A rough estimate of the time between two kernels that a graph saves even if the host is far ahead. At batch 128 on an
-H200, graphs saved 0.2 to 0.6 ms in four networks, whose kernels were not counted. Training saves more than
+"""A rough estimate of the time that a graph saves between two kernels, even if the host is far ahead. At batch 128 on
+an H200, graphs saved 0.2 to 0.6 ms in four networks, whose kernels were not counted. Training saves more than
 inference."""
 
 IN_A_CAPTURE = (

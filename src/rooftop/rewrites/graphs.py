@@ -151,7 +151,7 @@ class Graphs:
                 current.wait_stream(self._previous)
                 for entry in self.entries.values():
                     for place in entry.inputs if isinstance(entry, Graph) else ():
-                        # the memory outlives this call even if the engine is deleted
+                        # the memory stays allocated until this call ends, even if the engine is deleted
                         place.record_stream(current)
             self._previous = current
             yield
@@ -168,7 +168,8 @@ def capture(
     """Run a call twice, then capture it in inference mode, all on `stream`. The current stream waits for `stream`.
 
     The first run does lazy initialization, which must not happen in a capture, and raises errors of the call itself.
-    The second run detects GPU synchronization, because a failed capture leaves traces in the allocator.
+    The second run detects GPU synchronization before the capture, because a capture that fails leaves the allocator
+    changed.
 
     Args:
         inputs: the tensors that the call reads, with their values.

@@ -64,9 +64,9 @@ def gain_norms(times: Times, by: Norms, more_ms: float = 0.0) -> float:
     """The time in ms that a step saves if one kernel computes each norm.
 
     Each norm is timed alone, with and without the kernel: its device time, and the host's time to launch it. In
-    training, backward is timed with forward, because a kernel may be fast in one and slow in the other. An RMS norm of
-    several operators is assumed to take half as long as its first operator, which reads and writes float32. Its
-    backward is assumed to gain the same share of device time as its forward.
+    training, backward is timed with forward, because a kernel may be fast in one and slow in the other. For an RMS norm
+    of several operators, the kernel is assumed to take half as long as the norm's first operator, which reads and
+    writes float32. The norm's backward is assumed to gain the same share of device time as its forward.
 
     Args:
         by: the kernels that compute the norms.
@@ -144,7 +144,9 @@ def _softmax(x: Any, dim: int, to_float: bool) -> object:
 
 
 class Constants(Rule):
-    """Compute results of modules only once if they depend only on parameters and sizes (`rooftop.nn.constants`)."""
+    """Compute the results of methods only once if the results depend only on parameters and sizes
+    (`rooftop.nn.constants`).
+    """
 
     name = "constants"
     exact = True

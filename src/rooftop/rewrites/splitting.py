@@ -3,9 +3,9 @@
 Libraries join a batch norm with its activation in one class, such as timm's `BatchNormAct2d`: a subclass of
 `nn.BatchNorm2d` whose forward normalizes, and then calls its modules `drop` and `act`. No rule may fold a subclass,
 since its forward may do anything. So torch.fx traces this forward alone. The trace may contain only one `batch_norm` of
-the module's own tensors, and then calls of the module's submodules, each with the previous result. The forward must not
-change the module. `split` then adds an `nn.BatchNorm2d` with the same tensors as a submodule, called the part. The new
-forward calls the part, then the other submodules. Rules then see ordinary modules.
+the module's own tensors, and then a chain of calls of the module's submodules. The forward must not change the module.
+`split` then adds an `nn.BatchNorm2d` with the same tensors as a submodule, called the part. The new forward calls the
+part, then the other submodules. Rules then see ordinary modules.
 
 The trace shows one path only. So each call checks that the module's public attributes that are numbers, strings or None
 have not changed. Other attributes, and the modes of its modules, are not checked.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Methods that Python looks up in the type of a tensor, except those for sums: each class defines these itself.
+# Methods that Python looks up in the type of a tensor, except the methods for sums, which each class defines itself.
 SPECIAL_METHODS = (
     "__neg__", "__pos__", "__abs__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__",
     "__truediv__", "__rtruediv__", "__itruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__",

@@ -57,7 +57,7 @@ class _Pair:
         inputs: tensors into which calls copy their inputs.
         slopes: tensors into which backward copies the gradients of outputs; None for outputs without a gradient.
         result: the structure of the result, with the outputs in it.
-        sources: for each gradient, the indices of the outputs that depend on its input.
+        sources: for each gradient, the indices of the outputs that depend on the differentiated tensor.
     """
 
     inputs: list[Tensor]
@@ -269,10 +269,10 @@ def _aliased(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[l
     """Within the block, a model's modules have aliases: other parameters with the same memory. Yields the aliases in
     the order of `parameters`.
 
-    Autograd sums a parameter's gradient on the stream on which the parameter was first used, as long as any autograd
-    graph with the parameter is alive, such as the graph of the user's last loss. A capture on another stream then
-    fails. An alias is new, so it is first used in the capture. A module that reads a parameter from elsewhere still
-    reads the original.
+    Autograd sums a parameter's gradient on the stream on which the parameter was first used. This holds as long as any
+    autograd graph with the parameter is alive, such as the graph of the user's last loss. A capture on another stream
+    then fails. An alias is new, so it is first used in the capture. A module that reads a parameter from elsewhere
+    still reads the original.
     """
     alias_of = {id(p): _alias(p) for p in parameters}
     places = [

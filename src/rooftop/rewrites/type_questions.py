@@ -21,8 +21,9 @@ _NONE = object()
 
 @contextmanager
 def answered(model: nn.Module, gives_a_tensor: Callable[[nn.Module], bool]) -> Iterator[None]:
-    """Within the block, `isinstance` in the files of the model's classes, and `torch.is_tensor`, treat the proxies of
-    some modules' results as tensors. Other proxies do not count as tensors, because they may stand for lists or sizes.
+    """Within the block, `isinstance` (in the files of the model's classes) and `torch.is_tensor` treat some proxies as
+    tensors: those that stand for the results of certain modules. Other proxies do not count as tensors, because they
+    may stand for lists or sizes.
 
     The node of such a proxy is marked (`was_asked`): a rewrite must not replace its value by an object that is not a
     tensor.

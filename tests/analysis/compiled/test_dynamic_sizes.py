@@ -61,7 +61,7 @@ def function(x: Tensor, w: Tensor) -> Tensor:
 # Graphs of symbols.
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=4)
 @given(st.integers(2, 9), st.integers(3, 9), st.integers(2, 9))
 def test_a_graph_with_other_sizes_is_the_graph_traced_with_these(rows: int, columns: int, width: int) -> None:
     inputs = torch.zeros(rows, columns), torch.zeros(rows, width)

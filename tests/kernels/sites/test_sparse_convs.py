@@ -4,10 +4,7 @@ the Triton kernels interpreted."""
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import re
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -711,7 +708,11 @@ def product_of_blocks(channels: int, wide: bool) -> None:
     ],
 )
 def test_half_precision_compiles_for_sm_90(
-    make: Callable[[int, bool], None], channels: int, regular: bool, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int, bool], None],
+    channels: int,
+    regular: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    spilled_bytes: Callable[[str], int],
 ) -> None:
     """The tensor cores' operands are copied asynchronously, without spills."""
     monkeypatch.setattr(tables, "LISTED_FROM", 1 << 30)
@@ -744,15 +745,6 @@ def compiled_by(work: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> st
     source = triton.compiler.ASTSource(kernel, types, constants, divisible)
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     return str(triton.compile(source, target=target, options=options).asm["ptx"])
-
-
-def spilled_bytes(ptx: str) -> int:
-    import triton
-
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", "-o", os.devnull, "-"]
-    log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
-    (found,) = re.findall(r"(\d+) bytes spill stores", log)
-    return int(found)
 
 
 LARGE = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ TO_MICROSOFT = {
     **{f"features.{2 * stage + 1}.": f"layers.{stage}.blocks." for stage in range(4)},
     **{f"features.{2 * stage + 2}.": f"layers.{stage}.downsample." for stage in range(3)},
 }
+SMALL: dict[str, Any] = {"num_classes": 3, "embed_dim": 24}
 
 
 def microsofts_mask(side: int, window: int) -> Tensor:
@@ -41,7 +43,7 @@ def microsofts_mask(side: int, window: int) -> Tensor:
 def file() -> dict[str, Tensor]:
     """A file of a small Swin Transformer in Microsoft's format."""
     tensors = {}
-    for key, value in swin_t(num_classes=3).state_dict().items():
+    for key, value in swin_t(**SMALL).state_dict().items():
         for ours, theirs in TO_MICROSOFT.items():
             key = key.replace(ours, theirs)
         tensors[key] = value.view(49, 49) if key.endswith("index") else value
@@ -61,8 +63,8 @@ def test_masks_of_shifted_windows(window: int, windows: int) -> None:
 def test_true_ones_are_left_out(file: dict[str, Tensor], tmp_path: Path) -> None:
     torch.save(file, tmp_path / "swin.pth")
     with warnings.catch_warnings(action="error"):
-        load("swin_t", tmp_path / "swin.pth", num_classes=3)
-    report = load_report("swin_t", tmp_path / "swin.pth", num_classes=3)
+        load("swin_t", tmp_path / "swin.pth", **SMALL)
+    report = load_report("swin_t", tmp_path / "swin.pth", **SMALL)
     assert (len(report.unneeded_keys), report.differing_keys) == (12 + 3, ())
 
 
@@ -70,5 +72,5 @@ def test_true_ones_are_left_out(file: dict[str, Tensor], tmp_path: Path) -> None
 def test_others_are_named(key: str, file: dict[str, Tensor], tmp_path: Path) -> None:
     torch.save(file | {key: file[key].flip(0)}, tmp_path / "swin.pth")
     with pytest.warns(UserWarning, match=f"{key} of the file are left out, but the model computes other values"):
-        load("swin_t", tmp_path / "swin.pth", num_classes=3)
-    assert load_report("swin_t", tmp_path / "swin.pth", num_classes=3).differing_keys == (key,)
+        load("swin_t", tmp_path / "swin.pth", **SMALL)
+    assert load_report("swin_t", tmp_path / "swin.pth", **SMALL).differing_keys == (key,)

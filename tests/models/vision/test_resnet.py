@@ -14,19 +14,14 @@ NAMES = sorted(name for name in models.builtin_models() if "resne" in name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_dict_is_key_for_key_torchvisions(name: str, torchvision_models: ModuleType) -> None:
+def test_state_dict_is_torchvisions_and_its_size_is_documented(name: str, torchvision_models: ModuleType) -> None:
     with torch.device("meta"):
         ours, theirs = getattr(models, name)(), getattr(torchvision_models, name)()
     assert [(k, v.shape, v.dtype) for k, v in ours.state_dict().items()] == [
         (k, v.shape, v.dtype) for k, v in theirs.state_dict().items()
     ]
     assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_docstrings_state_the_parameters(name: str) -> None:
-    with torch.device("meta"):
-        count = sum(p.numel() for p in getattr(models, name)().parameters())
+    count = sum(p.numel() for p in ours.parameters())
     assert f"{count:,} parameters" in (getattr(models, name).__doc__ or "")
 
 
@@ -41,10 +36,8 @@ def test_resnet50_has_the_published_size() -> None:
     [
         ("resnet18", {}),
         ("resnet18", {"zero_init_residual": True, "num_classes": 7}),
-        ("resnet50", {}),
         ("resnet50", {"replace_stride_with_dilation": (False, True, True)}),
         ("resnext50_32x4d", {}),
-        ("wide_resnet50_2", {}),
     ],
 )
 def test_outputs_gradients_and_statistics_are_torchvisions(

@@ -57,22 +57,17 @@ def assert_close(ours: tuple[Tensor, list[Tensor]], theirs: tuple[Tensor, list[T
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_dict_is_key_for_key_torchvisions(name: str, torchvision_models: ModuleType) -> None:
+def test_state_dict_is_torchvisions_and_its_size_is_documented(name: str, torchvision_models: ModuleType) -> None:
     with torch.device("meta"):
         ours, theirs = getattr(models, name)(), getattr(torchvision_models, name)()
     assert [(k, v.shape, v.dtype) for k, v in ours.state_dict().items()] == [
         (k, v.shape, v.dtype) for k, v in theirs.state_dict().items()
     ]
     assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
+    count = sum(p.numel() for p in ours.parameters())
+    assert f"{count:,} parameters" in (getattr(models, name).__doc__ or "")
     depths = [m.p for net in (ours, theirs) for n, m in net.named_modules() if n.endswith("stochastic_depth")]
     assert depths[: len(depths) // 2] == depths[len(depths) // 2 :]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_docstrings_state_the_parameters(name: str) -> None:
-    with torch.device("meta"):
-        count = sum(p.numel() for p in getattr(models, name)().parameters())
-    assert f"{count:,} parameters" in (getattr(models, name).__doc__ or "")
 
 
 def test_swin_t_has_the_published_size() -> None:

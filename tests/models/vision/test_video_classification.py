@@ -70,10 +70,12 @@ def photo_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def photographs_of(video: Path, folder: Path) -> list[Path]:
+@pytest.fixture(scope="module")
+def photographs(photo_clip: Path) -> list[Path]:
+    """The frames of `photo_clip`."""
     paths = []
-    for number, frame in enumerate(VideoReader(video)):
-        paths.append(folder / f"{number}.png")
+    for number, frame in enumerate(VideoReader(photo_clip)):
+        paths.append(photo_clip.with_name(f"{number}.png"))
         Image.fromarray(frame.permute(1, 2, 0).numpy()).save(paths[-1])
     return paths
 
@@ -112,25 +114,23 @@ def test_of_a_variable_frame_rate_it_is_the_frame_shown_then() -> None:
     ],
 )
 def test_a_frame_is_prepared_as_a_photograph_of_it(
-    preprocessing: Preprocessing, levels: float, photo_clip: Path, tmp_path: Path
+    preprocessing: Preprocessing, levels: float, photo_clip: Path, photographs: list[Path]
 ) -> None:
-    paths = photographs_of(photo_clip, tmp_path)
-    expected = load_images(paths, preprocessing)
+    expected = load_images(photographs, preprocessing)
     frames = SampledVideo(photo_clip, preprocessing, every=0.1)
-    (found,) = frames.batches(len(paths))
+    (found,) = frames.batches(len(photographs))
     assert (found.shape, found.dtype) == (expected.shape, torch.float32)
     torch.testing.assert_close(found, expected, rtol=0, atol=levels / 255 / min(STD))
     assert (found - expected).abs().mean() < 0.5 / 255 / min(STD)
 
 
-def test_logits_are_those_of_the_photographs(photo_clip: Path, tmp_path: Path) -> None:
-    paths = photographs_of(photo_clip, tmp_path)
+def test_logits_are_those_of_the_photographs(photo_clip: Path, photographs: list[Path]) -> None:
     torch.manual_seed(0)
     model = resnet18(num_classes=10).eval()
-    photographs = classify(model, paths, top=10)
+    photos = classify(model, photographs, top=10)
     frames = list(classify_video(model, SampledVideo(photo_clip, every=0.1), top=10))
-    assert len(frames) == len(photographs) == 3
-    for frame, photo in zip(frames, photographs, strict=True):
+    assert len(frames) == len(photos) == 3
+    for frame, photo in zip(frames, photos, strict=True):
         ours, theirs = ({guess.index: guess.probability for guess in each.guesses} for each in (frame, photo))
         assert [ours[index] for index in range(10)] == pytest.approx([theirs[index] for index in range(10)], rel=2e-2)
     once = list(classify_video(model, photo_clip, top=1))  # one frame a second

@@ -106,7 +106,7 @@ def test_a_compiled_part_of_a_model(plain: Tensors, tmp_path: Path) -> None:
     "name",
     ["state_dict_ema", "ema", "model_ema", "ema_model", "ema_state_dict", "swa_model", "averaged_model", "polyak"],
 )
-@pytest.mark.parametrize("beside", ["state_dict", "model", None])
+@pytest.mark.parametrize("beside", ["state_dict", None])
 def test_averages_are_taken_and_said(
     name: str, beside: str | None, plain: Tensors, other: Tensors, tmp_path: Path
 ) -> None:

@@ -347,10 +347,10 @@ def test_weights_of_another_model_say_which(resnet18_file: Path) -> None:
 def test_a_deeper_model_is_not_said_to_fit_a_shallower_one(tmp_path: Path) -> None:
     """Every key of ResNet-50 is also a key of ResNet-101."""
     with torch.device("meta"):
-        shapes = {key: value.shape for key, value in models.resnet101(num_classes=2).state_dict().items()}
-        shallower = models.resnet50(num_classes=2)
+        shapes = {key: value.shape for key, value in models.resnet101(num_classes=3).state_dict().items()}
+        shallower = models.resnet50(num_classes=3)
     torch.save({key: torch.zeros(()).expand(shape) for key, shape in shapes.items()}, tmp_path / "deep.pth")
-    with pytest.raises(WeightsError, match=r"unexpected: layer3\.6.*The file fits resnet101\(num_classes=2\)$"):
+    with pytest.raises(WeightsError, match=r"unexpected: layer3\.6.*The file fits resnet101\(num_classes=3\)$"):
         load_weights(shallower, "resnet50", tmp_path / "deep.pth")
 
 

@@ -35,6 +35,12 @@ def graphs(draw: st.DrawFn) -> PageGraph:
     return graph_of(needs, [0])
 
 
+def wishes(graph: PageGraph) -> st.SearchStrategy[np.ndarray]:
+    """The pixels (from 0 to 8) of each page, half of them 0."""
+    drawn = st.binary(min_size=graph.count, max_size=graph.count)
+    return drawn.map(lambda each: np.frombuffer(each, np.int8).clip(0).astype(np.float32) / 16)
+
+
 def taken(slots: Slots, *pages: int) -> np.ndarray:
     """The pages that start loading now."""
     slots.take(np.array(pages))
@@ -57,7 +63,7 @@ def check(slots: Slots) -> None:
     assert (dependents == slots.dependents).all()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(graph=graphs(), data=st.data())
 def test_any_order_of_arrivals_failures_and_wishes(graph: PageGraph, data: st.DataObject) -> None:
     """No page is resident without the pages it needs, no slot is lost, and root pages stay."""
@@ -66,8 +72,7 @@ def test_any_order_of_arrivals_failures_and_wishes(graph: PageGraph, data: st.Da
     slots.publish()
     ages = np.zeros(graph.count, np.int32)
     for _ in range(data.draw(st.integers(1, 12))):
-        pixels = np.array(data.draw(st.lists(st.floats(0, 8, width=16), min_size=graph.count, max_size=graph.count)))
-        pixels = pixels.astype(np.float32)
+        pixels = data.draw(wishes(graph))
         ages = np.where(pixels > 0, 0, ages + 1).astype(np.int32)
         missing = np.flatnonzero((slots.state != RESIDENT) & (pixels > 0))
         missing = missing[np.argsort(-pixels[missing], kind="stable")]
@@ -91,13 +96,12 @@ def test_any_order_of_arrivals_failures_and_wishes(graph: PageGraph, data: st.Da
         assert slots.state[0] == RESIDENT
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(graph=graphs(), data=st.data())
 def test_a_target_that_fits_is_loaded_whatever_was_there(graph: PageGraph, data: st.DataObject) -> None:
     slots = Slots(graph, data.draw(st.integers(1, graph.count)))
-    pixels = st.lists(st.floats(0, 8, width=16), min_size=graph.count, max_size=graph.count)
     for _ in range(3):
-        wanted = np.array(data.draw(pixels)).astype(np.float32)
+        wanted = data.draw(wishes(graph))
         target = best_that_fit(slots, wanted)
         assert target.sum() <= slots.count
         assert (graph.with_needs(target) == target).all()
@@ -172,7 +176,7 @@ def test_the_books_of_one_page(slots: int) -> None:
 
 
 @pytest.mark.parametrize("reader", ["compiled"], indirect=True)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(graph=graphs(), data=st.data())
 def test_plans_in_cpp_are_those_in_python(graph: PageGraph, data: st.DataObject, reader: str) -> None:
     """C++ and Python have the same pages in the same slots, and the same records, after any plans, arrivals and
@@ -185,8 +189,7 @@ def test_plans_in_cpp_are_those_in_python(graph: PageGraph, data: st.DataObject,
         slots.publish()
     ages = np.zeros(graph.count, np.int32)
     for _ in range(data.draw(st.integers(1, 12))):
-        pixels = st.lists(st.floats(0, 4, width=16), min_size=graph.count, max_size=graph.count)
-        use = Use(np.array(data.draw(pixels)).astype(np.float32), ages)
+        use = Use(data.draw(wishes(graph)), ages)
         missing = np.flatnonzero((ours.state != RESIDENT) & (use.pixels > 0))
         missing = missing[np.argsort(-use.pixels[missing], kind="stable")]
         most, urgent = data.draw(st.integers(-1, 8)), data.draw(st.booleans())

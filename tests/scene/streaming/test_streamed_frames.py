@@ -707,17 +707,17 @@ def without_needs(geometry: Geometry, folder: Path) -> Path:
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_earlier_versions_are_streamed_with_the_same_pictures(
-    paged_ball: Geometry, in_old_layout: Callable[..., Geometry], tmp_path: Path, version: int, device: str
+    paged_knot: Geometry, in_old_layout: Callable[..., Geometry], tmp_path: Path, version: int, device: str
 ) -> None:
     """Files up to version 2 do not store which pages a page needs, so the reader computes it."""
-    old = in_old_layout(paged_ball, tmp_path / "old.rtg", version)
+    old = in_old_layout(paged_knot, tmp_path / "old.rtg", version)
     assert old.version == version
-    assert old.needs.starts.tolist() == paged_ball.needs.starts.tolist()
-    assert old.needs.pages.tolist() == paged_ball.needs.pages.tolist()
+    assert old.needs.starts.tolist() == paged_knot.needs.starts.tolist()
+    assert old.needs.pages.tolist() == paged_knot.needs.pages.tolist()
     assert len(old.needs.pages) > old.pages
     frames = [
-        Renderer(alone(mesh), device, pool_bytes=slots_for(paged_ball, 0.5)).render(turns(1)[0], SHOWN)
-        for mesh in (old, paged_ball)
+        Renderer(alone(mesh), device, pool_bytes=slots_for(paged_knot, 0.5)).render(turns(1)[0], SHOWN)
+        for mesh in (old, paged_knot)
     ]
     assert same(*frames)
 

@@ -1,8 +1,8 @@
 """Find changes that would make the step faster, and predict their gains from measurements.
 
-Each rule reads the measured operators, predicts a gain in ms and names its evidence. Gains are predicted one at a time.
-Two gains that save the same time (fusion and a faster kernel) do not add up. `advise` drops a gain that is smaller than
-the noise of the wall time.
+Each rule reads the measured operators, predicts a gain in ms and names its evidence. Each gain is predicted as if its
+change were the only one. Two gains that save the same time (fusion and a faster kernel) do not add up. `advise` drops a
+gain that is smaller than the noise of the wall time.
 """
 
 from __future__ import annotations

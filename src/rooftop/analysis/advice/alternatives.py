@@ -2,8 +2,8 @@
 gains.
 
 The gain of bfloat16 or channels last for a convolution, a batch norm, a matrix product or an attention depends on the
-libraries' kernels, and no model of the hardware predicts it. So each operator is repeated alone, on random data of the
-same shapes (see `repeating`).
+libraries' kernels, and no model of the hardware predicts this gain. So each operator is repeated alone, on random data
+of the same shapes (see `repeating`).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def layer_norms_ms(rows: Sequence[OperatorRow]) -> list[float]:
 
 
 def _layer_norm_of(row: OperatorRow) -> tuple[bool, int, int, int, str]:
-    """(backward, rows, columns, parameters, dtype)"""
+    """(whether the row is a backward, number of rows, of columns and of parameters, dtype)"""
     backward = row.name.endswith("_backward")
     # native_layer_norm(x, weight, bias), native_layer_norm_backward(dy, x, mean, rstd, weight, bias)
     x = row.shapes[1] if backward else row.shapes[0]

@@ -2,8 +2,9 @@
 torch/_inductor/graph.py, decide_layout_opt):
 
 - CPU with oneDNN: yes, if the program has a convolution. The following rules are for GPUs.
-- Training: yes, unless a convolution is grouped with several channels in each group, or a convolution with a kernel
-  wider than 1 has at most half as many output channels as input channels, or all convolutions have at most 64 channels.
+- Training: yes, with three exceptions: a convolution is grouped, with several channels in each group; a convolution
+  with a kernel wider than 1 has at most half as many output channels as input channels; all convolutions have at most
+  64 channels.
 - Inference: each class of convolutions has a relative time for channels last, from PyTorch's benchmarks. The answer is
   yes if the program's flops, weighted with these times, do not exceed the unweighted flops.
 """

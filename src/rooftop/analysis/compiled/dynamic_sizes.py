@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 Sizes = tuple[int, ...]
-"""Values of a graph's symbols, in the order of the graph's sources of sizes."""
+"""Values of a graph's symbols, in the order of the graph's `SizeSource` objects."""
 
 SIZES_LABEL = "## rooftop sizes "
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -53,9 +53,10 @@ class CompiledGraph:
     """A graph that inductor compiled.
 
     Attributes:
-        works: the work of its kernels in launch order; for dynamic sizes, at the sizes for which it was compiled.
+        works: the work of each kernel, in launch order. For dynamic sizes, the work at the sizes for which the graph
+            was compiled.
         backward: whether the graph is a backward pass.
-        problem: why its kernels are unknown, "" if they are known.
+        problem: why the kernels are unknown; "" if they are known.
         dynamic: the data to compute `works` for other sizes; None for fixed sizes.
     """
 
@@ -103,7 +104,9 @@ class DynamicGraph:
 # counts the keys of the whole process, since code that an earlier analysis compiled keeps its key
 _numbers = itertools.count()
 _RECORDED: dict[str, CompiledGraph] = {}
-"""The graphs of all analyses. Code that one analysis has compiled is not compiled again for the next analysis."""
+"""The graphs of all analyses. Code that one analysis has compiled is not compiled again, so later analyses look its
+graph up here.
+"""
 
 
 def recorded_graph(key: str) -> CompiledGraph | None:

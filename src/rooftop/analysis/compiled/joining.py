@@ -113,7 +113,7 @@ def _nested(events: list[_Event]) -> list[_Event]:
 
 @dataclass
 class _Region:
-    """One run of a compiled graph: its event, its works, and the kernels that it replayed as CUDA graphs."""
+    """One run of a compiled graph: its event, its work items, and the kernels that it replayed as CUDA graphs."""
 
     event: _Event
     graph: CompiledGraph
@@ -226,8 +226,8 @@ class _Walk:
             self._owners[part.source.correlation_id()] = operator
 
     def assign(self, kernels: Sequence[Kernel], host: Sequence[Any]) -> list[Kernel]:
-        """Assign each kernel to the operator that launched it, and the kernels of CUDA graphs to the works of their
-        graph.
+        """Assign each kernel to the operator that launched it, and the kernels of CUDA graphs to the work items of
+        their compiled graph.
         """
         replays = {e.correlation_id(): e for e in host if e.name().startswith("cudaGraphLaunch")}
         launches = {e.correlation_id(): e.start_ns() for e in host if e.name().startswith("cu")}
@@ -276,7 +276,7 @@ class _Walk:
             if not works:
                 orphans += members
                 continue
-            if not members:  # the kernels of these works were not captured, so they have their own events
+            if not members:  # these kernels were not captured, so they have their own events
                 continue
             known = len(costs) == len(works)
             names = dict.fromkeys(_shown(work.name) for work in works)
@@ -333,7 +333,7 @@ def _pointer_names(file: str) -> tuple[str, ...]:
 
 
 def aligned(works: Sequence[KernelWork], kernels: Sequence[Kernel]) -> Iterator[tuple[list[KernelWork], list[Kernel]]]:
-    """Match works with kernels, both in order. Generated kernels are found by their names.
+    """Match work items with kernels, both in order. Generated kernels are found by their names.
 
     Between two generated kernels, library calls and kernels are matched one by one if their numbers agree. If the
     numbers differ, all the calls are matched with all the kernels as one group.
@@ -388,12 +388,14 @@ class _Matcher:
         return None
 
     def left(self) -> list[KernelWork]:
-        """Works for which no event was found."""
+        """The work items for which no event was found."""
         return [work for position, work in enumerate(self._works) if position not in self._found]
 
 
 def _shown(name: str) -> str:
-    """The name of a row: generated kernels without their distinguishing number, library calls as operators."""
+    """The name of a report's row. For a generated kernel, leave out its number; for a library call, use the operator's
+    name.
+    """
     generated = GENERATED.match(name)
     if generated:
         return "inductor::" + re.sub(r"^(?:triton|cpp)_(?:poi_|per_|red_|for_|tem_)?|_\d+$", "", generated[1])

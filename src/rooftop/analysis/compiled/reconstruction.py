@@ -44,7 +44,7 @@ DTYPES = {
 """dtypes by the profiler's names."""
 
 Listed = tuple[tuple[torch.dtype, int], ...]
-"""(dtype, number) for each tensor of a list. Equal numbers mean that it is the same tensor."""
+"""(dtype, number) for each tensor of a list. Equal numbers mean the same tensor."""
 ListedTensors = Mapping[int, Sequence[Listed | None]]
 """Maps the correlation id of an event to one value per argument: the entries of a list of tensors, or None if the
 argument is not such a list.

@@ -4,7 +4,7 @@ A step of a distributed program contains collectives, so it only ends if every r
 step until its timing is accurate enough, and the number of repetitions differs from rank to rank. So one rank leads:
 `SharedProgram.lead` measures on rank 0, and the other ranks run each of its steps.
 
-Outcomes are exchanged through the store of torch.distributed, not by a collective: a failed rank may not join a
+Outcomes are exchanged through the store of torch.distributed, not by a collective: a failed rank might never join a
 collective, but it can still report the reason. All ranks report the first failure; later failures are mostly
 "connection closed" on ranks that were waiting. A rank that waits inside a collective continues when the failed process
 ends (gloo), when a thread that watches the store aborts the communicators (NCCL), or at the group's timeout.
@@ -38,7 +38,7 @@ T = TypeVar("T")
 # timeout of a collective in the groups created here; only a lost rank makes a collective last that long
 GLOO_TIMEOUT = timedelta(minutes=2)
 LEADER_TIMEOUT = timedelta(hours=2)  # timeout between two steps of the leading rank, which may be compiling
-# maximum time from the first rank's end of a common piece of work to the last rank's end
+# maximum time for which a rank that has finished a common piece of work waits for the other ranks
 OUTCOME_TIMEOUT = timedelta(minutes=15)
 STORE_TIMEOUT = timedelta(seconds=10)  # timeout for reaching the store of an existing torchrun
 WATCH_S = 0.2
@@ -240,7 +240,7 @@ def _failure(number: int, error: Exception | None) -> MeasurementError:
         if error is not None:
             store.set(f"rooftop/{number}/{rank}", b"")
     except Exception:  # rank 0 served the store, and has ended: it reports its own failure
-        why = "" if error is None else f", which rank {rank} could not report: {_reason(error)}"
+        why = "" if error is None else f"; rank {rank} could not report its own error: {_reason(error)}"
         first = mine if rank == 0 else f"rank 0 of {ranks} failed: it has ended{why}"
     return MeasurementError(first or mine)
 

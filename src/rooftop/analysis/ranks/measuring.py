@@ -1,6 +1,6 @@
 """Measure a rank's part of a step: the time of communication and the time of other work.
 
-On a GPU the figures come from kernels: NCCL's kernels have "nccl" in their names. On a CPU the figures come from the
+On a GPU these times come from kernels: NCCL's kernels have "nccl" in their names. On a CPU these times come from the
 profiler's spans "gloo:all_reduce", "gloo:broadcast", "gloo:recv", ... (PyTorch 2.13). A span lasts from the call of a
 collective to its end, including waits. Operators that the calling thread runs during a collective count as other work.
 Python's own time during a collective counts as exposed communication, and so does the time of compiled CPU kernels,

@@ -20,8 +20,9 @@ from rooftop.analysis.formats import time_text
 LEAST_IMBALANCE = 0.10
 """A rank is not a straggler if its own time exceeds the mean by less than this fraction."""
 NOISE_SPREADS = 3.0
-"""A rank is not a straggler if its own time exceeds the mean by less than this many times the variation of any rank's
-own time from step to step."""
+"""A rank is a straggler only if its own time exceeds the mean by more than this multiple of the variation from step to
+step of any rank's own time.
+"""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Ranks:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers, including the figures derived from the rows."""
+        """Plain dicts, lists, strings and numbers, including the values derived from the rows."""
         return {
             "rows": [{**asdict(row), "own_ms": row.own_ms} for row in self.rows],
             "straggler": self.straggler,

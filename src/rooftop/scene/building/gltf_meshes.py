@@ -126,6 +126,7 @@ class _Plain:
         self._added: list[bytes] = []  # new arrays, written after the buffers; each has a buffer view
         self._made: dict[tuple[int, bool], int] = {}  # (accessor, whether it has indices) -> the simple accessor
         self._changed = False
+        self._scenes = len(document.get("scenes", ()))
 
     def take_materials(self, textures: bool) -> list[PartMaterial]:
         """Read the materials, and remove them from the document, which keeps only their numbers. The texture
@@ -184,6 +185,8 @@ class _Plain:
         return mesh | {"primitives": primitives}
 
     def made(self) -> bytes | None:
+        if self._scenes > 1:
+            warnings.warn(f"{self._path}: only the default one of its {self._scenes} scenes is read", stacklevel=4)
         left_out: dict[str, int] = {}
         for mesh in self._document.get("meshes", ()):
             for primitive in mesh["primitives"]:
