@@ -89,7 +89,7 @@ def test_a_refresh_says_what_came_out_lower_and_that_the_higher_stays(
     status, out, _ = run("ceilings", "--device", "cpu", "--refresh")
     said = " ".join(out.split())
     assert status == 0
-    assert "lower this time, so the earlier figure stays" in said
+    assert "lower this time, so the earlier value stays" in said
     assert f"was {good.peak('fp32') / 1e12:,.3g} TFLOP/s on {good.measured_at}" in said
     assert "other processes used the machine during the measurement: 1.5 of 2 cores" in said
     assert measure_ceilings("cpu").flops == good.flops

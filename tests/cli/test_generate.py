@@ -136,7 +136,7 @@ def test_json_has_the_same(run: Run, folder: Path, tmp_path: Path) -> None:
     )  # a page for each sequence and the unused page, 16 positions, 2 layers, float32
     status, out, err = run(*words, "--json", "text.json")
     assert status == 0
-    assert err.endswith("text, tokens and figures: text.json\n")
+    assert err.endswith("text, tokens, times and rates: text.json\n")
     assert json.loads((tmp_path / "text.json").read_text())["texts"] == told["texts"]
 
 

@@ -199,7 +199,7 @@ def _keras_layer(file: object, kind: str, number: int, inner: str, *tensors: tor
         (["text.mp4", "--weights", "c.pth"], 2, "text.mp4 is not a video that FFmpeg can read"),
         (["walk.mkv", "--weights", "missing.pth"], 2, "'missing.pth' is neither a file"),
         (["walk.mkv", "--weights", "text.mp4"], 1, "text.mp4 is damaged or not a file of weights"),
-        (["walk.mkv", "--weights", "other.pth"], 1, "other.pth: no weights of a network of the next frame"),
+        (["walk.mkv", "--weights", "other.pth"], 1, "other.pth: no weights of a next-frame network"),
         (["walk.mkv", "--weights", "part.pth"], 1, "part.pth is not from a network that predicts the next frame"),
         (
             ["walk.mkv", "--weights", "bias.pth"],

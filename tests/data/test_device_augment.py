@@ -139,7 +139,7 @@ def test_operations_need_a_batch_of_squares() -> None:
     operations = encoded([Operation("shift_x", 0.9)], 4)
     with pytest.raises(ValueError, match="operations must be"):
         Normalizer()(Pixels(images(4)[:1], torch.zeros(1, 4, dtype=torch.int16), operations))
-    with pytest.raises(ValueError, match="operations are for squares"):
+    with pytest.raises(ValueError, match="operations are encoded for square images"):
         augmented(images(4)[:1, :3], operations[None])
 
 

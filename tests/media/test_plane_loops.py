@@ -105,7 +105,7 @@ def test_threads_share_a_frame_without_a_seam() -> None:
 def test_memory_that_is_too_short_is_not_read_beyond() -> None:
     y, u, v = map(plane, random_planes(8, 8, 2, 2, 8, 1))
     short = Plane(v.memory[: 3 * v.step + 3], v.step, 4, 4)
-    with pytest.raises(ValueError, match="a plane of 4 x 4 has memory for only 36 numbers"):
+    with pytest.raises(ValueError, match="a plane of 4 x 4 has memory for only 36 samples"):
         planes_to_rgb(y, u, short, Colours("bt709", False), 8, torch.uint8)
 
 

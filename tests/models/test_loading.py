@@ -353,7 +353,7 @@ def test_a_report_has_every_key_once(tmp_path: Path) -> None:
     of_file = [key for keys in report.used.values() for key in keys]
     assert sorted([*of_file, *report.unexpected_keys, *report.unneeded_keys, "norm.bias"]) == sorted(file)
     assert str(report) == (
-        f"{tmp_path / 'odd.pth'} (torchvision): 181 of the model's 185 keys are loaded; 1 follow from the model: "
+        f"{tmp_path / 'odd.pth'} (torchvision): 181 of the model's 185 keys are loaded; 1 are computed by the model: "
         "features.1.0.attn.relative_position_index; 2 missing: features.0.2.bias, features.7.1.norm2.bias; "
         "1 unexpected: patch_embed.0.2.bias; 1 of another shape: norm.bias (file (5,), model (768,))"
     )

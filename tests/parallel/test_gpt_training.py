@@ -455,7 +455,7 @@ WRONG = {
     ),
     "exchanged heads": (
         ["--context-parallel-size", "2", "--cp-comm-type", "a2a", "--num-attention-heads", "1"],
-        "among 2 ranks, which does not divide 1 query heads and 1 key heads",
+        "among 2 ranks, but 1 query heads and 1 key heads are not divisible by 2",
     ),
     "neighbours": (
         ["--context-parallel-size", "2", "--cp-comm-type", "a2a+p2p"],

@@ -17,7 +17,7 @@ from rooftop.hardware.histories import History
 from rooftop.hardware.measuring import ceilings_history, forget_ceilings
 
 MOST_LOWER = 8
-"""Maximum number of listed figures that a refresh measured lower."""
+"""Maximum number of lines about ceilings that a refresh measured lower."""
 
 
 def run(refresh: bool, forget: bool, device: str | None, json_path: Path | None, output: Path | None) -> None:
@@ -42,7 +42,7 @@ def run(refresh: bool, forget: bool, device: str | None, json_path: Path | None,
 
 
 def _remarks(ceilings: Ceilings, refreshed: History | None) -> list[str]:
-    """List the reasons for raised ceilings, the figures that a refresh measured lower, and disturbances of the
+    """List the raised ceilings with the reasons, the ceilings that a refresh measured lower, and disturbances of the
     measurement.
     """
     lines = [
@@ -53,7 +53,7 @@ def _remarks(ceilings: Ceilings, refreshed: History | None) -> list[str]:
     lower = refreshed.lower() if refreshed is not None else []
     if lower:
         lines.append(
-            "[yellow]lower this time[/yellow], so the earlier figure stays (to use only this measurement: rooftop "
+            "[yellow]lower this time[/yellow], so the earlier value stays (to use only this measurement: rooftop "
             "ceilings --forget):"
         )
     lines += [
@@ -113,7 +113,7 @@ def _rates(ceilings: Ceilings) -> Table:
 
 
 def _figure(name: str, value: float) -> str:
-    """A figure of the ceilings, with its unit."""
+    """A measured ceiling, with its unit."""
     if name.endswith("_ms"):
         return f"{1e3 * value:.2f} us"
     if name.startswith(("flops", "sustained")):

@@ -13,7 +13,7 @@ VERBS = {
     ),
     "convert": Verb(
         "rooftop.cli.commands.checkpoint_files:convert_command",
-        "Convert a checkpoint into one file, into files for another number of ranks, or from an older format.",
+        "Convert a checkpoint into one file, into files for a different number of ranks, or from an older format.",
     ),
     "export-hf": Verb(
         "rooftop.cli.commands.checkpoint_files:export_command",

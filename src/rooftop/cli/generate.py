@@ -123,7 +123,7 @@ def run(
     if seed is not None:
         click.echo("random weights: the text means nothing", err=True)
     if json_path is not None:
-        click.echo(f"text, tokens and figures: {json_path}", err=True)
+        click.echo(f"text, tokens, times and rates: {json_path}", err=True)
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------
@@ -326,11 +326,11 @@ def _text(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> 
     return "".join(map(decoder.add, after)) + decoder.rest()
 
 
-# ---- the figures ---------------------------------------------------------------------------------------------------
+# ---- times and rates -----------------------------------------------------------------------------------------------
 
 
 def _figures(generation: Generation, with_roof: bool) -> dict[str, Any]:
-    """Return the figures for JSON: times in ms, rates in tokens per second. If the roof is unknown, its fields are
+    """Return the measurements for JSON: times in ms, rates in tokens per second. If the roof is unknown, its fields are
     null, and `without_roof` is the reason. With several ranks, cache and roof are for one rank."""
     decoded, seconds = sum(rows for rows, _ in generation.steps), generation.decode_s
     figures: dict[str, Any] = {

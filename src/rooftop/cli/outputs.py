@@ -17,7 +17,7 @@ KINDS = {
     "HTML": ((".html", ".htm"), (b"<!doctype html", b"<html")),
     "JSON": ((".json", ".json.gz"), (b"{", b"[")),
 }
-"""For each kind of output: the ends of its names, and the beginnings of its files in lower case."""
+"""For each kind of output: the suffixes of its file names, and the first bytes of its files in lower case."""
 
 
 def check_writable(path: Path, inputs: Sequence[Path] = (), kind: str | None = None) -> None:
@@ -25,7 +25,7 @@ def check_writable(path: Path, inputs: Sequence[Path] = (), kind: str | None = N
 
     Args:
         kind: the kind of the output, one of `KINDS`. An existing file of another kind, such as a program, is not
-            overwritten, unless its name is one of this kind.
+            overwritten, unless it has a suffix of this kind.
         inputs: files that the verb reads, and folders of such files. None of these files may be overwritten.
 
     Raises:

@@ -81,7 +81,7 @@ def _check_outputs(video: Path, picture: Path, inputs: Sequence[Path]) -> None:
     """Check the output files before the work begins.
 
     Raises:
-        click.BadParameter: a file cannot be written, has another format, or is an input file.
+        click.BadParameter: a file cannot be written, has a different format, or is an input file.
     """
     for path, suffixes, option in ((video, VIDEOS, "--output"), (picture, (".png",), "--picture")):
         check_writable(path, inputs)

@@ -177,7 +177,7 @@ def _taken_apart(text: str, built: Any) -> tuple[nn.Module, Inputs | None]:
     """Split the return value of a callable into the module and its inputs.
 
     Raises:
-        TargetError: the callable returned another kind of object.
+        TargetError: the callable returned a different kind of object.
     """
     if isinstance(built, nn.Module):
         return built, None

@@ -227,7 +227,7 @@ def begin(folder: Path, call: Call, recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class _Training:
-    """The data that all runs of one call share: the task, the call, the folder and the ranks."""
+    """What all runs of one call share: the task, the call, the folder and the ranks."""
 
     build: Build
     call: Call

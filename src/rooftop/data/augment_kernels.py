@@ -1,8 +1,8 @@
 """Triton kernels for RandAugment's operations on batches of images; `device_augment.py` launches them.
 
-Each image has one operation. Some operations map each pixel value to another value: for these operations, the first
-kernel writes a lookup table. The second kernel moves pixels, looks values up, and blends. The arithmetic is Pillow's,
-bit for bit.
+In one launch, each image has one operation. Some operations map each pixel value to a new value. For these operations,
+the first kernel writes a lookup table. The second kernel moves pixels, looks values up, and blends. The arithmetic is
+Pillow's, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def blended(low, value, factor):
 @triton.jit
 def write_tables(
     images,  # (N, pixels, 3) uint8
-    operations,  # (N, ENTRIES of device_augment) float64, `stride` apart
+    operations,  # (N, ENTRIES of device_augment) float64; `stride` elements from one image to the next
     tables,  # (N, 3, 256) uint8
     pixels, stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write an image's table of values for one channel."""
+    """Write the lookup table of one channel of an image: the new value of each value 0..255."""
     number, channel = tl.program_id(0), tl.program_id(1)
     image = images + number.to(tl.int64) * pixels * 3
     operation = operations + number * stride
@@ -77,7 +77,7 @@ def write_tables(
             value = tl.load(image + place * 3 + channel, mask=there, other=0).to(tl.int32)
             counts += tl.histogram(value, 256)
             beyond = tl.sum(1 - there.to(tl.int32))
-            counts -= tl.where(level == 0, beyond, 0)  # masked pixels beyond the image were counted as 0
+            counts -= tl.where(level == 0, beyond, 0)  # pixels beyond the image were loaded as 0 and counted
         last = tl.max(tl.where(counts > 0, level, 0))
         if code == AUTO_CONTRAST:
             first = tl.min(tl.where(counts > 0, level, 255))
@@ -110,7 +110,7 @@ def near(image, x, y, width, there):
 @triton.jit
 def apply_operation(
     images,  # (N, height, width, 3) uint8
-    operations,  # (N, ENTRIES of device_augment) float64, `stride` apart
+    operations,  # (N, ENTRIES of device_augment) float64; `stride` elements from one image to the next
     tables,  # (N, 3, 256) uint8
     out,  # (N, height, width, 3) uint8
     height, width, stride, fill_red, fill_green, fill_blue,

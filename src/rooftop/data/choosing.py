@@ -24,7 +24,7 @@ class Choice:
     """Time each way to make batches, then keep the fastest.
 
     Attributes:
-        ways: ways to try, in this order; a single way is not timed.
+        ways: ways to try, in this order. If there is only one way, it is chosen without a measurement.
         workers: number of threads or processes.
         overlaps: whether workers can make batches while a device computes. If the loop itself makes batches, the device
             waits.

@@ -18,7 +18,7 @@ FIRST_ROW = tl.constexpr(6)  # index of the crop's first row among the rows of a
 OUT_TOP, OUT_LEFT = tl.constexpr(7), tl.constexpr(8)  # top-left pixel of the result in the resized crop
 # maximum number of input pixels that contribute to an output pixel, down and across
 ROW_TAPS, COLUMN_TAPS = tl.constexpr(9), tl.constexpr(10)
-FLIP, DOWN, RIGHT = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)
+FLIP, DOWN, RIGHT = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)  # 1 to flip; shift of the result, in pixels
 ENTRIES = tl.constexpr(14)
 
 

@@ -3,9 +3,8 @@
     pixels = Pixels(values, erased, operations)      # from an ImageTransform with rand_augment_on="gpu"
     values = augmented(pixels.values, pixels.operations)
 
-If Pillow applies the operations on the CPU, the CPU has less time to decode. Each image of a batch has its own
-operations. On a GPU, two kernel launches apply the next operation of every image. The resulting pixels are the same as
-Pillow's, bit for bit.
+The CPU then has more time to decode images. Each image of a batch has its own list of operations. On a GPU, two kernel
+launches apply one operation to every image. The resulting pixels are the same as Pillow's, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from rooftop.errors import InputError
 from rooftop.launch.triton_launch import INTERPRETED, has_triton, launch
 
 ENTRIES = 9
-"""Count of numbers in an encoded operation: its index in `NAMES`, its strength, its factor for colours, and the six
-entries of its matrix. The factor is computed on the host, because a kernel would round its argument to float32."""
+"""Number of values in an encoded operation: the index in `NAMES`, the strength, the factor for colours, and the six
+entries of the matrix. The factor is computed on the host, because a kernel would round its argument to float32.
+"""
 BLOCK, TABLE_BLOCK = 1024, 2048
 WARPS = 4
 
@@ -68,7 +68,7 @@ def _check(images: Tensor, operations: Tensor) -> None:
     if images.dim() != 4 or images.shape[3] != 3 or images.dtype != torch.uint8:
         raise ValueError(f"augmented: images must be (N, H, W, 3) uint8, got {tuple(images.shape)} {images.dtype}")
     if images.shape[1] != images.shape[2] and operations.numel():
-        raise ValueError(f"augmented: operations are for squares, but images are {tuple(images.shape)}")
+        raise ValueError(f"augmented: operations are encoded for square images, but images are {tuple(images.shape)}")
     if operations.shape != (len(images), operations.shape[1] if operations.dim() > 1 else 0, ENTRIES):
         raise ValueError(
             f"augmented: operations must be ({len(images)}, count, {ENTRIES}), got {tuple(operations.shape)}"

@@ -59,7 +59,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A batch of files, and of images that the CPU decoded.
+    """A batch that consists of undecoded files and of images that the CPU has decoded.
 
     The contents of the files are one tensor, which a loader process passes in shared memory.
 

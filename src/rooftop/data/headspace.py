@@ -59,9 +59,9 @@ class Headspace:
     Attributes:
         rows: stages in their order.
         workers: number of workers in the loader and in the stages before collate.
-        loading: how the loader made batches, in words.
+        loading: a text that describes how the loader made batches.
         bounds: the slowest stage.
-        why: the explanation.
+        why: a text that explains why this stage is the slowest.
     """
 
     rows: tuple[Row, ...]

@@ -4,8 +4,8 @@
     transform(image, np.random.default_rng(0))         # (3, 224, 224) float32
 
 In training: a random crop of a random shape (Szegedy et al. 2015, "Going deeper with convolutions"), a horizontal
-flip, a shift, colour jitter, RandAugment, and random erasing (Zhong et al. 2020), each if `augment` sets it. All random
-numbers are drawn before decoding, so a JPEG is decoded only at the size that its crop needs.
+flip, a shift, colour jitter, RandAugment, and random erasing (Zhong et al. 2020). `augment` switches each of these on.
+All random numbers are drawn before decoding, so a JPEG is decoded only at the size that its crop needs.
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ class ImageTransform:
             maximum change of the hue, as a fraction of the colour circle. `rand_augment` is a number of operations, and
             `magnitude` their strength, 0 to 10. With `rand_augment_on` "gpu", the `Normalizer` applies these operations
             on the device; the resulting pixels are the same as with "cpu". `detail` is the minimum number of decoded
-            pixels per pixel
-            of a random crop, along a side. None: no augmentation.
+            pixels per result pixel along a side, for random crops. None: no augmentation.
         train: whether images are augmented. Validation uses the central square. If training uses crops, the shorter
             side is first resized to 256/224 of `size`, as for ImageNet.
         mean, std: mean and standard deviation of the red, green and blue values in 0..1.
@@ -136,7 +135,7 @@ class ImageTransform:
     def decode(
         self, path_or_bytes: str | bytes, generator: np.random.Generator | None, name: str | None
     ) -> tuple[RgbPixels | Image.Image, Drawn]:
-        """Decode a file's image, no larger than needed, and draw its changes. Returns and raises as `rgb_pixels`."""
+        """Decode a file's image, no larger than needed, and draw its changes. Errors are those of `rgb_pixels`."""
         drawn = Drawn()
 
         def reduction(width: int, height: int) -> float:
@@ -177,7 +176,7 @@ class ImageTransform:
         """
         if drawn.crop is not None:
             pixels = resized(image, self.size, drawn.crop)
-            if drawn.flip:  # after the resizing, which gives the same pixels as before it
+            if drawn.flip:  # a flip after resizing gives the same pixels as a flip before
                 pixels = pixels.flip(1)
             now = drawn.jitter or (drawn.operations and not self.later)
             if not (self.normalize or now) and drawn.shift == (0, 0):

@@ -1,13 +1,13 @@
 """Make batches in worker processes, with tensors in shared memory.
 
-A task is (epoch, batch, piece, slot), because each process has the data set and draws the order itself. The process
-writes the tensors of the piece into the slot, a shared-memory tensor that later pieces reuse. The process sends all
-other values of the piece through a pipe. A slot that is too small is replaced: the process allocates a larger slot
-(`share_memory_`) and sends its file descriptor. The shared memory has no name, so the system frees it even if a process
-is killed.
+The parent sends only (epoch, batch, piece, slot) as a task, because each process has the data set and computes the
+order itself. The process writes the tensors of the piece into the slot, a shared-memory tensor that later pieces reuse.
+The process sends all other values of the piece through a pipe. A slot that is too small is replaced: the process
+allocates a larger slot (`share_memory_`) and sends its file descriptor. The shared memory has no name, so the system
+frees it even if a process is killed.
 
 Processes are forked if the system supports fork, because then data sets need not be pickled. A process ends on request,
-or within a second after its parent. A process ignores Ctrl-C and SIGTERM, which the parent handles.
+or within a second after its parent has ended. A process ignores Ctrl-C and SIGTERM, which the parent handles.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NICE = 5  # lower priority than the training loop, which shares the cores and mu
 
 @dataclass
 class _Worker:
-    """The parent's record of a worker process: its end of the pipe, the slots by number, and the free slot numbers."""
+    """The parent's record of a worker process: the parent's end of the pipe, the slots, and the free slot numbers."""
 
     process: Any
     connection: Connection
@@ -175,7 +175,7 @@ def _started(job: Job, number: int) -> _Worker:
     context: Any = torch_multiprocessing.get_context(method)
     ours, its = context.Pipe(duplex=True)
     process = context.Process(target=_work, args=(its, job, os.getpid()), name=f"rooftop-loader-{number}", daemon=True)
-    with warnings.catch_warnings():  # Python warns about forking with threads; the child never takes their locks
+    with warnings.catch_warnings():  # Python warns about a fork while threads run; the child never takes their locks
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     its.close()

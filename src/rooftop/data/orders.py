@@ -60,7 +60,7 @@ class Order:
         return self.samples // self.batch if self.drop_last else -(-self.samples // self.batch)
 
     def part(self, epoch: int, number: int) -> tuple[Numbers, Numbers, Numbers]:
-        """Return this rank's positions in a batch, the indices of its samples, and the copy number of each."""
+        """Return this rank's positions in a batch, the indices of its samples, and each sample's copy number."""
         different = self.batch // self.repeats
         start = number * different
         size = self.batch if self.repeats > 1 else min(self.batch, self.samples - start)

@@ -96,7 +96,7 @@ class Job:
 
 
 TO_SKIP = '; on_damage="skip" leaves such samples out (in a recipe: faults.damaged=skip)'
-"""The end of an error about a damaged sample."""
+"""The end of the error message about a damaged sample."""
 
 
 def damage_in_words(index: int, name: str | None, error: BaseException) -> str:

@@ -58,7 +58,7 @@ class Normalizer:
 
         Returns (N, 3, H, W) float32: (value / 255 - mean) / std, and 0 where the image is erased."""
         values, erased, operations = Pixels(*pixels)
-        if operations.numel():  # a batch without operations may have the default
+        if operations.numel():  # empty, on the CPU, by default
             values = augmented(values, operations)
         normal = self._normal(values)
         top, left, bottom, right = erased.unbind(1)  # (N,) each
@@ -82,6 +82,6 @@ class Normalizer:
 
 
 def _between(start: Tensor, end: Tensor, count: int) -> Tensor:
-    """Mask (N, count) of the numbers in `start`..`end - 1`; start and end are (N,)."""
+    """Mask (N, count), in which row n is True at positions `start[n]`..`end[n] - 1`; `start` and `end` are (N,)."""
     numbers = torch.arange(count, device=start.device, dtype=start.dtype)
     return (numbers >= start[:, None]) & (numbers < end[:, None])

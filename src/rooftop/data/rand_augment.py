@@ -80,7 +80,7 @@ def _solarized(image: Image.Image, strength: float) -> Image.Image:
 
 
 def factor_of(strength: float) -> float:
-    """The blending factor of a colour operation: 0: fully changed; 1: the original image; above 1: extrapolated."""
+    """The blending factor of a colour operation. 0 changes the image fully, 1 keeps it, more than 1 extrapolates."""
     return 1 + MOST_COLOUR * strength
 
 

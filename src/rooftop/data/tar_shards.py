@@ -100,7 +100,7 @@ class TarShards:
         return self._name(self._index[index])
 
     def labels(self) -> list[int]:
-        """The class of each sample, from its cls file; `UNREADABLE` for a damaged sample, also without a cls file.
+        """The class of each sample, from its cls file; `UNREADABLE` for a damaged sample, even if it has no cls file.
 
         Raises:
             InputError: no sample has a readable cls file, or a class number is below 0.
@@ -196,7 +196,7 @@ class _Index:
     def __init__(self, entries: Iterable[_Entry]) -> None:
         self._keys: list[str] = []
         self._wrong: dict[int, str] = {}
-        kinds: dict[tuple[str, ...], int] = {}  # index of each distinct tuple of suffixes; most samples have the same
+        kinds: dict[tuple[str, ...], int] = {}  # index of each distinct tuple of suffixes; most samples share one
         shards, kind_of, firsts, spans = array("q"), array("q"), array("q", [0]), array("q")
         for number, entry in enumerate(entries):
             self._keys.append(entry.key)

@@ -42,7 +42,7 @@ class Clip(NamedTuple):
 
 
 class ClipBatch(NamedTuple):
-    """Clips: pixels (N, T, 3, H, W); the numbers of their files and their first frames, (N,) int64 on the CPU."""
+    """Clips: pixels (N, T, 3, H, W); each clip's file number and position of the first frame, (N,) int64 on the CPU."""
 
     pixels: Tensor
     files: Tensor

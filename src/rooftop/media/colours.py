@@ -30,14 +30,15 @@ WEIGHTS = {  # Kr, Kb
     "smpte240m": (0.212, 0.087),
 }
 MATRICES = {1: "bt709", 4: "fcc", 5: "bt601", 6: "bt601", 7: "smpte240m", 9: "bt2020"}
-"""H.273's matrix_coefficients. Number 2 means unspecified. Numbers that are missing here are RGB, or matrices of
-another form."""
+"""H.273's matrix_coefficients. Number 2 means unspecified. The numbers that are missing here stand for RGB, or for
+conversions other than by these weights.
+"""
 CODES = {"bt709": 1, "fcc": 4, "bt601": 6, "smpte240m": 7, "bt2020": 9}
 
 
 @dataclass(frozen=True)
 class Colours:
-    """The encoding of colours in a video's numbers.
+    """How the samples of a video encode colours.
 
     Attributes:
         matrix: bt601, bt709, bt2020, fcc or smpte240m.

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 MAX_PIXELS = 1 << 27
 
 DECODING_CLOCKS = ("asf", "mxf", "nsv")
-"""Formats that may store only the time at which a packet is decoded. FFmpeg derives from it when the frame is shown for
-some codecs (MPEG-4 in ASF, MPEG-2 in MXF), and gives a wrong time for others (H.264)."""
-SAMPLED = 100  # packets that show whether times are derived; H.264 reorders within at most 16 frames
+"""Formats that may store only the time at which a packet is decoded. For some codecs (MPEG-4 in ASF, MPEG-2 in MXF),
+FFmpeg derives the time at which the frame is shown. For other codecs (H.264), FFmpeg derives a wrong time.
+"""
+SAMPLED = 100  # number of packets to check for derived times; H.264 reorders within at most 16 frames
 
 KEY_FRAMES_ONLY = frozenset(
     ["mjpeg", "png", "ffv1", "prores", "dnxhd", "huffyuv", "ffvhuff", "utvideo", "rawvideo", "v210", "jpeg2000"]
@@ -58,7 +59,7 @@ UNMARKED = ("gif",)  # codecs for which some containers do not mark the first pa
 WHOLE_PICTURES = (0, 1, 5)  # AVPictureType: unknown, I, SI
 _SLACK_S = Fraction(1, 1000)  # tolerance for the durations in a Matroska file
 
-MOST_FPS = 1000  # a rate above it that equals the clock of the file is not a frame rate
+MOST_FPS = 1000  # a stated rate above this number is not the frame rate if it equals the rate of the file's clock
 
 NO_TIMESTAMPS = 0x80  # AVFMT_NOTIMESTAMPS, for formats that contain only the codec's packets
 
@@ -150,7 +151,7 @@ class Decoder:
             context.options = options
             if self.threads:
                 context.thread_type = "AUTO"
-                # FFmpeg marks a frame as damaged while another thread may already return it. An error is never late.
+                # FFmpeg may mark a frame as damaged after another thread has returned it. An error is never too late.
                 context.options = {**options, "err_detect": "explode"}
             else:
                 context.thread_type, context.thread_count = "NONE", 1
@@ -182,7 +183,7 @@ class Decoder:
         self._entries = len(self.stream.index_entries) if "mp4" in form.name else 0
         self._entries = self.stream.frames if "avi" in form.name else self._entries
         self._end = self._end_of_track()
-        self._first_place = self.start_ticks  # if packets have only their places, the tick of the first frame
+        self._first_place = self.start_ticks  # tick of the first frame, if packets have positions but no times
         self._whole = True  # no seek yet, so packets can be counted
         self._keys: list[int] = []  # ticks of key frames that were sent to the decoder
         self._went_back = False  # whether the clock went back; ticks of packets then differ from ticks of frames
@@ -309,7 +310,7 @@ class Decoder:
         Args:
             start: after a seek, the tick of the requested key frame. Frames shown before that key frame are skipped,
                 because they depend on frames before the key frame.
-            doubts: how often several threads have met errors in this pass before.
+            doubts: number of errors that multithreaded decoding has already met in this pass.
 
         Raises:
             Misled: the seek led to a later key frame.
@@ -328,7 +329,7 @@ class Decoder:
             return
         except Broken:
             if self.threads and self.clocked:
-                with suppress(Broken):  # decoding again fails at the same frame
+                with suppress(Broken):  # the second decoding fails at the same frame
                     yield from self._once_more(start, last)
             raise
         if self.threads and self._missing:
@@ -399,13 +400,13 @@ class Decoder:
     def _timed(self, start: int | None) -> Iterator[tuple[int, av.VideoFrame]]:
         step = usual_duration(self)
         last: int | None = None
-        waiting: int | None = None  # ticks by which the decoder returns frames later than it gets their packets
+        waiting: int | None = None  # ticks from a packet's arrival in the decoder to the return of its frame
         for frame in self._decoded(start):
             pts = frame.pts
             if self._by_places and frame.dts is not None:
-                # `frame.dts` is the place of the packet after which the decoder returned the frame. Some frames wait in
-                # the decoder, always the same number after the first frame. So the frame's own place is earlier by
-                # that number.
+                # `frame.dts` is the position of the packet after which the decoder returned the frame. After the first
+                # frame, a constant number of frames waits in the decoder. So the position of the frame's own packet is
+                # earlier by that number.
                 waiting = frame.dts - self._first_place if waiting is None else waiting
                 place = frame.dts - waiting
                 if last is None or place > last:
@@ -468,7 +469,7 @@ class Decoder:
             yield frame
         if self.clocked:
             self._missing = any(first is None or tick >= first for tick in pending)
-        else:  # a frame for each packet, except of frames that several threads have begun
+        else:  # the decoder owes one frame per packet; its threads may have dropped some at the end
             counted = self.stream.codec_context.codec.canonical_name in ONE_FRAME_A_PACKET
             self._missing = counted and 0 < given - returned <= MOST_THREADS
 

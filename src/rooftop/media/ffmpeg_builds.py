@@ -1,8 +1,8 @@
 """Build FFmpeg from source for NVIDIA's video engines.
 
-Objects, log and state are in PREFIX.build, next to the install folder PREFIX, never in the source. The next call
-continues an interrupted build; if its options differ, the build starts from the beginning. When everything is built and
-the new program has listed its decoders and encoders, PREFIX is created or replaced atomically.
+Object files, log and build state are in PREFIX.build, next to the install folder PREFIX, never in the source. The next
+call continues an interrupted build; if its options differ, the build starts from the beginning. When everything is
+built and the new program has listed its decoders and encoders, PREFIX is created or replaced atomically.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test what this machine's FFmpeg really does: every entry of its lists is run on real frames.
+"""Test what this machine's FFmpeg really does: run all codecs, devices and filters that it lists on frames.
 
 FFmpeg lists what it was built with, even if there is no GPU, no driver or no such decoder on the GPU. With `-hwaccel`,
 FFmpeg falls back to software without an error. So each decoder, encoder, device and filter is run, and the resulting

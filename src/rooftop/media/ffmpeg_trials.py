@@ -1,10 +1,10 @@
 """Run single trials of FFmpeg: FFmpeg processes a small moving picture, and the resulting frames are checked.
 
 The picture is smooth and moves. So a codec at high quality hardly changes the picture, while a missing, stale, shifted
-or reordered frame differs strongly. Frames of hardware are compared with frames of the same FFmpeg's software. The
-standards of H.264 and newer codecs define every frame exactly, so a difference of 2 levels of 255 is allowed for
-rounding. Older standards allow differences in the cosine transform, and these accumulate over frames. So for older
-codecs, the average difference is checked.
+or reordered frame differs strongly. Frames from hardware are compared with frames that the same FFmpeg computes in
+software. The standards of H.264 and newer codecs define every frame exactly, so a difference of 2 levels of 255 is
+allowed for rounding. Older standards allow differences in the cosine transform, and these accumulate over frames. So
+for older codecs, the average difference is checked.
 """
 
 from __future__ import annotations
@@ -432,7 +432,7 @@ def levels(data: bytes, pixels: str, size: tuple[int, int] = (WIDTH, HEIGHT)) ->
     values = np.frombuffer(data, np.dtype("<u2") if wide else np.uint8, count=len(data) // (2 if wide else 1))
     frames = values[: len(values) // samples * samples].reshape(-1, samples).astype(np.float32)  # (T, N)
     if wide:
-        frames /= 256 if pixels == "p010le" else 4  # p010le stores its ten bits in the upper end of 16
+        frames /= 256 if pixels == "p010le" else 4  # p010le stores ten bits in the upper bits of 16
     if pixels in ("nv12", "p010le"):  # values of the two chroma planes alternate
         luma = size[0] * size[1]
         frames = np.concatenate([frames[:, :luma], frames[:, luma::2], frames[:, luma + 1 :: 2]], axis=1)

@@ -19,7 +19,7 @@ def declared_end(file: BinaryIO, container: str, size_bytes: int) -> int | None:
 
     Args:
         file: an open file. The current position of the file is restored.
-        container: FFmpeg's names of the file's format; only AVI, Matroska (WebM), ASF and MXF are supported.
+        container: FFmpeg's names for the format of the file; only AVI, Matroska (WebM), ASF and MXF are supported.
         size_bytes: size of the file.
     """
     place = file.tell()

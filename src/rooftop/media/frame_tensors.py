@@ -47,7 +47,7 @@ REPACKED = {  # pixel format: the format with the same samples in separate plane
 
 
 def colours_of(frame: av.VideoFrame) -> Colours:
-    """The colour encoding of a frame; properties that the frame does not state are assumed, and listed as such.
+    """The colour encoding of a frame. Properties that the frame does not state are assumed, and `assumed` lists them.
 
     Luma alone ("gray") always has full range, as in FFmpeg and OpenCV. For luma alone, the range that the file states
     is ignored, because encoders write the range without regard to this format.
@@ -236,7 +236,7 @@ def orientation(frame: av.VideoFrame, otherwise: Turned = UPRIGHT) -> Turned:
     quarter turn.
     """
     data = display_matrix(frame)
-    if data is None:  # or PyAV does not return the matrix, and only this rotation is known
+    if data is None:  # there is no matrix, or PyAV does not return it but knows the rotation
         return (round(frame.rotation / 90) % 4, False) if frame.rotation else otherwise
     numbers = np.frombuffer(memoryview(data), dtype=np.int32)  # type: ignore[arg-type]
     if len(numbers) < 9:
@@ -275,7 +275,7 @@ NO_FORMAT = "pixels of format {} in {} x {} are not supported: convert the video
 
 
 def _has_planes(frame: av.VideoFrame) -> bool:
-    """Whether the frame has planes of luma and chroma, or only of luma, as integers."""
+    """Whether the frame consists of integer planes: luma and chroma, or luma alone."""
     name = frame.format.name
     planar = (name.startswith("yuv") and len(frame.planes) >= 3) or name.startswith("gray")
     plain = "f" not in name and "msb" not in name and frame.format.components[0].bits <= 16

@@ -434,7 +434,7 @@ def _errors_of(name: str) -> Iterator[None]:
 def _upright_rgb(image: Image.Image) -> Image.Image:
     image.load()
     # `exif_transpose` copies even an image that it does not rotate. For a JPEG of 500 x 375 pixels, this takes as long
-    # as decoding. A copy is needed only if the image is mapped from its file, because the file is closed.
+    # as decoding. A copy is needed only if the image is memory-mapped from its file, because the file will be closed.
     turned = image.getexif().get(ORIENTATION, 1) != 1
     upright: Image.Image = ImageOps.exif_transpose(image) if turned else image.copy() if image.readonly else image
     if upright.mode == "F":

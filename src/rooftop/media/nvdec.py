@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 DRIVER = ("libcuda.so.1", "libnvcuvid.so.1")
 IN_TORCHS_CONTEXT = {"primary_ctx": "0", "current_ctx": "1"}
-"""Without these options, FFmpeg would set flags of the primary context that torch does not set."""
+"""Without these options, FFmpeg would set flags of CUDA's primary context that torch does not set."""
 
 WORTH_PIXELS = 320 * 240
 """Minimum number of pixels of a frame for which an H200's NVDEC is faster than 16 CPU cores (`benchmarks/media.py`).
 Fewer cores were not measured."""
 
 BITS = {"nv12": 8, "p010le": 10, "p016le": 12, "yuv444p": 8, "yuv444p16le": 12}
-"""Significant bits of a sample, by FFmpeg's names of NVDEC's output formats. Samples of 10 and 12 bits are in the upper
-bits of 16-bit words."""
+"""The significant bits per sample in each output format of NVDEC, by FFmpeg's name for the format. Samples of 10 and 12
+bits are in the upper bits of 16-bit words."""
 
 
 class NoNvdecError(Exception):

@@ -87,9 +87,9 @@ def taken(kind: Kind, options: dict[str, str]) -> av.VideoCodecContext:
         setattr(decoder, name, value)
     # on the CPU, FFmpeg only parses the headers before the pictures' data
     decoder.thread_type, decoder.thread_count = "NONE", 1
-    # A container's own decoder knows how many frames must wait for reordering, because FFmpeg has read into the file.
-    # This decoder knows this number only from the H.264 header. If the header does not state the number, the decoder
-    # assumes the maximum of the level.
+    # A container's own decoder knows how many frames must wait for reordering, because FFmpeg has read the beginning of
+    # the file. This decoder knows this number only from the H.264 header. If the header does not state the number, the
+    # decoder assumes the maximum of the level.
     decoder.options = {**options, "strict": "strict"} if kind.codec == "h264" else options
     return decoder
 

@@ -26,8 +26,8 @@ FORMATS = (
     # sound formats, so that the error can say that there is no video
     "aac,ac3,eac3,aiff,amr,au,caf,dts,flac,mp3,w64,wav,wv"
 )
-"""FFmpeg's formats that contain their own content. Formats that are left out: lists of other files (concat, HLS, DASH),
-descriptions of streams (SDP, which listens on a network), single pictures and devices."""
+"""FFmpeg's formats whose files contain all of their content. Formats that are left out: lists of other files (concat,
+HLS, DASH), descriptions of streams (SDP, which listens on a network), single pictures and devices."""
 
 
 class Source:
@@ -45,7 +45,7 @@ class Source:
         elif isinstance(path_or_bytes, (str, os.PathLike)):
             self.path = user_path(path_or_bytes)
             self.name = str(self.path)
-            if not os.path.exists(self.path):  # False, too, for a name that is too long
+            if not os.path.exists(self.path):  # also False for a name that is too long
                 raise InputError(f"{self.name} does not exist: expected a video file, or its bytes")
             if not self.path.is_file():
                 raise InputError(f"{self.name} is not a regular file: expected a video file, or its bytes")

@@ -26,11 +26,11 @@ _LEAST_PER_THREAD = 1 << 18  # pixels
 
 @dataclass(frozen=True)
 class Plane:
-    """A plane of numbers in host memory, stored row by row.
+    """A plane of samples in host memory, stored row by row.
 
     Attributes:
         memory: a one-dimensional array of uint8 or uint16.
-        step: distance between rows, in numbers.
+        step: distance between the starts of two rows, in samples.
         height, width: size of the plane.
     """
 
@@ -50,7 +50,7 @@ def planes_to_rgb(
         y: H x W.
         u, v: Cb and Cr, H' x W'. H' is H, or a half or a quarter of H, rounded up; W' is derived from W in the same
             way.
-        bits: bits of each number.
+        bits: bits of each sample.
         dtype: uint8 (rounded), or float32 in 0..1.
         size: (h, w) of the result; None is (H, W). Resizing is bilinear with antialiasing, as in
             `torch.nn.functional.interpolate` with `antialias=True`.
@@ -61,10 +61,10 @@ def planes_to_rgb(
     Raises:
         ValueError: a plane's memory ends before its last row.
     """
-    for plane in (y, u, v):  # the loops themselves check no bounds
+    for plane in (y, u, v):  # the loops do not check whether indices are in bounds
         if plane.memory.size < (plane.height - 1) * plane.step + plane.width:
             raise ValueError(
-                f"a plane of {plane.width} x {plane.height} has memory for only {plane.memory.size} numbers"
+                f"a plane of {plane.width} x {plane.height} has memory for only {plane.memory.size} samples"
             )
     down, across = pixels_a_sample(y.height, u.height), pixels_a_sample(y.width, u.width)
     kr, kb = WEIGHTS[colours.matrix]
@@ -252,7 +252,7 @@ def _resized(
             cb, cr = u[chroma * u_step :], v[chroma * v_step :]
             _differences(cb[:samples], cr[:samples], across, numbers, differences, row)
         _luma(y[i * y_step : i * y_step + width], numbers, luma)
-        newest = oldest  # the rows of the result from `oldest` to before `newest` are incomplete
+        newest = oldest  # rows `oldest` to `newest - 1` of the result are incomplete
         while newest < last and tops[newest] <= i:
             newest += 1
         for c in range(3):

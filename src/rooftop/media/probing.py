@@ -38,8 +38,7 @@ class VideoInfo:
         source: the path, or the number of bytes.
         size_bytes: size of the file.
         container: FFmpeg's names of the format.
-        codec, profile, pixel_format: FFmpeg's names of the video's codec, profile and pixel format; profile may be
-            None.
+        codec, profile, pixel_format: FFmpeg's names for these properties of the video; profile may be None.
         bits: bits per sample.
         height, width: size of the upright picture in pixels.
         coded_height, coded_width: size of the stored picture in pixels.

@@ -14,10 +14,10 @@ from torch import Tensor
 
 @functools.lru_cache(maxsize=64)
 def taps(pixels: int, results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The bilinear weights of each result along one dimension.
+    """The bilinear weights for resizing one dimension from `pixels` to `results` pixels.
 
-    Returns: for each result, the index of its first pixel, the index after its last pixel, and float64 weights, which
-    sum to 1. The weights are (results, maximum number of pixels).
+    Returns: for each result pixel, the index of the first pixel that contributes, the index after the last, and float64
+    weights, which sum to 1. The weights are (results, maximum number of contributing pixels).
     """
     by = pixels / results
     wide = max(by, 1.0)

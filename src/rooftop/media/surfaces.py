@@ -29,8 +29,8 @@ class Plane:
     need, and is faster to create than a tensor.
 
     Args:
-        pointer: address of the first number.
-        shape, strides: (rows, columns), in numbers.
+        pointer: address of the first sample.
+        shape, strides: (rows, columns), in samples.
         dtype: uint8 or uint16.
         device: the GPU.
         owner: owner of the memory. This object, and tensors made from this object, keep the owner alive.
@@ -85,7 +85,7 @@ class Surface:
         u, v: (H', W') of Cb and Cr, with equal strides. H' is H, or a half or a quarter of H, rounded up; W' is derived
             from W in the same way.
         bits: significant bits of a sample, which are the upper bits of an 8-bit or 16-bit number.
-        colours: matrix and range of the numbers.
+        colours: colour matrix and range of the samples.
     """
 
     y: Tensor | Plane
@@ -201,7 +201,7 @@ def _placed(rows: int, columns: int, turns: int, mirrored: bool, width: int) -> 
     """Offsets of the surface's pixels in an upright plane of this width: (offset of the first pixel, step per row, step
     per column).
     """
-    i, j = (0, 1, 0), (0, 0, 1)  # the upright position: (constant, times the row, times the column)
+    i, j = (0, 1, 0), (0, 0, 1)  # the upright row i and column j: (constant, factor of the row, factor of the column)
     size = (rows, columns)
     for _ in range(turns % 4):  # (i, j) goes to (width - 1 - j, i)
         i, j = (size[1] - 1 - j[0], -j[1], -j[2]), i

@@ -38,8 +38,9 @@ AVI_SLACK_S = Fraction(1, 1000)  # maximum distance of a given time from a multi
 DURATIONS_OF_DECODING = (".mp4", ".mov", ".m4v")
 SEVERAL_FILES = 1  # AVFMT_NOFILE: the format opens its files itself, such as the parts of a playlist
 MOST_FPS = {"avi": 1000, "matroska": 1000, "webm": 1000, "flv": 1000, "asf": 1000, "gif": 100}
-"""The most frames a second of FFmpeg's formats. For AVI, FFmpeg itself falls back to 600 above 1000; the others count
-time in milliseconds (GIF: in hundredths of a second)."""
+"""Maximum frames per second of some FFmpeg formats. For AVI, FFmpeg would replace a rate above 1000 by 600. The other
+formats count time in milliseconds (GIF: in hundredths of a second).
+"""
 DISK_ERRORS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ESTALE)
 FULL_RANGE = ("mjpeg", "ljpeg", "amv")  # encoders of JPEG, whose standard has only full range
 TICKS_MPEG4 = 60_000  # ticks per second for an encoder that stores ticks in 16 bits
@@ -113,7 +114,8 @@ class VideoWriter:
         self.av = load_av()
         self.path = user_path(path)
         self.frames = 0
-        # not longer than the name of the file has to be, and without "%", which FFmpeg would expand
+        # The name does not contain the file's own name, which may be too long to extend, and may contain "%",
+        # which FFmpeg would expand.
         self._partial = self.path.with_name(f".{os.getpid()}-{id(self):x}.partial{self.path.suffix}").absolute()
         self._closed = False
         self._container: av.container.OutputContainer | None = None
@@ -535,7 +537,7 @@ class VideoWriter:
             frame = self.av.VideoFrame(values.shape[2], values.shape[1], name)
             for plane, data in zip(frame.planes, planes, strict=True):
                 _fill(plane, data.numpy() if self._bits == 8 else data.numpy().astype("<u2"))
-        else:  # RGB in another order, grey, or interleaved chroma: swscale converts RGB to it
+        else:  # swscale converts RGB to formats with another channel order, grey, or interleaved chroma
             deep = self._bits > 8
             array = (values * (65535 if deep else 255)).round_().to(torch.int32).permute(1, 2, 0).numpy()
             array = np.ascontiguousarray(array.astype(np.uint16 if deep else np.uint8))

@@ -12,7 +12,7 @@ from rooftop.media.pyav import load_av
 
 PICTURES = "image2"  # FFmpeg's format of single pictures; the suffix states the codec
 UNDECODED = ("libwebp", "libwebp_anim")  # FFmpeg does not decode the animations that it writes
-PICTURE_ENCODERS = {".jpg": "mjpeg", ".jpeg": "mjpeg", ".tif": "tiff"}  # other suffixes are names of encoders
+PICTURE_ENCODERS = {".jpg": "mjpeg", ".jpeg": "mjpeg", ".tif": "tiff"}  # otherwise the suffix is the encoder's name
 
 
 def why_unreadable(path: Path, form: str, encoder: str, frames: int) -> str | None:

@@ -64,7 +64,7 @@ FAMILIES: dict[type[nn.Module], Family] = {
     SwinTransformer: Family("a Swin Transformer", SWIN, "head.bias"),
     Hybrid: Family("a hybrid of convolutions and attention", HYBRID, "head.bias"),
     Detr: Family("a DETR", DETR, "class_embed.bias", others=1),
-    NextFrameNetwork: Family("a network of the next frame", NEXT_FRAME),
+    NextFrameNetwork: Family("a next-frame network", NEXT_FRAME),
 }
 UNREGISTERED = (detr_resnet50, detr_resnet101, detr_small, next_frame_network, colour_next_frame_network)
 """Builders that `builtin_models` does not list, because their models return no class logits of an image."""
@@ -93,8 +93,8 @@ def load(name: str, weights: str | Path, *, strict: bool = True, part: str | Non
         TargetError: there is no such model; the message suggests similar names.
         InputError: `weights` is neither a name nor a file.
         WeightsError: the file cannot be fetched or read, or is damaged.
-        WeightsError: the file has weights of several models, of another kind of model or for another number of classes,
-            or does not fit. With strict=False: no key fits.
+        WeightsError: the file has weights of several models, of a different kind of model or for a different number of
+            classes, or does not fit. With strict=False: no key fits.
         MissingExtraError: safetensors or h5py is needed and not installed.
         TypeError: the builder does not have an option.
     """

@@ -48,7 +48,7 @@ def model_entry(name: str) -> ModelEntry:
         meant = nearest(name, _entries) or ([f"{package}:{attribute}"] if package else [])
         hint = f"did you mean {', '.join(meant)}?" if meant else f"there are {', '.join(_entries)}"
         raise TargetError(
-            f"{name!r} is not a built-in model with an input of its own ({hint}) and not package.module:callable, "
+            f"{name!r} is neither a built-in model with a known input shape ({hint}) nor package.module:callable, "
             "e.g. my_pkg.net:build"
         )
     return _entries[name]

@@ -255,7 +255,7 @@ def test_a_size_that_is_not_there() -> None:
         ({"head_size": 0}, "head_size must be a positive int, got 0"),
         ({"window": -1}, "window must be a positive int, got -1"),
         ({"window_layers": (1,)}, "together with a window, got"),
-        ({"window": 3, "window_layers": (12,)}, "window_layers must be distinct numbers of the 12 layers"),
+        ({"window": 3, "window_layers": (12,)}, "window_layers must be distinct indices of the 12 layers"),
         ({"window": 3, "window_layers": (1, 1)}, "must be distinct"),
         ({"rope_scaling": RopeScaling(kind="linear", factor=2.0)}, "rope_scaling is only for position='rope'"),
         ({"heads": 11}, "11 heads do not divide a width of 768"),

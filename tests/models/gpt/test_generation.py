@@ -306,7 +306,7 @@ def test_a_roof_of_what_was_decoded() -> None:
         ),
         ([[0] * 90], {}, ValueError, "prompt 0 has 90 tokens"),
         ([[1], []], {}, ValueError, "prompt 1 is empty"),
-        ([[1, 97]], {}, ValueError, "tokens of prompt 0 are from 1 to 97, those of the model from 0 to 96"),
+        ([[1, 97]], {}, ValueError, "tokens of prompt 0 are from 1 to 97, but the model's are from 0 to 96"),
         ([[-1]], {}, ValueError, "from -1 to -1"),
         (["text"], {}, TypeError, "prompt 0 is text: give its tokens"),
         ("text", {}, TypeError, "expected a list of prompts"),
@@ -337,10 +337,10 @@ def test_a_roof_of_what_was_decoded() -> None:
         ([[1]], {"stop": 5}, TypeError, "stop must be a sequence of ints, got 5"),
         ([[1]], {"stop": [1.5]}, TypeError, "stop must be ints, got 1.5"),
         ([[1]], {"sequences": [1.5]}, TypeError, "sequences must be ints, got 1.5"),
-        ([[1]], {"sequences": [2**31]}, ValueError, "number of a sequence must be from 0"),
+        ([[1]], {"sequences": [2**31]}, ValueError, "a sequence number must be from 0"),
         ([[1]], {"temperature": "1"}, TypeError, "temperature must be a number"),
         ([[1]], {"sequences": [1, 2]}, ValueError, "expected one sequence number for each of 1 prompts, got 2"),
-        ([[1]], {"sequences": [-1], "temperature": 1.0}, ValueError, "number of a sequence must be from 0"),
+        ([[1]], {"sequences": [-1], "temperature": 1.0}, ValueError, "a sequence number must be from 0"),
     ],
 )
 def test_wrong_calls(prompts: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -102,5 +102,5 @@ def test_numbers_are_a_function_of_seed_sequence_and_position() -> None:
     assert abs(whole.mean() - 0.5) < 0.05
     assert len(whole.unique()) == 1000
     numbers_of(5, 2**31 - 1, 3, "cpu")
-    with pytest.raises(ValueError, match="number of a sequence must be from 0 to 2147483647"):
+    with pytest.raises(ValueError, match="a sequence number must be from 0 to 2147483647"):
         numbers_of(5, 2**31, 3, "cpu")

@@ -72,9 +72,9 @@ def inspect_command() -> None:
 )
 @done_by("rooftop.cli.checkpoint_files:run_convert")
 def convert_command() -> None:
-    """Convert a checkpoint into one file, into files for another number of ranks, or from an older format.
+    """Convert a checkpoint into one file, into files for a different number of ranks, or from an older format.
 
-    Weights, moments, step, seed and data stay the same, bit for bit. Training resumes in another layout without
+    Weights, moments, step, seed and data stay the same, bit for bit. Training resumes in a different layout without
     conversion. The command compares all data that it reads with their checksums.
     """
 

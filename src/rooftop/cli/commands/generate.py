@@ -30,10 +30,10 @@ Sampling: without --temperature, each token is the most probable one, and the te
 Several GPUs: with --tensor-parallel-size, each rank reads its part of the weights and keeps the keys and values of its
 heads. The text is the same as on one GPU, up to rounding. The first rank prints the text.
 
-Output: the text goes to standard output, the figures to standard error. Percent of roof compares the measured time of a
-token with the shortest possible time, which reads all weights and the keys and values of all positions once. Each rank
-reads its part; communication counts as free. A machine without stored ceilings is measured at the end, in under 30 s;
---no-roof skips this measurement.
+Output: the text goes to standard output, times and rates to standard error. Percent of roof compares the measured time
+of a token with the shortest possible time, in which all weights and the keys and values of all positions are read once.
+Each rank reads its part; communication counts as free. A machine without stored ceilings is measured at the end, in
+under 30 s; --no-roof skips this measurement.
 """
 
 
@@ -99,7 +99,7 @@ reads its part; communication counts as free. A machine without stored ceilings 
 )
 @device_option
 @dtype_option
-@json_option("text, tokens and figures")
+@json_option("text, tokens, times and rates")
 @click.option("--roof/--no-roof", "with_roof", default=True, help="Report the percent of roof, or leave it out.")
 @click.pass_context
 @done_by("rooftop.cli.generate:run")

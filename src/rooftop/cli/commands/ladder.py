@@ -28,7 +28,7 @@ Ladders:
 @click.argument("name", type=click.Choice(list(ALL)), metavar="|".join(ALL))
 @click.option("--size", type=int, metavar="N", help="Size of the work.  [default: large on a GPU, small on a CPU]")
 @click.option("--device", metavar="cpu|cuda[:N]", help="Device to measure.  [default: the GPU if there is one]")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the figures to FILE (JSON).")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Also write all times to FILE (JSON).")
 @click.option("--chart", type=click.Path(path_type=Path), metavar="FILE", help="Also write a chart to FILE (HTML).")
 @click.pass_context
 @done_by("rooftop.cli.ladder:run")

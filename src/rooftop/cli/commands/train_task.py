@@ -92,7 +92,7 @@ means with the default, which is off for most switches, or with the value given 
 the effect of each switch on the validation data, and whether this effect exceeds the noise. After an interruption,
 --resume continues the ablation.
 
-Ctrl-C and SIGTERM save and end the training. --resume continues with the same numbers as without the interruption.
+Ctrl-C and SIGTERM save and end the training. --resume gives the same results as a run without interruption.
 """
 
 

@@ -47,7 +47,7 @@ WEIGHTS = {
     "conv3d": CONVOLUTION,
     "batch_normalization": ("gamma", "beta", "moving_mean", "moving_variance"),
 }
-"""Names of the weights of each known kind of layer. Keras 3 files number the weights in this order. A bias may be
+"""The weight names of each known kind of layer. Keras 3 files number the weights in this order. A bias may be
 missing."""
 
 KINDS: tuple[tuple[str, tuple[type[nn.Module], ...]], ...] = (

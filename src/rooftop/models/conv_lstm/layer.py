@@ -9,7 +9,7 @@ Nowcasting", without peepholes. The order of gates, the defaults and the options
     h' = o activation(c')
 
 One convolution call computes the input convolutions of all time steps. Each time step then runs one recurrent
-convolution with 4 F output channels, and one kernel for all other operations (`rooftop.kernels.conv_lstm_sequence`).
+convolution with 4 * F output channels, and one kernel for all other operations (`rooftop.kernels.conv_lstm_sequence`).
 Keras runs eight convolutions per step. On a GPU tensors are always channels last in memory, for any data_format,
 because convolutions are faster in this layout.
 """
@@ -38,8 +38,8 @@ FEW = 64  # with at most this many inputs per output, a matrix product is faster
 class ConvLSTM2D(nn.Module):
     """The layer `keras.layers.ConvLSTM2D`: maps frames (N, T, H, W, C), or (N, T, C, H, W), to hidden states.
 
-    The parameters are `kernel` (4 F, C, kh, kw), `recurrent_kernel` (4 F, F, kh, kw) and `bias` (4 F), with gates in
-    the order i, f, c, o. The weights are Keras's weights, permuted so that output and input channels come first
+    The parameters are `kernel` (4 * F, C, kh, kw), `recurrent_kernel` (4 * F, F, kh, kw) and `bias` (4 * F), with gates
+    in the order i, f, c, o. The weights are Keras's weights, permuted so that output and input channels come first
     (`keras_weights.py` reads them).
 
     Args:
@@ -61,8 +61,8 @@ class ConvLSTM2D(nn.Module):
         go_backwards: compute from the last frame to the first; results are in the order of computation.
         stateful: each call begins with the final state of the previous call, until `reset_state()`. No gradient flows
             from one call to another. The state is not part of the state dict.
-        dropout, recurrent_dropout: probability, below 1, of dropping an element of the input or of the hidden state in
-            training. Each gate has its own mask, which is drawn once per call and used for every step.
+        dropout, recurrent_dropout: probabilities, below 1, of dropping an element of the input and of the hidden state,
+            in training. Each gate has its own mask, which is drawn once per call and used for every step.
 
     Raises:
         ValueError: options are invalid or inconsistent, such as strides with dilation.
@@ -182,7 +182,7 @@ class ConvLSTM2D(nn.Module):
         self._check(x, mask)
         if self.go_backwards:
             x, mask = x.flip(1), None if mask is None else mask.flip(1)
-        inputs = self._input_gates(x)  # (T, N, 4 F, H', W')
+        inputs = self._input_gates(x)  # (T, N, 4 * F, H', W')
         given = self._given_state(inputs, initial_state)
         if mask is None and not (self.training and self.recurrent_dropout > 0):
             outputs, state = self._all_steps(inputs, given)
@@ -195,14 +195,14 @@ class ConvLSTM2D(nn.Module):
         return results.transpose(0, 1), (hidden, cell)
 
     def _input_gates(self, x: Tensor) -> Tensor:
-        """Compute the input convolutions of all steps, without the bias: (T, N, 4 F, H', W')."""
+        """Compute the input convolutions of all steps, without the bias: (T, N, 4 * F, H', W')."""
         frames = x.transpose(0, 1)  # (T, N, ...)
         if self.data_format == LAST:
             frames = frames.contiguous().permute(0, 1, 4, 2, 3)  # (T, N, C, H, W), channels last in memory
         steps, batch = frames.shape[:2]
         groups = 1
         if self.training and self.dropout > 0:
-            frames, groups = _four_times(frames, self.dropout), 4  # (T, N, 4 C, H, W)
+            frames, groups = _four_times(frames, self.dropout), 4  # (T, N, 4 * C, H, W)
         flat = frames.flatten(0, 1)
         memory_format = self._memory_format(flat)
         before, after = self._pads(flat.shape[-2:])
@@ -261,7 +261,7 @@ class ConvLSTM2D(nn.Module):
         for step, added in enumerate(inputs):
             hidden, cell = state
             if kept is not None:
-                hidden = (hidden[:, None] * kept).flatten(1, 2)  # (N, 4 F, H', W'), a dropout mask per gate
+                hidden = (hidden[:, None] * kept).flatten(1, 2)  # (N, 4 * F, H', W'), a dropout mask per gate
             gates = recurrent_convolution(hidden, kernel, groups=1 if kept is None else 4)
             hidden, cell = conv_lstm_gates(gates, cell, self.activation, self.recurrent_activation, added=added)
             if mask is None:
@@ -341,7 +341,7 @@ class ConvLSTM2D(nn.Module):
 
 
 def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pair, dilation: Pair) -> Tensor:
-    """Compute the convolution of x as one matrix product, for windows of few values.
+    """Compute the convolution of x as one matrix product, for kernel windows with few values.
 
     Both x and the result are channels last.
 
@@ -356,7 +356,7 @@ def _convolved_as_product(x: Tensor, kernel: Tensor, strides: Pair, padding: Pai
     else:
         for axis, size in enumerate((height, width)):
             rows = rows.unfold(axis + 1, (size - 1) * dilation[axis] + 1, strides[axis])[..., :: dilation[axis]]
-        rows = rows.permute(0, 1, 2, 4, 5, 3).flatten(3)  # (N, H', W', kh kw C)
+        rows = rows.permute(0, 1, 2, 4, 5, 3).flatten(3)  # (N, H', W', kh * kw * C)
         matrix = kernel.permute(0, 2, 3, 1).flatten(1)
     missing = -matrix.shape[1] % 8
     if missing:
@@ -371,7 +371,7 @@ def _masks(like: Tensor, rate: float) -> Tensor:
 
 
 def _four_times(frames: Tensor, rate: float) -> Tensor:
-    """Apply dropout to frames (T, N, C, H, W), with a mask per gate: (T, N, 4 C, H, W).
+    """Apply dropout to frames (T, N, C, H, W), with a mask per gate: (T, N, 4 * C, H, W).
 
     All time steps use the same masks.
     """

@@ -23,8 +23,8 @@ WIDE = 8  # with fewer output channels, cuDNN does not use tensor cores for floa
 class FramesConvolution(nn.Conv3d):
     """A 3x3x3 convolution over frames, (N, C, T, H, W) -> (N, O, T, H, W), as one 2-D convolution of all frames.
 
-    The three kernel slices (taps) in time become 3 O output channels, which are then shifted in time and added. So the
-    frames (T, N, H, W, C) are read in place; a 3-D convolution would need a copy in another memory order.
+    The three kernel slices (taps) in time become 3 * O output channels, which are then shifted in time and added. So
+    the frames (T, N, H, W, C) are read in place; a 3-D convolution would need a copy in a different memory order.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -37,7 +37,7 @@ class FramesConvolution(nn.Conv3d):
         """
         frames = x.permute(2, 0, 1, 3, 4)  # (T, N, C, H, W)
         weight = self.weight if ahead else self.weight[:, :, :2]
-        weight = weight.permute(2, 0, 1, 3, 4).flatten(0, 1)  # (3 O, C, 3, 3), grouped by the tap in time
+        weight = weight.permute(2, 0, 1, 3, 4).flatten(0, 1)  # (3 * O, C, 3, 3), grouped by the tap in time
         channels = len(weight)
         if frames.is_cuda and channels < WIDE:
             weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, WIDE - channels))
@@ -150,7 +150,7 @@ class NextFrameNetwork(nn.Module):
 
     def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Normalize all frames (N, T, ...) as one batch, in the layers' memory format and without a copy."""
-        flat = x.transpose(0, 1).flatten(0, 1)  # (T N, ...)
+        flat = x.transpose(0, 1).flatten(0, 1)  # (T * N, ...)
         y = norm(flat) if self.data_format == FIRST else norm(flat.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return y.unflatten(0, (x.shape[1], x.shape[0])).transpose(0, 1)
 

@@ -4,8 +4,8 @@
     found = continue_clip(network, frames[:10], frames[10:], 20)
     found.frames, found.errors, found.errors_of_repeating
 
-`errors_of_repeating` is the baseline, the errors of repeating the last frame: a network that is no better has learned
-nothing about motion.
+`errors_of_repeating` is the baseline, the errors of repeating the last frame. A network whose errors are no lower has
+learned nothing about motion.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _options(path: Path) -> dict[str, Any]:
 
 def _kernels(path: Path) -> tuple[list[Tensor], list[Tensor]]:
     try:
-        tensors = converted(read_weights(path), NEXT_FRAME, "a network of the next frame").tensors
+        tensors = converted(read_weights(path), NEXT_FRAME, "a next-frame network").tensors
     except WeightsError as error:
         raise error if str(path) in str(error) else WeightsError(f"{path}: {error}") from error
     names = [f"layers.{number}.kernel" for number in range(3)]

@@ -79,7 +79,9 @@ class CocoDataset(Dataset[tuple[Tensor, Target]]):
         if len(set(ids)) < len(ids) or len({image["id"] for image in images}) < len(images):
             raise InputError(f"{annotations}: two images or two categories have the same id")
         if not contiguous and ids and ids[0] < 0:
-            raise InputError(f"{annotations}: category id {ids[0]} is not a label: pass contiguous=True")
+            raise InputError(
+                f"{annotations}: category id {ids[0]} is not a label, as it is below 0: pass contiguous=True"
+            )
         self.label_of = {each: label if contiguous else each for label, each in enumerate(ids)}
         name_of = {self.label_of[category["id"]]: str(category["name"]) for category in categories}
         self.names = tuple(name_of.get(label, "") for label in range(max(name_of, default=-1) + 1))
@@ -149,7 +151,7 @@ def average_precision(dataset: CocoDataset, detections: Sequence[Detections]) ->
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
     except ImportError as error:
-        raise MissingExtraError('COCO\'s figures need pycocotools: pip install "rooftop[detection]"') from error
+        raise MissingExtraError('COCO\'s metrics need pycocotools: pip install "rooftop[detection]"') from error
     category_of = {label: each for each, label in dataset.label_of.items()}
     results = []
     for described, found in zip(dataset.images, detections, strict=True):

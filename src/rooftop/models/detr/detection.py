@@ -99,8 +99,8 @@ def detect(
     Args:
         model: runs on the device and in the dtype of its parameters.
         threshold: only objects with at least this score are returned.
-        classes: names by label. None: the names of COCO's 91 numbers or of its 80 classes, if the number of classes
-            matches.
+        classes: names by label. None: COCO's names, if the model has 91 classes (with the unused numbers) or 80
+            (without).
         shorter, longer: size of the shorter side of the model's input, and the limit of the longer side, in pixels.
         on_error: "raise" stops at a photograph that cannot be read; "skip" leaves the photograph out with a warning.
         progress: called with (the current activity, fraction done) after each batch.

@@ -36,7 +36,7 @@ class PaddedTargets(NamedTuple):
 
     Attributes:
         labels: int64 (B, M), 0 in the padding.
-        boxes: (B, M, 4), the whole image in the padding.
+        boxes: (B, M, 4); in the padding, a box is the whole image.
         valid: bool (B, M), True for an object, False in the padding.
         objects: the total number of objects, on the host.
     """
@@ -82,7 +82,7 @@ def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
             an area above 0.
 
     Returns:
-        (...).
+        The generalized IoU of each pair, (...).
     """
     area_a, area_b = (_area(x[..., 2:] - x[..., :2]) for x in (a, b))
     shared = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
@@ -93,7 +93,7 @@ def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _area(sides: Tensor) -> Tensor:
-    """Multiply width and height, (..., 2). `prod` is not used: its backward waits for the GPU."""
+    """Multiply width and height, the last axis of `sides` (..., 2). Backward of `prod` would wait for the GPU."""
     return sides[..., 0] * sides[..., 1]
 
 
@@ -264,7 +264,7 @@ def to_detections(
 
 @torch.no_grad()
 def batch_of_detections(predictions: Predictions, sizes: Sequence[tuple[int, int]] | Tensor) -> Detections:
-    """Convert the predictions of all images at once, like `to_detections`, to tensors (B, Q) and boxes (B, Q, 4)."""
+    """Convert the predictions of all images at once: scores and labels (B, Q), boxes (B, Q, 4); see `to_detections`."""
     logits, boxes = _wide(predictions.logits), _wide(predictions.boxes)
     pixels = torch.as_tensor(sizes)
     if pixels.shape != (len(logits), 2):

@@ -123,7 +123,7 @@ class Features(ResNet):
 
 
 def sine_positions(padding: Tensor, width: int, temperature: float = 10_000.0) -> Tensor:
-    """Encode the position of each cell in its image as sines and cosines: the y half, then the x half.
+    """Encode the position of each cell in its image as sines and cosines: first `width / 2` features for y, then for x.
 
     Args:
         padding: (B, H, W), True outside the image. Positions start at 1 in the image's first cell, and are scaled so
@@ -298,7 +298,7 @@ class Decoder(nn.Module):
 
     @constant
     def packed_projection(self, part: int) -> tuple[Tensor, Tensor]:
-        """Weights (layers D, D) and biases (layers D,) that project cells to keys (1) or values (2) of all layers."""
+        """Weights (layers * D, D), biases (layers * D,) that project cells to keys (1) or values (2) of all layers."""
         layers = cast(Iterable[DecoderLayer], self.layers)
         weights, biases = zip(*(layer.multihead_attn.projection(part, part) for layer in layers), strict=True)
         return torch.cat(weights), torch.cat(biases)
@@ -451,8 +451,8 @@ def detr_resnet50(
 
     Raises:
         InputError: `weights` or `backbone_weights` is neither a name nor a file.
-        WeightsError: a file cannot be fetched or read, is damaged, belongs to another model or has another number of
-            classes.
+        WeightsError: a file cannot be fetched or read, is damaged, belongs to another model or has a different number
+            of classes.
     """
     return _built("detr_resnet50", (3, 4, 6, 3), weights, backbone_weights, options)
 

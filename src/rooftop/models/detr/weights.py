@@ -40,7 +40,8 @@ def load_detr_weights(model: Detr, path: Path) -> None:
     """Load a file of any known dialect into a DETR; the file must have every key, with the right shape.
 
     Raises:
-        WeightsError: the file cannot be read, is damaged, belongs to another model or has another number of classes.
+        WeightsError: the file cannot be read, is damaged, belongs to another model or has a different number of
+            classes.
         MissingExtraError: the file is a .safetensors file, and safetensors is not installed.
     """
     tensors = read_weights(path)

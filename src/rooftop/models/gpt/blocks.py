@@ -163,7 +163,8 @@ def _mlp(
 
 
 class Block(nn.Module):
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). The next block's norm computes the last sum.
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). The kernel of the next block's norm computes
+    the second sum.
 
     With `selective`, backward recomputes tensors that are large and cheap (`rooftop.parallel.recomputing`).
     """
@@ -292,7 +293,7 @@ class Head(nn.Module):
         )
 
     def own_logits(self, x: Tensor | None, update: Tensor | Summand | None = None) -> Tensor:
-        """Compute the logits of this rank's part of the vocabulary, (B, S, V here), from x and update (B, S, W).
+        """Compute the logits (B, S, v) from x and update (B, S, W), for the v tokens that this rank holds.
 
         The logits of the last ranks may end in padding.
         """

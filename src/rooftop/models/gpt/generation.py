@@ -71,15 +71,16 @@ def generate(
     Args:
         model: a whole model or a tensor parallel rank's part, in eval mode, on its device. Ranks that share a model
             pass the same arguments.
-        prompts: the tokens of each prompt, as a sequence of ints or a tensor (S,) with S at least 1; lengths may
-            differ.
+        prompts: the tokens of each prompt, as a sequence of ints or a tensor (S,) with S at least 1. The prompts
+            may differ in length.
         max_new_tokens: maximum number of new tokens per prompt. A sequence also ends when it fills the model's
             positions.
         temperature, top_k, top_p, seed: how tokens are sampled, as in `Sampling`. Temperature 0 chooses the most
             probable token.
         stop: tokens that end a sequence; the result includes the token that ended the sequence.
-        sequences: a number for each prompt; None: 0, 1, 2, ... Random numbers depend only on this number, the seed and
-            the position. So a prompt with the same number gets the same text in any batch.
+        sequences: a sequence number for each prompt; None: 0, 1, 2, ... Random numbers depend only on the sequence
+            number, the seed and the position. So a prompt with the same sequence number gets the same text in any
+            batch.
         batch: maximum number of sequences at once; None: all prompts. Prompts beyond this number wait.
         pages: number of pages of the cache; None: the maximum that `batch` sequences can need. With fewer pages,
             prompts wait for pages.
@@ -135,8 +136,8 @@ class Generation:
         cache: the paged cache; `cache.bytes` is its memory on this rank.
         prompt_tokens, prefill_s: number of prompt tokens read so far, and the seconds of host time spent on prefill,
             including waits for the device.
-        steps: the decoding steps so far, each as (number of sequences, positions that they attended to). Layers with a
-            window attend to fewer positions.
+        steps: the decoding steps so far, each as (number of sequences, number of positions that all sequences attended
+            to). Layers with a window attend to fewer positions.
         decode_s: seconds that the decoding steps took.
         norm_sums_refused: the reason why decoding steps sum over the ranks with NCCL. "": the steps use one kernel that
             sums and computes the norm (`rooftop.parallel.norm_sums`). None: no step has run on a GPU yet.
@@ -374,7 +375,7 @@ class Generation:
         x and update are the layers' results at the previous positions, (B, 1, W).
         """
         assert self.model.head is not None
-        logits = self.model.head.own_logits(x, update)[:, 0]  # (B, V here)
+        logits = self.model.head.own_logits(x, update)[:, 0]  # (B, v), for the v tokens that this rank holds
         numbers = self._numbers[:, 0]
         if not self.sampling.greedy:
             numbers = self._numbers[rows, positions.clamp(max=self._numbers.shape[1] - 1)]
@@ -516,7 +517,7 @@ def _checked(index: int, prompt: Prompt, config: GptConfig) -> list[int]:
     least, most = min(tokens), max(tokens)
     if least < 0 or most >= config.vocabulary:
         raise ValueError(
-            f"generate: tokens of prompt {index} are from {least} to {most}, those of the model from 0 to "
+            f"generate: tokens of prompt {index} are from {least} to {most}, but the model's are from 0 to "
             f"{config.vocabulary - 1}: use the model's own tokenizer"
         )
     return tokens

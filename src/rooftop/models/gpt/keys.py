@@ -138,7 +138,7 @@ def _has_bias(ours: str, config: GptConfig) -> bool:
 
 
 def _rows(ours: str, config: GptConfig) -> tuple[int, ...]:
-    """The number of rows of each packed part of a module in a layer, such as queries, keys and values."""
+    """The number of rows of each part, such as queries, keys and values, of a packed module in a layer."""
     if ours == "attention.qkv":
         return config.query_width, config.kv_width, config.kv_width
     if ours.startswith("attention.") and ours.endswith("norm"):
@@ -260,7 +260,7 @@ def shapes_of(config: GptConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensor(key: str, tensors: Tensors, expected: tuple[int, ...]) -> None:
-    """Raise WeightsError if the tensor has another shape or is not floating point."""
+    """Raise WeightsError if the tensor has a different shape or is not floating point."""
     shape, floating = tensors.shape_and_kind(key)
     if shape != expected:
         raise WeightsError(f"{key} has shape {shape}, the config expects {expected}")

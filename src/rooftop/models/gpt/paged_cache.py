@@ -176,5 +176,5 @@ class NextPosition:
 
 
 def cache_bytes(config: GptConfig, positions: int, dtype: torch.dtype) -> int:
-    """The number of bytes of keys and values of this many positions, in all layers."""
+    """The number of bytes that the keys and values of this many positions take, in all layers."""
     return 2 * config.layers * config.kv_width * positions * dtype.itemsize

@@ -1,9 +1,9 @@
 """Choose the next token: the most probable token, or a random one (temperature, top-k, top-p).
 
-The random number for a token depends only on the seed, the number of the sequence and the position (counter-based
-generator of `rooftop.kernels`). So a random token does not depend on the other sequences of a batch or on the device,
-except for rare cases: the last bits of the logits may depend on both, and a random number very close to the border
-between two tokens may then choose either token.
+The random number for a token depends only on the seed, the sequence number and the position (counter-based generator of
+`rooftop.kernels`). So a random token does not depend on the other sequences of a batch or on the device, except for
+rare cases: the last bits of the logits may depend on both, and a random number very close to the border between two
+tokens may then choose either token.
 
 Tensor parallel ranks share the vocabulary and choose the same token. For a greedy choice, each rank finds the best of
 its own tokens, and the ranks exchange two numbers per sequence. For a random choice, the ranks gather the logits of one
@@ -83,9 +83,9 @@ def numbers_of(seed: int, sequence: int, positions: int, device: torch.device | 
 def check_sequence(number: int) -> None:
     """Raise TypeError if a sequence number is not an int, ValueError if it is not in 0..2^31 - 1."""
     if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"the number of a sequence must be an int, got {number!r}")
+        raise TypeError(f"a sequence number must be an int, got {number!r}")
     if not 0 <= number < SEQUENCES:
-        raise ValueError(f"the number of a sequence must be from 0 to {SEQUENCES - 1}, got {number}")
+        raise ValueError(f"a sequence number must be from 0 to {SEQUENCES - 1}, got {number}")
 
 
 def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
@@ -125,8 +125,8 @@ def choose_on_ranks(logits: Tensor, numbers: Tensor, sampling: Sampling, vocabul
     """Choose the next tokens, the same on all tensor parallel ranks, as `choose` would from the logits of all ranks.
 
     Args:
-        logits: (B, V here), logits of this rank's part of the vocabulary. All ranks have the same number of columns;
-            columns beyond the vocabulary are padding.
+        logits: (B, v), logits of the v tokens that this rank holds. All ranks have the same number of columns; columns
+            beyond the vocabulary are padding.
         numbers: (B,), as in `choose`.
         sampling: the settings.
         vocabulary: V, number of tokens on all ranks together.

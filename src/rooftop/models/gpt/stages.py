@@ -35,7 +35,7 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.output.weight"
 
 
 SLOWER_ATTENTION = ((64, 2.5), (math.inf, 1.5))
-"""(maximum number of features of a head, weight of attention's flops).
+"""Pairs of (maximum number of features of a head, weight of a flop of attention).
 
 In a training step, attention has 3.5 times the flops of its forward pass, and matrix products have 3 times the flops of
 their forward pass. The flops rate of attention is 0.46 times the rate of matrix products for heads of up to 64

@@ -43,12 +43,13 @@ class GptConfig:
         norm: type of the norm before each sublayer and after the last sublayer, "layer" or "rms".
         position: "learned" adds a learned vector per position to the token embedding; "rope" rotates queries and keys,
             in pairs of features (i, i + D / 2).
-        rope_base: base of the angles, position / rope_base ** (2 i / D). Ignored for learned positions.
+        rope_base: base of the rotation angles, which are position / rope_base ** (2 i / D). Ignored for learned
+            positions.
         rope_scaling: scaling of the frequencies for longer texts; None: no scaling.
         activation: activation of the MLP, "gelu", "gelu_tanh" or "swiglu" (with a gate).
         biases: whether linear layers and layer norms have biases. RMS norms and the head never have biases.
-        qkv_biases, out_biases, mlp_biases: whether the linear layers of queries, keys and values, of attention's
-            result, and of the MLP have biases; None: as `biases`.
+        qkv_biases, out_biases, mlp_biases: whether there are biases in the linear layers of queries, keys and values
+            (`qkv_biases`), of attention's result (`out_biases`) and of the MLP (`mlp_biases`); None: as `biases`.
         head_norms: whether RMS norms normalize each head's queries and keys before the rotation.
         window: number of positions to which a position attends, including itself; None: to all positions up to itself.
         window_layers: indices of the layers whose attention has the window; None: all layers.
@@ -120,7 +121,7 @@ class GptConfig:
             raise ValueError("GptConfig: rope_scaling is only for position='rope', got learned positions")
         if self.window_layers is not None and (self.window is None or not self._are_layers(self.window_layers)):
             raise ValueError(
-                f"GptConfig: window_layers must be distinct numbers of the {self.layers} layers, together with a "
+                f"GptConfig: window_layers must be distinct indices of the {self.layers} layers, together with a "
                 f"window, got {self.window_layers} and the window {self.window}"
             )
         self._write_in_one_way()
@@ -243,7 +244,7 @@ class GptConfig:
         """The flops of all matrix products of a sequence, divided by its number of tokens.
 
         For attention, only the pairs that a causal mask keeps are counted, about half of all pairs: (length + 1) / 2
-        keys per token, or fewer with a window. The lookup of the embedding and recomputation are not counted.
+        keys per token, or fewer with a window. The embedding lookup and recomputation are not counted.
 
         Args:
             length: tokens of the sequence.

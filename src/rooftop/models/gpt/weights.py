@@ -66,8 +66,8 @@ def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str
         config: the config of the model.
 
     Raises:
-        WeightsError: keys are missing or unexpected, a tensor has another shape or is not floating point, or the head
-            differs from the embedding although the config ties them.
+        WeightsError: keys are missing or unexpected, a tensor has a different shape or is not floating point, or the
+            head differs from the embedding although the config ties them.
         ValueError: no Hugging Face model supports this config.
     """
     there, shapes = InMemory(tensors), shapes_of(config)
@@ -75,7 +75,7 @@ def gpt_state_dict(tensors: Mapping[str, Tensor], config: GptConfig) -> dict[str
     check_tied_head(match, config, there)
     for key in differing(match, config, there):
         warnings.warn(
-            f"{key} is not loaded: the model computes it from the config, and the given values differ from it",
+            f"{key} is not loaded: the model computes it from the config, and the file's values differ",
             stacklevel=2,
         )
     result = {}

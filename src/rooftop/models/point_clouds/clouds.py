@@ -205,7 +205,7 @@ def write(cloud: Cloud, path: Path, palette: Sequence[Colour]) -> None:
 
 THICKNESS = 0.005  # radius of a drawn point in a cloud of 100,000 points and radius 1
 THICKEST = 0.02
-SMALLEST, LARGEST = 0.9, 7.0  # bounds of a point's radius, in pixels of the finer picture
+SMALLEST, LARGEST = 0.9, 7.0  # smallest and largest radius of a point, in pixels of the finer picture
 FINER = 2  # supersampling factor: the picture is drawn with this many times the pixels per side, then averaged
 NIGHT = (16, 19, 26)
 INK = (226, 230, 238)
@@ -316,7 +316,7 @@ def draw(view: View, colours: Tensor, width: int, height: int) -> Image.Image:
 def _light(depths: Tensor) -> Tensor:
     """The brightness of each pixel, 0..1, from the logarithms of depths (H, W).
 
-    The further its neighbours lie in front of a pixel, the darker is the pixel.
+    A pixel is darker the further its neighbours lie in front of it.
     """
     shade = torch.zeros_like(depths)
     for distance in (1, 3):

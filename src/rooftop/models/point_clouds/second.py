@@ -49,8 +49,8 @@ class SecondBackbone(nn.Module):
             x: voxels with `in_channels`, on a grid (D, H, W) of at least 25 x 1 x 1, which the kernels need.
 
         Returns:
-            (B, 128 d, h, w): the channels of the d height levels are concatenated. d is 2 if D is 41; h and w are H / 8
-            and W / 8, rounded up. Cells that no voxel reaches are zero.
+            (B, 128 * d, h, w): the channels of the d height levels are concatenated. d is 2 if D is 41; h and w are H /
+            8 and W / 8, rounded up. Cells that no voxel reaches are zero.
 
         Raises:
             ValueError: the grid is too small.

@@ -99,9 +99,9 @@ class Hybrid(nn.Module):
         # here.
         x = self.stem(x)
         x = self.layer1(x)  # (B, C, H / 4, W / 4)
-        x = self.layer2(x)  # (B, 2 C, H / 8, W / 8)
-        x = self.layer3(self.permute(x))  # (B, H / 16, W / 16, 4 C)
-        x = self.norm(self.layer4(x))  # (B, H / 32, W / 32, 8 C)
+        x = self.layer2(x)  # (B, 2 * C, H / 8, W / 8)
+        x = self.layer3(self.permute(x))  # (B, H / 16, W / 16, 4 * C)
+        x = self.norm(self.layer4(x))  # (B, H / 32, W / 32, 8 * C)
         return self.head(torch.flatten(self.avgpool(self.permute_back(x)), 1))
 
 

@@ -212,11 +212,11 @@ class ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.bn1(self.conv1(x)))  # (B, 64, H / 2, W / 2)
         x = self.maxpool(x)  # (B, 64, H / 4, W / 4)
-        x = self.layer1(x)  # (B, 64 e, H / 4, W / 4), e = block.expansion
-        x = self.layer2(x)  # (B, 128 e, H / 8, W / 8)
-        x = self.layer3(x)  # (B, 256 e, H / 16, W / 16)
-        x = self.layer4(x)  # (B, 512 e, H / 32, W / 32)
-        x = torch.flatten(self.avgpool(x), 1)  # (B, 512 e)
+        x = self.layer1(x)  # (B, 64 * e, H / 4, W / 4), e = block.expansion
+        x = self.layer2(x)  # (B, 128 * e, H / 8, W / 8)
+        x = self.layer3(x)  # (B, 256 * e, H / 16, W / 16)
+        x = self.layer4(x)  # (B, 512 * e, H / 32, W / 32)
+        x = torch.flatten(self.avgpool(x), 1)  # (B, 512 * e)
         return self.fc(x)
 
     def _initialize(self, zero_init_residual: bool) -> None:

@@ -94,7 +94,7 @@ def stochastic_depth(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 class PatchMerging(nn.Module):
-    """Merge 2x2 positions into one: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), 2 C)."""
+    """Merge 2x2 positions into one: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), 2 * C)."""
 
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class PatchMergingV2(PatchMerging):
 
 @recorded_whole
 def gathered(x: Tensor) -> Tensor:
-    """Concatenate the channels of 2x2 positions, in column-major order: (B, H, W, C) -> (B, H / 2, W / 2, 4 C)."""
+    """Concatenate the channels of 2x2 positions, in column-major order: (B, H, W, C) -> (B, H / 2, W / 2, 4 * C)."""
     batch, height, width, channels = x.shape
     down, across = (height + 1) // 2, (width + 1) // 2
     # a trace always pads, so that it is valid for all sizes
@@ -242,7 +242,7 @@ class ShiftedWindowAttentionV2(ShiftedWindowAttention):
 
     @constant
     def _bias_and_scale(self) -> tuple[Tensor, Tensor]:
-        """The bias (3 C,) of queries, keys and values, and the scale (heads,)."""
+        """The bias (3 * C,) of queries, keys and values, and the scale (heads,)."""
         query_bias, key_bias, value_bias = self.qkv.bias.chunk(3)
         bias = torch.cat((query_bias, torch.zeros_like(key_bias), value_bias))  # keys have no bias
         return bias, self.logit_scale.clamp(max=math.log(100.0)).exp().flatten()
@@ -422,8 +422,8 @@ class SwinTransformer(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.features(x))  # (B, H / 32, W / 32, 8 embed_dim) with four stages
-        x = self.flatten(self.avgpool(self.permute(x)))  # (B, 8 embed_dim)
+        x = self.norm(self.features(x))  # (B, H / 32, W / 32, 8 * embed_dim) with four stages
+        x = self.flatten(self.avgpool(self.permute(x)))  # (B, 8 * embed_dim)
         return self.head(x)
 
 

@@ -51,7 +51,7 @@ SIGNS = (
     "embedding.tokens.weight", "transformer.wte.weight", "wte.weight", "model.embed_tokens.weight",
     "embed_tokens.weight",
 )  # fmt: skip
-"""Keys by which the models of this package are recognized, in all their dialects."""
+"""Keys by which this package's models are recognized, in all dialects (naming schemes of libraries)."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _prefixes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Find the prefix of each model: the shortest prefixes before one of the signs."""
+    """Find the prefix of each model: the shortest prefixes before one of the `SIGNS`."""
     ends = [key.removesuffix(sign) for sign in SIGNS for key in tensors if key == sign or key.endswith(f".{sign}")]
     shortest: list[str] = []
     for prefix in sorted(set(ends), key=lambda each: (len(each), each)):

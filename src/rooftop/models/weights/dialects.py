@@ -36,7 +36,7 @@ class Dialect:
         renames: the renames to Rooftop's keys, applied one after another.
         unneeded: a pattern of keys to ignore, because the model computes these tensors itself, or because the tensors
             do not affect the model's results. None: no keys are ignored.
-        zero_parts: parts that this library omits because they are zero.
+        zero_parts: the parts (q, k or v) that this library omits because they are zero.
     """
 
     origin: str
@@ -111,7 +111,7 @@ def renamed(key: str, dialect: Dialect) -> str:
 
 
 def _joined(ours: str, found: Mapping[str, str], tensors: Mapping[str, Tensor], zero_parts: str) -> Tensor:
-    """Return a whole tensor, or join parts (n, ...) to (3 n, ...)."""
+    """Return a whole tensor, or join parts (n, ...) to (3 * n, ...)."""
     if "" in found:
         return tensors[found[""]]
     if lacking := [part for part in PARTS if part not in found and part not in zero_parts]:
@@ -174,7 +174,7 @@ SWIN_TABLES = r"\.(relative_position_index|attn_mask)$"
 
 SWIN = (
     Dialect("torchvision", "features.0.0.weight"),
-    # A stage ends with the merging for the next stage, so the first stage has one; in the other dialects it has none.
+    # Here the first stage ends with the patch merging for the second stage. In the other dialects, it has no merging.
     Dialect("Microsoft", "layers.0.downsample.reduction.weight", _swin(merging=2), SWIN_TABLES, zero_parts="k"),
     # A stage begins with its merging.
     Dialect("timm", "patch_embed.proj.weight", _swin(merging=0), SWIN_TABLES, zero_parts="k"),

@@ -20,8 +20,9 @@ BEGINNINGS = (
         "a zip archive, as torch.save writes: give its name the suffix .pth",
     ),
 )
-"""For each first bytes of a file, in lower case: the suffixes of files that begin so, what another file with these
-bytes is, and what to do."""
+"""Each entry: the first bytes of a file, in lower case; the suffixes for which these bytes are right; and, for files
+with any other suffix, what the file is and what to do.
+"""
 
 
 def called(path: Path) -> str:

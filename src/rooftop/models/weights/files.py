@@ -120,7 +120,7 @@ WEIGHTS |= {
 
 
 HEADS = ("fc.bias", "head.bias")
-"""Names of the last layer's bias; its length is the number of classes."""
+"""Keys of the last layer's bias, whose length is the number of classes."""
 
 
 def load_weights(model: nn.Module, builder: str, weights: str | Path) -> None:
@@ -284,7 +284,7 @@ def load_into(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> No
     """Copy tensors into the model's parameters and buffers.
 
     Raises:
-        WeightsError: a key is missing, unknown or of another shape; the message names `path`.
+        WeightsError: a key is missing, unknown or of a different shape; the message names `path`.
     """
     report = compared(model.state_dict(), tensors, path)
     if not report.fits:

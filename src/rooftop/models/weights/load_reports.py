@@ -79,8 +79,8 @@ class LoadReport:
         if not self.differing_keys:
             return ""
         return (
-            f"{_first(self.differing_keys)} of the file are left out, although the model computes other values: its "
-            "results may differ from those of the saved model"
+            f"{_first(self.differing_keys)} of the file are left out, but the model computes other values than the "
+            "file has: the results may differ from those of the saved model"
         )
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class LoadReport:
         if self.others:
             parts.append(f"not taken: {_first(self.others)}")
         if self.computed_keys:
-            parts.append(f"{len(self.computed_keys)} follow from the model: {_first(self.computed_keys)}")
+            parts.append(f"{len(self.computed_keys)} are computed by the model: {_first(self.computed_keys)}")
         if self.unneeded_keys:
             parts.append(f"{len(self.unneeded_keys)} of the file are not needed: {_first(self.unneeded_keys)}")
         if self.differing_keys:

@@ -28,7 +28,7 @@ class Agreement:
     """Computes minima of numbers over all ranks. All ranks create the object together, and call each method together.
 
     Args:
-        count: the number of numbers that each rank sends.
+        count: how many numbers each rank sends.
 
     Attributes:
         ranks: number of ranks.

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to the current format, with the files that ranks of another layout would write.
+"""Convert a checkpoint to the current format, with the files that ranks of a different layout would write.
 
     convert(read_record(Path("run")), Path("whole"))                    # one file, each tensor in one piece
     convert(read_record(Path("run")), Path("for-eight"), tensor_ranks=8)

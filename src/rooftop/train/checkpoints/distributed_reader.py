@@ -73,7 +73,7 @@ class CheckpointReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plan unchanged, because reading needs no changes."""
+        """Return the plans unchanged, because reading needs no coordination of the ranks."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

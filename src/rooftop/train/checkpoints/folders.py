@@ -10,7 +10,7 @@
       .step-00000200.8f3a.unfinished  a step that is being written, or that a killed training left incomplete
 
 The order is: write the files to the disk, rename the folder, update `latest`, remove older steps. So the previous
-checkpoint survives if the process is killed between two of these steps. If a step is saved again, its folder gets
+checkpoint survives if the process is killed between two of these actions. If a step is saved again, its folder gets
 another name (step-00000100.2). All ranks must see the same folder.
 """
 
@@ -35,7 +35,7 @@ LATEST, TRAINING = "latest", "training.json"
 STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 UNFINISHED = ".unfinished"
 OF_TASKS, TASK = "checkpoints", "task"
-"""The folder of checkpoints in the folder of a task's run, and the value of "kind" in training.json, which
+"""OF_TASKS: name of the checkpoint folder in the folder of a task's run. TASK: value of "kind" in training.json, which
 distinguishes the training of a task from the training of a GPT."""
 
 
@@ -44,7 +44,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Name a file or folder in the OSErrors of the block, and say what helps.
+    """Add the name of a file or folder, and the remedy, to OSErrors of the block.
 
     Raises:
         OSError: there is no room.

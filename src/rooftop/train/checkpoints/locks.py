@@ -24,7 +24,7 @@ _held: set[Path] = set()
 def locked(folder: Path) -> Iterator[None]:
     """Keep the lock of a folder within the block; create the folder if it is missing.
 
-    A block within a block of the same folder changes nothing. File systems without locks are not locked.
+    A nested block for the same folder has no effect. On a file system without locks, nothing is locked.
 
     Raises:
         InputError: another process has locked the folder, or the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Assemble a tensor parallel rank's part of a parameter from the parts that ranks of another layout saved.
+"""Assemble a tensor parallel rank's part of a parameter from the parts that ranks of a different layout saved.
 
     tp=2 held            tp=4 holds
     +----------+         +-----+
@@ -43,7 +43,7 @@ def shards_from(found: Mapping[str, Record]) -> dict[str, Shard]:
 
 
 def put_together(here: Shard | None, shape: Sequence[int], parts: Sequence[tuple[Shard | None, Tensor]]) -> Tensor:
-    """Assemble a rank's part of a parameter or optimizer state from the parts of all ranks of another layout.
+    """Assemble a rank's part of a parameter or optimizer state from the parts of all ranks of a different layout.
 
     Args:
         here: the part to assemble; None: the whole tensor.

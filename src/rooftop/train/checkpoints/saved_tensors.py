@@ -98,7 +98,7 @@ class Readable(Protocol):
         """Read a part of a tensor into a given tensor on any device.
 
         Raises:
-            InputError: the tensor is missing or damaged, or has another dtype or shape.
+            InputError: the tensor is missing or damaged, or has a different dtype or shape.
         """
 
 
@@ -106,7 +106,7 @@ def entry_of(saved: Readable, folder: Path, name: str, dtype: torch.dtype, shape
     """Look up the entry of a tensor by name, and check its shape and dtype.
 
     Raises:
-        InputError: the tensor is missing, or has another shape or dtype.
+        InputError: the tensor is missing, or has a different shape or dtype.
     """
     found = saved.entries.get(name)
     if found is None:
@@ -176,7 +176,7 @@ class SavedTensors:
         """Check that all files exist and have the expected length.
 
         Raises:
-            InputError: a file is missing or has another length; the message names the first such file.
+            InputError: a file is missing or has a different length; the message names the first such file.
         """
         for name, entry in self.entries.items():
             for piece in entry.pieces:

@@ -65,7 +65,7 @@ class Saver:
         saved: the folder of the last complete step; None: no step is complete yet.
         bytes: the number of bytes that this rank writes for a step.
         blocked_s: total seconds that the host has waited for saves.
-        written_s: seconds from the copy until the last file of this rank was on the disk.
+        written_s: seconds from the end of the copy until this rank's file of the last save was on the disk.
         saving: whether a save is in progress; the same on all ranks.
 
     Raises:
@@ -160,7 +160,7 @@ class Saver:
         path, sources = self._temporary / file_name(self._agreement.rank), self._sources()
         if self._staging is None:
             if self.trainer.device.type == "cuda":
-                torch.cuda.current_stream(self.trainer.device).synchronize()  # another thread will read them
+                torch.cuda.current_stream(self.trainer.device).synchronize()  # another thread will read `sources`
             return partial(write_now, path, self._pieces, sources)
         self._staging.begin(sources)
         if self.trainer.training.cuda_graph and self._steps <= WARM_UP + 1:

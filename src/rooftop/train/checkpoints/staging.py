@@ -74,7 +74,7 @@ class Staging:
     def _copy_guarded(self, sources: Sequence[Tensor]) -> None:
         try:
             self._copy(sources)
-        except BaseException as error:  # `wait` raises this in the waiting thread
+        except BaseException as error:  # `wait` raises this error in the waiting thread
             self._error = error
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class Staging:
             self._bytes[begin:end].copy_(content, non_blocking=True)
 
     def wait_to_change(self) -> None:
-        """Make the current stream wait for the copy, so that its later work may change the tensors."""
+        """Make the current stream wait for the copy, so that later work on the stream may change the tensors."""
         if self._event is not None:
             torch.cuda.current_stream(self.device).wait_event(self._event)
         self._join()

@@ -6,9 +6,9 @@
 Each norm stays the same object with the same parameters and buffers. Within the block, its class is replaced by a
 subclass. On a GPU the arithmetic is the same as in torch.nn.SyncBatchNorm.
 
-For each channel, each rank computes count, mean and sum of squared deviations of its part of the batch. Chan's formula
-merges these statistics over ranks: sum = Σ sum_r + Σ n_r (mean_r - mean)². The formula never subtracts large squares
-from each other. The gradient, with sums over the whole batch of n values per channel, is
+For each channel of its part of the batch, each rank computes the count, the mean and the sum of squared deviations.
+Chan's formula merges these statistics over ranks: sum = Σ sum_r + Σ n_r (mean_r - mean)². The formula never subtracts
+large squares from each other. The gradient, with sums over the whole batch of n values per channel, is
 
     dx = weight / std * (dy - Σ dy / n - x̂ * Σ (dy x̂) / n)
 

@@ -88,8 +88,9 @@ def _header_bytes(content: bytes) -> int:
 
 
 def _ordered_header(content: bytes) -> bytes:
-    """The header of a safetensors file with sorted metadata: safetensors orders them at random, so equal weights would
-    have different files."""
+    """The header of a safetensors file with sorted metadata. safetensors itself writes metadata in random order, so
+    equal weights would have different files.
+    """
     header = json.loads(content[8 : 8 + _header_bytes(content)])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -10,7 +10,7 @@ from rooftop.train.recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of a run, in steps; steps count from 1.
+    """The numbers of steps of a run; steps count from 1.
 
     Attributes:
         batch: samples per step, summed over all ranks: `run.batch`, or the number of samples if it is below
@@ -30,7 +30,7 @@ class Lengths:
 
     @classmethod
     def of(cls, recipe: Recipe, samples: int, ranks: int, save_every: int | None = None) -> Lengths:
-        """The numbers of steps of a training with this number of samples.
+        """Compute the numbers of steps for a training with this number of samples.
 
         Raises:
             InputError: there are fewer samples than ranks, or a batch cannot be split evenly.

@@ -118,7 +118,7 @@ def fit(
             return fitting.run(resume, save_every, interval or (INTERVAL if world.device.type == "cuda" else 1))
         except DivergedError as error:
             diverged = error
-    raise diverged  # after `join`: all ranks raise it, so no rank has failed the others, and they can train again
+    raise diverged  # not within `join`, which would report a failed rank: all ranks raise this, and can train again
 
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

@@ -1,1 +1,1 @@
-"""Train a GPT with the same numbers in every layout of ranks: description, trainer and loop."""
+"""Train a GPT with the same results in every layout of ranks: description, trainer and loop."""

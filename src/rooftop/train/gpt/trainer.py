@@ -1,4 +1,4 @@
-"""Train a GPT step by step, with the same numbers in every layout of ranks, up to the rounding of sums.
+"""Train a GPT step by step, with the same results in every layout of ranks, up to the rounding of sums.
 
     training = GptTraining(config=config, length=256, global_batch=16, micro_batch=4)
     trainer = GptTrainer(training, open_tokens(Path("text/")), layout, layout.process_groups(), world.device)

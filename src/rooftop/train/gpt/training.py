@@ -370,8 +370,8 @@ class GptTraining:
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             raise ValueError(
                 f"the transport {transport} (--cp-comm-type) divides the heads of a tensor parallel rank among "
-                f"{ranks} ranks, which does not divide {heads} query heads and {kv_heads} key heads: use p2p or "
-                "all_gather"
+                f"{ranks} ranks, but {heads} query heads and {kv_heads} key heads are not divisible by {ranks}: "
+                "use p2p or all_gather"
             )
 
     def transport_in(self, layout: Layout) -> str:
@@ -383,7 +383,7 @@ class GptTraining:
         return choose_transport(Exchange(*sizes, windows=self._has_windows)).transport
 
     def _heads_in(self, layout: Layout) -> tuple[int, int]:
-        """The numbers of query heads and of key-value heads of a tensor parallel rank."""
+        """How many query heads and how many key-value heads a tensor parallel rank has."""
         return self.config.heads // layout.tp, max(1, self.config.kv_heads // layout.tp)
 
     @property

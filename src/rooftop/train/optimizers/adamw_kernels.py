@@ -36,7 +36,7 @@ def adamw_numbers(
 def adamw_steps(
     rows,  # (weights, 8) int64. A row: addresses of weight, gradient, average, square and narrow; number of elements;
            # first program; row of `numbers`. All tensors are contiguous; narrow is the model's weight, or 0
-    row_of,  # (programs,) int32
+    row_of,  # (programs,) int32: the row of `rows` that each program updates
     numbers,  # (any, 8) float64, from `adamw_numbers`
     scale,  # (): factor of the gradients; None: no scaling
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, AVERAGE: tl.constexpr, SQUARE: tl.constexpr,

@@ -281,7 +281,7 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 
 
 def _alike(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient in the memory layout of the weight; a gradient in another layout is copied."""
+    """Return the gradient in the memory layout of the weight; a gradient in a different layout is copied."""
     if same_layout(gradient, weight):
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)

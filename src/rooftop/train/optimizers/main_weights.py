@@ -166,7 +166,7 @@ class MainWeights:
         self._gradients.add(main, gradient)
 
     def answer_for(self, gradients: ModelGradients) -> None:
-        """Make a `ModelGradients` sum and clip the gradients of `named` instead of those of the model's parameters."""
+        """Make a `ModelGradients` sum and clip the gradients of weights in `named`, not of the model's parameters."""
         gradients.parameters = self.named
         gradients.gradient_of, gradients.widen = self.gradient_of, self.widen
 

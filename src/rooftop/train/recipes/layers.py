@@ -28,8 +28,8 @@ from rooftop.train.recipes.parameter_kinds import is_norm
 
 CHAINS = (nn.Sequential, nn.ModuleList)
 REPEATED = ("blocks", "layer", "layers", "stages")
-"""Names of chains of layers inside a member of another chain, e.g. the blocks of a stage. An inner chain with any other
-name is part of a block.
+"""Names of inner chains whose members are layers, e.g. the blocks inside a stage, which is itself a member of a chain.
+An inner chain with any other name is part of a block.
 """
 
 

@@ -41,7 +41,7 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def check_momentum(given: Optimizer) -> None:
-    """Check that Nesterov's momentum has a momentum above 0.
+    """Check that the momentum is above 0 if Nesterov's momentum is on.
 
     Raises:
         InputError: the momentum is 0.

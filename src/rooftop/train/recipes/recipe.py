@@ -77,7 +77,7 @@ class Optimizer:
             Source: Sutskever et al. 2013.
         betas: decay of AdamW's two moments.
         eps: AdamW's epsilon, which is added to the divisor.
-        weight_decay: weight decay of weights.
+        weight_decay: weight decay of all parameters except norms' parameters and biases.
         norm_weight_decay: weight decay of norms' parameters. Source: He et al. 2019, "Bag of Tricks", arXiv:1812.01187.
         bias_weight_decay: weight decay of biases and of position tables. Source: He et al. 2019, arXiv:1812.01187.
         layer_decay: ratio of a layer's learning rate to that of the next layer; 1: off. Source: Howard and Ruder 2018,
@@ -159,8 +159,9 @@ class Augment:
             that a CPU decodes.
         gpu_share: with decode = "gpu", the fraction of the images that the GPU decodes; the CPU decodes the others. A
             GPU that decodes all images has less time for the step.
-        detail: minimum number of decoded pixels per pixel of a random crop, along a side. With a number below 1, the
-            CPU decodes more JPEGs at 1/2, 1/4 or 1/8 of their size than with 1, which is faster but blurs the crops.
+        detail: minimum number of decoded pixels per result pixel along a side, for random crops. With a number below 1,
+            the CPU decodes more JPEGs at 1/2, 1/4 or 1/8 of their size than with 1, which is faster but blurs the
+            crops.
         size: side of the training images in pixels; 0: the task's default.
         test_size: side of the validation images; 0: as in training. A size above the training size often raises the
             accuracy. Source: Touvron et al. 2019, "FixRes", arXiv:1906.06423.
@@ -480,7 +481,8 @@ def _value(value: Any, hint: Any, where: str) -> Any:
     if get_origin(hint) is tuple:
         kinds = get_args(hint)
         if not isinstance(value, list | tuple) or (kinds[-1] is not ... and len(value) != len(kinds)):
-            raise InputError(f"{where} is {value!r}: expected a list of {'texts' if kinds[-1] is ... else len(kinds)}")
+            count = "texts" if kinds[-1] is ... else f"{len(kinds)} values"
+            raise InputError(f"{where} is {value!r}: expected a list of {count}")
         return tuple(_value(each, kinds[0], where) for each in value)
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping):

@@ -4,7 +4,7 @@
     print(started)  # ... 318 of the model's 320 keys are loaded; new for 7 classes: fc.weight, fc.bias
 
 The file may have the keys of any library that `rooftop.models.loading` supports. All weights except the head's must
-fit: if the file has another number of classes, or no head, the model keeps its new head.
+fit: if the file has a different number of classes, or no head, the model keeps its new head.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def start_from(model: nn.Module, weights: str | Path, num_classes: int, *, name:
     if wrong or not report.used:
         raise WeightsError(
             f"{report.path} (keys of {report.origin}) does not fit {type(model).__name__}: "
-            f"{'; '.join(wrong[:3]) or 'it has none of its keys'}{'; and so on' if len(wrong) > 3 else ''}. Only the "
-            f"head may differ, for another number of classes: {num_classes} were requested"
+            f"{'; '.join(wrong[:3]) or 'the file has none of its keys'}{'; and so on' if len(wrong) > 3 else ''}. "
+            f"Only the head may differ, for another number of classes: {num_classes} were requested"
         )
     model.load_state_dict({key: tensors[key] for key in report.used}, strict=False)
     in_order = tuple(key for key in model.state_dict() if key in renewed)

@@ -97,7 +97,7 @@ def build(data: str | None, recipe: Recipe) -> Task:
     """Build the task.
 
     Raises:
-        InputError: the folder does not exist, the annotations have another format, or the recipe does not fit.
+        InputError: the folder does not exist, the annotations have a different format, or the recipe does not fit.
         MissingExtraError: scipy or pycocotools is needed and not installed.
     """
     generated = data in (None, BY_HEART, NEW)

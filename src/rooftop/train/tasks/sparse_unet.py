@@ -122,7 +122,7 @@ class Options:
         scans, held_out: numbers of training scans and of held-out scans.
         planes: channels of a `SparseUNet`; if empty, the model is a MinkUNet18.
         voxel_m: edge of a voxel in metres; 0 means the default of the setting.
-        fine: whether the default of `voxel_m` is `FINE_M` of the setting instead of `VOXEL_M`.
+        fine: whether `voxel_m` defaults to `FINE_M[setting]` instead of `VOXEL_M[setting]`.
     """
 
     beams: int = 32

@@ -51,8 +51,8 @@ class Task:
         best: the metric that selects the best checkpoint; "loss" is the validation loss.
         maximize: whether a higher value of `best` is better.
         collate: makes a batch from a list of samples.
-        collate_train: replaces `collate` for training samples, if training samples have another type than validation
-            samples.
+        collate_train: replaces `collate` for training samples, if training samples have a different type than
+            validation samples.
         arrive: changes training batches before they are on the device, as in `rooftop.data.Loader`.
         prepare: the first change to each batch on the device, in training and evaluation, e.g. to normalize uint8
             images.

@@ -39,7 +39,7 @@ def indexed_dtype(index: Path, data: Path) -> np.dtype:
     """Read the dtype of a `.bin` file from its index, and check that the sequences fill the file.
 
     Raises:
-        InputError: the index has another format, is cut off, or belongs to another file, or the tokens are not
+        InputError: the index has a different format, is cut off, or belongs to another file, or the tokens are not
             integers.
     """
     size = index.stat().st_size

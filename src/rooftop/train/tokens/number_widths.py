@@ -52,11 +52,11 @@ def found_kind(path: Path) -> str:
             f"{path} has {size} bytes, which is not a whole number of 16-bit tokens: expected tokens of 16, 32 or 64 "
             "bits, or --token-dtype uint8"
         )
-    halves = _mean_ratio(sample.view("<u2"), path, "uint16 and uint32") if size % 4 == 0 else 1.0
+    halves = _mean_ratio(sample.view("<u2"), path, "uint16 or uint32") if size % 4 == 0 else 1.0
     if halves >= NEIGHBOUR:
         _check_bytes(sample, path)
         return "uint16"
-    words = _mean_ratio(sample.view("<u4"), path, "uint32 and int64") if size % 8 == 0 else 1.0
+    words = _mean_ratio(sample.view("<u4"), path, "uint32 or int64") if size % 8 == 0 else 1.0
     return "uint32" if words >= NEIGHBOUR else "int64"
 
 

@@ -86,7 +86,7 @@ def _check_one_split(path: Path, files: list[Path]) -> None:
     found = {(file.parent, file.suffix, NUMBERED.sub("", file.stem)) for file in files}
     if len(found) > 1:
         names = ", ".join(sorted(str(file.relative_to(path)) for file in files)[:4])
-        raise InputError(f"{path} has files of more than one split or kind ({names}): name one of them, or move it")
+        raise InputError(f"{path} has files of more than one split or kind ({names}): give the path of one of them")
 
 
 def _table(path: Path, files: list[Path], datasets: Any) -> Any:

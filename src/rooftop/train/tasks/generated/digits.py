@@ -34,7 +34,8 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def moving_digits(images: Tensor, count: int, frames: int, side: int, together: int, seed: int) -> Tensor:
-    """Generate videos of digits that move straight and bounce off the edges; where digits overlap, the brighter wins.
+    """Generate videos of digits that move straight and bounce off the edges; where digits overlap, the brighter pixel
+    counts.
 
     Args:
         images: (M, 8, 8) in 0..1, the digits to choose from; the videos are on the device of these images.
@@ -59,7 +60,7 @@ def moving_digits(images: Tensor, count: int, frames: int, side: int, together: 
     pixels = torch.arange(side, device=device) + 0.5
     grid = (pixels - corner[..., None]) / size * 2 - 1  # (N, T, together, 2, side): -1..1 across the digit
     row, column = (grid[..., 0, :, None], grid[..., 1, None, :])
-    places = torch.stack(torch.broadcast_tensors(column, row), -1).flatten(0, 2)  # (N T together, side, side, 2)
+    places = torch.stack(torch.broadcast_tensors(column, row), -1).flatten(0, 2)  # (N * T * together, side, side, 2)
     sources = images[chosen][:, None].expand(-1, frames, -1, -1, -1).flatten(0, 2)[:, None]
     drawn = F.grid_sample(sources, places, align_corners=False).view(count, frames, together, side, side)
     return drawn.amax(2)[..., None].clamp(0, 1)

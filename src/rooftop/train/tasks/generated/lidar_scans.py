@@ -181,7 +181,7 @@ def _ball(o: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unit_normal(at: Tensor, solid: Tensor, solids: Solids) -> Tensor:
-    """Normals, of any length, of unit solids at points (R, 3) of their surfaces."""
+    """Compute the normals of unit solids at surface points (R, 3); a normal may have any length."""
     boxes, cylinders, _ = solids.kinds
     size = at.abs()
     cube = torch.where(size == size.amax(1, keepdim=True), at, 0)
