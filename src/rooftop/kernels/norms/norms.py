@@ -313,7 +313,7 @@ def layer_norm(
     """
     shape = check_norm("layer_norm", normalized_shape, input, None, weight=weight, bias=bias)
     dtype = result_dtype("layer_norm", input)
-    y = _layer_norm(rows_of(input, shape), one_row(weight), one_row(bias), eps, dtype)[0]
+    y = _layer_norm(norm_rows(input, shape), one_row(weight), one_row(bias), eps, dtype)[0]
     return shaped(y, input)
 
 
@@ -340,7 +340,7 @@ def rms_norm(
     """
     shape = check_norm("rms_norm", normalized_shape, input, None, weight=weight)
     eps, dtype = rms_eps(input, eps), result_dtype("rms_norm", input)
-    return shaped(_rms_norm(rows_of(input, shape), one_row(weight), eps, dtype)[0], input)
+    return shaped(_rms_norm(norm_rows(input, shape), one_row(weight), eps, dtype)[0], input)
 
 
 # ---- checks and conversions of arguments, for all norms ------------------------------------------------------------
@@ -351,7 +351,7 @@ def rms_eps(x: Tensor, eps: float | None) -> float:
     return torch.finfo(accumulator_dtype(x.dtype)).eps if eps is None else eps
 
 
-def rows_of(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def norm_rows(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """x (..., *shape) as (M, N). If x already is (M, N), return x itself, so that autograd records no view."""
     if x.dim() == 2 and len(shape) == 1:
         return x

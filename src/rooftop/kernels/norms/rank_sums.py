@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rooftop.kernels.norms.cuda_norms import CUDA_FILES, alike
-from rooftop.kernels.norms.norms import LayerNorm, RmsNorm, check_norm, contiguous, rms_eps, rows_of
+from rooftop.kernels.norms.norms import LayerNorm, RmsNorm, check_norm, contiguous, norm_rows, rms_eps
 from rooftop.kernels.norms.sum_norms import add_reference
 from rooftop.kernels.norms.tables import RANK_SUM_CHUNKS, RANK_SUM_WARPS
 from rooftop.kernels.operands.cuda_texts import cuda_text
@@ -151,7 +151,7 @@ def norm_of_rank_sum(
         raise ValueError("norm_of_rank_sum: an RMS norm has no bias: leave out bias or rms")
     given = {"weight": weight, "bias": bias, "input_bias": input_bias}
     shape = check_norm("norm_of_rank_sum", partial.shape[-1], partial, residual, **given)
-    rows, columns = rows_of(partial, shape).shape
+    rows, columns = norm_rows(partial, shape).shape
     refused = mailboxes.refused(rows, columns, partial.dtype)
     if refused:
         raise ValueError(f"norm_of_rank_sum: {refused}")

@@ -24,9 +24,9 @@ from rooftop.kernels.norms.norms import (
     Statistics,
     check_norm,
     contiguous,
+    norm_rows,
     one_row,
     rms_eps,
-    rows_of,
     runs_reference,
     shaped,
 )
@@ -321,5 +321,5 @@ def flat_arguments(
     shape: tuple[int, ...], input: Tensor, residual: Tensor | None, *parameters: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Input and residual as (M, N), and parameters as (N,)."""
-    others = [None if residual is None else rows_of(residual, shape), *map(one_row, parameters)]
-    return rows_of(input, shape), others
+    others = [None if residual is None else norm_rows(residual, shape), *map(one_row, parameters)]
+    return norm_rows(input, shape), others

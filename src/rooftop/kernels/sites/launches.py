@@ -280,7 +280,7 @@ def has_table(order: Tensor | None) -> bool:
     return order is not None and order.dim() == 2
 
 
-def rows_of(neighbours: Tensor | None, order: Tensor | None) -> int:
+def row_count(neighbours: Tensor | None, order: Tensor | None) -> int:
     """The number of rows of a table (`neighbours`), or of a sorted table (`order`).
 
     Raises:
@@ -317,7 +317,7 @@ def convolved(
 
     features = features.contiguous()
     sites, channels, (out_channels, taps) = size(features, 0), features.shape[1], weight.shape[:2]
-    rows = rows_of(neighbours, order)
+    rows = row_count(neighbours, order)
     out = allocate(features, rows, out_channels)
     if features.numel() == 0 or out.numel() == 0:
         return out.zero_() if bias is None else out.copy_(bias)

@@ -32,7 +32,14 @@ from rooftop.kernels.operands.autocasting import under_autocast
 from rooftop.kernels.operands.checks import check_shape, check_tensors
 from rooftop.kernels.operands.dtypes import FLOATS, accumulator_dtype
 from rooftop.kernels.operands.references import by_reference
-from rooftop.kernels.sites.launches import convolved, has_table, rows_of, sorted_table, unsorted_table, weight_gradient
+from rooftop.kernels.sites.launches import (
+    convolved,
+    has_table,
+    row_count,
+    sorted_table,
+    unsorted_table,
+    weight_gradient,
+)
 from rooftop.kernels.sites.neighbour_tables import check_neighbours, check_reverse
 from rooftop.kernels.sites.tables import BLOCK_ROWS
 from rooftop.launch.lessons import FIRST, LAST, NONE
@@ -142,7 +149,7 @@ def _plain(neighbours: Tensor | None, order: Tensor | None, taps: int, name: str
     """The table (M, T), either `neighbours` or recovered from a sorted table."""
     if neighbours is not None:
         return neighbours
-    rows_of(neighbours, order)  # raises without a table
+    row_count(neighbours, order)  # raises without a table
     assert order is not None
     if order.is_cpu:
         _check_rows(name, order[0])
@@ -175,7 +182,7 @@ class SparseConv(NamedTuple):
         return convolved(features, matrices, bias, neighbours, order, mirrored=False)
 
     def fake(self) -> Tensor:
-        return self.features.new_empty(rows_of(self.neighbours, self.order), self.weight.shape[0])
+        return self.features.new_empty(row_count(self.neighbours, self.order), self.weight.shape[0])
 
     def in_pytorch(self) -> Tensor:
         """Multiply all rows at each tap instead of only the pairs: the number of pairs is unknown to a traced
@@ -316,7 +323,7 @@ def _product_flops(call: SparseConv | SparseConvBackward, operand: Tensor, produ
     synchronize with the GPU.
     """
     out_channels, *_, channels = call.weight.shape
-    pairs = call.pair_count if call.pair_count >= 0 else rows_of(call.neighbours, call.order)
+    pairs = call.pair_count if call.pair_count >= 0 else row_count(call.neighbours, call.order)
     found = 2 * pairs * channels * out_channels * products
     return {matrix_precision(operand, convolution=True): found} if found else {}
 
@@ -445,7 +452,7 @@ def _check_shapes(
             f"sparse_conv: expected neighbours (M, {taps}), a column for each tap of weight {tuple(weight.shape)}, "
             f"got {tuple(neighbours.shape)}"
         )
-    rows = neighbours.shape[0] if neighbours is not None else rows_of(neighbours, order)
+    rows = neighbours.shape[0] if neighbours is not None else row_count(neighbours, order)
     if type(rows) is Count:  # the compiled part checks that equal numbers of rows stay equal
         rows = int(rows)
     for count in (rows, sites):  # one after the other, because max() fails for sizes that depend on data

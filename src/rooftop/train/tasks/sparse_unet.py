@@ -183,7 +183,7 @@ def heights(xyz: Tensor) -> Tensor:
     return (z - z.kthvalue(1 + len(z) // 100).values).float()
 
 
-def rows_of(cloud: Cloud, voxel_m: float) -> Tensor:
+def voxel_rows(cloud: Cloud, voxel_m: float) -> Tensor:
     """Convert a non-empty cloud to the form of `Rows.points`, with cloud number 0, on the cloud's device."""
     place = ((cloud.xyz - cloud.xyz.amin(0)) / voxel_m).float()  # (n, 3), in voxels
     blank = torch.zeros_like(place[:, 0])
@@ -200,7 +200,7 @@ def rows_of(cloud: Cloud, voxel_m: float) -> Tensor:
 
 
 def joined(clouds: Sequence[Tensor]) -> Rows:
-    """Join clouds from `rows_of` into one batch; on a GPU the host waits for the sizes."""
+    """Join clouds from `voxel_rows` into one batch; on a GPU the host waits for the sizes."""
     points = torch.cat(list(clouds))
     numbers = torch.arange(len(clouds)).repeat_interleave(torch.tensor([len(cloud) for cloud in clouds]))
     points[:, 3] = numbers.to(points)
@@ -226,7 +226,7 @@ def voxels_of(rows: Rows) -> Voxels:
 
 
 class Scans:
-    """A data set of simulated scans, in the form that `rows_of` returns.
+    """A data set of simulated scans, in the form that `voxel_rows` returns.
 
     Args:
         setting: the kind of scene, and its scanner.
@@ -243,11 +243,11 @@ class Scans:
         return len(self.scans)
 
     def __getitem__(self, index: int) -> Tensor:
-        return rows_of(self.scans[index].cloud(), self.voxel_m)
+        return voxel_rows(self.scans[index].cloud(), self.voxel_m)
 
     def draw(self, index: int, generator: np.random.Generator) -> Tensor:
         cloud = self.scans[index].cloud()
-        return rows_of(varied(cloud, generator) if self.changing else cloud, self.voxel_m)
+        return voxel_rows(varied(cloud, generator) if self.changing else cloud, self.voxel_m)
 
     def class_weights(self) -> Tensor:
         """Class weights of the loss, (classes,): each is the inverse square root of the class's frequency."""
@@ -301,7 +301,7 @@ def accuracies(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
 @torch.inference_mode()
 def labelled(model: nn.Module, cloud: Cloud, voxel_m: float, device: torch.device | None = None) -> Tensor:
     """Label each point of a cloud with a model in evaluation mode: int64 (N,), on the given device or the cloud's."""
-    rows = joined([rows_of(cloud, voxel_m)])
+    rows = joined([voxel_rows(cloud, voxel_m)])
     voxels = voxels_of(rows._replace(points=rows.points.to(device or rows.points.device)))
     with torch.autocast(voxels.labels.device.type, torch.bfloat16, enabled=voxels.labels.is_cuda):
         logits = model(voxels.sites).features
