@@ -173,7 +173,8 @@ def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatA
     allocator.
 
     Raises:
-        ValueError: `pinned` was requested for a GPU, or without a GPU; or the device does not exist.
+        ValueError: `pinned` was requested for a GPU's memory, or torch finds no GPU to pin for; or the device does not
+            exist.
     """
     where = device_named(device)
     if (found := _STANDARD.get((where, pinned))) is not None:  # checking for a GPU takes longer than an allocation

@@ -25,7 +25,7 @@ _LEAST_BYTES = 64
 
 
 def push_back(m: Mat, value: Mat | MatLike | ScalarLike) -> None:
-    """Append rows, or one element to a single column.
+    """Append rows. A Mat with a single column also accepts one element.
 
     Raises:
         ValueError: the new rows differ from the Mat's rows in length or type.

@@ -44,7 +44,7 @@ def span_bytes(sizes: Sizes, steps: Sizes) -> int:
 
 
 class Place(NamedTuple):
-    """The position of a header: the size of the whole Mat, and the first row and column in it."""
+    """The position of a header: the size of the whole Mat, and the header's first row and column in that Mat."""
 
     whole_rows: int
     whole_cols: int

@@ -332,7 +332,8 @@ class Mat(Block, Arithmetic):
     # Adding and removing rows.
 
     def push_back(self, value: Mat | MatLike | ScalarLike) -> None:
-        """Append rows with the same type and length (a Mat, an array), or one element to a single column.
+        """Append rows with the same type and length (a Mat, an array). A Mat with a single column also accepts one
+        element.
 
         If there is no room, the Mat moves to memory for 1.5 times its rows. A region of a larger Mat is first copied to
         new memory, so the rows below the region do not change.
@@ -358,7 +359,7 @@ class Mat(Block, Arithmetic):
 
         Args:
             non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless
-                `allocator` is a pinned one; then synchronize the GPU's stream before you read the copy.
+                `allocator` makes pinned memory. In that case, synchronize the GPU's stream before you read the copy.
         """
         where = device_named(device)
         if same_device(where, self._device) and allocator is None:

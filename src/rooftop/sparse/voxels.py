@@ -118,7 +118,7 @@ def _on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) 
 
 
 def _keys(cells: Tensor, inside: Tensor, shape: Sequence[int], batch: Tensor | None = None) -> Tensor:
-    """Return the points' keys, (N,) int64. Keys sort by batch element, then by the last dimension, ..., the first.
+    """Return the points' keys, (N,) int64. Keys sort by batch element, then by the dimensions from last to first.
     Points in no voxel get NO_KEY."""
     keys = torch.zeros_like(cells[:, 0]) if batch is None else batch.long()
     for dim in reversed(range(len(shape))):
@@ -281,7 +281,7 @@ def voxelize(
     Returns:
         Features (V, F) in the points' dtype, through which gradients flow back to the points. Points that tie for a
         maximum share the gradient. Indices (V, 1 + dims) int32, (batch, z, y, x), sorted. Sums are float32 (float64 for
-        float64) in the order of the points, so results are the same bit for bit in each run.
+        float64 points) in the order of the points, so results are the same bit for bit in each run.
 
     Raises:
         TypeError, ValueError: the points, the grid, the batch or the reduction is invalid.
