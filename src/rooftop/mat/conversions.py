@@ -3,9 +3,9 @@
     stored = saturate(round(alpha * x + beta))          rounding half to even; no rounding into floating depths
 
 alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). If float32
-cannot represent the numbers of the source or the target, float64 is used instead: into 64F, 64S and 64U, and between
-32- or 64-bit integers, 64F and 32F. Saturation: values beyond an integer depth's range become its nearest limit, and
-NaN becomes its least value. Conversion to Bool is `x != 0`, so NaN is true.
+cannot represent the numbers of the source or the target, float64 is used instead: for conversions into 64F, 64S and
+64U, and for conversions between 32- or 64-bit integers, 64F and 32F. Saturation: values beyond an integer depth's range
+become its nearest limit, and NaN becomes its least value. Conversion to Bool is `x != 0`, so NaN is true.
 
 OpenCV on x86 behaves differently, although its documentation of saturate_cast promises the rules above. On x86,
 floating values of 2^31 and more become the *least* value (1e10 as CV_8U is 0), and values of CV_32U from 2^31 on wrap

@@ -38,7 +38,7 @@ MOST_OPERATIONS = 200
 MOST_LOOPS = 512
 """Maximum number of compiled loops in a process. Each loop takes about a megabyte of memory."""
 _MOST_ARRAYS = 7
-_ROW = 1 << 14  # contiguous elements, and repeated numbers of channels, are cut into rows of about this length
+_ROW = 1 << 14  # contiguous elements are cut into rows of about this length; numbers per channel repeat along a row
 _LEAST_PER_THREAD = 1 << 18
 _KNOWN = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
 

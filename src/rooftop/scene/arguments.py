@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MAX_SIDE = 16384  # pixels
-LEAST, MOST = 1e-30, 1e30  # limits of lengths; float32 can represent both, and their products with a mesh's lengths
+# least and greatest accepted length; float32 can represent both, and their products with a mesh's lengths
+LEAST, MOST = 1e-30, 1e30
 
 MOST_SHOWN = 200  # maximum characters of a given value in a message
 

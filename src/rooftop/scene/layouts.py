@@ -90,8 +90,8 @@ NORMAL_WIDTH_BITS, UV_WIDTH_BITS = 4, 5
 
 # ---- the streams of a cluster, each beginning at a word --------------------------------------------------------------
 #
-# new         two masks of 128 bits: the low and the high bit of the number of new vertices of triangle t; with
-#             FANS_AND_EXPLICIT a third mask
+# new         two masks of 128 bits: bit t of the masks is the low and the high bit of the number of new vertices of
+#             triangle t; with FANS_AND_EXPLICIT a third mask
 # references  for corners that are not new: the distance back from the newest vertex so far
 # positions   for each vertex, x, y, z above the base
 # attributes  for each vertex, the normal's two numbers, u, v, and red, green and blue (COLOR_BITS each);

@@ -33,7 +33,7 @@ def mark_sites(
     before = tl.atomic_or(words + (cell >> 5), bit, mask=inside, sem="relaxed")
     repeated = tl.max((inside & ((before & bit) != 0)).to(tl.int32))
     tl.store(faults, 1, mask=repeated != 0)
-    named = row < 0  # False for all
+    named = row < 0  # whether a row is not all -1; begins as False for all rows
     for column in tl.static_range(1 + DIMS):  # reads raw values, because `_site` turns values outside int32 into -1
         named |= tl.load(sites + row * (1 + DIMS) + column, mask=there, other=-1) != -1
     outside = tl.max((there & named & (inside == 0)).to(tl.int32))
@@ -99,7 +99,8 @@ def pair_neighbours(
     known, rank = _look_up(words, counts, cell, near)
     other = tl.load(row_of + rank, mask=known, other=-1)
     is_centre = (tap == VOLUME // 2)[None, :] & inside[:, None]
-    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)  # a site is its own centre, even if it is repeated
+    # At the centre, a site is its own neighbour, even if it is repeated.
+    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)
     tl.store(neighbours + row[:, None] * VOLUME + tap[None, :], other, mask=wanted)
 
 
@@ -241,8 +242,8 @@ def _offsets(tap, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.cons
 
 @triton.jit
 def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return the output coordinates that input coordinates `at` (ROWS,) reach by shifts (TAPS,), and whether these
-    outputs exist: a regular convolution with a stride reaches only every STRIDE-th position. Both results are (ROWS,
+    """Return the output coordinates that input coordinates `at` (ROWS,) reach by `shift` (TAPS,), and whether each is
+    an integer: unless TRANSPOSED, at - shift must be a multiple of STRIDE, at least 0. Both results are (ROWS,
     TAPS)."""
     if TRANSPOSED:
         to = at[:, None] * STRIDE + shift[None, :]

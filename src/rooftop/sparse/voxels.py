@@ -50,7 +50,7 @@ _WHOLE = 1e-6  # tolerance for the number of cells: 40 / 0.16 and 70.4 / 0.1 are
 
 
 def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_spconv: bool = False) -> Grid:
-    """Make the grid that covers a range (all low ends, then all high ends).
+    """Make the grid that covers a range, which is given as all low ends, then all high ends.
 
     Args:
         as_spconv: whether to use spconv's rule, which rounds the range to the nearest number of whole cells.

@@ -42,8 +42,8 @@ class SharedPlaces:
     def own(self, place: Numbers, corners: Numbers, starts: Ints, counts: Ints, owners: Ints) -> None:
         """First pass: record the owner of each place of these triangles.
 
-        Workers write to the same arrays. If a place has several owners, any of them may be the last to write its
-        number. In the second pass, the other owners of the place find a number that is not their own.
+        Workers write to the same arrays. If a place has several owners, any of them may be the last to write its own
+        number to the place. In the second pass, the other owners of the place find a number that is not their own.
 
         Args:
             place: (V,) number of the place of each vertex.
@@ -235,7 +235,7 @@ def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.
         apart = a != b
         a, b = a[apart], b[apart]
     first = np.empty(count, np.int32)
-    # If several items have the same root, the last assignment wins, which is the one of the first item.
+    # The items are assigned in reverse order, so each root keeps its first item.
     first[root[::-1]] = things[::-1]
     is_first = first[root] == things
     return int(np.count_nonzero(is_first)), (np.cumsum(is_first, dtype=np.int32) - np.int32(1))[first[root]]

@@ -399,8 +399,8 @@ def _uv_exponent(uv: Floats, faces: npt.NDArray[np.int64], used: npt.NDArray[np.
 def _split_by_material(
     faces: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], vertices: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Split vertices so that each has one material: return the faces, and the original and the material of each
-    vertex."""
+    """Split vertices so that each has one material: return the new faces, and for each vertex its original vertex
+    and its material."""
     material = np.zeros(vertices, np.int64)
     material[faces] = ids[:, None]
     other = material[faces] != ids[:, None]  # corners whose vertex already has another material

@@ -88,8 +88,9 @@ class Welded:
         kept: (V,) the input rows of the vertices that are kept, ascending.
         places: (V,) number of each vertex's place, from 0 without gaps; equal for vertices at the same place.
         faces: (F, 3) faces without duplicates, and without faces of no area.
-        flat: for each input face, whether two of its corners are at the same place. duplicate_faces, equal_vertices,
-        unused_vertices: numbers of duplicate faces, equal vertices and unused vertices that were removed.
+        flat: for each input face, whether two of its corners are at the same place.
+        duplicate_faces, equal_vertices, unused_vertices: numbers of duplicate faces, equal vertices and unused vertices
+            that were removed.
     """
 
     kept: Numbers

@@ -120,7 +120,8 @@ HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant
 LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
 # These counters ignore shadow maps; DRAWN_LEVELS has a bit for each level of detail.
 DRAWN_TRIANGLES, DRAWN_LEVELS, DRAWN_CLUSTERS = wp.constant(8), wp.constant(9), wp.constant(13)
-# persistent_cull also uses 10 (claimed places in its queue) and 11 (finished nodes). It counts all nodes as level 0.
+# persistent_cull also uses the counters 10 (claimed entries of its queue) and 11 (finished nodes). It counts all nodes
+# as level 0.
 # The counters from LEVEL on: the number of nodes at each tree level, at most layouts.MAX_DEPTH levels
 LEVEL = wp.constant(16)
 

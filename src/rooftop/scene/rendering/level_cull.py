@@ -1,9 +1,10 @@
 """Stage 3: find the clusters to draw, with one launch for each level of the trees, without synchronization with the
 host.
 
-A cluster is drawn if its own error is small enough and its parent error is too large. So every part of the surface is
-drawn at exactly one level. The traversal of the tree finds the groups whose parent error is too large. The first pass
-sets aside items that were hidden in the previous frame, and the second pass tests these items again.
+A cluster is drawn if its own error is small enough and its parent error (the error of the coarser clusters that replace
+it) is too large. So every part of the surface is drawn at exactly one level. The traversal of the tree finds the groups
+whose parent error is too large. The first pass sets aside items that were hidden in the previous frame, and the second
+pass tests these items again.
 """
 
 import warp as wp

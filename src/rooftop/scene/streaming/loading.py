@@ -36,7 +36,7 @@ Ints = npt.NDArray[np.int64]
 
 SLOT_WORDS = layouts.PAGE_BYTES // 4
 THREADS = 8  # reading threads; a thread reads 128 KB from the system's cache in about 0.1 ms
-BUFFERS = 64  # page buffers in host memory: some are being read into, others are being uploaded
+BUFFERS = 64  # page buffers in host memory: threads fill some of them while others are uploaded
 MOST_MERGED = 4  # maximum pages that one system call reads
 
 # Outcomes of a request, as in `page_reader.cpp`.
@@ -49,7 +49,7 @@ class Arrivals:
     """Requested pages that have been read, successfully or not.
 
     Attributes:
-        pages: (n,); size_bytes: (n,) the bytes of each page that are in its slot.
+        pages: (n,) page numbers; size_bytes: (n,) how many bytes of each page are in its slot.
         errors: for each page that is not in its slot, the error.
     """
 

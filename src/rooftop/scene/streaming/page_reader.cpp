@@ -596,7 +596,7 @@ class Books {
     }
   };
 
-  // Whether the chain contains this page or a page that needs it directly.
+  // Whether a list of pages contains this page or a page that needs it directly.
   bool is_kept(int64_t page, const std::vector<int64_t>& chain) const {
     for (const int64_t each : chain)
       if (each == page || std::binary_search(needs_ + starts_[each], needs_ + starts_[each + 1], page)) return true;
