@@ -14,7 +14,7 @@ the sum are each rounded, on every device.
 
 Most depths are converted by one loop on a CPU, and by one kernel on a GPU (`converting.py`). Other depths, and small
 Mats on a CPU, are converted by a sequence of torch operations. On a CPU, these operations run on blocks of rows that
-stay in the cache; on a GPU, on the whole Mat.
+stay in the cache. On a GPU, they run on the whole Mat.
 """
 
 from __future__ import annotations

@@ -355,7 +355,7 @@ class Mat(Block, Arithmetic):
     # Devices.
 
     def to(self, device: DeviceLike, *, non_blocking: bool = False, allocator: MatAllocator | None = None) -> Mat:
-        """A copy on another device; if the Mat is on that device already, a header on the same memory.
+        """A copy on another device. If the Mat is on that device already, the result is a header on the same memory.
 
         Args:
             non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless
@@ -382,9 +382,9 @@ class Mat(Block, Arithmetic):
     def mapped(self, *, write: bool = True) -> Iterator[np.ndarray[Any, Any]]:
         """The elements as an array on the host during a `with` block, from any device.
 
-        For host memory, the array is `numpy()`. For a GPU, the array is a copy in host memory; if `write`, it is copied
-        back at the end of the `with` block. Within the `with` block, `mapping` is "host", and using the Mat on the GPU
-        raises RuntimeError.
+        For host memory, the array is `numpy()`. For a GPU, the array is a copy in host memory. If `write`, this copy is
+        written back to the GPU at the end of the `with` block. Within the `with` block, `mapping` is "host", and using
+        the Mat on the GPU raises RuntimeError.
         """
         if self._data is None or self._device.type == "cpu":
             array = self.cpu().numpy()

@@ -21,7 +21,7 @@ _shortened.maxlist = _shortened.maxtuple = 6
 
 
 def short(value: object) -> str:
-    """Shorten a value for an error message: only the beginning and the end of a long text."""
+    """Shorten a value for an error message. Of a long text, keep only the beginning and the end."""
     if isinstance(value, np.ndarray) or type(value).__module__ == "torch":
         return f"{type(value).__name__} of shape {tuple(value.shape)}" if getattr(value, "ndim", 0) else repr(value)  # type: ignore[attr-defined]
     text = _shortened.repr(value)

@@ -32,11 +32,11 @@ class StreamingStats:
     previous frame.
 
     Attributes:
-        wanted: number of pages that the frame would draw from if all pages were resident; missing: number of wanted
-            pages that were not resident.
+        wanted: number of pages that the frame would draw from if all pages were resident.
+        missing: number of wanted pages that were not resident.
         resident: number of pages in the pool that a frame can draw from.
-        loaded, loaded_bytes: number of pages that were read, and their size; evicted: number of pages that were removed
-            to make room.
+        loaded, loaded_bytes: number of pages that were read, and their size.
+        evicted: number of pages that were removed to make room.
         resident_bytes, pool_bytes: total size of the slots that hold resident pages, and of all slots.
         error_pixels: upper bound of the picture's error in pixels: `pixel_error` if no page is missing, and larger
             if pages are missing.

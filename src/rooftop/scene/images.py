@@ -1,4 +1,5 @@
-"""Texture images: read by Pillow from files, or given as texels; decoded or encoded on request."""
+"""Texture images. Pillow reads them from files, or the caller gives the texels. Images are decoded or encoded on
+request."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ class Changes:
             self._logged -= len(forgotten)
 
     def since(self, version: int) -> NDArray[np.int64] | None:
-        """The rows that changed after a version, unique and ascending; None if the log no longer reaches back to that
-        version."""
+        """The rows that changed after a version, unique and ascending. None if the log no longer contains all changes
+        since that version."""
         if version < self._from:
             return None
         rows = [changed for made, changed in takewhile(lambda entry: entry[0] > version, reversed(self._log))]

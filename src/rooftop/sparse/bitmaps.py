@@ -100,8 +100,8 @@ def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Ta
 
 
 def reach_by_bitmap(indices: Tensor, shape: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for each input and offset the cell of the output, (N, K) int32; the words and the counts of the `Bitmap`
-    of all outputs; and the faults."""
+    """Return four tensors: the cell of the output for each input and offset, (N, K) int32; the words of the `Bitmap` of
+    all outputs; its counts; and the faults."""
     require_triton()
     from rooftop.sparse import bitmap_kernels as kernels
 

@@ -150,7 +150,7 @@ class SparseConvolution(SparseModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias uniformly from +-1 / sqrt(in_channels / groups * kernel volume), as in spconv."""
+        """Draw weight and bias uniformly between +-1 / sqrt(in_channels / groups * kernel volume), as in spconv."""
         fan_in = math.prod(self.weight.shape[1:])
         bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
         nn.init.uniform_(self.weight, -bound, bound)

@@ -207,7 +207,7 @@ def reach_outputs(
 
 @wp.kernel
 def number_outputs(
-    keys: wp.array(dtype=wp.int64),  # (O,), sorted; NO_KEY at the end
+    keys: wp.array(dtype=wp.int64),  # (O,), sorted, with NO_KEY in rows without an output
     dims: int,
     shape: Four,
     table: wp.array(dtype=wp.int64),
@@ -234,7 +234,7 @@ def number_outputs(
 @wp.kernel
 def pair_outputs(
     rows: wp.array(dtype=wp.int32),
-    reverse: wp.array2d(dtype=wp.int32),  # (N, K), slots
+    reverse: wp.array2d(dtype=wp.int32),  # (N, K), slots on entry, output rows on return
     neighbours: wp.array2d(dtype=wp.int32),  # (O, K), filled with -1
 ):
     """Each of N * K threads replaces one slot in `reverse` by the output's row, and writes the input's row to

@@ -48,7 +48,8 @@ class SharedPlaces:
         Args:
             place: (V,) number of the place of each vertex.
             corners: (T, 3) vertices of all triangles.
-            starts, counts: (R,) first triangle and number of triangles of each run; owners: (R,) the owner of each run.
+            starts, counts: (R,) first triangle and number of triangles of each run.
+            owners: (R,) the owner of each run.
         """
         _own(place, corners, starts, counts, owners, self.owner, self.several)
 
@@ -93,13 +94,14 @@ class Connections:
 
     Attributes:
         parts: the number of connected parts of the batch's triangles.
-        vertices: numbers of the batch's vertices in the mesh; of_vertices: the part of each vertex, or None if there is
-            one part.
-        places: places that other batches also use; of_places: the part of each of these places.
+        vertices: numbers of the batch's vertices in the mesh.
+        of_vertices: the part of each vertex, or None if there is one part.
+        places: places that other batches also use.
+        of_places: the part of each of these places.
         crowded: number of edges that have more than two faces and that no other batch can share.
         open_places: places of edges that have one face and that no other batch can share.
-        edges: (E, 2) places of the edges that other batches may share, the lower first; faces: (E,) the number of faces
-            of each edge in this batch.
+        edges: (E, 2) places of the edges that other batches may share, the lower first.
+        faces: (E,) the number of faces of each edge in this batch.
     """
 
     parts: int

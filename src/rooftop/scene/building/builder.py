@@ -40,12 +40,13 @@ class BuildReport:
         path: path of the file.
         triangles: triangles of the mesh, after repairs.
         levels: counts of each level, from the finest to the coarsest.
-        fill: triangles of all clusters, as a share of the clusters' capacity.
-        size_bytes: size of the file; image_bytes: bytes of its textures; bytes_per_triangle: bytes without textures,
-            divided by the mesh's triangles.
+        fill: how full the clusters are: their triangles, as a share of the maximum number of triangles.
+        size_bytes: size of the file.
+        image_bytes: bytes of the textures in the file.
+        bytes_per_triangle: bytes of the file without textures, divided by the number of the mesh's triangles.
         precision: step of the grid to which positions are rounded, in object units.
-        roots: number of clusters without a coarser replacement; why_several: the reason if there are several roots, or
-            None.
+        roots: number of clusters without a coarser replacement.
+        why_several: the reason if there are several roots, or None.
         repairs: the repairs made to the mesh.
         seconds: the build time.
     """

@@ -50,8 +50,10 @@ class PlainMesh:
     """The mesh of a file that has a single part.
 
     Attributes:
-        vertices: (V, 3); faces: (F, 3), empty if the file has only points.
-        normals: (V, 3), or None; uv: (V, 2), or None.
+        vertices: (V, 3).
+        faces: (F, 3), empty if the file has only points.
+        normals: (V, 3), or None.
+        uv: (V, 2), or None.
         colors: (V, 3) or (V, 4) uint8 or floats from 0 to 1, or None.
     """
 

@@ -32,7 +32,8 @@ class MeshFile:
     """The contents of a mesh file.
 
     Attributes:
-        vertices: (V, 3); faces: (F, 3).
+        vertices: (V, 3).
+        faces: (F, 3).
         normals: (V, 3) if all parts have normals; None if not.
         uv: (V, 2) if all parts have texture coordinates, or if any textured part has them (other parts get 0); None if
             not.

@@ -41,7 +41,7 @@ def tree(leaves: Words, levels: Ints) -> tuple[Words, int]:
     while len(items) > 1:
         items = _packed(items, nodes)
     if items.view(np.int32)[0, layouts.CHILD_KIND] != layouts.INNER:
-        _packed(items, nodes)  # a single group
+        _packed(items, nodes)  # the mesh has a single group, which needs a node above it
     return _from_root(np.concatenate(nodes))
 
 

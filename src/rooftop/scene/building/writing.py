@@ -136,10 +136,11 @@ class _Pages:
     Attributes:
         path: path of the output file.
         hierarchy: clusters and groups.
-        streams: streams of all clusters; stream_starts: (C + 1,) start of each cluster's streams.
+        streams: streams of all clusters.
+        stream_starts: (C + 1,) start of each cluster's streams.
         order: order of groups and clusters.
-        counts: number of clusters of each group, in the order of `order.groups`; group_starts: cumulative sums of
-            `counts`.
+        counts: number of clusters of each group, in the order of `order.groups`.
+        group_starts: cumulative sums of `counts`.
         pages: the groups (first, end) of each page.
         places: start of each page in the file.
         words: number of words of each page.

@@ -29,7 +29,7 @@ from rooftop.scene.streaming.answers import Answer
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
 
-VIEWS_AHEAD = 8  # maximum views that `prefetch` culls in one batch
+VIEWS_AHEAD = 8  # maximum number of views that `prefetch` culls in one batch
 # if a batch would have more pairs of view and instance, `prefetch` culls view by view, so that lists stay short
 MOST_PAIRS_AHEAD = 2**22
 LIGHT = (0.4, 0.3, 0.85)  # the direction in the world from which the light comes
@@ -243,7 +243,7 @@ class Renderer:
             resident = None
             if pool is not None and not wait:
                 resident = pool.resident()
-                pool.begin()  # prepare the next frame now, because the host has time while the device draws
+                pool.begin()  # prepare the next frame here, because the host has time while the device draws
             answer = pool.requests.read(resident) if pool is not None else None
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
@@ -317,7 +317,7 @@ class Renderer:
             pool.requests.send()
             resident = pool.resident()
             if not pool.is_new:
-                pool.begin()  # now, because the host has time while the device culls
+                pool.begin()  # called here, because the host has time while the device culls
             answer = pool.requests.read(resident)
             room = chain.memory.wanted_room(answer.counters)
             if room == chain.memory.room:

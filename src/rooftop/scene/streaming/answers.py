@@ -25,7 +25,7 @@ class Answer:
         counters: counters of the frame.
         wanted: number of wanted pages.
         missing: the wanted pages that are absent, the most wanted first.
-        pixels: for each missing page, the error of the picture in pixels without this page.
+        pixels: for each missing page, the picture's error in pixels if this page is absent.
         refused: a page that the device refused because offsets in the page point outside the page, or None. If there is
             such a page, the frame is wrong.
     """

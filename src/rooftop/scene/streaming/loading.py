@@ -49,7 +49,8 @@ class Arrivals:
     """Requested pages that have been read, successfully or not.
 
     Attributes:
-        pages: (n,) page numbers; size_bytes: (n,) how many bytes of each page are in its slot.
+        pages: (n,) page numbers.
+        size_bytes: (n,) how many bytes of each page are in its slot.
         errors: for each page that is not in its slot, the error.
     """
 

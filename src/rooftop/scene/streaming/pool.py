@@ -32,7 +32,9 @@ class Pool:
     A frame calls `begin`, draws, reads the answer, and then calls either `ask` or `load` for the missing pages.
 
     Attributes:
-        graph: the pages; slots: which page is in which slot; loader: the threads that read pages.
+        graph: the pages.
+        slots: which page is in which slot.
+        loader: the threads that read pages.
         words: (slots * SLOT_WORDS + 2,) int32, the array of `buffers.Resident`.
         page_at: (pages,) int64, the start of each page, or -1.
         requests: the page requests of the culling kernels.
