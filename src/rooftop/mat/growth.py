@@ -74,8 +74,8 @@ def reserve(m: Mat, nelems: int) -> None:
 
 
 def resize(m: Mat, nelems: int, value: ScalarLike | None) -> None:
-    """Set the number of rows. The last rows are removed, or new rows are added. New rows are set to the value; with
-    None, they are not initialized.
+    """Set the number of rows. The last rows are removed, or new rows are added. New rows are set to `value`. If `value`
+    is None, they are not initialized.
 
     Raises:
         ValueError: `nelems` is negative.

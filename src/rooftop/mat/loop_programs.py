@@ -132,7 +132,7 @@ def run_loop(
     flat = [memory_of(each) for each in views]
     threads = views[0].numel() // _LEAST_PER_THREAD
 
-    def part(first: int, last: int) -> None:  # a part of a Mat whose elements form one row
+    def part(first: int, last: int) -> None:  # processes a part of the elements, which form one row
         given = chain.from_iterable((x[first * channels :], 0) for x in flat)
         loop(0, 1, (last - first) * channels, *given, *numbers)
 

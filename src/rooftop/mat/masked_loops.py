@@ -41,7 +41,7 @@ def copy_by_loops(source: Tensor, target: Tensor, mask: Tensor) -> bool:
         bits, channels = _BITS[target.element_size()], target.shape[-1]
     block = max(_BLOCK // channels, 1)
     views = [views[0].view(bits), views[1], *(x.view(bits) for x in views[2:])]
-    rows = [x.flatten(-2) for x in views]  # (..., columns * channels), the mask (..., columns)
+    rows = [x.flatten(-2) for x in views]  # (..., columns * channels); the mask is (..., columns)
     if all(x.is_contiguous() for x in rows):
         rows = [x.reshape(1, -1) for x in rows]
     columns = rows[1].shape[-1]

@@ -14,7 +14,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 REMOVED = -1  # the mesh number of a removed instance
 GROWTH = 1.5  # factor by which a full array grows
-FEW_CHANGES = 1024  # maximum rows of the log, or half the number of instances if that is larger
+FEW_CHANGES = 1024  # maximum number of rows of the log, or half the number of instances if that is larger
 
 
 class Instances:

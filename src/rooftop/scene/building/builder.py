@@ -97,7 +97,8 @@ def build(
         progress: called with the current activity and the fraction done.
         workers: number of processes, by default one per CPU. The file is the same for any number of processes.
         lock_borders: whether vertices of edges with a single face stay in place in all levels. Tiles of a scan that
-            meet at such edges (at equal positions, with the same power of two as `precision`) then meet in all levels.
+            meet at such edges then meet in all levels, if the positions at the edges are equal and all tiles have the
+            same grid step (see `precision`).
 
     Raises:
         FileNotFoundError: the folder for the file does not exist.

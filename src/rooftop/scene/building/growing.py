@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 # maximum number of seeds (triangles beside earlier clusters at which the next cluster may begin): in total, and added
 # per cluster
 MOST_SEEDS, NEW_SEEDS = 256, 4
-LEAF = 8  # maximum triangles of a leaf of the tree
+LEAF = 8  # maximum number of triangles of a leaf of the tree
 SEARCHES = 64  # this many searches without a tree take as long as building the tree
 NONE = -1
 MANY = 1 << 62
@@ -73,7 +73,7 @@ def grown(
         by cluster, as rows of `points`; the corners (T, 3), as indices of each cluster's vertices.
     """
     sizes = np.diff(starts)
-    # minimum triangles of a cluster that ends because it has the maximum number of vertices
+    # minimum number of triangles of a cluster that ends because it has the maximum number of vertices
     fewest = (layouts.MAX_VERTICES - 2) // 3
     most = int(np.maximum(-(-sizes // fewest), -(-sizes // least)).sum())
     pieces, triangles, members = (np.empty(most, np.int64) for _ in range(3))

@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 STEPS_PER_EDGE = 64  # least number of grid steps in the mean edge
 # least number of grid steps in the mesh's extent: a quarter of a pixel if the mesh fills a picture 4096 wide
 STEPS = 1 << 14
-# maximum grid steps along an axis; renderers compute in float32, which represents integers up to this exactly
+# maximum number of grid steps along an axis; renderers compute in float32, which represents integers up to this exactly
 MOST_STEPS = 1 << 24
 STEPS_PER_SMALL_EDGE = 16  # minimum number of grid steps in the edges of small faces, which a coarser grid would remove
 NEEDLE = 0.01  # a face may be removed if its height divided by its longest edge is less than this

@@ -63,7 +63,7 @@ def plain_obj(content: bytes, name: str) -> bytes:
 
 
 def brightest(content: bytes) -> float | None:
-    """The largest colour number of a file's vertices; None if no vertex has six numbers (position and colour)."""
+    """The largest colour value of a file's vertices; None if no vertex has six numbers (position and colour)."""
     colors = _COLORED.findall(b"\n" + content)
     return float(np.array(b" ".join(colors).split(), dtype=np.float64).max()) if colors else None
 

@@ -235,7 +235,7 @@ def _copy(data: Any, starts: Any, lengths: Any, copied: Any) -> None:
 
 def _text(text: bytes, elements: list[_Element], path: Path) -> Values:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # NumPy only warns of words that are not numbers
+        warnings.simplefilter("error")  # otherwise, NumPy only warns of words that are not numbers
         try:
             numbers: Array = np.fromstring(text, np.float64, sep=" ") if text.strip() else np.empty(0)
         except (DeprecationWarning, ValueError) as error:

@@ -24,7 +24,7 @@ from rooftop.scene.building.ply_files import PlainMesh, read_ply
 from rooftop.scene.materials import Material
 
 Floats = npt.NDArray[np.float64]
-STL_HEAD_BYTES, STL_TRIANGLE_BYTES = 84, 50  # of a binary file: 80 bytes of any text and the number of triangles
+STL_HEAD_BYTES, STL_TRIANGLE_BYTES = 84, 50  # in a binary file, the head is 80 bytes of any text and a count
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def _together(columns: list[npt.NDArray[Any]]) -> Floats:
 
 
 def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_]) -> tuple[Corners, float]:
-    """Merge the vertices in each grid cell into the first one, except for locked vertices. This ignores topology.
+    """Merge the vertices in each grid cell into the first one, except for locked vertices. The merge ignores topology.
 
     The cells have the smallest size that leaves at most half the triangles. No point of the surface moves farther than
     a corner of its triangle, so the error is exact.

@@ -44,7 +44,7 @@ ROUNDS = 4
 # approximate number of samples of a picture that hit triangles; least and most samples along the picture's side
 HITS, SIDES = 10_000, (64, 512)
 LOOKS = 2  # a group's coverage is measured at most this many times
-OVERLAP = 1.5  # areas grow by the wanted ratio to this power, because other parts hide some of the growth
+OVERLAP = 1.5  # areas grow by the wanted ratio ** OVERLAP, because other parts hide some of the growth
 LEAST, LARGE = 1e-30, 1e30
 
 

@@ -74,7 +74,8 @@ class Frame:
     # (2 * PASS,): from index GROUPS on, the number of items of each list, including items for which the list had no
     # room
     counters: wp.array(dtype=wp.int32)
-    # (2, room): nodes of a tree level, and nodes of the next level (instance_cull, level_cull -> level_cull)
+    # (2, room): one row has the nodes of a tree level, the other those of the next (instance_cull, level_cull ->
+    # level_cull)
     nodes: wp.array2d(dtype=wp.int64)
     groups: wp.array(dtype=wp.int64)  # children that are groups: node * 8 + slot (level_cull -> level_cull)
     # visible clusters of a pass, in any order: page << 11 | cluster (level_cull -> sort_clusters)

@@ -48,7 +48,7 @@ SUBPIXEL_BITS, SUBPIXEL_SHIFT = wp.constant(8), wp.constant(wp.int64(8))
 SUBPIXELS = wp.constant(256.0)
 # largest extent of a small triangle, in 1/256 pixel: products of two such numbers fit into int32
 SMALL_EXTENT = wp.constant(64 << 8)
-SMALL_PIXELS = wp.constant(256)  # maximum pixels in the box of a small triangle
+SMALL_PIXELS = wp.constant(256)  # maximum number of pixels in the box of a small triangle
 # largest coordinate of a triangle's corner, in pixels, so that products of coordinates fit into int64
 GUARD = wp.constant(float(1 << 20))
 TILE_BITS = wp.constant(5)

@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.int64]
 SLOT_WORDS = layouts.PAGE_BYTES // 4
 THREADS = 8  # reading threads; a thread reads 128 KB from the system's cache in about 0.1 ms
 BUFFERS = 64  # page buffers in host memory: threads fill some of them while others are uploaded
-MOST_MERGED = 4  # maximum pages that one system call reads
+MOST_MERGED = 4  # maximum number of pages that one system call reads
 
 # Outcomes of a request, as in `page_reader.cpp`.
 READ, UNREADABLE, CUT_OFF, CHANGED, NOT_COPIED = range(5)
