@@ -100,7 +100,7 @@ class Connections:
         of_places: the part of each of these places.
         crowded: number of edges that have more than two faces and that no other batch can share.
         open_places: places of edges that have one face and that no other batch can share.
-        edges: (E, 2) places of the edges that other batches may share, the lower first.
+        edges: (E, 2) places of the edges that other batches may share, with the lower place first.
         faces: (E,) the number of faces of each edge in this batch.
     """
 
@@ -156,7 +156,7 @@ class Whole:
 
     Attributes:
         parts: (V,) the part of each vertex; None if there is one part.
-        non_manifold_edges: edges with more than two faces.
+        non_manifold_edges: number of edges with more than two faces.
         open_places: places of edges with one face.
     """
 
@@ -219,9 +219,9 @@ def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.
     Returns the number of components, and the component of each item.
 
     Components are numbered in the order of their first items. In each round, every item becomes the child of a
-    neighbour: either always a neighbour with a higher number, or always one with a lower number, whichever leaves fewer
-    roots. Then each tree counts as one item. Each round at least halves the number of items that still have neighbours.
-    (SciPy takes half the time, but a third of a second to import.)
+    neighbour with a higher number. If lower numbers leave fewer roots, every item becomes the child of a neighbour with
+    a lower number instead. Then each tree counts as one item. Each round at least halves the number of items that still
+    have neighbours. (SciPy takes half the time, but a third of a second to import.)
     """
     things = np.arange(count, dtype=np.int32)
     root = things

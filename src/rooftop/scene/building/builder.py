@@ -38,7 +38,7 @@ class BuildReport:
 
     Attributes:
         path: path of the file.
-        triangles: triangles of the mesh, after repairs.
+        triangles: number of triangles of the mesh, after repairs.
         levels: counts of each level, from the finest to the coarsest.
         fill: how full the clusters are: their triangles, as a share of the maximum number of triangles.
         size_bytes: size of the file.
@@ -86,9 +86,10 @@ def build(
         vertices: (V, 3) positions, in object units.
         faces: (F, 3) vertex indices of each triangle.
         path: the output file; by convention its name ends in .rtg.
-        normals: (V, 3); or "smooth" to compute them; or None to store none, so that a renderer uses the faces' normals.
+        normals: (V, 3), or "smooth" to compute normals. None stores no normals, so that a renderer uses the faces'
+            normals.
         uv: (V, 2) texture coordinates.
-        materials: (F,) numbers from 0 to 65535.
+        materials: (F,) the material number of each face, from 0 to 65535.
         colors: (V, 3) red, green and blue as displayed (sRGB), from 0 to 1 or uint8; stored with 8 bits each.
         material_table: a `Material` for each number of `materials` from 0 on. The table is stored in the file, with its
             images in their original encoding. Textures are looked up at `uv`.

@@ -319,8 +319,8 @@ class _Plain:
 
 
 def _floats(values: Array, normalized: bool) -> Array:
-    """Convert integers to the numbers that they represent: the integers themselves, or (normalized) fractions of the
-    greatest integer."""
+    """Convert integers to the numbers that they represent: the integers themselves or, if `normalized`, fractions of
+    the greatest integer."""
     if not normalized or values.dtype.kind == "f":
         return values.astype(np.float32)
     found: Array = np.maximum(values.astype(np.float64) / np.iinfo(values.dtype).max, -1.0)

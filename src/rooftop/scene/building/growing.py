@@ -108,7 +108,7 @@ def _triangles_around(corners: Any, vertices: Any) -> Any:
 
 @helper
 def _middles(corners: Any, points: Any) -> Any:
-    """The middle of each triangle, and the radius of a full cluster of triangles of mean area."""
+    """The middle of each triangle, and the radius that a full cluster has if its triangles have the mean area."""
     middles = np.empty(corners.shape, np.float64)
     area = 0.0
     edges = np.empty((2, 3))

@@ -1,6 +1,6 @@
 """Check and repair the source mesh, round it to its grid, and merge equal vertices.
 
-Invalid input raises an error (a vertex that is not a number, an index out of range). Harmless input is dropped and
+Invalid input raises an error (a coordinate that is not a number, an index out of range). Harmless input is dropped and
 counted (faces without area on the grid, duplicate faces, unused vertices). Non-manifold edges are kept and counted.
 Vertices are rounded only here, because all levels use the vertices of this mesh, except for small parts that grow (see
 `thinning`).
@@ -69,7 +69,7 @@ class Vertices:
 
 @dataclass(frozen=True)
 class Repairs:
-    """The repairs made to the mesh before the build.
+    """The repairs made to the mesh before the build, as counts of faces, vertices or edges.
 
     Attributes:
         degenerate_faces: faces with almost no area, dropped because two of their corners are at the same place of the

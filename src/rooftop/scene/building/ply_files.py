@@ -141,7 +141,7 @@ def _header(head: bytes, path: Path) -> tuple[str, list[_Element], str | None, i
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 
-Values = dict[str, dict[str, Any]]  # of each element, an array (rows,) or `_Lists` for each property
+Values = dict[str, dict[str, Any]]  # for each element and each of its properties, an array (rows,) or `_Lists`
 
 
 def _binary(data: Array, begin: int, order: str, elements: list[_Element], path: Path) -> Values:

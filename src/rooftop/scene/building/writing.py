@@ -170,8 +170,8 @@ def _write_pages(
     at: int,
     team: Team,
 ) -> npt.NDArray[np.void]:
-    """Write all pages to the file, starting at byte `at`; return their table of layouts.PAGE_ENTRY (offset, length,
-    checksum). `has` is as in `_page`.
+    """Write all pages to the file, starting at byte `at`. Return the table of pages, with a row of layouts.PAGE_ENTRY
+    (offset, length, checksum) for each. `has` is as in `_page`.
     """
     streams = np.concatenate(hierarchy.streams)
     hierarchy.streams.clear()
