@@ -33,7 +33,8 @@ class PageNeeds:
         return self.pages[self.starts[page] : self.starts[page + 1]]
 
     def of_all(self, pages: Ints) -> tuple[Ints, Ints]:
-        """For each page of `pages`, the pages that it needs directly: concatenated lists, and the length of each."""
+        """For each page of `pages`, the pages that it needs directly. Returns the concatenated lists, and the length of
+        each list."""
         counts = self.starts[pages + 1] - self.starts[pages]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return self.pages[np.repeat(self.starts[pages], counts) + within], counts

@@ -58,8 +58,8 @@ class FrameStats:
     """Counts and times of the work of a frame.
 
     Attributes:
-        clusters, triangles: numbers drawn in all views. `clusters`, `triangles` and `levels` do not include shadow
-            maps.
+        clusters, triangles: number of clusters and of triangles drawn in all views. `clusters`, `triangles` and
+            `levels` do not include shadow maps.
         levels: the levels of detail that were drawn; 0 is the finest.
         occluded: number of instances, nodes, groups and clusters that the first pass found hidden, so that the second
             pass tested them again.

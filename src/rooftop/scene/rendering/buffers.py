@@ -102,7 +102,7 @@ class Frame:
     piece_depths: wp.array2d(dtype=wp.float32)  # (room, 3)
     tiles: wp.array(dtype=wp.int64)  # piece << 32 | row of the tile << 16 | column of the tile
     # The farthest depth in each square of 2^level x 2^level pixels of the cameras' views: written by hzb, read by the
-    # culls.
+    # culling stages.
     hzb: wp.array(dtype=wp.float32)  # for each view, the levels from level 1 on
     hzb_before: wp.array(dtype=wp.float32)
     hzb_at: wp.array2d(dtype=wp.int32)  # (cameras, levels) the start of each level; level 0 is the pixels

@@ -102,8 +102,8 @@ def too_coarse(
 def box_state(
     views: Views, views_before: Views, frame: Frame, history: wp.int32, pair: wp.int32, center: wp.vec3, half: wp.vec3
 ):
-    """Classify a box: SHOWN, UNSEEN (outside the picture), or, with history, HIDDEN (behind surfaces of the previous
-    frame)."""
+    """Classify a box as SHOWN, UNSEEN (outside the picture) or, if `history` is not 0, HIDDEN (behind surfaces of the
+    previous frame)."""
     at = transformed(frame.to_view, pair, center)
     if is_outside(views, pair // frame.instances, at, half_sizes(frame.to_view, pair, center, half)):
         return UNSEEN

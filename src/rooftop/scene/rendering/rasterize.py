@@ -255,7 +255,7 @@ def clip(
     plane: wp.vec3d,
     offset: wp.float64,
 ):
-    """Clip a polygon to plane . p + offset >= 0; return the number of corners that it has then.
+    """Clip a polygon to plane . p + offset >= 0, and return the number of corners of the result.
 
     A new corner is computed from the inner to the outer end of an edge, so two triangles that share the edge get the
     same corner. The computation is in float64, so that a corner that is far away does not shift the new corner on the

@@ -130,11 +130,10 @@ class Renderer:
             outputs: which fields of `GBuffer` to fill.
             timings: whether to time each stage and fill `stats.stage_ms`.
             wait: with a pool, whether missing pages are loaded before the frame ends. If True, the picture is the same
-                as with all pages. If the needed pages do not fit into the pool, it is the finest picture whose pages
-                fit. The picture
-                does not depend on earlier frames and loads, except that shadow maps kept from earlier frames may be
-                finer. If False, the frame is drawn from the resident pages, complete but coarser, and missing pages are
-                loaded for later frames.
+                as with all pages. If the needed pages do not fit into the pool, the picture is the finest whose pages
+                fit. The picture does not depend on earlier frames and loads, except that shadow maps kept from earlier
+                frames may be finer. If False, the frame is drawn from the resident pages, complete but coarser, and
+                missing pages are loaded for later frames.
 
         Draw all frames of one renderer on one stream, because each frame reads data of the previous one. On a GPU the
         pictures may still be in progress when this returns, as with any work that torch queues.

@@ -118,8 +118,8 @@ class Stages:
         self._draw(history=False)
 
     def look_ahead(self, more: bool) -> None:
-        """Run only the culling kernels of a frame, to collect the frame's page requests. If `more`, they are added to
-        the requests collected before; if not, they replace these."""
+        """Run only the culling kernels of a frame, to collect the frame's page requests. If `more`, these requests are
+        added to the requests collected before. If not, they replace the earlier requests."""
         requests = self.requests
         assert requests is not None
 

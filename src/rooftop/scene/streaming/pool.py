@@ -101,7 +101,7 @@ class Pool:
 
     def target(self, first: bool = False) -> Mask | None:
         """A mask (pages,) of the pages that the last frame, or its first pass, wanted, and of the pages that these
-        need; None if they do not fit.
+        need. None if the pages of this mask do not fit into the pool.
         """
         target = self.graph.roots | self.graph.with_needs(self.requests.use(first).pixels > 0)
         return target if target.sum() <= self.slots.count else None
