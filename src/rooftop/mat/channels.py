@@ -20,8 +20,8 @@ def merge(mv: Sequence[Mat | MatExpr], dst: Mat | None = None) -> Mat:
     """One Mat with the channels of all Mats, in order. Each Mat may have several channels.
 
     Raises:
-        ValueError: there are no Mats, a Mat has no sizes, their sizes, depths or devices differ, or they have more than
-            512 channels together.
+        ValueError: there are no Mats, or one of them has no sizes; the sizes, depths or devices of the Mats differ; or
+            the Mats have more than 512 channels together.
     """
     if not mv:
         raise ValueError("merge needs at least one Mat")

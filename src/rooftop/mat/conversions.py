@@ -1,6 +1,6 @@
 """Convert numbers of one depth to another, with a scale and a shift, as `cv::Mat::convertTo` does.
 
-    stored = saturate(round(alpha * x + beta))          rounding half to even; no rounding into floating depths
+    stored = saturate(round(alpha * x + beta))          rounded half to even; not rounded for a floating target depth
 
 alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). If float32
 cannot represent the numbers of the source or the target, float64 is used instead: for conversions into 64F, 64S and

@@ -26,7 +26,7 @@ def natural_steps(sizes: Sizes, elem_bytes: int) -> Sizes:
 def is_continuous(sizes: Sizes, steps: Sizes) -> bool:
     """Whether the elements are contiguous. The steps of leading dimensions of size 1 do not matter.
 
-    The result equals OpenCV's except for Mats of 2^31 numbers or more: OpenCV counts in an int, and reports
+    The result equals OpenCV's except for Mats of 2^31 numbers or more: OpenCV counts with a 32-bit int, and reports
     such Mats as not continuous.
     """
     last = len(sizes) - 1

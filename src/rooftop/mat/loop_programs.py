@@ -44,8 +44,8 @@ _KNOWN = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.
 
 Loop = Callable[..., None]
 Form = tuple[Expression, tuple[Kind, ...], tuple[int, ...]]
-"""The expression that a loop stores, the kinds of its arguments, and the index of each Mat's array, and of the target's
-array, among the loop's distinct arrays."""
+"""The expression whose value a loop stores, the kinds of the expression's arguments, and, for each Mat and for the
+target, the index of its array among the loop's distinct arrays."""
 _MOST_FORMS = 1024
 _spent: dict[Form, float] = {}  # seconds spent on row-by-row evaluation of forms that have no loop yet
 _loops: dict[Form, Loop] = {}  # loops are never removed, because Numba does not free them

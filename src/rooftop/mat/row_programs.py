@@ -45,7 +45,8 @@ class RowProgram:
 
     Attributes:
         dtype: the dtype of the computation.
-        numbers: constants: a tensor () with one number for all channels, or (channels,) with one for each.
+        numbers: the constants. Each is a tensor () with one number for all channels, or (channels,) with one number for
+            each channel.
         scratch: dtypes of the scratch registers.
     """
 

@@ -131,7 +131,7 @@ def reach_outputs(
     cell = _cell(batch[:, None], to_0, to_1, to_2, to_3, out_0, out_1, out_2, out_3)
     bit = tl.full((ROWS, TAPS), 1, tl.int32) << (cell & 31)
     place = words + (cell >> 5)
-    # loads first: most bits are set already, and an atomic costs more than a load
+    # Load before the atomic operation: most bits are set already, and an atomic costs more than a load.
     new = (tl.load(place, mask=valid, other=0) & bit) == 0
     tl.atomic_or(place, bit, mask=valid & new, sem="relaxed")
     tl.store(cells + row[:, None] * VOLUME + tap[None, :], tl.where(valid, cell, -1), mask=wanted)

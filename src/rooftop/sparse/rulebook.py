@@ -56,7 +56,7 @@ WORD_BITS = 32
 
 
 class Faults(NamedTuple):
-    """Errors in the sites that were found while building a rulebook, and the data for their messages.
+    """Errors that were found in the sites while a rulebook was built, and the data for the error messages.
 
     Attributes:
         flags: (3,) int32 on the device of the indices. A flag is 1 if its error occurred: an input row repeats a site;
@@ -172,7 +172,7 @@ class Rulebook:
 
     @cached_property
     def masks(self) -> Tensor:
-        """Bit masks of `neighbours`, (O, ceil(K / 32)) int32: bit k % 32 of word k // 32 is set if offset k has an
+        """Bit masks of `neighbours`, (O, ceil(K / 32)) int32: bit `k % 32` of word `k // 32` is set if offset k has an
         input."""
         return bit_masks(self.neighbours)
 

@@ -59,8 +59,8 @@ class SparseConvTensor:
     ) -> None:
         """Use the given tensors without copies. Values are not checked in compiled code or for fake tensors.
 
-        Arguments are in spconv's order. grid and voxel_num are ignored, and accepted only for
-        networks that pass them.
+        Arguments are in spconv's order. `grid` and `voxel_num` are ignored, and accepted only for networks that pass
+        them.
 
         Raises:
             TypeError, ValueError: a shape, dtype or device is wrong; the grid, including the batch, has 2^63 cells or

@@ -152,11 +152,12 @@ def _by_voxel(keys: Tensor) -> _ByVoxel:
 
 
 class PointToVoxel:
-    """Assign points to slots of voxels, (V, P, F), for a batch of one, like spconv's class of this name.
+    """Assign the points of one cloud to the slots of voxels, (V, P, F), like spconv's class of this name.
 
     The grid follows spconv's rule, and rounds the range to the nearest number of whole cells. (`voxelize` covers the
-    whole range.) Voxels are numbered in the order of their first points, and take their points in order, until slots or
-    voxels run out. GPU and CPU return the same result. In spconv on a GPU, the result depends on the order of threads.
+    whole range.) Voxels are numbered in the order of their first points, up to `max_num_voxels` voxels. The slots of a
+    voxel take its first P points. GPU and CPU return the same result. In spconv on a GPU, the result depends on the
+    order of threads.
 
     Attributes:
         grid_size: number of cells, [z, y, x], for the `spatial_shape` of a `SparseConvTensor`.
@@ -242,7 +243,7 @@ class PointToVoxel:
         number = number.where(found.real & (number < count), -1)
         slot = torch.arange(len(pc), device=pc.device) - found.first
         lies = (number >= 0) & (slot < slots)
-        # an additional slot collects the points that are in no voxel
+        # an additional slot collects the points that get no slot of a voxel
         place = (number * slots + slot).where(lies, count * slots)
         shape = (count, slots, pc.shape[1])
         zeros = allocated("PointToVoxel: a tensor", shape, pc.dtype, lambda: pc.new_zeros(count * slots + 1, shape[2]))
