@@ -5,7 +5,8 @@ stages load only the record.
 
     word  0      pair
           1, 2   index of the first word of the cluster's streams
-          3      triangles - 1 (7 bits), vertices - 1 (8), kind (2), words from the head's attribute fields to the streams (15)
+          3      triangles - 1 (7 bits), vertices - 1 (8), kind (2), number of words from the attribute fields of the
+                 cluster's head to the streams (15)
           4      number of vertices before triangles 32, 64 and 96 (8 bits each), bits of a reference (8)
           5      number of references before triangles 32, 64 and 96 (10 bits each), whether the instance mirrors (1)
           6      bits of a position (6 for each axis), words from the streams to the positions (13)

@@ -315,7 +315,9 @@ def _open(mesh: Geometry) -> int:
         what = "it no longer exists, but its pages are read on demand"
         raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
     except OSError as error:
-        what = f"it cannot be opened to read its pages ({error.strerror}; every file of a scene stays open: see ulimit -n)"
+        what = (
+            f"it cannot be opened to read its pages ({error.strerror}; each file of a scene stays open: see ulimit -n)"
+        )
         raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
     if identity_of(file) != mesh.identity:
         os.close(file)
