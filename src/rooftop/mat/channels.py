@@ -98,7 +98,7 @@ def mixChannels(
     sources = [src] if isinstance(src, Mat) else list(src)
     targets = [dst] if isinstance(dst, Mat) else list(dst)
     if not sources or not targets:
-        raise ValueError("mixChannels needs at least one Mat on each side")
+        raise ValueError("mixChannels needs at least one Mat in src and in dst")
     _check_alike("mixChannels", [*sources, *targets])
     givens = [m._bits()[..., c : c + 1] for m in sources for c in range(m.channels())]
     into = [m._writable_bits()[..., c : c + 1] for m in targets for c in range(m.channels())]

@@ -66,7 +66,7 @@ def reserve(m: Mat, nelems: int) -> None:
         ValueError: the Mat is empty, so its rows have no length yet.
     """
     if nelems < 0:
-        raise ValueError(f"reserve takes a number of rows, got {nelems}")
+        raise ValueError(f"reserve takes a number of rows of at least 0, got {nelems}")
     if not m._sizes:
         raise ValueError("rows of an empty Mat have no length yet: call create(0, cols, type) first")
     if nelems > len(m) and not _grows_in_place(m, nelems):
@@ -81,7 +81,7 @@ def resize(m: Mat, nelems: int, value: ScalarLike | None) -> None:
         ValueError: `nelems` is negative.
     """
     if nelems < 0:
-        raise ValueError(f"resize takes a number of rows, got {nelems}")
+        raise ValueError(f"resize takes a number of rows of at least 0, got {nelems}")
     before = len(m)
     if nelems <= before:
         pop_back(m, before - nelems)

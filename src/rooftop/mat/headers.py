@@ -115,7 +115,7 @@ def reshaped_nd(sizes: Sizes, cn: int, new_cn: int, wanted: Sizes) -> tuple[Size
     if not wanted:
         raise ValueError("reshape needs at least one size, got (): use (1,) for one element")
     if any(size < -1 for size in wanted) or wanted.count(-1) > 1:
-        raise ValueError(f"sizes are numbers of at least 0, with at most one -1, got {wanted}")
+        raise ValueError(f"each size must be at least 0, except that one may be -1, got {wanted}")
     kept = []
     for axis, size in enumerate(wanted):
         if size == 0 and axis >= len(sizes):

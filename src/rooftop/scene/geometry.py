@@ -335,7 +335,9 @@ class Geometry:
         fits &= self.page_lengths <= layouts.PAGE_BYTES
         if not self.pages or not fits.all():
             wrong = int(np.argmin(fits)) if self.pages else 0
-            raise GeometryFileError(self.path, f"the table has impossible values for page {wrong}", table + 16 * wrong)
+            raise GeometryFileError(
+                self.path, f"the page table has impossible values for page {wrong}", table + 16 * wrong
+            )
 
     def _read_needs(self, start: int, length: int) -> PageNeeds:
         numbers = np.frombuffer(self._data, "<u4", length // 4, start).astype(np.int64)

@@ -178,6 +178,8 @@ def _absolute(corner: str, counts: dict[str, int], line: int, name: str) -> str:
         if index is not None and index < 0:
             index += counts[kind] + 1
         if index is not None and index < 1:
-            raise InputError(f"{name}, line {line}: {corner!r} counts back beyond the first of {counts[kind]:,}")
+            raise InputError(
+                f"{name}, line {line}: {corner!r} counts back beyond the first of {counts[kind]:,} `{kind}` lines"
+            )
         parts.append("" if index is None else str(index))
     return "/".join(parts)
