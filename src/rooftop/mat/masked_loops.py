@@ -34,7 +34,7 @@ def copy_by_loops(source: Tensor, target: Tensor, mask: Tensor) -> bool:
     views = [target, mask.view(torch.uint8), *([] if is_value else [source])]
     if (by_number and is_value) or not all(map(_has_rows, views)):
         return False
-    width = target.element_size() * (1 if by_number else target.shape[-1])  # bytes for each mark of the mask
+    width = target.element_size() * (1 if by_number else target.shape[-1])  # number of bytes that a mask byte selects
     if width in _BITS and all(_is_of(x, width) for x in [target, source]):
         bits, channels = _BITS[width], 1
     else:

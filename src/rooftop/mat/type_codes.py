@@ -114,7 +114,7 @@ def CV_MAT_DEPTH(type: int) -> int:
 
 
 def CV_MAT_CN(type: int) -> int:
-    """The channels of a type."""
+    """The number of channels of a type."""
     return (type >> CV_CN_SHIFT) + 1
 
 

@@ -13,7 +13,7 @@ MAX_SIDE = 16384  # pixels
 # least and greatest accepted length; float32 can represent both, and their products with a mesh's lengths
 LEAST, MOST = 1e-30, 1e30
 
-MOST_SHOWN = 200  # maximum characters of a given value in a message
+MOST_SHOWN = 200  # maximum number of characters of a given value in a message
 
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80

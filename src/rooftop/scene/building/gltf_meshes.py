@@ -202,7 +202,7 @@ class _Plain:
         for name in _READ:
             if name in attributes and self._is_other(self._accessor(attributes[name]), (_FLOAT32,)):
                 attributes[name] = self._plain(attributes[name], is_index=False)
-        if "TEXCOORD_0" in attributes and "material" not in primitive:  # without a material, readers ignore them
+        if "TEXCOORD_0" in attributes and "material" not in primitive:  # without a material, readers ignore `uv`
             self._document.setdefault("materials", []).append({})
             primitive["material"], self._changed = len(self._document["materials"]) - 1, True
         mode, indices = primitive.get("mode", _TRIANGLES), primitive.get("indices")

@@ -319,7 +319,7 @@ def _grow(
         base, keys = np.empty(count), np.empty(count)  # priorities of the neighbours, without and with their distances
         position = np.full(count, NONE, np.int32)  # index of a triangle in the list of neighbours
         many = 0
-        above = 0.0  # greater than any squared distance
+        above = 0.0  # becomes greater than any squared distance
         for axis in range(3):
             above += 2 * (middles[:, axis].max() - low[axis]) ** 2
         above += 1

@@ -323,7 +323,7 @@ class _Levels:
         numbers = front.numbers
         parts = self._grouped(front, team)
         order = np.argsort(parts, kind="stable")  # clusters, group by group
-        counts = np.bincount(parts)  # clusters of each group
+        counts = np.bincount(parts)  # number of clusters of each group
         starts = starts_of(counts)
         triangles = np.add.reduceat(front.triangles[order], starts[:-1])
         batches = _batches(triangles)

@@ -30,7 +30,7 @@ STEPS = 1 << 14
 MOST_STEPS = 1 << 24
 STEPS_PER_SMALL_EDGE = 16  # minimum number of grid steps in the edges of small faces, which a coarser grid would remove
 NEEDLE = 0.01  # a face may be removed if its height divided by its longest edge is less than this
-UV_STEPS_PER_EDGE = 8  # minimum steps of uv per mean edge; UV_STEP adds more where a texture is finer than the mesh
+UV_STEPS_PER_EDGE = 8  # least uv steps in the mean edge; UV_STEP requires more where a texture is finer than the mesh
 UV_STEP = 2.0**-13  # largest step of uv: half a texel of a texture 4096 wide
 MOST_UV_STEPS = (1 << 30) - 1  # limit of uv in steps, so that the difference of two values fits into 31 bits
 # limits of a mesh's extent and of its grid's step, so that squares of lengths stay far from float32's limits
@@ -302,7 +302,7 @@ def _colors(values: npt.ArrayLike, used: npt.NDArray[np.bool_]) -> npt.NDArray[n
 def _integers(name: str, values: npt.ArrayLike, shape: tuple[int | None, ...]) -> npt.NDArray[np.int64]:
     array = np.asarray(values)
     if array.size == 0 and array.ndim == 1 and len(shape) == 2:
-        array = np.empty((0, 3), np.int64)  # an empty list
+        array = np.empty((0, 3), np.int64)  # the caller passed an empty list
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, not {array.dtype}")
     if array.ndim != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):

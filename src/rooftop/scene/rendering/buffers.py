@@ -29,7 +29,7 @@ class Resident:
     # (instances, 12): `instance_to_world` in the previous frame, for instances that moved since
     instance_before: wp.array2d(dtype=wp.float64)
     instance_moved: wp.array(dtype=wp.int32)  # (instances,) the last frame in which the instance moved; -1: none
-    instance_normals: wp.array2d(dtype=wp.float32)  # (instances, 9): transforms normals to the world
+    instance_normals: wp.array2d(dtype=wp.float32)  # (instances, 9): 3 x 3 matrices that transform normals to the world
 
 
 MESH_FIRST_NODE, MESH_FIRST_PAGE, MESH_ATTRIBUTES = wp.constant(0), wp.constant(1), wp.constant(2)

@@ -97,7 +97,7 @@ class Renderer:
         if self.pool_bytes is not None and scene.meshes:
             self._graph = PageGraph(scene.meshes)
             slots_of(self._graph, self.pool_bytes)
-        self._chains, self._ahead = Chains(self.device), Chains(self.device, pictures=False)  # chains of `prefetch`
+        self._chains, self._ahead = Chains(self.device), Chains(self.device, pictures=False)  # _ahead: for `prefetch`
         self._meshes: Meshes | None = None
         self._surfaces: Uploaded | None = None
         self._surfaces_of: tuple[object, ...] = ()
