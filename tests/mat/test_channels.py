@@ -129,7 +129,7 @@ def test_no_elements() -> None:
         (lambda m: mixChannels(m, m, [0, 1, 2]), ValueError, "pairs of a channel .* got 3 numbers"),
         (lambda m: mixChannels(m, m, [3, 0]), IndexError, "fromTo 3 -> 0: src has channels 0 to 2"),
         (lambda m: mixChannels(m, m, [0, -1]), IndexError, "fromTo 0 -> -1"),
-        (lambda m: mixChannels([], m, []), ValueError, "at least one Mat on each side"),
+        (lambda m: mixChannels([], m, []), ValueError, "at least one Mat in src and in dst"),
     ],
 )
 def test_what_cannot_be_put_together(call: object, error: type[Exception], message: str) -> None:

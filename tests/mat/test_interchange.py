@@ -93,11 +93,11 @@ def test_channels_in_front_that_lie_last_in_memory() -> None:
     assert torch.equal(m.tensor("chw"), batch[1])
     front = torch.rand(3, 4, 5)
     with pytest.raises(
-        ValueError, match=r"are 80 bytes apart .*: x\.permute\(1, 2, 0\)\.contiguous\(\), without layout"
+        ValueError, match=r"are 80 bytes apart .*: x\.permute\(1, 2, 0\)\.contiguous\(\), passed without layout="
     ):
         Mat(front, layout="chw")
     assert torch.equal(Mat(front.permute(1, 2, 0).contiguous()).tensor("chw"), front)
-    with pytest.raises(ValueError, match=r"array\.transpose\(1, 2, 0\)\.copy\(\), without layout"):
+    with pytest.raises(ValueError, match=r"array\.transpose\(1, 2, 0\)\.copy\(\), passed without layout="):
         Mat(front.numpy(), layout="chw")
     assert np.array_equal(Mat(front.numpy().transpose(1, 2, 0).copy()).tensor("chw").numpy(), front.numpy())
     with pytest.raises(ValueError, match="layout='chw' takes three dimensions"):

@@ -113,7 +113,7 @@ def test_materials_in_latin_1_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("v 0 0 0\nv 1 0 0\nf -3 -2 -1\n", r"line 3: '-3' counts back beyond the first of 2"),
+        ("v 0 0 0\nv 1 0 0\nf -3 -2 -1\n", r"line 3: '-3' counts back beyond the first of 2 `v` lines"),
         ("v 0 0 0\nv 1 0 0\nv 0 1 0\nf 1 2 0", r"line 4: '0' has the index 0, but indices of OBJ begin at 1"),
         ("v 0 0 0\nv 1 0 0\nv 0 1 0\nf 0/1 1/1 2/1\n", r"line 4: '0/1' has the index 0"),
         ("v\t0 0 0\nf a b c\n", r"line 2: 'a' is not an index of a vertex"),

@@ -51,7 +51,7 @@ class MatData:
             `Mat.mapped()`, a GPU's block is "host" too, and the data in GPU memory is out of date.
         used_bytes: offset in the storage at which the last row of any header ends. A header grows in place only if its
             last row ends at this offset. So two headers of one block never push different rows to the same position.
-            (OpenCV allows this.)
+            (In OpenCV, they can.)
     """
 
     __slots__ = ("__weakref__", "_bases", "allocator", "device", "flags", "mapping", "share", "size_bytes",
@@ -173,7 +173,7 @@ def getStdAllocator(device: DeviceLike = "cpu", *, pinned: bool = False) -> MatA
     allocator.
 
     Raises:
-        ValueError: `pinned` was requested for a GPU, or without a GPU; or the device does not exist.
+        ValueError: `pinned` was requested for GPU memory, or on a machine without a GPU; or the device does not exist.
     """
     where = device_named(device)
     if (found := _STANDARD.get((where, pinned))) is not None:  # checking for a GPU takes longer than an allocation

@@ -20,8 +20,8 @@ def merge(mv: Sequence[Mat | MatExpr], dst: Mat | None = None) -> Mat:
     """One Mat with the channels of all Mats, in order. Each Mat may have several channels.
 
     Raises:
-        ValueError: there are no Mats, or Mats without sizes; their sizes, depths or devices differ; or they have more
-            than 512 channels together.
+        ValueError: there are no Mats, or one of them has no sizes; the sizes, depths or devices of the Mats differ; or
+            the Mats have more than 512 channels together.
     """
     if not mv:
         raise ValueError("merge needs at least one Mat")
@@ -98,7 +98,7 @@ def mixChannels(
     sources = [src] if isinstance(src, Mat) else list(src)
     targets = [dst] if isinstance(dst, Mat) else list(dst)
     if not sources or not targets:
-        raise ValueError("mixChannels needs at least one Mat on each side")
+        raise ValueError("mixChannels needs at least one Mat in src and in dst")
     _check_alike("mixChannels", [*sources, *targets])
     givens = [m._bits()[..., c : c + 1] for m in sources for c in range(m.channels())]
     into = [m._writable_bits()[..., c : c + 1] for m in targets for c in range(m.channels())]

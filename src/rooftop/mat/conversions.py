@@ -1,11 +1,11 @@
 """Convert numbers of one depth to another, with a scale and a shift, as `cv::Mat::convertTo` does.
 
-    stored = saturate(round(alpha * x + beta))          rounding half to even; no rounding into floating depths
+    stored = saturate(round(alpha * x + beta))          rounded half to even; not rounded for a floating target depth
 
 alpha, beta and x are float32, and `alpha * x + beta` is rounded to float32 once (a fused multiply-add). If float32
-cannot represent the numbers of the source or the target, float64 is used instead: into 64F, 64S and 64U, and between
-32- or 64-bit integers, 64F and 32F. Saturation: values beyond an integer depth's range become its nearest limit, and
-NaN becomes its least value. Conversion to Bool is `x != 0`, so NaN is true.
+cannot represent the numbers of the source or the target, float64 is used instead: for conversions into 64F, 64S and
+64U, and for conversions between 32- or 64-bit integers, 64F and 32F. Saturation: values beyond an integer depth's range
+become its nearest limit, and NaN becomes its least value. Conversion to Bool is `x != 0`, so NaN is true.
 
 OpenCV on x86 behaves differently, although its documentation of saturate_cast promises the rules above. On x86,
 floating values of 2^31 and more become the *least* value (1e10 as CV_8U is 0), and values of CV_32U from 2^31 on wrap
@@ -14,7 +14,7 @@ the sum are each rounded, on every device.
 
 Most depths are converted by one loop on a CPU, and by one kernel on a GPU (`converting.py`). Other depths, and small
 Mats on a CPU, are converted by a sequence of torch operations. On a CPU, these operations run on blocks of rows that
-stay in the cache; on a GPU, on the whole Mat.
+stay in the cache. On a GPU, they run on the whole Mat.
 """
 
 from __future__ import annotations

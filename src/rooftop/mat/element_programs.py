@@ -217,7 +217,7 @@ class ElementProgram(Numbers):
         return tuple(float(value) if self.floating else int(value) for value in each._value)
 
     def _row_of(self, each: MatExpr) -> int | None:
-        """Index in `rows` of these numbers, or None."""
+        """The index in `rows` of a row that equals the node's numbers, or None if there is no such row."""
         numbers = self._numbers(each)
         return next((n for n, row in enumerate(self.rows) if all(map(same_number, row, numbers))), None)
 

@@ -1,7 +1,7 @@
 """Compute the value of an expression into memory.
 
-Operations that are not elementwise run first: BLAS and LAPACK compute matrix products and inverses; a product and the
-sum around it are one call. All other operations make one pass over memory: blocks of rows on the CPU
+Operations that are not elementwise run first: BLAS and LAPACK compute matrix products and inverses. A product and the
+addition of a term to it are one call. All other operations make one pass over memory: blocks of rows on the CPU
 (`row_programs.py`), one kernel on a GPU (`kernel_programs.py`).
 """
 

@@ -26,7 +26,7 @@ class ExportedHeader(Header):
             layout: "chw" returns the same memory as (C, H, W).
 
         Raises:
-            ValueError: the Mat is on a read-only array, and tensors cannot be read-only.
+            ValueError: the Mat shares the memory of a read-only array, and tensors cannot be read-only.
         """
         if layout not in ("hwc", "chw"):
             raise ValueError(f"layout must be 'hwc' or 'chw', got {layout!r}")

@@ -297,7 +297,7 @@ def same_number(a: float, b: float) -> bool:
 
 
 def is_one(each: MatExpr) -> bool:
-    """Whether a node is one number for all channels."""
+    """Whether a node consists of one number, for all channels."""
     return each._operation == "numbers" and all(same_number(value, each._value[0]) for value in each._value)
 
 

@@ -25,7 +25,7 @@ _LEAST_BYTES = 64
 
 
 def push_back(m: Mat, value: Mat | MatLike | ScalarLike) -> None:
-    """Append rows, or one element to a single column.
+    """Append rows. A Mat with a single column also accepts one element.
 
     Raises:
         ValueError: the new rows differ from the Mat's rows in length or type.
@@ -66,7 +66,7 @@ def reserve(m: Mat, nelems: int) -> None:
         ValueError: the Mat is empty, so its rows have no length yet.
     """
     if nelems < 0:
-        raise ValueError(f"reserve takes a number of rows, got {nelems}")
+        raise ValueError(f"reserve takes a number of rows of at least 0, got {nelems}")
     if not m._sizes:
         raise ValueError("rows of an empty Mat have no length yet: call create(0, cols, type) first")
     if nelems > len(m) and not _grows_in_place(m, nelems):
@@ -74,14 +74,14 @@ def reserve(m: Mat, nelems: int) -> None:
 
 
 def resize(m: Mat, nelems: int, value: ScalarLike | None) -> None:
-    """Set the number of rows. The last rows are removed, or new rows are added. New rows are set to the value; with
-    None, they are not initialized.
+    """Set the number of rows. The last rows are removed, or new rows are added. New rows are set to `value`. If `value`
+    is None, they are not initialized.
 
     Raises:
         ValueError: `nelems` is negative.
     """
     if nelems < 0:
-        raise ValueError(f"resize takes a number of rows, got {nelems}")
+        raise ValueError(f"resize takes a number of rows of at least 0, got {nelems}")
     before = len(m)
     if nelems <= before:
         pop_back(m, before - nelems)

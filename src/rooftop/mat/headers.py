@@ -26,7 +26,7 @@ def natural_steps(sizes: Sizes, elem_bytes: int) -> Sizes:
 def is_continuous(sizes: Sizes, steps: Sizes) -> bool:
     """Whether the elements are contiguous. The steps of leading dimensions of size 1 do not matter.
 
-    The result equals OpenCV's except for Mats of 2^31 numbers or more: OpenCV counts in an int, and reports
+    The result equals OpenCV's except for Mats of 2^31 numbers or more: OpenCV counts with a 32-bit int, and reports
     such Mats as not continuous.
     """
     last = len(sizes) - 1
@@ -44,7 +44,7 @@ def span_bytes(sizes: Sizes, steps: Sizes) -> int:
 
 
 class Place(NamedTuple):
-    """The position of a header: the size of the whole Mat, and the first row and column in it."""
+    """The position of a header: the size of the whole Mat, and the header's first row and column in that Mat."""
 
     whole_rows: int
     whole_cols: int
@@ -115,7 +115,7 @@ def reshaped_nd(sizes: Sizes, cn: int, new_cn: int, wanted: Sizes) -> tuple[Size
     if not wanted:
         raise ValueError("reshape needs at least one size, got (): use (1,) for one element")
     if any(size < -1 for size in wanted) or wanted.count(-1) > 1:
-        raise ValueError(f"sizes are numbers of at least 0, with at most one -1, got {wanted}")
+        raise ValueError(f"each size must be at least 0, except that one may be -1, got {wanted}")
     kept = []
     for axis, size in enumerate(wanted):
         if size == 0 and axis >= len(sizes):

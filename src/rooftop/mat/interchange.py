@@ -75,7 +75,9 @@ def parts_of(thing: Any, type: int | None, layout: str) -> Parts:
 
 
 def _of_array(array: np.ndarray[Any, Any], type: int | None, layout: str) -> Parts:
-    copied = "np.ascontiguousarray(array)" if layout == "hwc" else "array.transpose(1, 2, 0).copy(), without layout,"
+    copied = (
+        "np.ascontiguousarray(array)" if layout == "hwc" else "array.transpose(1, 2, 0).copy(), passed without layout=,"
+    )
     code = type_code(array.dtype)
     if not array.flags.aligned:
         raise ValueError(f"the array is not aligned to its {array.dtype} numbers: pass array.copy()")
@@ -103,7 +105,7 @@ def _of_tensor(x: Tensor, type: int | None, layout: str) -> Parts:
     x = _channels_last(x, layout)
     item = x.element_size()
     strides = tuple(stride * item for stride in x.stride())
-    copied = "x.contiguous()" if layout == "hwc" else "x.permute(1, 2, 0).contiguous(), without layout,"
+    copied = "x.contiguous()" if layout == "hwc" else "x.permute(1, 2, 0).contiguous(), passed without layout=,"
     type, sizes, steps = _header(tuple(x.shape), strides, code, type, copied)
     if 0 in sizes:
         return Parts(None, type, sizes, steps, 0, x.device)

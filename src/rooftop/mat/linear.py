@@ -20,8 +20,8 @@ SOLUTIONS = ("lu", "cholesky", "qr", "svd")
 
 
 def determinant(m: MatLike) -> float:
-    """Determinant of a square floating-point matrix with one channel, by LU in the matrix's own precision; 1.0 for a
-    matrix without rows.
+    """Determinant of a square floating-point matrix with one channel, by LU in the matrix's own precision. The
+    determinant of a matrix without rows is 1.0.
 
     Raises:
         TypeError: the numbers are integers, or there are several channels.

@@ -38,14 +38,14 @@ MOST_OPERATIONS = 200
 MOST_LOOPS = 512
 """Maximum number of compiled loops in a process. Each loop takes about a megabyte of memory."""
 _MOST_ARRAYS = 7
-_ROW = 1 << 14  # contiguous elements, and repeated numbers of channels, are cut into rows of about this length
+_ROW = 1 << 14  # contiguous elements are cut into rows of about this length; numbers per channel repeat along a row
 _LEAST_PER_THREAD = 1 << 18
 _KNOWN = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
 
 Loop = Callable[..., None]
 Form = tuple[Expression, tuple[Kind, ...], tuple[int, ...]]
-"""The expression that a loop stores, the kinds of its arguments, and the index of each Mat's array, and of the target's
-array, among the loop's distinct arrays."""
+"""The expression whose value a loop stores, the kinds of the expression's arguments, and, for each Mat and for the
+target, the index of its array among the loop's distinct arrays."""
 _MOST_FORMS = 1024
 _spent: dict[Form, float] = {}  # seconds spent on row-by-row evaluation of forms that have no loop yet
 _loops: dict[Form, Loop] = {}  # loops are never removed, because Numba does not free them
@@ -132,7 +132,7 @@ def run_loop(
     flat = [memory_of(each) for each in views]
     threads = views[0].numel() // _LEAST_PER_THREAD
 
-    def part(first: int, last: int) -> None:  # a part of a Mat whose elements form one row
+    def part(first: int, last: int) -> None:  # processes a part of the elements, which form one row
         given = chain.from_iterable((x[first * channels :], 0) for x in flat)
         loop(0, 1, (last - first) * channels, *given, *numbers)
 

@@ -34,14 +34,14 @@ def copy_by_loops(source: Tensor, target: Tensor, mask: Tensor) -> bool:
     views = [target, mask.view(torch.uint8), *([] if is_value else [source])]
     if (by_number and is_value) or not all(map(_has_rows, views)):
         return False
-    width = target.element_size() * (1 if by_number else target.shape[-1])  # bytes for each mark of the mask
+    width = target.element_size() * (1 if by_number else target.shape[-1])  # number of bytes that a mask byte selects
     if width in _BITS and all(_is_of(x, width) for x in [target, source]):
         bits, channels = _BITS[width], 1
     else:
         bits, channels = _BITS[target.element_size()], target.shape[-1]
     block = max(_BLOCK // channels, 1)
     views = [views[0].view(bits), views[1], *(x.view(bits) for x in views[2:])]
-    rows = [x.flatten(-2) for x in views]  # (..., columns * channels), the mask (..., columns)
+    rows = [x.flatten(-2) for x in views]  # (..., columns * channels); the mask is (..., columns)
     if all(x.is_contiguous() for x in rows):
         rows = [x.reshape(1, -1) for x in rows]
     columns = rows[1].shape[-1]

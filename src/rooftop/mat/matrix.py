@@ -332,7 +332,8 @@ class Mat(Block, Arithmetic):
     # Adding and removing rows.
 
     def push_back(self, value: Mat | MatLike | ScalarLike) -> None:
-        """Append rows with the same type and length (a Mat, an array), or one element to a single column.
+        """Append rows with the same type and length (a Mat, an array). A Mat with a single column also accepts one
+        element.
 
         If there is no room, the Mat moves to memory for 1.5 times its rows. A region of a larger Mat is first copied to
         new memory, so the rows below the region do not change.
@@ -354,11 +355,11 @@ class Mat(Block, Arithmetic):
     # Devices.
 
     def to(self, device: DeviceLike, *, non_blocking: bool = False, allocator: MatAllocator | None = None) -> Mat:
-        """A copy on another device; if the Mat is on that device already, a header on the same memory.
+        """A copy on another device. If the Mat is on that device already, the result is a header on the same memory.
 
         Args:
             non_blocking: do not wait for a copy from pinned memory to a GPU. A copy to the host still waits, unless
-                `allocator` is a pinned one; then synchronize the GPU's stream before you read the copy.
+                `allocator` makes pinned memory. In that case, synchronize the GPU's stream before you read the copy.
         """
         where = device_named(device)
         if same_device(where, self._device) and allocator is None:
@@ -381,9 +382,9 @@ class Mat(Block, Arithmetic):
     def mapped(self, *, write: bool = True) -> Iterator[np.ndarray[Any, Any]]:
         """The elements as an array on the host during a `with` block, from any device.
 
-        For host memory, the array is `numpy()`. For a GPU, the array is a copy in host memory; if `write`, it is copied
-        back at the end of the `with` block. Within the `with` block, `mapping` is "host", and using the Mat on the GPU
-        raises RuntimeError.
+        For host memory, the array is `numpy()`. For a GPU, the array is a copy in host memory. If `write`, this copy is
+        written back to the GPU at the end of the `with` block. Within the `with` block, `mapping` is "host", and using
+        the Mat on the GPU raises RuntimeError.
         """
         if self._data is None or self._device.type == "cpu":
             array = self.cpu().numpy()

@@ -182,7 +182,7 @@ def _as_bits(root: MatExpr) -> MatExpr:
         value: Any = each._value
         if each._operation == "numbers":
             value = tuple(carry(number) for number in value)
-        if each._operation == "not" and DEPTHS[depth].limits is None:  # Bool has one bit
+        if each._operation == "not" and DEPTHS[depth].limits is None:  # Bool has one bit, which xor inverts
             one = node("numbers", (), type, each._sizes, each._device, (1,) * CV_MAT_CN(type))
             return node("xor", (operands[0], one), type, each._sizes, each._device)
         return node(each._operation, operands, type, each._sizes, each._device, value)

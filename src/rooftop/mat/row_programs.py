@@ -5,9 +5,9 @@ result, for any number of operations. Blocks are so small that torch runs each o
 Mats are divided among as many threads as torch would use.
 
 Every operation writes into a register: a tensor of a block's size, allocated once. Operations that return new tensors
-take 1.3 times as long (geometric mean over the operations of `benchmarks/mat.py` in uint8 and float32, whole images and
-regions, on one thread and on two of an EPYC with 512 KB of L2 a core), and up to 2 times for sums of bytes: the system
-reclaims freed memory, and then maps it again page by page.
+take 1.3 times as long, and up to 2 times for sums of bytes, because the system reclaims freed memory, and then maps it
+again page by page. (1.3 is the geometric mean over the operations of `benchmarks/mat.py`, in uint8 and float32, for
+whole images and regions, with one and with two threads of an EPYC that has 512 KB of L2 per core.)
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class RowProgram:
 
     Attributes:
         dtype: the dtype of the computation.
-        numbers: constants: a tensor () with one number for all channels, or (channels,) with one for each.
+        numbers: the constants. Each is a tensor () with one number for all channels, or (channels,) with one number for
+            each channel.
         scratch: dtypes of the scratch registers.
     """
 
@@ -237,8 +238,8 @@ class _Writer:
             self.step(_FUNCTIONS[operation], *places, out=self._result(each, target))
 
     def _extreme(self, each: MatExpr, target: int | None) -> None:
-        """Compute min or max. A constant is always the second operand: of 0 and -0 torch may return either, so that the
-        order of the operands can affect the result."""
+        """Compute min or max. A constant is always the second operand, because the order of the operands can affect the
+        result: if the operands are 0 and -0, torch may return either."""
         mat, other = each._operands if each._operands[0]._operation != "numbers" else each._operands[::-1]
         if is_one(other):
             function = torch.clamp_max if each._operation == "min" else torch.clamp_min

@@ -23,8 +23,8 @@ _MOST_BITS = 1023  # integers of more bits may exceed the range of float64
 
 
 class Scalar(tuple[float, float, float, float]):
-    """cv::Scalar: four numbers; omitted ones are 0. So `Scalar(5)` is 5 in the first channel and 0 in the others.
-    `Scalar.all(5)` and the plain number 5 are 5 in all channels."""
+    """cv::Scalar: four numbers, of which omitted ones are 0. So `Scalar(5)` is 5 in the first channel and 0 in the
+    others. `Scalar.all(5)` and the plain number 5 are 5 in all channels."""
 
     __slots__ = ()
 
@@ -44,8 +44,8 @@ def element(value: ScalarLike, type: int) -> Tensor:
     """Build one element of a type from a value: a tensor (channels,) of the type's dtype, on the CPU.
 
     Args:
-        value: one number, for every channel; as many numbers as channels; or, for up to four channels, 2 to 4 numbers
-            as a Scalar: missing ones are 0, and surplus ones are ignored.
+        value: one number for all channels, or one number per channel. For up to four channels, 2 to 4 numbers are also
+            accepted as a Scalar: missing numbers are 0, and surplus numbers are ignored.
 
     Raises:
         TypeError: `value` does not consist of numbers.
@@ -56,7 +56,7 @@ def element(value: ScalarLike, type: int) -> Tensor:
 
 
 def numbers_of(value: ScalarLike, type: int) -> list[int | float]:
-    """The number of each channel of a type, unconverted; arguments and errors as in `element`."""
+    """The number of each channel of a type, without conversion. Arguments and errors are as in `element`."""
     channels = CV_MAT_CN(type)
     numbers = _numbers(value)
     if len(numbers) == 1:

@@ -114,7 +114,7 @@ def CV_MAT_DEPTH(type: int) -> int:
 
 
 def CV_MAT_CN(type: int) -> int:
-    """The channels of a type."""
+    """The number of channels of a type."""
     return (type >> CV_CN_SHIFT) + 1
 
 
@@ -147,7 +147,7 @@ def depth_of(type: int) -> Depth:
 
 
 def typeToString(type: int) -> str:
-    """The name of a type, such as "CV_8UC3"; beyond four channels "CV_8UC(5)", as OpenCV prints it.
+    """The name of a type, such as "CV_8UC3", or "CV_8UC(5)" for more than four channels, as OpenCV prints it.
 
     Raises:
         TypeError, ValueError: `type` is not the code of a type.
@@ -168,7 +168,7 @@ def type_code(
 
     Args:
         of: a type of this package, or a dtype.
-        channels: the number of channels; by default that of the type, or 1 for a dtype.
+        channels: the number of channels. The default is the number of the type's channels, or 1 for a dtype.
         opencv: 5 for this package's codes, 4 for OpenCV 4's codes of the same types.
 
     Raises:

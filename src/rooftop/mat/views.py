@@ -93,7 +93,7 @@ class Header(Shaped):
     _steps: Sizes  # bytes
     _data: MatData | None  # None if there are no elements
     _share: object  # counts the headers of the block
-    _offset: int  # byte offset in the storage of the first element
+    _offset: int  # byte offset of the first element in the storage
     _start: int  # byte offset of the whole Mat from which this header was cut
     _end: int  # byte offset at which the last row of that whole Mat ends
     _limit: int  # byte offset of the end of the memory into which rows may grow

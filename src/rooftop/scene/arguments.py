@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MAX_SIDE = 16384  # pixels
-LEAST, MOST = 1e-30, 1e30  # limits of lengths; float32 can represent both, and their products with a mesh's lengths
+# least and greatest accepted length; float32 can represent both, and their products with a mesh's lengths
+LEAST, MOST = 1e-30, 1e30
 
-MOST_SHOWN = 200  # maximum characters of a given value in a message
+MOST_SHOWN = 200  # maximum number of characters of a given value in a message
 
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80
@@ -20,7 +21,7 @@ _shortened.maxlist = _shortened.maxtuple = 6
 
 
 def short(value: object) -> str:
-    """Shorten a value for an error message: only the beginning and the end of a long text."""
+    """Shorten a value for an error message. Of a long text, keep only the beginning and the end."""
     if isinstance(value, np.ndarray) or type(value).__module__ == "torch":
         return f"{type(value).__name__} of shape {tuple(value.shape)}" if getattr(value, "ndim", 0) else repr(value)  # type: ignore[attr-defined]
     text = _shortened.repr(value)

@@ -1,4 +1,4 @@
-"""Find the pages that a page needs. If they are in memory, the page can be drawn even if all other pages are absent.
+"""Find the pages that a page needs. With these pages in memory, the page can be drawn even if all others are absent.
 
 A renderer switches between a group of clusters and the clusters that replace the group, so it must be able to draw
 both. So the page of a group needs the pages of all clusters that replace the group. Pages contain the groups from the
@@ -33,7 +33,8 @@ class PageNeeds:
         return self.pages[self.starts[page] : self.starts[page + 1]]
 
     def of_all(self, pages: Ints) -> tuple[Ints, Ints]:
-        """For each page of `pages`, the pages that it needs directly: concatenated lists, and the length of each."""
+        """For each page of `pages`, the pages that it needs directly. Returns the concatenated lists, and the length of
+        each list."""
         counts = self.starts[pages + 1] - self.starts[pages]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         return self.pages[np.repeat(self.starts[pages], counts) + within], counts

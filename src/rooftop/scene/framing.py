@@ -39,7 +39,7 @@ def outline(world: Scene) -> Floats:
 
 
 def around(up: Sequence[float]) -> Floats:
-    """Return (3, 3): the horizontal directions of azimuth 0 and 90 degrees, and up.
+    """Return three directions as rows (3, 3): the horizontal directions of azimuth 0 and 90 degrees, and `up`.
 
     Raises:
         InputError: `up` is not a direction.

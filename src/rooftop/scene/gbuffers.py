@@ -32,11 +32,12 @@ class StreamingStats:
     previous frame.
 
     Attributes:
-        wanted: pages that the frame would draw from if all pages were resident; `missing`: wanted pages that were not
-            resident.
-        resident: pages in the pool that a frame can draw from.
-        loaded, loaded_bytes: pages that were read, and their bytes; evicted: pages that were removed to make room.
-        resident_bytes, pool_bytes: bytes of the slots that hold resident pages, and of all slots.
+        wanted: number of pages that the frame would draw from if all pages were resident.
+        missing: number of wanted pages that were not resident.
+        resident: number of pages in the pool that a frame can draw from.
+        loaded, loaded_bytes: number of pages that were read, and their size.
+        evicted: number of pages that were removed to make room.
+        resident_bytes, pool_bytes: total size of the slots that hold resident pages, and of all slots.
         error_pixels: upper bound of the picture's error in pixels: `pixel_error` if no page is missing, and larger
             if pages are missing.
     """
@@ -57,8 +58,8 @@ class FrameStats:
     """Counts and times of the work of a frame.
 
     Attributes:
-        clusters, triangles: numbers drawn in all views. `clusters`, `triangles` and `levels` do not include shadow
-            maps.
+        clusters, triangles: number of clusters and of triangles drawn in all views. `clusters`, `triangles` and
+            `levels` do not include shadow maps.
         levels: the levels of detail that were drawn; 0 is the finest.
         occluded: number of instances, nodes, groups and clusters that the first pass found hidden, so that the second
             pass tested them again.

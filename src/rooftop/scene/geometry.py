@@ -1,4 +1,5 @@
-"""Open geometry files. Opening reads and checks everything except the pages; a page is read and checked on request.
+"""Open geometry files. Opening a file reads and checks everything except the pages. Each page is read and checked on
+request.
 
 A renderer's kernels must decode clusters to the same values as `Geometry.decode`, which reads the same words in plain
 NumPy and float64.
@@ -79,14 +80,16 @@ class Geometry:
         path: path of the file.
         meta: the file's metadata (docs/scene-format.md).
         materials: each material by its number; None if the file has no materials.
-        nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree; nodes_offset: start of the tree in the file, in bytes;
-            tree_depth: number of levels of the tree, counted when the file is opened, because `meta` may be wrong.
+        nodes: (N, NODE_CHILDREN, CHILD_WORDS) int32, the tree.
+        nodes_offset: start of the tree in the file, in bytes.
+        tree_depth: number of levels of the tree, counted when the file is opened, because `meta` may be wrong.
         pages: number of pages.
-        page_offsets, page_lengths: (pages,) int64, in bytes; page_reach: number of clusters of each page, according to
-            the tree.
+        page_offsets, page_lengths: (pages,) int64, where each page starts in the file, and its length, both in bytes.
+        page_reach: number of clusters of each page, according to the tree.
         checksums: (pages,) uint32, CRC-32 of each page.
         version: version of the file's format.
-        size_bytes: size of the file; image_bytes: bytes of its textures.
+        size_bytes: size of the file.
+        image_bytes: bytes of the textures in the file.
         identity: device, inode, size and modification time of the file when it was opened.
     """
 
@@ -235,7 +238,8 @@ class Geometry:
         return np.concatenate([groups_of(self.page(page)).view(np.uint32) for page in range(self.pages)])
 
     def clusters(self) -> npt.NDArray[np.uint32]:
-        """The heads (C, CLUSTER_COLUMNS) of all clusters, in order, unpacked to the columns of `layouts.py`."""
+        """The heads (records) of all clusters, in order, unpacked to the columns of `layouts.py`: (C,
+        CLUSTER_COLUMNS)."""
         return np.concatenate([self._heads(page).view(np.uint32) for page in range(self.pages)])
 
     def place(self, cluster: int) -> tuple[int, int]:
@@ -331,7 +335,9 @@ class Geometry:
         fits &= self.page_lengths <= layouts.PAGE_BYTES
         if not self.pages or not fits.all():
             wrong = int(np.argmin(fits)) if self.pages else 0
-            raise GeometryFileError(self.path, f"the table has impossible values for page {wrong}", table + 16 * wrong)
+            raise GeometryFileError(
+                self.path, f"the page table has impossible values for page {wrong}", table + 16 * wrong
+            )
 
     def _read_needs(self, start: int, length: int) -> PageNeeds:
         numbers = np.frombuffer(self._data, "<u4", length // 4, start).astype(np.int64)

@@ -1,4 +1,5 @@
-"""Texture images: read by Pillow from files, or given as texels; decoded or encoded on request."""
+"""Texture images. Pillow reads them from files, or the caller gives the texels. Images are decoded or encoded on
+request."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TGA", "TIFF", "GIF", "DDS")  # Pillow's names of the formats
 MOST_SIDE = 1 << 14  # texels
-# maximum texels of an image, which take 0.5 GB on the device. (Pillow refuses images with 1.3 times as many texels.)
+# maximum number of texels of an image; they take 0.5 GB on the device. (Pillow refuses 1.3 times as many texels.)
 MOST_TEXELS = 1 << 27
 _LIMIT = f"a texture has at most {MOST_SIDE} texels on a side and {MOST_TEXELS:,} in all: make it smaller"
 

@@ -14,7 +14,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 REMOVED = -1  # the mesh number of a removed instance
 GROWTH = 1.5  # factor by which a full array grows
-FEW_CHANGES = 1024  # maximum rows of the log, or half the number of instances if that is larger
+FEW_CHANGES = 1024  # maximum number of rows of the log, or half the number of instances if that is larger
 
 
 class Instances:
@@ -102,8 +102,8 @@ class Changes:
             self._logged -= len(forgotten)
 
     def since(self, version: int) -> NDArray[np.int64] | None:
-        """The rows that changed after a version, unique and ascending; None if the log no longer reaches back to that
-        version."""
+        """The rows that changed after a version, unique and ascending. None if the log no longer contains all changes
+        since that version."""
         if version < self._from:
             return None
         rows = [changed for made, changed in takewhile(lambda entry: entry[0] > version, reversed(self._log))]

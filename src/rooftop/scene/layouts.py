@@ -25,7 +25,7 @@ PAGE_ENTRY = [("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")]
 # The attributes of a file's pages, as bits: its vertex attributes, and whether its heads are short (version 4).
 HAS_NORMALS, HAS_UV, HAS_COLORS, SHORT_HEADS = 1, 2, 4, 8
 
-MAX_TRIANGLES = 128  # maximum triangles of a cluster
+MAX_TRIANGLES = 128  # maximum number of triangles of a cluster
 MAX_VERTICES = 255
 NEVER = 3.4028234663852886e38  # the parent error of clusters without a replacement: the largest float32
 
@@ -38,7 +38,7 @@ PAGE_CLUSTERS, PAGE_GROUPS, PAGE_FIRST_CLUSTER, PAGE_LENGTH = range(PAGE_WORDS)
 # page before version 4), and whether these heads include fields about replaced groups.
 PAGE_GROUP_BITS, PAGE_HEAD_BITS = 16, 8
 PAGE_REPLACES = 1 << PAGE_GROUP_BITS + PAGE_HEAD_BITS
-MOST_CLUSTERS = (1 << 11) - 1  # maximum clusters of a page
+MOST_CLUSTERS = (1 << 11) - 1  # maximum number of clusters of a page
 
 GROUP_WORDS = 8
 GROUP_SPHERE = 0  # 4 float32: centre and radius of the sphere that decides when the group's clusters are too fine
@@ -90,8 +90,8 @@ NORMAL_WIDTH_BITS, UV_WIDTH_BITS = 4, 5
 
 # ---- the streams of a cluster, each beginning at a word --------------------------------------------------------------
 #
-# new         two masks of 128 bits: the low and the high bit of the number of new vertices of triangle t; with
-#             FANS_AND_EXPLICIT a third mask
+# new         two masks of 128 bits: bit t of the masks is the low and the high bit of the number of new vertices of
+#             triangle t; with FANS_AND_EXPLICIT a third mask
 # references  for corners that are not new: the distance back from the newest vertex so far
 # positions   for each vertex, x, y, z above the base
 # attributes  for each vertex, the normal's two numbers, u, v, and red, green and blue (COLOR_BITS each);
@@ -118,7 +118,7 @@ MATERIAL_BITS = 16
 # ---- a node of the tree over the groups: eight children --------------------------------------------------------------
 
 NODE_CHILDREN = 8
-MAX_DEPTH = 48  # maximum nodes on the path from the root to a group
+MAX_DEPTH = 48  # maximum number of nodes on the path from the root to a group
 CHILD_WORDS = 16
 CHILD_CENTER, CHILD_HALF = 0, 3  # float32: the box around all clusters below this child
 # float32: sphere around the spheres of all groups below this child, and the largest error of these groups

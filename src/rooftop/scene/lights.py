@@ -202,8 +202,8 @@ def _depths_along(direction: tuple[float, ...], bounds: bytes) -> tuple[Floats, 
     direction and on the box (2, 3) around all casters.
 
     Returns:
-        (turn, corners, step, begin): a rotation whose rows point right, down and along the light; the box's corners
-        (8, 3); the step by which depths along the light are rounded; and where these depths begin.
+        (turn, corners, step, begin): a rotation whose rows point right, down and along the light; the box's corners (8,
+        3); the step to whose multiples depths along the light are rounded; and the depth at which these depths begin.
     """
     box = np.frombuffer(bytes(bounds)).reshape(2, 3)
     turn = _turn_along(np.asarray(direction))

@@ -1,4 +1,4 @@
-"""Read the words of a page: its groups and the heads of its clusters; and check a page.
+"""Read the groups of a page and the heads of its clusters from the page's words, and check pages.
 
 `geometry.py` checks each page with `wrong_in_page` before other code reads it. No offset in a checked page points
 outside the page. docs/scene-format.md describes a page.

@@ -49,7 +49,7 @@ class Scene:
 
     @property
     def materials(self) -> tuple[tuple[Material, ...] | None, ...]:
-        """For each mesh, a material for each material number; None if neither the file nor the caller provides
+        """For each mesh, the materials by their numbers, or None if neither the file nor the caller provides
         materials."""
         return tuple(self._materials)
 

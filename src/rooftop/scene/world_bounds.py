@@ -1,4 +1,4 @@
-"""Keep the box around all instances of a scene up to date; the cost is proportional to the number of changed
+"""Keep the box around all instances of a scene up to date, at a cost proportional to the number of changed
 instances."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The Triton kernels that build the rulebook by bitmaps. `bitmaps.py` launches and explains them.
 
 A cell is numbered by the row-major index of its batch element and its four coordinates. Grids with fewer than four
-dimensions get leading dimensions of size 1. Bit cell % 32 of word cell // 32 is set if the cell has a site. `counts`
-has, for each word, the number of set bits in all words up to and including that word. So one word and its count are
-enough to find a site's rank among all sites. Offsets are numbered as in `rulebook.py`. `faults` has the flags of
-`Rulebook.faults`.
+dimensions get leading dimensions of size 1. Bit `cell % 32` of word `cell // 32` is set if the cell has a site.
+`counts` has, for each word, the number of set bits in all words up to and including that word. So one word and its
+count are enough to find a site's rank among all sites. Offsets are numbered as in `rulebook.py`. `faults` has the flags
+of `Rulebook.faults`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def mark_sites(
     before = tl.atomic_or(words + (cell >> 5), bit, mask=inside, sem="relaxed")
     repeated = tl.max((inside & ((before & bit) != 0)).to(tl.int32))
     tl.store(faults, 1, mask=repeated != 0)
-    named = row < 0  # False for all
+    named = row < 0  # whether a row is not all -1; begins as False for all rows
     for column in tl.static_range(1 + DIMS):  # reads raw values, because `_site` turns values outside int32 into -1
         named |= tl.load(sites + row * (1 + DIMS) + column, mask=there, other=-1) != -1
     outside = tl.max((there & named & (inside == 0)).to(tl.int32))
@@ -74,7 +74,7 @@ def pair_neighbours(
     KSIZE_0: tl.constexpr, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.constexpr,
     DIMS: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """For a submanifold convolution, write the row of the site at each offset of each site, or -1."""
+    """For each site of a submanifold convolution and each offset, write the row of the neighbour there, or -1."""
     row, there = _rows(rows, ROWS)
     batch, at_0, at_1, at_2, at_3 = _site(sites, row, there, DIMS)
     inside = _inside(batch, at_0, at_1, at_2, at_3, batch_size, size_0, size_1, size_2, size_3)
@@ -99,7 +99,8 @@ def pair_neighbours(
     known, rank = _look_up(words, counts, cell, near)
     other = tl.load(row_of + rank, mask=known, other=-1)
     is_centre = (tap == VOLUME // 2)[None, :] & inside[:, None]
-    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)  # a site is its own centre, even if it is repeated
+    # At the centre, a site is its own neighbour, even if it is repeated.
+    other = tl.where(is_centre, row.to(tl.int32)[:, None], other)
     tl.store(neighbours + row[:, None] * VOLUME + tap[None, :], other, mask=wanted)
 
 
@@ -130,7 +131,7 @@ def reach_outputs(
     cell = _cell(batch[:, None], to_0, to_1, to_2, to_3, out_0, out_1, out_2, out_3)
     bit = tl.full((ROWS, TAPS), 1, tl.int32) << (cell & 31)
     place = words + (cell >> 5)
-    # loads first: most bits are set already, and an atomic costs more than a load
+    # Load before the atomic operation: most bits are set already, and an atomic costs more than a load.
     new = (tl.load(place, mask=valid, other=0) & bit) == 0
     tl.atomic_or(place, bit, mask=valid & new, sem="relaxed")
     tl.store(cells + row[:, None] * VOLUME + tap[None, :], tl.where(valid, cell, -1), mask=wanted)
@@ -143,7 +144,7 @@ def pair_outputs(
     VOLUME: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Replace each cell in `cells` by its output row. For each output, write its input rows and its cell. If there are
-    more outputs than the `outputs` rows of the table, record a fault and write no outputs."""
+    more than `outputs` outputs, record a fault and write no outputs."""
     fits = tl.load(counts + (count - 1)) <= outputs
     tl.store(faults + 2, 1, mask=fits == 0)
     row, there = _rows(rows, ROWS)
@@ -161,11 +162,11 @@ def pair_outputs(
 
 @triton.jit(do_not_specialize=SIZES)
 def name_outputs(
-    out_cells, sites,  # shapes: (O,), -1 for none; (O, 1 + DIMS)
+    out_cells, sites,  # shapes: (O,), with -1 for rows without a cell; (O, 1 + DIMS)
     rows, size_0, size_1, size_2, size_3,
     DIMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the batch index and the coordinates of each output's cell. If an output row has no cell, all are -1."""
+    """Write the batch index and the coordinates of each output's cell, or -1 for each if the row has no cell."""
     row, there = _rows(rows, ROWS)
     cell = tl.load(out_cells + row, mask=there, other=-1)
     none, place = cell < 0, sites + row * (1 + DIMS)
@@ -241,8 +242,9 @@ def _offsets(tap, KSIZE_1: tl.constexpr, KSIZE_2: tl.constexpr, KSIZE_3: tl.cons
 
 @triton.jit
 def _reached(at, shift, STRIDE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return the output coordinates that inputs (ROWS,) reach by shifts (TAPS,), and whether each is a whole multiple
-    of the stride; both results are (ROWS, TAPS)."""
+    """Return the output coordinates that input coordinates `at` (ROWS,) reach by `shift` (TAPS,), and whether each is
+    an integer: unless TRANSPOSED, at - shift must be a multiple of STRIDE, at least 0. Both results are (ROWS,
+    TAPS)."""
     if TRANSPOSED:
         to = at[:, None] * STRIDE + shift[None, :]
         whole = to == to

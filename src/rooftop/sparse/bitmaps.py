@@ -34,8 +34,9 @@ MAX_STRIDE = 2**31 - 1  # since coordinates are int32
 # maximum number of offsets: CUDA limits a grid's second dimension, along which each program processes 32 offsets
 MAX_VOLUME = 32 * 65535
 CELLS_PER_SITE = 4096  # with more cells per site, clearing and counting words is predicted to take longer than hashing
-FEW_CELLS = 2**24  # the bits of 512 K words, which are cleared and counted in microseconds
-SITES, WORDS, PAIRS = 256, 1024, 1024  # per program: sites, words, and (site, offset) pairs
+# up to this many cells, the number of sites does not matter: 512 K words are cleared and counted in microseconds
+FEW_CELLS = 2**24
+SITES, WORDS, PAIRS = 256, 1024, 1024  # numbers of sites, words and (site, offset) pairs per program
 WARPS = 4
 
 
@@ -99,8 +100,8 @@ def regular_by_bitmap(indices: Tensor, shape: Geometry, bound: int | None) -> Ta
 
 
 def reach_by_bitmap(indices: Tensor, shape: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return for each input and offset the cell of the output, (N, K) int32; the words and the counts of the `Bitmap`
-    of all outputs; and the faults."""
+    """Return four tensors: the cell of the output for each input and offset, (N, K) int32; the words of the `Bitmap` of
+    all outputs; its counts; and the faults."""
     require_triton()
     from rooftop.sparse import bitmap_kernels as kernels
 

@@ -93,7 +93,7 @@ class SparseConvolution(SparseModule):
         """Create the layer. Positional arguments are spconv's, in spconv's order. Keyword-only arguments are Rooftop's.
 
         Args:
-            in_channels, out_channels: numbers of channels, which groups must divide.
+            in_channels, out_channels: numbers of channels. `groups` must divide both.
             kernel_size, stride, padding, dilation: as in `torch.nn.Conv3d`; one value for all dimensions or one per
                 dimension.
             indice_key: the key under which layers share a rulebook. An inverse convolution finds the rulebook by this
@@ -150,7 +150,7 @@ class SparseConvolution(SparseModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias uniformly from +-1 / sqrt(in_channels / groups * kernel volume), as in spconv."""
+        """Draw weight and bias uniformly between +-1 / sqrt(in_channels / groups * kernel volume), as in spconv."""
         fan_in = math.prod(self.weight.shape[1:])
         bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
         nn.init.uniform_(self.weight, -bound, bound)
@@ -158,12 +158,12 @@ class SparseConvolution(SparseModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        """Apply the convolution to x, which has in_channels and a grid of `ndim` dimensions. Returns a sparse tensor
-        with the same batch size and with `out_channels` channels.
+        """Apply the convolution to x, which has `in_channels` channels and a grid of `ndim` dimensions. Returns a
+        sparse tensor with the same batch size and with `out_channels` channels.
 
         Raises:
             TypeError, ValueError: x is not a sparse tensor of `ndim` dimensions, or the rulebook under `indice_key` is
-                for another geometry or for other sites than x's; or as in `build_rulebook`.
+                for another geometry or for other sites than those of x; or as in `build_rulebook`.
             MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
         self._check_input(x)
@@ -254,7 +254,7 @@ def check_submanifold(kernel_size: tuple[int, ...], stride: tuple[int, ...]) -> 
 
 @torch.no_grad()
 def record_most(count: Tensor, y: SparseConvTensor) -> None:
-    """Set count, (1,), to the number of sites of y if this number exceeds count."""
+    """Set `count`, (1,), to the number of sites of y if that number is larger."""
     count.copy_(torch.maximum(count, (y.indices[:, 0] >= 0).sum().to(count.dtype)))
 
 

@@ -218,8 +218,8 @@ def indice_conv(
 
     Args:
         features, filters, bias: as features, weight and bias in `convolve`.
-        indice_pairs, indice_pair_num: results of `get_indice_pairs`: (2, K, P) int32, where -1 ends each list, and (K,)
-            int32.
+        indice_pairs: (2, K, P) int32, from `get_indice_pairs`. Each list of pairs is followed by -1.
+        indice_pair_num: (K,) int32, the number of pairs at each offset, from `get_indice_pairs`.
         num_activate_out: number of output rows.
 
     Raises:
@@ -260,14 +260,14 @@ def indice_inverse_conv(
     num_activate_out: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute the inverse of `indice_conv`: each pair leads from its output back to its input. num_activate_out is the
-    number of inputs."""
+    """Compute the inverse of `indice_conv`: each pair leads from its output back to its input. `num_activate_out` is
+    the number of inputs of the convolution that is inverted."""
     return indice_conv(features, filters, indice_pairs.flip(0), indice_pair_num, num_activate_out, bias)
 
 
 def _table(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Make a table (count, K) int32 from `values` and `rows`, both (K, P): column k has values[k] in the rows rows[k],
-    and -1 in all other rows."""
+    """Make a table (count, K) int32 from `values` and `rows`, both (K, P): column k has `values[k]` at the row numbers
+    `rows[k]`, and -1 elsewhere."""
     offsets = len(rows)
     table = values.new_full((count + 1, offsets), -1)  # an additional row collects the entries that are not pairs
     at = torch.where(rows >= 0, rows, count).long()

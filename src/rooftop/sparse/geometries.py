@@ -12,7 +12,7 @@ MAX_ROWS = 2**31 - 1  # tables store row numbers as int32
 INT32_SIZE = 2**31  # largest size of a dimension, or of a batch, whose coordinates int32 indices can store
 NO_KEY = 2**63 - 1  # the maximum int64, which sorts after all keys
 EMPTY = -1  # marks a free slot in a hash table of keys
-NO_ROOM = 2  # index in a rulebook's `faults`: the hash table has no room, or the bound is too small
+NO_ROOM = 2  # index of a flag in a rulebook's `faults`, set if the hash table has no room or the bound is too small
 
 PerDimension = int | Sequence[int]
 

@@ -94,7 +94,7 @@ class SparsePool(SparseModule):
 
         Raises:
             TypeError, ValueError: x is not a sparse tensor of `ndim` dimensions, or the rulebook under `indice_key` is
-                for another geometry or for other sites than x's; or as in `build_rulebook`.
+                for another geometry or for other sites than those of x; or as in `build_rulebook`.
             MissingExtraError: Warp is not installed or, on a GPU, Triton is not.
         """
         _check_input(self, x)

@@ -56,7 +56,7 @@ WORD_BITS = 32
 
 
 class Faults(NamedTuple):
-    """Errors in the sites that were found while building a rulebook, and the data for their messages.
+    """Errors that were found in the sites while a rulebook was built, and the data for the error messages.
 
     Attributes:
         flags: (3,) int32 on the device of the indices. A flag is 1 if its error occurred: an input row repeats a site;
@@ -92,7 +92,7 @@ class Rulebook:
             inverted.
         in_indices: (N, 1 + dims) int32 or int64, batch first.
         out_indices: (O, 1 + dims), sorted, with the dtype of in_indices. Equal to in_indices if `subm`.
-        table: the table `neighbours` and the forms that convolutions derived from it, shared by all layers.
+        table: the table `neighbours` and the forms derived from it (row orders, pair lists), shared by all layers.
         reached: the table `reverse` and the forms derived from it; None for a submanifold convolution.
         faults: `Faults.flags`, (3,) int32 on the device of the indices. `check()` raises an error if a flag is set.
         bounded: whether the number of output rows was fixed by a bound, so that some rows may not be sites.
@@ -172,7 +172,7 @@ class Rulebook:
 
     @cached_property
     def masks(self) -> Tensor:
-        """Bit masks of `neighbours`, (O, ceil(K / 32)) int32: bit k % 32 of word k // 32 is set if offset k has an
+        """Bit masks of `neighbours`, (O, ceil(K / 32)) int32: bit `k % 32` of word `k // 32` is set if offset k has an
         input."""
         return bit_masks(self.neighbours)
 
@@ -185,7 +185,7 @@ class Rulebook:
     def indice_pairs(self) -> Tensor:
         """The pairs in spconv's format, (2, K, N) int32: the input rows and the output rows of each offset's pairs, in
         the order of input rows, followed by -1."""
-        listed, counts = row_pairs(self.reverse, self.out_indices.shape[0])  # outputs, then inputs
+        listed, counts = row_pairs(self.reverse, self.out_indices.shape[0])  # row numbers of outputs, then of inputs
         beyond = torch.arange(listed.shape[2], device=counts.device) >= counts[:, None]  # (K, min(N, O))
         pairs = listed.flip(0).masked_fill_(beyond, -1)
         return torch.nn.functional.pad(pairs, (0, self.in_indices.shape[0] - pairs.shape[2]), value=-1)

@@ -85,8 +85,8 @@ def layer_rulebook(
     if found.inverse or found.in_indices is not x.indices:
         raise ValueError(
             f"indice_key {indice_key!r} has a rulebook of other sites, with {len(found.in_indices)} rows of indices; "
-            f"this layer's input has {len(x.indices)}. Give this layer its own indice_key, or keep the same tensor of "
-            f"indices between the layers by replace_feature"
+            f"this layer's input has {len(x.indices)} rows. Give this layer its own indice_key, or keep the same "
+            f"tensor of indices between the layers by replace_feature"
         )
     if found.version is not None and found.version != version_of(x.indices):
         raise ValueError(

@@ -129,8 +129,8 @@ def pair_submanifold(
     rows: wp.array(dtype=wp.int32),
     neighbours: wp.array2d(dtype=wp.int32),  # (N, K), filled with -1
 ):
-    """Each of (N, K // 2 + 1) threads finds the neighbour of one site at one offset up to the centre. The thread stores
-    this pair and the mirrored pair."""
+    """Each of N * (K // 2 + 1) threads finds the neighbour of one site at one offset up to the centre. The thread
+    stores this pair and the mirrored pair."""
     row, k = wp.tid()
     last = neighbours.shape[1] - 1
     if not is_inside(sites, row, dims, batch_size, shape):
@@ -174,7 +174,7 @@ def reach_outputs(
     slots: wp.array2d(dtype=wp.int32),  # (N, K)
     faults: wp.array(dtype=wp.int32),
 ):
-    """Each of (N, K) threads inserts the key of the output that one input reaches at one offset, and stores the key's
+    """Each of N * K threads inserts the key of the output that one input reaches at one offset, and stores the key's
     slot, or -1."""
     row, k = wp.tid()
     slots[row, k] = -1
@@ -207,7 +207,7 @@ def reach_outputs(
 
 @wp.kernel
 def number_outputs(
-    keys: wp.array(dtype=wp.int64),  # (O,), sorted; NO_KEY at the end
+    keys: wp.array(dtype=wp.int64),  # (O,), sorted, with NO_KEY in rows without an output
     dims: int,
     shape: Four,
     table: wp.array(dtype=wp.int64),
@@ -234,10 +234,10 @@ def number_outputs(
 @wp.kernel
 def pair_outputs(
     rows: wp.array(dtype=wp.int32),
-    reverse: wp.array2d(dtype=wp.int32),  # (N, K), slots
+    reverse: wp.array2d(dtype=wp.int32),  # (N, K), slots on entry, output rows on return
     neighbours: wp.array2d(dtype=wp.int32),  # (O, K), filled with -1
 ):
-    """Each of (N, K) threads replaces one slot in `reverse` by the output's row, and writes the input's row to
+    """Each of N * K threads replaces one slot in `reverse` by the output's row, and writes the input's row to
     `neighbours`."""
     row, k = wp.tid()
     slot = reverse[row, k]
@@ -254,7 +254,7 @@ def set_bits(
     table: wp.array2d(dtype=wp.int32),  # (rows, K)
     masks: wp.array2d(dtype=wp.int32),  # (rows, ceil(K / 32))
 ):
-    """Each of (rows, ceil(K / 32)) threads computes one word of `masks`, with a bit for each entry that is not -1."""
+    """Each of rows * ceil(K / 32) threads computes one word of `masks`, with a bit for each entry that is not -1."""
     row, word = wp.tid()
     bits = wp.uint32(0)
     for bit in range(32):

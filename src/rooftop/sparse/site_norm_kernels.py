@@ -126,7 +126,7 @@ def site_gradient_sums(
 
 @triton.jit
 def site_gradient(
-    dy, x, sites, center, rate, weight, dbias, dweight, count, dx,  # ..., (C,), (C,), (1,), (N, C)
+    dy, x, sites, center, rate, weight, dbias, dweight, count, dx,  # (N, C) twice, (N,), (C,) 5 times, (1,), (N, C)
     rows,
     CHANNELS: tl.constexpr, AFFINE: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def site_gradient(
     _store(dx, tl.where(known[:, None], (slope - through) * scale[None, :], 0.0), rows, column, CHANNELS, ROWS)
 
 
-# ---- parts -----------------------------------------------------------------------------------------------------
+# ---- helpers ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit

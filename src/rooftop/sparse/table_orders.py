@@ -41,7 +41,8 @@ def are_many(rows: int, least: int) -> bool:
 
 def to_keep() -> AbstractContextManager[object]:
     """Return a context in which to create tensors that later calls reuse. The context leaves inference mode, because
-    autograd cannot save inference tensors. Compiled code is either entirely in inference mode or not at all."""
+    autograd cannot save inference tensors. In compiled code, the context does nothing: a compiled program is either
+    entirely in inference mode or not at all."""
     return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
@@ -57,7 +58,7 @@ class RowOrder(NamedTuple):
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
         rows, taps = self.neighbours.shape
-        if free_unbacked_symbols(rows):  # above MOST_SORTED rows, the result would have no table
+        if free_unbacked_symbols(rows):  # with more rows, the result would have another shape
             torch._check(rows <= tables.MOST_SORTED)
         return self.neighbours.new_empty(sparse_conv_launches.row_order_shape(rows, taps))
 

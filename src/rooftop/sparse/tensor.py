@@ -59,8 +59,8 @@ class SparseConvTensor:
     ) -> None:
         """Use the given tensors without copies. Values are not checked in compiled code or for fake tensors.
 
-        Arguments are in spconv's order. grid and voxel_num are ignored, and accepted only for
-        networks that pass them.
+        Arguments are in spconv's order. `grid` and `voxel_num` are ignored, and accepted only for networks that pass
+        them.
 
         Raises:
             TypeError, ValueError: a shape, dtype or device is wrong; the grid, including the batch, has 2^63 cells or
@@ -80,7 +80,7 @@ class SparseConvTensor:
         self.grid, self.voxel_num, self.padded = grid, voxel_num, padded
         self.faults: tuple[Faults, ...] = ()
 
-    _with_sites: tuple[int, Tensor] | None = None  # (version of the indices, which rows are sites)
+    _with_sites: tuple[int, Tensor] | None = None  # (version of the indices, mask of the rows that are sites)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy, without `_with_sites`: copied tensors have their own version counters."""
@@ -93,7 +93,7 @@ class SparseConvTensor:
         Indices are int32 and sorted. The host waits for the device.
 
         Raises:
-            ValueError: x has too few dimensions, or a size above 2^31.
+            ValueError: x does not have 1 to 4 dimensions besides batch and channels, or a size exceeds 2^31.
         """
         if x.dim() < 3:
             raise ValueError(f"from_dense needs (batch, 1 to 4 dimensions, channels), got {tuple(x.shape)}")
@@ -154,7 +154,7 @@ class SparseConvTensor:
         return new
 
     def __add__(self, other: SparseConvTensor | Tensor) -> SparseConvTensor:
-        """Add features (N, C), or the features of a tensor on the same sites.
+        """Add features (N, C), or the features of a sparse tensor on the same sites.
 
         Raises:
             ValueError: the two sparse tensors do not share one tensor of indices. Use `functional.sparse_add` instead.

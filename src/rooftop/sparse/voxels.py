@@ -50,7 +50,7 @@ _WHOLE = 1e-6  # tolerance for the number of cells: 40 / 0.16 and 70.4 / 0.1 are
 
 
 def grid_of(voxel_size: Sequence[float], coordinate_range: Sequence[float], as_spconv: bool = False) -> Grid:
-    """Make the grid that covers a range (all low ends, then all high ends).
+    """Make the grid that covers a range, which is given as all low ends, then all high ends.
 
     Args:
         as_spconv: whether to use spconv's rule, which rounds the range to the nearest number of whole cells.
@@ -118,7 +118,7 @@ def _on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) 
 
 
 def _keys(cells: Tensor, inside: Tensor, shape: Sequence[int], batch: Tensor | None = None) -> Tensor:
-    """Return the points' keys, (N,) int64. Keys sort by batch element, then by the last dimension, ..., the first.
+    """Return the points' keys, (N,) int64. Keys sort by batch element, then by the dimensions from last to first.
     Points in no voxel get NO_KEY."""
     keys = torch.zeros_like(cells[:, 0]) if batch is None else batch.long()
     for dim in reversed(range(len(shape))):
@@ -152,11 +152,12 @@ def _by_voxel(keys: Tensor) -> _ByVoxel:
 
 
 class PointToVoxel:
-    """Assign points to slots of voxels, (V, P, F), for a batch of one, like spconv's class of this name.
+    """Assign the points of one cloud to the slots of voxels, (V, P, F), like spconv's class of this name.
 
     The grid follows spconv's rule, and rounds the range to the nearest number of whole cells. (`voxelize` covers the
-    whole range.) Voxels are numbered in the order of their first points, and take their points in order, until slots or
-    voxels run out. GPU and CPU return the same result. In spconv on a GPU, the result depends on the order of threads.
+    whole range.) Voxels are numbered in the order of their first points, up to `max_num_voxels` voxels. The slots of a
+    voxel take its first P points. GPU and CPU return the same result. In spconv on a GPU, the result depends on the
+    order of threads.
 
     Attributes:
         grid_size: number of cells, [z, y, x], for the `spatial_shape` of a `SparseConvTensor`.
@@ -242,7 +243,7 @@ class PointToVoxel:
         number = number.where(found.real & (number < count), -1)
         slot = torch.arange(len(pc), device=pc.device) - found.first
         lies = (number >= 0) & (slot < slots)
-        # an additional slot collects the points that are in no voxel
+        # an additional slot collects the points that get no slot of a voxel
         place = (number * slots + slot).where(lies, count * slots)
         shape = (count, slots, pc.shape[1])
         zeros = allocated("PointToVoxel: a tensor", shape, pc.dtype, lambda: pc.new_zeros(count * slots + 1, shape[2]))
@@ -281,7 +282,7 @@ def voxelize(
     Returns:
         Features (V, F) in the points' dtype, through which gradients flow back to the points. Points that tie for a
         maximum share the gradient. Indices (V, 1 + dims) int32, (batch, z, y, x), sorted. Sums are float32 (float64 for
-        float64) in the order of the points, so results are the same bit for bit in each run.
+        float64 points) in the order of the points, so results are the same bit for bit in each run.
 
     Raises:
         TypeError, ValueError: the points, the grid, the batch or the reduction is invalid.

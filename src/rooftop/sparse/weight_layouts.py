@@ -14,7 +14,7 @@ OWN_VERSION = 2
 
 
 def fitting(weight: Tensor, shape: tuple[int, ...]) -> list[str]:
-    """Return the layouts that fit a weight for a layer of `shape` (out, *kernel, in). Layouts that equal
+    """Return the layouts in which a weight fits a layer whose weight has `shape` (out, *kernel, in). Layouts that equal
     KRSC for this shape are omitted."""
     if weight.dim() != len(shape):
         return []

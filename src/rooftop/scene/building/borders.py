@@ -42,13 +42,14 @@ class SharedPlaces:
     def own(self, place: Numbers, corners: Numbers, starts: Ints, counts: Ints, owners: Ints) -> None:
         """First pass: record the owner of each place of these triangles.
 
-        Workers write to the same arrays. If a place has several owners, any of them may be the last to write its
-        number. In the second pass, the other owners of the place find a number that is not their own.
+        Workers write to the same arrays. If a place has several owners, any of them may be the last to write its own
+        number to the place. In the second pass, the other owners of the place find a number that is not their own.
 
         Args:
             place: (V,) number of the place of each vertex.
             corners: (T, 3) vertices of all triangles.
-            starts, counts: (R,) first triangle and number of triangles of each run; owners: (R,) the owner of each run.
+            starts, counts: (R,) first triangle and number of triangles of each run.
+            owners: (R,) the owner of each run.
         """
         _own(place, corners, starts, counts, owners, self.owner, self.several)
 
@@ -93,13 +94,14 @@ class Connections:
 
     Attributes:
         parts: the number of connected parts of the batch's triangles.
-        vertices: numbers of the batch's vertices in the mesh; of_vertices: the part of each vertex, or None if there is
-            one part.
-        places: places that other batches also use; of_places: the part of each of these places.
+        vertices: numbers of the batch's vertices in the mesh.
+        of_vertices: the part of each vertex, or None if there is one part.
+        places: places that other batches also use.
+        of_places: the part of each of these places.
         crowded: number of edges that have more than two faces and that no other batch can share.
         open_places: places of edges that have one face and that no other batch can share.
-        edges: (E, 2) places of the edges that other batches may share, the lower first; faces: (E,) the number of faces
-            of each edge in this batch.
+        edges: (E, 2) places of the edges that other batches may share, with the lower place first.
+        faces: (E,) the number of faces of each edge in this batch.
     """
 
     parts: int
@@ -154,7 +156,7 @@ class Whole:
 
     Attributes:
         parts: (V,) the part of each vertex; None if there is one part.
-        non_manifold_edges: edges with more than two faces.
+        non_manifold_edges: number of edges with more than two faces.
         open_places: places of edges with one face.
     """
 
@@ -217,9 +219,9 @@ def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.
     Returns the number of components, and the component of each item.
 
     Components are numbered in the order of their first items. In each round, every item becomes the child of a
-    neighbour: either always a neighbour with a higher number, or always one with a lower number, whichever leaves fewer
-    roots. Then each tree counts as one item. Each round at least halves the number of items that still have neighbours.
-    (SciPy takes half the time, but a third of a second to import.)
+    neighbour with a higher number. If lower numbers leave fewer roots, every item becomes the child of a neighbour with
+    a lower number instead. Then each tree counts as one item. Each round at least halves the number of items that still
+    have neighbours. (SciPy takes half the time, but a third of a second to import.)
     """
     things = np.arange(count, dtype=np.int32)
     root = things
@@ -235,7 +237,7 @@ def components(begin: Ints, end: Ints, count: int) -> tuple[int, npt.NDArray[np.
         apart = a != b
         a, b = a[apart], b[apart]
     first = np.empty(count, np.int32)
-    # If several items have the same root, the last assignment wins, which is the one of the first item.
+    # The items are assigned in reverse order, so each root keeps its first item.
     first[root[::-1]] = things[::-1]
     is_first = first[root] == things
     return int(np.count_nonzero(is_first)), (np.cumsum(is_first, dtype=np.int32) - np.int32(1))[first[root]]

@@ -38,14 +38,15 @@ class BuildReport:
 
     Attributes:
         path: path of the file.
-        triangles: triangles of the mesh, after repairs.
+        triangles: number of triangles of the mesh, after repairs.
         levels: counts of each level, from the finest to the coarsest.
-        fill: triangles of all clusters, as a share of the clusters' capacity.
-        size_bytes: size of the file; image_bytes: bytes of its textures; bytes_per_triangle: bytes without textures,
-            divided by the mesh's triangles.
+        fill: how full the clusters are: their triangles, as a share of the maximum number of triangles.
+        size_bytes: size of the file.
+        image_bytes: bytes of the textures in the file.
+        bytes_per_triangle: bytes of the file without textures, divided by the number of the mesh's triangles.
         precision: step of the grid to which positions are rounded, in object units.
-        roots: number of clusters without a coarser replacement; why_several: the reason if there are several roots, or
-            None.
+        roots: number of clusters without a coarser replacement.
+        why_several: the reason if there are several roots, or None.
         repairs: the repairs made to the mesh.
         seconds: the build time.
     """
@@ -85,9 +86,10 @@ def build(
         vertices: (V, 3) positions, in object units.
         faces: (F, 3) vertex indices of each triangle.
         path: the output file; by convention its name ends in .rtg.
-        normals: (V, 3); or "smooth" to compute them; or None to store none, so that a renderer uses the faces' normals.
+        normals: (V, 3), or "smooth" to compute normals. None stores no normals, so that a renderer uses the faces'
+            normals.
         uv: (V, 2) texture coordinates.
-        materials: (F,) numbers from 0 to 65535.
+        materials: (F,) the material number of each face, from 0 to 65535.
         colors: (V, 3) red, green and blue as displayed (sRGB), from 0 to 1 or uint8; stored with 8 bits each.
         material_table: a `Material` for each number of `materials` from 0 on. The table is stored in the file, with its
             images in their original encoding. Textures are looked up at `uv`.
@@ -96,7 +98,8 @@ def build(
         progress: called with the current activity and the fraction done.
         workers: number of processes, by default one per CPU. The file is the same for any number of processes.
         lock_borders: whether vertices of edges with a single face stay in place in all levels. Tiles of a scan that
-            meet at such edges (at equal positions, with the same power of two as `precision`) then meet in all levels.
+            meet at such edges then meet in all levels, if the positions at the edges are equal and all tiles have the
+            same grid step (see `precision`).
 
     Raises:
         FileNotFoundError: the folder for the file does not exist.

@@ -22,8 +22,8 @@ Words = npt.NDArray[np.uint32]
 
 # the kind of a triangle that stores all three corners; the kind of any other triangle is its number of new corners
 _EXPLICIT = 4
-# For each kind of triangle: which of its corners are stored (_STORED), and the number subtracted from each corner
-# (_OFF).
+# For each kind of triangle and each of its three corners: whether the corner is stored as a reference (_STORED), and
+# the offset of this reference (_OFF). A reference is n - offset - corner, where n vertices come before the triangle.
 _STORED = np.array([[0, 0, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]], np.bool_)
 _OFF = np.array([[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 2, 2]], np.int64)
 # For each set of new corners (bits 0, 1, 2): the corner with which the triangle must begin so that new corners come
@@ -137,8 +137,8 @@ def _columns(vertices: Vertices) -> tuple[npt.NDArray[np.int32], int]:
     output("uint8", 2), output("uint8"), output("int64"), output("int64"), output("int64"), output("bool_"),
 )  # fmt: skip
 def _number(corners, starts, first, owned, local, kinds, ordered, references, most, explicit):  # type: ignore[no-untyped-def]
-    """Number the vertices of each cluster by their first use, turn triangles so that new corners come last, and find
-    the kind of each triangle.
+    """Number the vertices of each cluster by their first use, rotate the corners of triangles so that new corners come
+    last, and find the kind of each triangle.
 
     Args:
         corners: (T, 3).

@@ -205,7 +205,7 @@ class _Plain:
         for name in _READ:
             if name in attributes and self._is_other(self._accessor(attributes[name]), (_FLOAT32,)):
                 attributes[name] = self._plain(attributes[name], is_index=False)
-        if "TEXCOORD_0" in attributes and "material" not in primitive:  # without a material, readers ignore them
+        if "TEXCOORD_0" in attributes and "material" not in primitive:  # without a material, readers ignore `uv`
             self._document.setdefault("materials", []).append({})
             primitive["material"], self._changed = len(self._document["materials"]) - 1, True
         mode, indices = primitive.get("mode", _TRIANGLES), primitive.get("indices")
@@ -322,8 +322,8 @@ class _Plain:
 
 
 def _floats(values: Array, normalized: bool) -> Array:
-    """Convert integers to the numbers that they represent: the integers themselves, or (normalized) fractions of the
-    greatest integer."""
+    """Convert integers to the numbers that they represent: the integers themselves or, if `normalized`, fractions of
+    the greatest integer."""
     if not normalized or values.dtype.kind == "f":
         return values.astype(np.float32)
     found: Array = np.maximum(values.astype(np.float64) / np.iinfo(values.dtype).max, -1.0)

@@ -144,7 +144,7 @@ def posed(
         names: names of the attributes that are wanted.
 
     Returns:
-        By name, float64 (V, width).
+        The changed attributes by name, float64 (V, width).
 
     Raises:
         IndexError, KeyError, ValueError: the primitive lacks joints or weights, or names joints that do not exist.

@@ -40,7 +40,8 @@ def group(places: npt.NDArray[np.uint32], triangles: Ints, spheres: npt.NDArray[
 
 
 def _small_ones_joined(parts: Ints, spheres: npt.NDArray[np.float32]) -> Ints:
-    """Join parts of fewer than LEAST clusters (isolated bodies, leftovers between full parts) along Morton's curve.
+    """Join parts (preliminary groups) of fewer than LEAST clusters along Morton's curve: isolated bodies, and leftovers
+    between full parts.
 
     A small last part joins its neighbour on the curve: simplified alone, it would not become fewer clusters.
     """

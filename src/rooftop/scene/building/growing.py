@@ -1,9 +1,10 @@
 """Grow clusters triangle by triangle, like meshoptimizer's meshlets, but in half the time.
 
 The next triangle of a cluster is a neighbour that shares a vertex with the cluster. Topology decides first: triangles
-without new vertices, then triangles that would become isolated, so that few triangles are left behind. On a tie, the
-triangle nearest to the cluster's middle is added. If there is no neighbour, the nearest triangle of the piece is added.
-A new cluster begins beside earlier clusters, near a corner of the piece, where few triangles are left.
+that add no vertex to the cluster come first, then triangles that would otherwise become isolated, so that few triangles
+are left behind. On a tie, the triangle nearest to the cluster's middle is added. If there is no neighbour, the nearest
+triangle of the piece is added. A new cluster begins beside earlier clusters, near a corner of the piece, where few
+triangles are left.
 
 The cluster's neighbours are in a list with their priorities. A step updates only the neighbours of the triangle just
 added; meshoptimizer updates all neighbours. The tree for nearest-triangle searches is built only for a piece that needs
@@ -25,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 # maximum number of seeds (triangles beside earlier clusters at which the next cluster may begin): in total, and added
 # per cluster
 MOST_SEEDS, NEW_SEEDS = 256, 4
-LEAF = 8  # maximum triangles of a leaf of the tree
+LEAF = 8  # maximum number of triangles of a leaf of the tree
 SEARCHES = 64  # this many searches without a tree take as long as building the tree
 NONE = -1
 MANY = 1 << 62
@@ -72,7 +73,7 @@ def grown(
         by cluster, as rows of `points`; the corners (T, 3), as indices of each cluster's vertices.
     """
     sizes = np.diff(starts)
-    # minimum triangles of a cluster that ends because it has the maximum number of vertices
+    # minimum number of triangles of a cluster that ends because it has the maximum number of vertices
     fewest = (layouts.MAX_VERTICES - 2) // 3
     most = int(np.maximum(-(-sizes // fewest), -(-sizes // least)).sum())
     pieces, triangles, members = (np.empty(most, np.int64) for _ in range(3))
@@ -107,7 +108,7 @@ def _triangles_around(corners: Any, vertices: Any) -> Any:
 
 @helper
 def _middles(corners: Any, points: Any) -> Any:
-    """The middle of each triangle, and the radius of a full cluster of triangles of mean area."""
+    """The middle of each triangle, and the radius that a full cluster has if its triangles have the mean area."""
     middles = np.empty(corners.shape, np.float64)
     area = 0.0
     edges = np.empty((2, 3))
@@ -318,7 +319,7 @@ def _grow(
         base, keys = np.empty(count), np.empty(count)  # priorities of the neighbours, without and with their distances
         position = np.full(count, NONE, np.int32)  # index of a triangle in the list of neighbours
         many = 0
-        above = 0.0  # greater than any squared distance
+        above = 0.0  # becomes greater than any squared distance
         for axis in range(3):
             above += 2 * (middles[:, axis].max() - low[axis]) ** 2
         above += 1

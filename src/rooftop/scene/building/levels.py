@@ -42,13 +42,13 @@ V = TypeVar("V", bound=np.generic)
 
 # triangles of the given mesh per piece; no cluster extends from one piece into another
 PIECE_TRIANGLES = 1 << 14
-MOST_TRIANGLES = 1 << 16  # maximum triangles of a batch
+MOST_TRIANGLES = 1 << 16  # maximum number of triangles of a batch
 # A batch has 1 / SHARE of the triangles that are left. So batches become smaller towards the end of a stage, and up to
 # SHARE workers finish at about the same time.
 SHARE = 32
-LEAST_TRIANGLES = 1 << 13  # minimum triangles of a batch; with smaller batches, the whole build takes longer
+LEAST_TRIANGLES = 1 << 13  # minimum number of triangles of a batch; with smaller batches, the whole build takes longer
 RUN_CLUSTERS = 1 << 10  # clusters per run; groups are formed within a run, so no group extends into another run
-# least ratio of a level's error to the finer level's error: at least 1 + 2^-10, even after rounding to float32
+# minimum ratio of a level's error to the error of the finer level; it stays above 1 + 2^-10 after rounding to float32
 GROWTH = 1 + 2**-10 + 2**-20
 TRIES = 3
 MOST_LEVELS = 255
@@ -171,7 +171,7 @@ class _Runs:
 
     Attributes:
         ends: (R + 1,), the start of each run, then the end of the last run.
-        starts: (C + 1,) the start of each cluster's triangles; triangles: (C,).
+        starts: (C + 1,) the start of each cluster's triangles.
         spheres, sizes: (C, ...) as in `group`.
     """
 
@@ -188,7 +188,7 @@ class _Step:
 
     Attributes:
         order: (C,) clusters of the front, group by group.
-        cluster_starts: (C + 1,) the start of each cluster's triangles; cluster_triangles: (C,).
+        cluster_starts: (C + 1,) the start of each cluster's triangles.
         starts: (G + 1,) the start of the clusters of each group in `order`.
         counts, triangles: (G,) numbers of clusters and triangles of each group.
         levels: (G,) the level of each group's replacement.
@@ -323,7 +323,7 @@ class _Levels:
         numbers = front.numbers
         parts = self._grouped(front, team)
         order = np.argsort(parts, kind="stable")  # clusters, group by group
-        counts = np.bincount(parts)  # clusters of each group
+        counts = np.bincount(parts)  # number of clusters of each group
         starts = starts_of(counts)
         triangles = np.add.reduceat(front.triangles[order], starts[:-1])
         batches = _batches(triangles)

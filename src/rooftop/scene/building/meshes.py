@@ -1,6 +1,6 @@
 """Check and repair the source mesh, round it to its grid, and merge equal vertices.
 
-Invalid input raises an error (a vertex that is not a number, an index out of range). Harmless input is dropped and
+Invalid input raises an error (a coordinate that is not a number, an index out of range). Harmless input is dropped and
 counted (faces without area on the grid, duplicate faces, unused vertices). Non-manifold edges are kept and counted.
 Vertices are rounded only here, because all levels use the vertices of this mesh, except for small parts that grow (see
 `thinning`).
@@ -26,11 +26,11 @@ Floats = npt.NDArray[np.float64]
 STEPS_PER_EDGE = 64  # least number of grid steps in the mean edge
 # least number of grid steps in the mesh's extent: a quarter of a pixel if the mesh fills a picture 4096 wide
 STEPS = 1 << 14
-# maximum grid steps along an axis; renderers compute in float32, which represents integers up to this exactly
+# maximum number of grid steps along an axis; renderers compute in float32, which represents integers up to this exactly
 MOST_STEPS = 1 << 24
 STEPS_PER_SMALL_EDGE = 16  # minimum number of grid steps in the edges of small faces, which a coarser grid would remove
 NEEDLE = 0.01  # a face may be removed if its height divided by its longest edge is less than this
-UV_STEPS_PER_EDGE = 8  # minimum steps of uv per mean edge; UV_STEP adds more where a texture is finer than the mesh
+UV_STEPS_PER_EDGE = 8  # least uv steps in the mean edge; UV_STEP requires more where a texture is finer than the mesh
 UV_STEP = 2.0**-13  # largest step of uv: half a texel of a texture 4096 wide
 MOST_UV_STEPS = (1 << 30) - 1  # limit of uv in steps, so that the difference of two values fits into 31 bits
 # limits of a mesh's extent and of its grid's step, so that squares of lengths stay far from float32's limits
@@ -69,7 +69,7 @@ class Vertices:
 
 @dataclass(frozen=True)
 class Repairs:
-    """The repairs made to the mesh before the build.
+    """The repairs made to the mesh before the build, as counts of faces, vertices or edges.
 
     Attributes:
         degenerate_faces: faces with almost no area, dropped because two of their corners are at the same place of the
@@ -302,7 +302,7 @@ def _colors(values: npt.ArrayLike, used: npt.NDArray[np.bool_]) -> npt.NDArray[n
 def _integers(name: str, values: npt.ArrayLike, shape: tuple[int | None, ...]) -> npt.NDArray[np.int64]:
     array = np.asarray(values)
     if array.size == 0 and array.ndim == 1 and len(shape) == 2:
-        array = np.empty((0, 3), np.int64)  # an empty list
+        array = np.empty((0, 3), np.int64)  # the caller passed an empty list
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, not {array.dtype}")
     if array.ndim != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
@@ -399,8 +399,8 @@ def _uv_exponent(uv: Floats, faces: npt.NDArray[np.int64], used: npt.NDArray[np.
 def _split_by_material(
     faces: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], vertices: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Split vertices so that each has one material: return the faces, and the original and the material of each
-    vertex."""
+    """Split vertices so that each has one material: return the new faces, and for each vertex its original vertex
+    and its material."""
     material = np.zeros(vertices, np.int64)
     material[faces] = ids[:, None]
     other = material[faces] != ids[:, None]  # corners whose vertex already has another material

@@ -42,7 +42,7 @@ _HARMLESS = {
     "-texres",
     "-bm",
     "-boost",
-}  # options that are ignored, because they control filtering in other programs, or bump maps
+}  # options that are ignored, because they control bump maps, or filtering in other programs
 
 
 def materials_of_obj(content: bytes, path: Path, textures: bool) -> dict[str, PartMaterial] | None:

@@ -25,7 +25,7 @@ Points = npt.NDArray[np.float64]
 _MARKS_OF_OTHERS = (b"\t", b"\\\n", b"\\\r", b"\nfo ")
 _LONE_RETURN, _INDENTED = re.compile(rb"\r(?!\n)"), re.compile(rb"\n +\S")
 _BACKWARD = re.compile(rb"\nf [^\n]*-\d")
-_ZERO = re.compile(rb"\nf (?:[^\n]*[ /])?0(?:[ /\r\n]|\Z)")  # an index of 0 is wrong, and is named later
+_ZERO = re.compile(rb"\nf (?:[^\n]*[ /])?0(?:[ /\r\n]|\Z)")  # an index of 0 is invalid; `_absolute` reports it
 _MARKS_OF_ZERO = (b" 0 ", b" 0\n", b" 0\r", b" 0/", b"/0")
 _FACE, _VERTEX = re.compile(rb"\nf ([^\n]*)"), re.compile(rb"\nv ([^\n]*)")
 _COLORED = re.compile(rb"\nv(?:[ \t]+[^\s#]+){3}((?:[ \t]+[^\s#]+){3})")
@@ -63,7 +63,7 @@ def plain_obj(content: bytes, name: str) -> bytes:
 
 
 def brightest(content: bytes) -> float | None:
-    """The largest colour number of a file's vertices; None if no vertex has six numbers (position and colour)."""
+    """The largest colour value of a file's vertices; None if no vertex has six numbers (position and colour)."""
     colors = _COLORED.findall(b"\n" + content)
     return float(np.array(b" ".join(colors).split(), dtype=np.float64).max()) if colors else None
 
@@ -178,6 +178,8 @@ def _absolute(corner: str, counts: dict[str, int], line: int, name: str) -> str:
         if index is not None and index < 0:
             index += counts[kind] + 1
         if index is not None and index < 1:
-            raise InputError(f"{name}, line {line}: {corner!r} counts back beyond the first of {counts[kind]:,}")
+            raise InputError(
+                f"{name}, line {line}: {corner!r} counts back beyond the first of {counts[kind]:,} `{kind}` lines"
+            )
         parts.append("" if index is None else str(index))
     return "/".join(parts)

@@ -48,7 +48,7 @@ def ordering(points: npt.NDArray[Any], faces: npt.NDArray[np.uint32], ordered: n
     pieces = chunks(len(faces), size)
     codes = shared(len(points), np.uint32)
     rows = shared(len(faces), np.uint32)  # indices of faces, part by part
-    counts = shared((len(pieces), PARTS), np.uint32)  # faces of each piece in each part
+    counts = shared((len(pieces), PARTS), np.uint32)  # number of faces of each piece in each part
 
     def encode(piece: slice) -> None:
         codes[piece] = _codes(points[piece], low, extent) >> np.uint64(3 * BITS - 30)

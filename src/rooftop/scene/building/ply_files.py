@@ -50,8 +50,10 @@ class PlainMesh:
     """The mesh of a file that has a single part.
 
     Attributes:
-        vertices: (V, 3); faces: (F, 3), empty if the file has only points.
-        normals: (V, 3), or None; uv: (V, 2), or None.
+        vertices: (V, 3).
+        faces: (F, 3), empty if the file has only points.
+        normals: (V, 3), or None.
+        uv: (V, 2), or None.
         colors: (V, 3) or (V, 4) uint8 or floats from 0 to 1, or None.
     """
 
@@ -139,7 +141,7 @@ def _header(head: bytes, path: Path) -> tuple[str, list[_Element], str | None, i
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 
-Values = dict[str, dict[str, Any]]  # of each element, an array (rows,) or `_Lists` for each property
+Values = dict[str, dict[str, Any]]  # for each element and each of its properties, an array (rows,) or `_Lists`
 
 
 def _binary(data: Array, begin: int, order: str, elements: list[_Element], path: Path) -> Values:
@@ -203,8 +205,8 @@ def _packed(properties: list[_Property], lengths: list[int]) -> np.dtype[Any]:
 
 @loop(array("uint8"), INT, array("int64", 2), INT, output("int64", 2), output("int64", 2), result=INT)
 def _walk(data: Any, at: Any, sizes: Any, is_big: Any, starts: Any, counts: Any) -> Any:
-    """Find where the values of each property begin, and how many there are. Returns where the element ends, or
-    -1 - the row that the file does not contain."""
+    """Find where the values of each property begin, and how many there are. Returns where the element ends, or -1 - row
+    if the file ends before the end of this row."""
     for row in range(starts.shape[0]):
         for k in range(sizes.shape[0]):
             number, size = 1, sizes[k, 0]
@@ -233,7 +235,7 @@ def _copy(data: Any, starts: Any, lengths: Any, copied: Any) -> None:
 
 def _text(text: bytes, elements: list[_Element], path: Path) -> Values:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # NumPy only warns of words that are not numbers
+        warnings.simplefilter("error")  # otherwise, NumPy only warns of words that are not numbers
         try:
             numbers: Array = np.fromstring(text, np.float64, sep=" ") if text.strip() else np.empty(0)
         except (DeprecationWarning, ValueError) as error:

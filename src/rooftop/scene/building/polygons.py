@@ -41,7 +41,7 @@ def cut_polygons(points: npt.NDArray[Any], counts: Ints, corners: Ints) -> Ints:
         inward = _inward(places) if count > 3 else np.zeros(each.shape, bool)  # (P', count)
         first = (
             inward.argmax(1) if count == 4 else np.zeros(len(each), np.int64)
-        )  # a fan from there is right for a quad
+        )  # a fan from an inward corner is right for a quad
         fan = np.arange(1, count - 1)
         fan = np.stack([np.zeros_like(fan), fan, fan + 1], 1)  # (count - 2, 3)
         found = (first[:, None, None] + fan) % count

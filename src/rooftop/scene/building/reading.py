@@ -24,7 +24,7 @@ from rooftop.scene.building.ply_files import PlainMesh, read_ply
 from rooftop.scene.materials import Material
 
 Floats = npt.NDArray[np.float64]
-STL_HEAD_BYTES, STL_TRIANGLE_BYTES = 84, 50  # of a binary file: 80 bytes of any text and the number of triangles
+STL_HEAD_BYTES, STL_TRIANGLE_BYTES = 84, 50  # in a binary file, the head is 80 bytes of any text and a count
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class MeshFile:
     """The contents of a mesh file.
 
     Attributes:
-        vertices: (V, 3); faces: (F, 3).
+        vertices: (V, 3).
+        faces: (F, 3).
         normals: (V, 3) if all parts have normals; None if not.
         uv: (V, 2) if all parts have texture coordinates, or if any textured part has them (other parts get 0); None if
             not.

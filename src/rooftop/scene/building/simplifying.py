@@ -6,9 +6,8 @@ triangles use vertices of the mesh; only parts that grew use moved copies of ver
 Several methods are tried until a group shrinks:
 
 1. with attributes; small parts inside the group become fewer and larger, if this has a smaller error (see `thinning`);
-2. with the attributes of a place merged into one vertex, if seams block everything (a mesh in which every face has its
-   own vertices);
-3. by merging the vertices in each cell of a grid, which ignores topology and materials.
+2. with the attributes of a place merged into one vertex, if seams block everything, as in a mesh in which every face
+has its own vertices; 3. by merging the vertices in each cell of a grid, which ignores topology and materials.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ Floats = npt.NDArray[np.float32]
 # error for half of the clusters, and 2.6 times the error for the worst cluster.
 SAFETY = 2.0
 SHRUNK = 0.85  # a group counts as simplified if at most this share of its triangles remains
-NORMAL_EDGES = 0.5  # weight of normals: an error of 1 counts as much as a vertex that moved by this many mean edges
+NORMAL_EDGES = 0.5  # weight of normals: an error of 1 counts as much as moving a vertex by this many mean edge lengths
 CELL_SEARCH = 10  # steps of the binary search for the cell size
 # planned share of the 255 vertices of a full cluster: less than 1, because simplified triangles share fewer vertices
 VERTICES_USED = 0.9
-# weight of colours: black instead of white counts as much as a vertex that moved by this many mean edges
+# weight of colours: black instead of white counts as much as moving a vertex by this many mean edge lengths
 COLOR_EDGES = 0.5
-# weight of uv: a texture that moved by one edge counts as much as a vertex that moved by this many mean edges
+# weight of uv: moving the texture by one edge counts as much as moving a vertex by this many mean edge lengths
 UV_EDGES = 0.25
 
 
@@ -225,7 +224,7 @@ def _together(columns: list[npt.NDArray[Any]]) -> Floats:
 
 
 def _by_cells(vertices: Vertices, corners: Corners, locked: npt.NDArray[np.bool_]) -> tuple[Corners, float]:
-    """Merge the vertices in each grid cell into the first one, except for locked vertices. This ignores topology.
+    """Merge the vertices in each grid cell into the first one, except for locked vertices. The merge ignores topology.
 
     The cells have the smallest size that leaves at most half the triangles. No point of the surface moves farther than
     a corner of its triangle, so the error is exact.

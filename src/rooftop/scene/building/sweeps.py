@@ -1,9 +1,9 @@
 """Order a cluster's triangles along a sweep through the cluster, so that references are few and short.
 
 A corner whose vertex occurred before is stored as a reference: the distance of its vertex from the newest vertex. If
-triangles are visited along a sweep, a reference is at most the width of the front: about ten vertices of eighty. All
-references of a cluster have as many bits as the longest reference needs: 4.3 on average, compared with 5.8 in the order
-in which triangles were collected.
+triangles are visited along a sweep, a reference is at most the number of vertices along the sweep's front line: about
+ten vertices of eighty. All references of a cluster have as many bits as the longest reference needs: 4.3 bits on
+average, compared with 5.8 bits if triangles stay in the order in which the cluster grew.
 
 A triangle is visited when the sweep reaches the last of its vertices. Triangles with the same last vertex follow one
 another counterclockwise around that vertex, as a fan. So each triangle of a fan except the first needs only one

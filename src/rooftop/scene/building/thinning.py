@@ -41,10 +41,11 @@ UNCHANGED = 0.01  # a part that would grow by less than this share of its area d
 # rounds of growing parts and moving them back into the group's room; each round regains area that the previous round
 # cut off
 ROUNDS = 4
-# approximate number of samples of a picture that hit triangles; least and most samples along the picture's side
+# HITS: approximate number of samples of a picture that hit triangles. SIDES: least and greatest number of samples along
+# the picture's side.
 HITS, SIDES = 10_000, (64, 512)
 LOOKS = 2  # a group's coverage is measured at most this many times
-OVERLAP = 1.5  # areas grow by the wanted ratio to this power, because other parts hide some of the growth
+OVERLAP = 1.5  # areas grow by the wanted ratio ** OVERLAP, because other parts hide some of the growth
 LEAST, LARGE = 1e-30, 1e30
 
 
@@ -119,7 +120,7 @@ class LooseParts:
         grid = self._vertices.grid[self._corners].astype(np.float64)
         edges = (
             np.square(grid - np.roll(grid, 1, 1)).sum(2).max(1)
-        )  # from edges, because the box around a needle may be as wide as the needle is long
+        )  # computed from edges, because the box around a needle may be as wide as the needle is long
         size = float(((grid.max((0, 1)) - grid.min((0, 1))) ** 2).sum())
         return int(np.clip(math.sqrt(HITS * size / max(float(edges.sum()) / 4, LEAST)), *SIDES))
 

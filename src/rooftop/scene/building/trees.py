@@ -2,7 +2,7 @@
 
 The groups of a level are packed along Morton's curve, eight to a node; these nodes are packed in the same way, and so
 on. So each level has its own tree, as in Nanite. In a single tree over all levels, every node would have to be opened,
-because a node's error is the error of its worst group. The roots of the levels are packed last.
+because a node's error is the largest error of its groups. The roots of the levels are packed last.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def tree(leaves: Words, levels: Ints) -> tuple[Words, int]:
     while len(items) > 1:
         items = _packed(items, nodes)
     if items.view(np.int32)[0, layouts.CHILD_KIND] != layouts.INNER:
-        _packed(items, nodes)  # a single group
+        _packed(items, nodes)  # the mesh has a single group, which needs a node above it
     return _from_root(np.concatenate(nodes))
 
 

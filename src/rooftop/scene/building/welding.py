@@ -18,7 +18,7 @@ from rooftop.scene.building.workers import ALONE, Stage, Workers, chunks, shared
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.uint32]
 
-PART = 1 << 17  # approximate rows of a part
+PART = 1 << 17  # approximate number of rows of a part
 NO_CORNER = (1 << 32) - 1
 
 
@@ -88,8 +88,9 @@ class Welded:
         kept: (V,) the input rows of the vertices that are kept, ascending.
         places: (V,) number of each vertex's place, from 0 without gaps; equal for vertices at the same place.
         faces: (F, 3) faces without duplicates, and without faces of no area.
-        flat: for each input face, whether two of its corners are at the same place. duplicate_faces, equal_vertices,
-        unused_vertices: numbers of duplicate faces, equal vertices and unused vertices that were removed.
+        flat: for each input face, whether two of its corners are at the same place.
+        duplicate_faces, equal_vertices, unused_vertices: numbers of duplicate faces, equal vertices and unused vertices
+            that were removed.
     """
 
     kept: Numbers

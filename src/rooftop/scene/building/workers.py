@@ -45,7 +45,7 @@ NO_MORE = (1 << 32) - 1  # a worker that reads this token has no more items in t
 # bytes
 COMMAND = struct.Struct("<IIQQQ")
 LENGTH = struct.Struct("<Q")
-MOST_TOKENS = 8192  # maximum tokens of a stage; a pipe holds 16,384 tokens of four bytes
+MOST_TOKENS = 8192  # maximum number of tokens of a stage; a pipe holds 16,384 tokens of four bytes
 PIPE_BYTES = 1 << 20  # size of a pipe for results; with the default of 64 KB, workers wait for the parent to read
 ALIGNMENT = 64  # bytes to which sent arrays are aligned
 CHUNK = 1 << 18  # rows of an array that are processed together

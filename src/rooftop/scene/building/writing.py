@@ -136,10 +136,11 @@ class _Pages:
     Attributes:
         path: path of the output file.
         hierarchy: clusters and groups.
-        streams: streams of all clusters; stream_starts: (C + 1,) start of each cluster's streams.
+        streams: streams of all clusters.
+        stream_starts: (C + 1,) start of each cluster's streams.
         order: order of groups and clusters.
-        counts: number of clusters of each group, in the order of `order.groups`; group_starts: cumulative sums of
-            `counts`.
+        counts: number of clusters of each group, in the order of `order.groups`.
+        group_starts: cumulative sums of `counts`.
         pages: the groups (first, end) of each page.
         places: start of each page in the file.
         words: number of words of each page.
@@ -169,8 +170,8 @@ def _write_pages(
     at: int,
     team: Team,
 ) -> npt.NDArray[np.void]:
-    """Write all pages to the file, starting at byte `at`; return their table of layouts.PAGE_ENTRY (offset, length,
-    checksum). `has` is as in `_page`.
+    """Write all pages to the file, starting at byte `at`. Return the table of pages, with a row of layouts.PAGE_ENTRY
+    (offset, length, checksum) for each. `has` is as in `_page`.
     """
     streams = np.concatenate(hierarchy.streams)
     hierarchy.streams.clear()

@@ -29,7 +29,7 @@ class Resident:
     # (instances, 12): `instance_to_world` in the previous frame, for instances that moved since
     instance_before: wp.array2d(dtype=wp.float64)
     instance_moved: wp.array(dtype=wp.int32)  # (instances,) the last frame in which the instance moved; -1: none
-    instance_normals: wp.array2d(dtype=wp.float32)  # (instances, 9): transforms normals to the world
+    instance_normals: wp.array2d(dtype=wp.float32)  # (instances, 9): 3 x 3 matrices that transform normals to the world
 
 
 MESH_FIRST_NODE, MESH_FIRST_PAGE, MESH_ATTRIBUTES = wp.constant(0), wp.constant(1), wp.constant(2)
@@ -74,7 +74,8 @@ class Frame:
     # (2 * PASS,): from index GROUPS on, the number of items of each list, including items for which the list had no
     # room
     counters: wp.array(dtype=wp.int32)
-    # (2, room): nodes of a tree level, and nodes of the next level (instance_cull, level_cull -> level_cull)
+    # (2, room): one row has the nodes of a tree level, the other those of the next (instance_cull, level_cull ->
+    # level_cull)
     nodes: wp.array2d(dtype=wp.int64)
     groups: wp.array(dtype=wp.int64)  # children that are groups: node * 8 + slot (level_cull -> level_cull)
     # visible clusters of a pass, in any order: page << 11 | cluster (level_cull -> sort_clusters)
@@ -101,7 +102,7 @@ class Frame:
     piece_depths: wp.array2d(dtype=wp.float32)  # (room, 3)
     tiles: wp.array(dtype=wp.int64)  # piece << 32 | row of the tile << 16 | column of the tile
     # The farthest depth in each square of 2^level x 2^level pixels of the cameras' views: written by hzb, read by the
-    # culls.
+    # culling stages.
     hzb: wp.array(dtype=wp.float32)  # for each view, the levels from level 1 on
     hzb_before: wp.array(dtype=wp.float32)
     hzb_at: wp.array2d(dtype=wp.int32)  # (cameras, levels) the start of each level; level 0 is the pixels
@@ -120,7 +121,8 @@ HIDDEN_INSTANCES, HIDDEN_CHILDREN, HIDDEN_CLUSTERS = wp.constant(2), wp.constant
 LARGE, PIECES, TILES = wp.constant(5), wp.constant(6), wp.constant(7)
 # These counters ignore shadow maps; DRAWN_LEVELS has a bit for each level of detail.
 DRAWN_TRIANGLES, DRAWN_LEVELS, DRAWN_CLUSTERS = wp.constant(8), wp.constant(9), wp.constant(13)
-# persistent_cull also uses 10 (claimed places in its queue) and 11 (finished nodes). It counts all nodes as level 0.
+# persistent_cull also uses the counters 10 (claimed entries of its queue) and 11 (finished nodes). It counts all nodes
+# as level 0.
 # The counters from LEVEL on: the number of nodes at each tree level, at most layouts.MAX_DEPTH levels
 LEVEL = wp.constant(16)
 

@@ -14,10 +14,11 @@ from rooftop.scene.rendering.targets import Outputs
 from rooftop.scene.rendering.uploads import Inputs
 
 Sizes = tuple[tuple[int, int], ...]
-# maximum chains of a renderer: one draws only cameras; the others also draw shadow maps that are redrawn occasionally
+# maximum number of chains of a renderer: one draws only the cameras, and others also draw shadow maps, when some must
+# be redrawn
 MOST_CHAINS = 4
-MOST_KINDS = 8  # maximum combinations of outputs for which a chain caches tensors
-MOST_TEXELS = 2**27  # maximum texels (8 bytes each) of all cached chains except the last one
+MOST_KINDS = 8  # maximum number of combinations of outputs for which a chain caches tensors
+MOST_TEXELS = 2**27  # maximum number of texels (8 bytes each) of all cached chains except the last one
 
 
 @dataclass

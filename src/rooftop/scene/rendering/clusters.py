@@ -102,7 +102,8 @@ class Cluster:
     uv_base: wp.vec2i
     uv_bits: wp.vec2i
     color_bits: wp.int32  # bits of a vertex's colour; 0 if the mesh has no colours
-    masks: wp.int64  # start of each stream
+    # The start of each stream.
+    masks: wp.int64
     references: wp.int64
     positions: wp.int64
     attributes: wp.int64

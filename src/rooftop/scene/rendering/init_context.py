@@ -28,7 +28,7 @@ def most_stretch(linear: wp.mat33d):
 
 
 # Columns of the first sent row: the number of rows that follow, the number of the frame, and the number of instances in
-# the previous frame. Instances with this number or a higher one are new.
+# the previous frame. An instance whose number is at least this count is new.
 COUNT, FRAME, FRAMED = (wp.constant(column) for column in range(3))
 
 

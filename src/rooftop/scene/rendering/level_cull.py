@@ -1,9 +1,10 @@
 """Stage 3: find the clusters to draw, with one launch for each level of the trees, without synchronization with the
 host.
 
-A cluster is drawn if its own error is small enough and its parent error is too large. So every part of the surface is
-drawn at exactly one level. The traversal of the tree finds the groups whose parent error is too large. The first pass
-sets aside items that were hidden in the previous frame, and the second pass tests these items again.
+A cluster is drawn if its own error is small enough and its parent error (the error of the coarser clusters that replace
+it) is too large. So every part of the surface is drawn at exactly one level. The traversal of the tree finds the groups
+whose parent error is too large. The first pass sets aside items that were hidden in the previous frame, and the second
+pass tests these items again.
 """
 
 import warp as wp
@@ -101,8 +102,8 @@ def too_coarse(
 def box_state(
     views: Views, views_before: Views, frame: Frame, history: wp.int32, pair: wp.int32, center: wp.vec3, half: wp.vec3
 ):
-    """Classify a box: SHOWN, UNSEEN (outside the picture), or, with history, HIDDEN (behind surfaces of the previous
-    frame)."""
+    """Classify a box as SHOWN, UNSEEN (outside the picture) or, if `history` is not 0, HIDDEN (behind surfaces of the
+    previous frame)."""
     at = transformed(frame.to_view, pair, center)
     if is_outside(views, pair // frame.instances, at, half_sizes(frame.to_view, pair, center, half)):
         return UNSEEN

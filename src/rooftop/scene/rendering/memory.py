@@ -43,8 +43,8 @@ COUNTERS_OF = {
     ),
 }
 OF_LISTS = {name: itemgetter(places[0], *places) for name, places in COUNTERS_OF.items()}
-"""Gets a list's counters from all counters. The first counter is repeated, because a getter of a single item returns no
-tuple."""
+"""For each list, a function that returns the list's counters, given all counters. The first counter is repeated,
+because an `itemgetter` of a single item returns no tuple."""
 
 Captured = tuple[torch.cuda.CUDAGraph, tuple[tuple[str, Any, Any], ...]]
 """The CUDA graph of a frame, and for each stage its name and the events at its beginning and end."""

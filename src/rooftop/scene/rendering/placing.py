@@ -13,7 +13,7 @@ from rooftop.scene.rendering import buffers, init_context
 from rooftop.scene.rendering.host_rows import HostRows
 from rooftop.scene.rendering.uploads import Meshes, Uploaded
 
-ROWS_AT_ONCE = 2**20  # maximum rows of 112 bytes per copy; host and device each hold a buffer of this size
+ROWS_AT_ONCE = 2**20  # maximum number of rows of 112 bytes per copy; host and device each hold a buffer of this size
 FEW_ROWS = 1024  # up to this many rows, the kernel reads host memory, because a copy would take more host time
 MOST_THREADS = 2**17
 MOST_FRAMES = 2**31

@@ -29,7 +29,7 @@ ROUNDING = wp.constant(1e-6)
 
 @wp.func
 def view_at(views: Views, texel: wp.int32):
-    """The view that contains a pixel. If all cameras have the same size, the pixel must be a camera's."""
+    """The view that contains a pixel. If all cameras have the same size, the pixel must belong to a camera."""
     if views.same > 0:
         return texel // views.same
     low = wp.int32(0)

@@ -48,7 +48,7 @@ SUBPIXEL_BITS, SUBPIXEL_SHIFT = wp.constant(8), wp.constant(wp.int64(8))
 SUBPIXELS = wp.constant(256.0)
 # largest extent of a small triangle, in 1/256 pixel: products of two such numbers fit into int32
 SMALL_EXTENT = wp.constant(64 << 8)
-SMALL_PIXELS = wp.constant(256)  # maximum pixels in the box of a small triangle
+SMALL_PIXELS = wp.constant(256)  # maximum number of pixels in the box of a small triangle
 # largest coordinate of a triangle's corner, in pixels, so that products of coordinates fit into int64
 GUARD = wp.constant(float(1 << 20))
 TILE_BITS = wp.constant(5)
@@ -255,7 +255,7 @@ def clip(
     plane: wp.vec3d,
     offset: wp.float64,
 ):
-    """Clip a polygon to plane . p + offset >= 0; return the number of corners that it has then.
+    """Clip a polygon to plane . p + offset >= 0, and return the number of corners of the result.
 
     A new corner is computed from the inner to the outer end of an edge, so two triangles that share the edge get the
     same corner. The computation is in float64, so that a corner that is far away does not shift the new corner on the

@@ -1,7 +1,8 @@
-// Stage 3, continued: draw the small triangles of visible clusters, one block per cluster, from its record
-// (records.py). The threads of a block first project each vertex to the screen once; then each thread draws one
-// triangle. The portable version is `rasterize` in rasterize.py, in Warp. Both use the same operations on the same
-// numbers, so they write the same pixels. Both append triangles that are not small to the list of large triangles.
+// Stage 3, continued: draw the small triangles of visible clusters. Each block draws one cluster, which it reads through
+// the cluster's record (records.py). The threads of a block first project each vertex to the screen once; then each
+// thread draws one triangle. The portable version is `rasterize` in rasterize.py, in Warp. Both use the same operations
+// on the same numbers, so they write the same pixels. Both append triangles that are not small to the list of large
+// triangles.
 
 constexpr int THREADS = 128, MOST_VERTICES = 256;
 constexpr int SUBPIXEL_BITS = 8, SMALL_EXTENT = 64 << SUBPIXEL_BITS, SMALL_PIXELS = 256;

@@ -5,12 +5,13 @@ stages load only the record.
 
     word  0      pair
           1, 2   index of the first word of the cluster's streams
-          3      triangles - 1 (7 bits), vertices - 1 (8), kind (2), words from its attributes' head to the streams (15)
+          3      triangles - 1 (7 bits), vertices - 1 (8), kind (2), number of words from the attribute fields of the
+                 cluster's head to the streams (15)
           4      number of vertices before triangles 32, 64 and 96 (8 bits each), bits of a reference (8)
           5      number of references before triangles 32, 64 and 96 (10 bits each), whether the instance mirrors (1)
           6      bits of a position (6 for each axis), words from the streams to the positions (13)
           7      step of the grid
-          8..10  base
+          8..10  grid coordinates of the lowest corner of the cluster's box
           11     view
           12     instance
           13     words from the positions to the attributes

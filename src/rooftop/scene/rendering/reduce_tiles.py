@@ -1,4 +1,5 @@
-"""Hierarchical z in CUDA C++ (`reduce_tiles.cu`): two launches; `hzb.py` needs one launch for every two levels."""
+"""Compute hierarchical z in CUDA C++ (`reduce_tiles.cu`) with two launches. (`hzb.py` needs one launch for every two
+levels.)"""
 
 from __future__ import annotations
 

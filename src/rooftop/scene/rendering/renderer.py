@@ -29,7 +29,7 @@ from rooftop.scene.streaming.answers import Answer
 from rooftop.scene.streaming.page_graph import PageGraph
 from rooftop.scene.streaming.pool import Pool, checked_pool_bytes, slots_of
 
-VIEWS_AHEAD = 8  # maximum views that `prefetch` culls in one batch
+VIEWS_AHEAD = 8  # maximum number of views that `prefetch` culls in one batch
 # if a batch would have more pairs of view and instance, `prefetch` culls view by view, so that lists stay short
 MOST_PAIRS_AHEAD = 2**22
 LIGHT = (0.4, 0.3, 0.85)  # the direction in the world from which the light comes
@@ -97,7 +97,7 @@ class Renderer:
         if self.pool_bytes is not None and scene.meshes:
             self._graph = PageGraph(scene.meshes)
             slots_of(self._graph, self.pool_bytes)
-        self._chains, self._ahead = Chains(self.device), Chains(self.device, pictures=False)  # chains of `prefetch`
+        self._chains, self._ahead = Chains(self.device), Chains(self.device, pictures=False)  # _ahead: for `prefetch`
         self._meshes: Meshes | None = None
         self._surfaces: Uploaded | None = None
         self._surfaces_of: tuple[object, ...] = ()
@@ -130,11 +130,10 @@ class Renderer:
             outputs: which fields of `GBuffer` to fill.
             timings: whether to time each stage and fill `stats.stage_ms`.
             wait: with a pool, whether missing pages are loaded before the frame ends. If True, the picture is the same
-                as with all pages. If the needed pages do not fit into the pool, it is the finest picture whose pages
-                fit. The picture
-                does not depend on earlier frames and loads, except that shadow maps kept from earlier frames may be
-                finer. If False, the frame is drawn from the resident pages, complete but coarser, and missing pages are
-                loaded for later frames.
+                as with all pages. If the needed pages do not fit into the pool, the picture is the finest whose pages
+                fit. The picture does not depend on earlier frames and loads, except that shadow maps kept from earlier
+                frames may be finer. If False, the frame is drawn from the resident pages, complete but coarser, and
+                missing pages are loaded for later frames.
 
         Draw all frames of one renderer on one stream, because each frame reads data of the previous one. On a GPU the
         pictures may still be in progress when this returns, as with any work that torch queues.
@@ -243,7 +242,7 @@ class Renderer:
             resident = None
             if pool is not None and not wait:
                 resident = pool.resident()
-                pool.begin()  # prepare the next frame now, because the host has time while the device draws
+                pool.begin()  # prepare the next frame here, because the host has time while the device draws
             answer = pool.requests.read(resident) if pool is not None else None
             if pool is not None and answer is not None and answer.refused is not None:
                 self._drop_pool()
@@ -317,7 +316,7 @@ class Renderer:
             pool.requests.send()
             resident = pool.resident()
             if not pool.is_new:
-                pool.begin()  # now, because the host has time while the device culls
+                pool.begin()  # called here, because the host has time while the device culls
             answer = pool.requests.read(resident)
             room = chain.memory.wanted_room(answer.counters)
             if room == chain.memory.room:

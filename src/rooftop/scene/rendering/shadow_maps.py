@@ -24,7 +24,8 @@ from rooftop.scene.rendering.canvases import MOST_THREADS
 from rooftop.scene.rendering.stages import Stages
 from rooftop.scene.rendering.uploads import Meshes, Uploaded, lens_of, uploaded
 
-# Limit for a batch of shadow maps: for their texels, and for views times instances, since both take memory.
+# Limit for a batch of shadow maps. It applies to the number of texels, and to the number of views times the number of
+# instances, since both take memory.
 MOST_AT_ONCE = 2**26
 MOST_KEPT = 16
 ALIGNED = 16  # bytes
@@ -182,8 +183,8 @@ class _Staged:
         return all(array.shape == self._rows[name].shape for name, array in arrays.items())
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Copy new values to the device. The staging memory is free: the host has read the previous frame's counters,
-        so that frame's copy has ended."""
+        """Copy new values to the device. The staging memory is free, because the copy of the previous frame ended
+        before the host read the counters of that frame."""
         for name, array in arrays.items():
             self._rows[name][:] = array
         self._there.copy_(self._here, non_blocking=True)

@@ -34,7 +34,7 @@ from rooftop.scene.streaming import streamed_cull
 from rooftop.scene.streaming.answers import RequestBuffers
 
 THREADS_OF_A_MULTIPROCESSOR = 1024
-# maximum CUDA graphs of one FrameMemory: with and without history, each with and without timings
+# maximum number of CUDA graphs of one FrameMemory: with and without history, each with and without timings
 MOST_GRAPHS = 4
 OF_BASE_PASS = {"normal", "uv", "color", "vertex_color"}
 OF_DEPTH_TARGETS = {
@@ -43,7 +43,7 @@ OF_DEPTH_TARGETS = {
 
 
 class Clock:
-    """Measures milliseconds of each stage, summed over its passes; on a GPU by CUDA events."""
+    """Measures the milliseconds of each stage, summed over its passes. On a GPU, CUDA events measure them."""
 
     def __init__(self, device: torch.device, runs: bool) -> None:
         self.device, self.runs = device, runs
@@ -82,7 +82,7 @@ class Stages:
     Attributes:
         resident, now, then: the scene, the views, and the views of the previous frame.
         depth: depth of the deepest tree.
-        threads: threads of a launch; each thread processes a list with this stride.
+        threads: number of threads of a launch. Each thread processes every `threads`-th item of a list.
         cuda_cpp: whether steps that have a faster CUDA C++ kernel use that kernel: the traversal of the trees from one
             queue (`persistent_cull`), the order of clusters (`sort_clusters`), small triangles (`rasterize_clusters`),
             hierarchical z (`reduce_tiles`) and the base pass of plain scenes (`base_pixels`).
@@ -118,8 +118,8 @@ class Stages:
         self._draw(history=False)
 
     def look_ahead(self, more: bool) -> None:
-        """Run only the culling kernels of a frame, to collect the frame's page requests. If `more`, they are added to
-        the requests collected before; if not, they replace these."""
+        """Run only the culling kernels of a frame, to collect the frame's page requests. If `more`, these requests are
+        added to the requests collected before. If not, they replace the earlier requests."""
         requests = self.requests
         assert requests is not None
 

@@ -18,7 +18,7 @@ from rooftop.scene.rendering.mip_chains import LINEAR, levels_of, mip_chain
 from rooftop.scene.rendering.texturing import ROW_NUMBERS, Surfaces
 from rooftop.scene.rendering.uploads import Uploaded, uploaded
 
-MOST_TEXELS_OF_ALL = 2**31 - 1  # maximum elements of a Warp array: 8 GiB
+MOST_TEXELS_OF_ALL = 2**31 - 1  # maximum number of elements of a Warp array: 8 GiB
 
 
 def uploaded_surfaces(

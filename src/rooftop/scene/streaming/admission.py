@@ -2,8 +2,8 @@
 
 A checksum shows that a page is unchanged, not that its content is valid. `Geometry.check_page` checks the structure in
 NumPy, but holds the GIL for half a millisecond per page, which is as long as a frame. So the device makes the same
-checks before it stores the page's position. An invalid page stays absent, and the next answer names the page; the
-host then calls `check_page`, which raises the error.
+checks before it stores the page's position. An invalid page stays absent, and the device's next answer to the host
+(`answers.py`) names the page. The host then calls `check_page`, which raises the error.
 """
 
 import warp as wp

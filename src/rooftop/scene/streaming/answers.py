@@ -1,4 +1,5 @@
-"""Device memory of the culling kernels' page requests, and the host's copy of the answer."""
+"""Device memory of the culling kernels' page requests, and the answer that the host copies after each frame: the
+frame's counters and its requests."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Answer:
         counters: counters of the frame.
         wanted: number of wanted pages.
         missing: the wanted pages that are absent, the most wanted first.
-        pixels: for each missing page, the error of the picture in pixels without this page.
+        pixels: for each missing page, the picture's error in pixels if this page is absent.
         refused: a page that the device refused because offsets in the page point outside the page, or None. If there is
             such a page, the frame is wrong.
     """
@@ -77,7 +78,7 @@ class RequestBuffers:
         self.tensors["wanted"].zero_()
 
     def collect(self, counters: torch.Tensor, threads: int, aging: bool = True) -> None:
-        """Compute the answer of a frame from these counters and the page requests of the frame's culling kernels."""
+        """Compute the answer of a frame from `counters` and the page requests of the frame's culling kernels."""
         answer = self.tensors["answer"]
         answer[COUNTERS:LIST].zero_()
         answer[:COUNTERS].copy_(counters)

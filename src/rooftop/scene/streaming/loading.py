@@ -36,8 +36,8 @@ Ints = npt.NDArray[np.int64]
 
 SLOT_WORDS = layouts.PAGE_BYTES // 4
 THREADS = 8  # reading threads; a thread reads 128 KB from the system's cache in about 0.1 ms
-BUFFERS = 64  # page buffers in host memory: some are being read into, others are being uploaded
-MOST_MERGED = 4  # maximum pages that one system call reads
+BUFFERS = 64  # page buffers in host memory: threads fill some of them while others are uploaded
+MOST_MERGED = 4  # maximum number of pages that one system call reads
 
 # Outcomes of a request, as in `page_reader.cpp`.
 READ, UNREADABLE, CUT_OFF, CHANGED, NOT_COPIED = range(5)
@@ -49,7 +49,8 @@ class Arrivals:
     """Requested pages that have been read, successfully or not.
 
     Attributes:
-        pages: (n,); size_bytes: (n,) the bytes of each page that are in its slot.
+        pages: (n,) page numbers.
+        size_bytes: (n,) how many bytes of each page are in its slot.
         errors: for each page that is not in its slot, the error.
     """
 
@@ -314,7 +315,9 @@ def _open(mesh: Geometry) -> int:
         what = "it no longer exists, but its pages are read on demand"
         raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
     except OSError as error:
-        what = f"it cannot be opened to read its pages ({error.strerror}; each file of a scene stays open: ulimit -n)"
+        what = (
+            f"it cannot be opened to read its pages ({error.strerror}; each file of a scene stays open: see ulimit -n)"
+        )
         raise GeometryFileError(mesh.path, what, int(mesh.page_offsets[0])) from error
     if identity_of(file) != mesh.identity:
         os.close(file)

@@ -1,8 +1,8 @@
 // Threads that read pages, and the planner that chooses the pages to read, without Python (see page_reader.py,
 // loading.py, plans.py).
 //
-// Python threads that read pages take the GIL from the drawing thread several times per page, so they delay a frame of
-// one millisecond many times. The threads here never take the GIL.
+// Python threads that read pages take the GIL from the drawing thread several times per page, so they interrupt a frame,
+// which takes about a millisecond, many times. The threads here never take the GIL.
 //
 // Path of a page: a request in the queue -> a reader thread reads it into a buffer and checks its checksum -> the copy
 // thread copies it to the device, together with all other pages that are ready -> a result, which the frame's thread
@@ -157,7 +157,7 @@ const Driver& driver() {
   return found;
 }
 
-// event flags: without timing, and with a waiting thread that sleeps
+// event flags: no timing, and a thread that waits for the event sleeps
 constexpr unsigned NON_BLOCKING_STREAM = 1, SLEEPING_EVENT = 1 | 2;
 
 void check(int code, const char* what) {
@@ -457,8 +457,8 @@ class Books {
         slot_of_(slot_of.mutable_data()), dependents_(dependents.mutable_data()), page_in_(page_in.mutable_data()),
         free_(free.mutable_data()), free_count_(free_count.mutable_data()), count_(page_in.size()), seen_(state.size()) {}
 
-  // The pages to read so that `page` can be resident, in ascending order: among the page itself and the pages that it
-  // needs, directly or not, those that are absent or lost.
+  // The pages to read so that `page` can be resident, in ascending order: the page itself and the pages that it needs,
+  // directly or not, if they are absent or lost.
   const std::vector<int64_t>& lacking(int64_t page) {
     found_.clear();
     walked_.assign(1, page);
@@ -596,7 +596,7 @@ class Books {
     }
   };
 
-  // Whether the chain contains this page or a page that needs it directly.
+  // Whether a list of pages contains this page or a page that needs it directly.
   bool is_kept(int64_t page, const std::vector<int64_t>& chain) const {
     for (const int64_t each : chain)
       if (each == page || std::binary_search(needs_ + starts_[each], needs_ + starts_[each + 1], page)) return true;

@@ -50,7 +50,8 @@ class Plan:
     Attributes:
         given_up: pages to evict.
         pages, slots: pages to read, and their slots.
-        orders: order of reading; pages of the same order are read in ascending order of their numbers.
+        orders: for each of `pages`, its position in the order of reading. Pages with equal positions are read in
+            ascending order of their numbers.
     """
 
     given_up: Ints
@@ -186,7 +187,7 @@ def plan_all(slots: Slots, target: Mask, use: Use) -> Plan:
     """Plan to read all absent pages of a target that fits into the slots. No page may be loading.
 
     Args:
-        target: (pages,) mask of pages, of all pages that they need, and of all root pages.
+        target: (pages,) mask of the pages that must be resident, including all pages that they need and all root pages.
     """
     absent, lost = (target & (slots.state == state) for state in (ABSENT, LOST))
     given_up = give_up_beside(slots, target, use, int(absent.sum()) - slots.free)

@@ -19,8 +19,8 @@ from rooftop.scene.streaming.plans import NO_USE, Plan, Planner, Use, best_that_
 from rooftop.scene.streaming.slots import ABSENT, NO_PAGES, RESIDENT, Slots
 
 MOST_WORDS = 2**31 - 1  # length limit of a Warp array
-MOST_OF_A_FRAME = 64  # maximum pages to request for one frame; 8 threads read them in about a millisecond
-MOST_IN_FLIGHT = 256  # maximum pages in flight; 8 threads read them in a few frames, and each occupies a slot
+MOST_OF_A_FRAME = 64  # maximum number of pages to request for one frame; 8 threads read them in about a millisecond
+MOST_IN_FLIGHT = 256  # maximum number of pages in flight; 8 threads read them in a few frames, and each occupies a slot
 AT_ONCE, AHEAD = 0.0, 1.0  # urgencies: pages that a frame waits for are read before pages that later frames may need
 
 Mask = npt.NDArray[np.bool_]
@@ -32,7 +32,9 @@ class Pool:
     A frame calls `begin`, draws, reads the answer, and then calls either `ask` or `load` for the missing pages.
 
     Attributes:
-        graph: the pages; slots: which page is in which slot; loader: the threads that read pages.
+        graph: the pages.
+        slots: which page is in which slot.
+        loader: the threads that read pages.
         words: (slots * SLOT_WORDS + 2,) int32, the array of `buffers.Resident`.
         page_at: (pages,) int64, the start of each page, or -1.
         requests: the page requests of the culling kernels.
@@ -59,8 +61,8 @@ class Pool:
 
     @property
     def is_behind(self) -> bool:
-        """Whether `begin` must be called before any culling: root pages may be absent, or pages were evicted and the
-        device does not know it yet, although their slots are being overwritten."""
+        """Whether `begin` must be called before any culling: root pages may be absent, or the device does not know yet
+        that pages were evicted, although their slots are being overwritten."""
         return self.is_new or bool(self._changed)
 
     def begin(self) -> None:
@@ -99,7 +101,7 @@ class Pool:
 
     def target(self, first: bool = False) -> Mask | None:
         """A mask (pages,) of the pages that the last frame, or its first pass, wanted, and of the pages that these
-        need; None if they do not fit.
+        need. None if the pages of this mask do not fit into the pool.
         """
         target = self.graph.roots | self.graph.with_needs(self.requests.use(first).pixels > 0)
         return target if target.sum() <= self.slots.count else None

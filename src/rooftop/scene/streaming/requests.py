@@ -14,7 +14,7 @@ wp.set_module_options({"enable_backward": False, "fuse_fp": False})
 COUNTERS = 2 * buffers.PASS  # number of counters of a frame; they come first in an answer
 # positions in an answer after the counters: three numbers, then the start of the list of pairs (LIST)
 WANTED, MISSING, REFUSED, LIST = (wp.constant(COUNTERS + place) for place in range(4))
-LISTED = 1024  # maximum absent pages that an answer lists; if there are more, the host reads all of `wanted`
+LISTED = 1024  # maximum number of absent pages that an answer lists; if there are more, the host reads all of `wanted`
 OLDEST = wp.constant(2**30)
 
 
@@ -24,9 +24,9 @@ class Requests:
 
     group_page: wp.array(dtype=wp.int32)  # (groups,) page of each group, both numbered over all meshes
     first_group: wp.array(dtype=wp.int32)  # (meshes,) number of each mesh's first group
-    # (pages,) bits of a float32: error of the picture in pixels without the page; 0 if the page is not wanted
+    # (pages,) bits of a float32: the picture's error, in pixels, if the page is absent; 0 if the page is not wanted
     wanted: wp.array(dtype=wp.int32)
-    ages: wp.array(dtype=wp.int32)  # (pages,) number of frames since the page was wanted
+    ages: wp.array(dtype=wp.int32)  # (pages,) number of frames since the page was last wanted
     refused: wp.array(dtype=wp.int32)  # (1,) number of an invalid page plus one, or 0; admission.py writes it
     # (LIST + 2 * LISTED,): the frame's counters, the counts, and pairs of a page and its `wanted`
     answer: wp.array(dtype=wp.int32)

@@ -9,8 +9,8 @@ const tab = Math.random().toString(36).slice(2);
 const REST_MS = 180;  // time without movement after which a picture of full size is requested
 // scales of the picture while the view moves; only a few, so that the renderer can reuse its memory
 const SCALES = [1, 1 / 2, 1 / 3, 1 / 4];
-// While the view moves: if a picture takes longer than SLOW_MS, the next is smaller; if the next larger picture is
-// expected to take less than QUICK_MS, the next is larger.
+// While the view moves, the scale adapts: if a picture takes longer than SLOW_MS, the next picture is one scale
+// smaller. If a picture at the next larger scale is expected to take less than QUICK_MS, that scale is used.
 const SLOW_MS = 120, QUICK_MS = 80;
 const ORBIT_DEGREES = 180;  // rotation by a drag over the picture's height
 const LONGEST_STEP_S = 0.25;  // maximum flying time between two pictures, even if a picture takes longer
