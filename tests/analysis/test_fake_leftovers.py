@@ -186,7 +186,7 @@ def test_what_cannot_be_taken_out_is_named(ceilings: Ceilings) -> None:
         def keep(self, x: Tensor) -> None:
             Holder.hidden.kept = x
 
-    with pytest.raises(InputError, match=r"InAThread was predicted, but stores fake tensors in .*Holder.hidden"):
+    with pytest.raises(InputError, match=r"of InAThread is complete, but left fake tensors in .*Holder.hidden"):
         rooftop.predict(InAThread(8, 8), torch.ones(2, 8), ceilings=ceilings)
     Holder.hidden.kept = None
     del Holder.hidden

@@ -292,7 +292,7 @@ def test_a_trace_is_one_that_chrome_reads(run: Run, tmp_path: Path) -> None:
         (["train.py", "--train", "--input", "2x3"], "--input, --train: a script runs unchanged"),
         (
             ["train.py", "--dtype", "bf16"],
-            "--dtype: a script runs unchanged; name a callable in the script instead, train.py:NAME",
+            "--dtype: not for a whole script, which runs unchanged; name a callable in the script instead, train.py:NA",
         ),
         (["net.build"], "did you mean net:build?"),
         (["train.py", "--epochs", "1"], "put the script's own arguments after --: train.py -- --epochs"),

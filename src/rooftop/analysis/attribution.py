@@ -216,7 +216,7 @@ class ModuleTracker:
     def _running_in(self, node: Any) -> tuple[str, bool]:
         """The scope of a backward node's work, and whether that work recomputes a module.
 
-        If the node itself called the running module, the module is being recomputed (activation checkpointing), and the
+        If the running module was started by the node itself, the node recomputes it (activation checkpointing), and the
         work is the module's. If the module was already running, the module has requested gradients
         (`torch.autograd.grad`, `torch.func.grad`), and the work belongs to the module that created the node.
         """

@@ -198,8 +198,8 @@ def require_no_fakes(mode: FakeTensorMode, name: str, emptied: list[Any]) -> Non
     place = _where_kept(_fakes_of(mode), emptied)
     if place is not None:
         raise InputError(
-            f"{name} was predicted, but stores fake tensors in {place}. Fake tensors have no values and cannot be used "
-            f"afterwards: empty {place} before you run the program, or predict in a separate process"
+            f"the prediction of {name} is complete, but left fake tensors in {place}. Fake tensors have no values and "
+            f"cannot be used later: clear {place} before you run the program, or predict in a separate process"
         )
 
 

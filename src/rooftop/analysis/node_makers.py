@@ -28,7 +28,7 @@ _next_number = torch._C._autograd._get_sequence_nr
 
 @dataclass
 class _Made:
-    """The nodes that one thread created: from number `numbers[i]` on, they were created in `scopes[i]`."""
+    """The nodes that one thread created. Nodes `numbers[i]` to `numbers[i + 1] - 1` were created in `scopes[i]`."""
 
     numbers: list[int] = field(default_factory=list)
     scopes: list[str] = field(default_factory=list)

@@ -201,8 +201,10 @@ def _kernel_times(program: Program, clock: StepClock, plain: Plain) -> KernelTim
 
 
 def _traced_more_ms(program: Program, clock: StepClock, plain: Plain, times: KernelTimes) -> float | None:
-    """See `Profile.traced_more_ms`. A program that fails here fails only because it is told that it is compiled or
-    captured, so the error is ignored.
+    """See `Profile.traced_more_ms`.
+
+    In this function, PyTorch falsely says that the program is compiled or captured. An error that follows from this is
+    ignored.
     """
     questions = TracingQuestions()
     with questions.noticed():

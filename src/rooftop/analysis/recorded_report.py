@@ -26,7 +26,7 @@ FIRST_STEPS = 3  # number of first steps whose durations a note lists
 
 @dataclass(frozen=True)
 class StartUp:
-    """The time before a program's first step: ms by the host's clock, and the number of labelled operators."""
+    """What happened before a program's first step: elapsed time of the host in ms, and number of labelled operators."""
 
     ms: float
     operators: int

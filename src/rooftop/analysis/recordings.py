@@ -74,7 +74,7 @@ from rooftop.hardware.sequences import synchronize
 __all__ = ["NEEDED", "Recording", "recording"]
 
 MOST_OPERATORS = 200_000  # largest number of operators recorded in a block without steps: about 1 GB of records
-MOST_EARLIER = 4  # number of earlier leading markers (see step_finding.py) whose recorded steps are kept
+MOST_EARLIER = 4  # number of former step markers (see step_finding.py) whose recorded steps are kept
 MOST_LAPS = 64  # number of steps whose host time is kept
 
 

@@ -272,7 +272,8 @@ def _check_script_options(script: str, options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise click.UsageError(
-            f"{', '.join(given)}: a script runs unchanged; name a callable in the script instead, {script}:NAME"
+            f"{', '.join(given)}: not for a whole script, which runs unchanged; name a callable in the script instead, "
+            f"{script}:NAME"
         )
 
 

@@ -218,7 +218,7 @@ def begin(folder: Path, call: Call, recipe: Recipe) -> None:
     kept = {"task": call.task, "data": call.data, "ablate": list(call.ablate), "repeats": call.repeats}
     with writing_to(folder):
         write_whole(folder / CALL, json.dumps(kept, indent=1) + "\n")
-        if call.ablate:  # a single training writes its own recipe
+        if call.ablate:  # without --ablate, the training itself writes its recipe
             write_whole(folder / RECIPE, recipe.toml())
 
 

@@ -147,7 +147,7 @@ class PhotographCall:
         return self._answer.rows(begun.photographs, [each[:count] for each in begun.results], begun.classes)
 
     def warm_up(self, side: int, batch: int) -> None:
-        """Compute a batch of black squares, to compile kernels and capture a CUDA graph."""
+        """Run the model once on black images, so that its kernels are compiled and a CUDA graph is captured."""
         black = Shown((side, side), torch.zeros(side, side, 3, dtype=torch.uint8))
         begun = self.begin([black] * batch)
         if self._on_gpu:

@@ -274,7 +274,7 @@ def _memory(figures: Mapping[str, float]) -> tuple[MemoryPoint, ...]:
 
 
 def _by_working_set(figures: Mapping[str, float]) -> dict[int, list[str]]:
-    """The names of bandwidth figures for each working set, in ascending order."""
+    """For each working set, the smallest first: the names of its bandwidth figures."""
     found: dict[int, list[str]] = defaultdict(list)
     for name in figures:
         if part_of(name) == "memory":

@@ -193,7 +193,7 @@ class Lesson(Observer):
         return tensor.shape[dim]
 
     def number(self, number: int) -> int:
-        """A number among the arguments, as a `Count` if the number varies."""
+        """Convert a number that is an argument: to a `Count` if it may change between calls."""
         return self._variable(number) if number in self.values else number
 
     def has_shape(self, made: Tensor, shape: Sequence[int]) -> None:

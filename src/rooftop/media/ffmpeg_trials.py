@@ -272,8 +272,11 @@ class Trials:
         return frames, FFmpegAbility("decode", codec.title, there[0], "works")
 
     def decode_by_device(self, codec: Codec, clip: Path, device: str, right: np.ndarray) -> FFmpegAbility:
-        """Decode with `-hwaccel DEVICE`. A filter that accepts only the device's frames downloads the frames, so the
-        trial fails if FFmpeg silently falls back to software."""
+        """Decode with `-hwaccel DEVICE`.
+
+        The frames are downloaded by a filter that accepts only frames in the device's memory. So the trial fails if
+        FFmpeg silently falls back to software.
+        """
         decoder = f"{codec.name}_qsv" if device == "qsv" else codec.name
         words = ("-hwaccel", device, "-hwaccel_output_format", device, "-c:v", decoder)
         if decoder not in self.decoders:

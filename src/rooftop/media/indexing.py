@@ -93,7 +93,7 @@ def _index_by_packets(decoder: Decoder) -> FrameIndex | None:
     pts = array("q", sorted(shown))
     if any(a == b for a, b in pairwise(pts)):
         return None
-    # these frames are shown before the first key frame; some of them depend on missing frames
+    # frames that are shown before the first key frame may depend on missing frames
     if pts and pts[0] < starts[0]:
         there = _shown_before(decoder.source, starts[0])
         pts = array("q", [tick for tick in pts if tick >= starts[0] or tick in there])

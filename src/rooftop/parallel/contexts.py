@@ -190,7 +190,7 @@ class ContextAttention:
 
 
 def _joined(held: Sequence[Chunks], near: int) -> tuple[Chunks, ...]:
-    """Join the positions of each group of `near` adjacent ranks."""
+    """For each group of `near` consecutive ranks: join the positions that its ranks hold."""
     return tuple(
         Chunks(held[0].length, held[0].size, tuple(sorted(p for each in held[at : at + near] for p in each.places)))
         for at in range(0, len(held), near)

@@ -95,7 +95,8 @@ def _by_liger(module: nn.Module, functions: Any) -> tuple[str, Function] | None:
     """(kind of the module, function of Liger that computes it); None for other modules."""
     weight: Any = getattr(module, "weight", None)
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.bias is not None:
-        layer: Any = module  # weights are read in each call: the rule for CUDA graphs replaces them in a capture
+        # weights are looked up in each call, because the rule for CUDA graphs exchanges them during a capture
+        layer: Any = module
         return "LayerNorm", lambda x: functions.liger_layer_norm(x, layer.weight, layer.bias, layer.eps)
     norm = recognized(module)
     if type(module) is nn.RMSNorm and len(module.normalized_shape) == 1 and weight is not None and module.eps:

@@ -129,9 +129,9 @@ def test_it_has_no_gradient_and_says_so() -> None:
         ((torch.zeros(1, 0, 4, 4), 2), ValueError, "with channels and pixels"),
         ((torch.zeros(1, 1, 4, 4), 5), ValueError, "the window does not fit"),
         ((torch.zeros(1, 1, 4, 4), 2, 2, 2), ValueError, r"at most half of kernel_size \[2, 2\], got \[2, 2\]"),
-        ((torch.zeros(1, 1, 4, 4), 2.0), TypeError, "kernel_size must be an integer or two, got 2.0"),
+        ((torch.zeros(1, 1, 4, 4), 2.0), TypeError, "kernel_size must be one integer or a pair of integers, got 2.0"),
         ((torch.zeros(1, 1, 4, 4), 2, 0), ValueError, "stride must be at least 1, got 0"),
-        ((torch.zeros(1, 1, 4, 4), (2, 2, 2)), TypeError, "kernel_size must be an integer or two"),
+        ((torch.zeros(1, 1, 4, 4), (2, 2, 2)), TypeError, "kernel_size must be one integer or a pair of integers"),
         ((torch.zeros(1, 1, 4, 4), 2, 2, 0, 1, 1), TypeError, "ceil_mode must be True or False, got 1"),
     ],
 )

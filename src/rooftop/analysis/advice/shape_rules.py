@@ -43,7 +43,7 @@ def padded_products(findings: Findings) -> list[Advice]:
 
 
 def padded_ms(findings: Findings) -> dict[int, float]:
-    """Time in ms of the products that padding makes faster, by `id` of the operator."""
+    """Time in ms, with padding, of the matrix products that padding makes faster, by `id` of the operator."""
     if "padded" not in findings.timed:
         findings.timed["padded"] = _timed_padded(findings)
     found: dict[int, float] = findings.timed["padded"]

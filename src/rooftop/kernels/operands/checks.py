@@ -106,7 +106,7 @@ def two_integers(name: str, argument: str, given: Any, least: int) -> tuple[int,
     if len(values) == 1:
         values *= 2
     if len(values) != 2 or not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
-        raise TypeError(f"{name}: {argument} must be an integer or two, got {given!r}")
+        raise TypeError(f"{name}: {argument} must be one integer or a pair of integers, got {given!r}")
     if min(values) < least:
         raise ValueError(f"{name}: {argument} must be at least {least}, got {given!r}")
     return values

@@ -170,7 +170,7 @@ def _add_seeds(
             continue
         distance = _squared(middles, best, low[0], low[1], low[2])
         for at in range(NEW_SEEDS):
-            # on a tie the later triangle wins; so a triangle that several vertices share is seldom added twice
+            # on a tie the later triangle wins: one that is seen again, from another vertex, usually replaces itself
             if fewest < found_live[at] or (fewest == found_live[at] and distance <= found_distance[at]):
                 found[at], found_live[at], found_distance[at] = best, fewest, distance
                 break

@@ -258,7 +258,7 @@ def _text(text: bytes, elements: list[_Element], path: Path) -> Values:
 
 @loop(array("float64"), INT, array("int64"), output("int64", 2), output("int64", 2), result=INT)
 def _walk_numbers(numbers: Any, at: Any, has_count: Any, starts: Any, counts: Any) -> Any:
-    """As `_walk`, for the numbers of a text."""
+    """As `_walk`, for a text file whose numbers are already parsed."""
     for row in range(starts.shape[0]):
         for k in range(len(has_count)):
             number = 1

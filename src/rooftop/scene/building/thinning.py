@@ -38,8 +38,8 @@ LIKE = 2.0  # a pair with an error above this many times the median, such as a l
 MISSING = 0.05  # simplification may completely remove parts with at most this share of the area of all parts
 LARGE_PARTS = 16  # parts need not grow if half their width is at least this many times the error
 UNCHANGED = 0.01  # a part that would grow by less than this share of its area does not change
-# rounds of growing parts and moving them back into the group's room; each round regains area that the previous round
-# cut off
+# number of rounds in which parts grow and are then moved back into the group's box; each round regains area that the
+# previous one lost
 ROUNDS = 4
 # HITS: approximate number of samples of a picture that hit triangles. SIDES: least and greatest number of samples along
 # the picture's side.

@@ -14,8 +14,7 @@ from rooftop.scene.rendering.targets import Outputs
 from rooftop.scene.rendering.uploads import Inputs
 
 Sizes = tuple[tuple[int, int], ...]
-# maximum number of chains of a renderer: one draws only the cameras, and others also draw shadow maps, when some must
-# be redrawn
+# maximum number of chains of a renderer: one draws only the cameras; the others also redraw a set of shadow maps each
 MOST_CHAINS = 4
 MOST_KINDS = 8  # maximum number of combinations of outputs for which a chain caches tensors
 MOST_TEXELS = 2**27  # maximum number of texels (8 bytes each) of all cached chains except the last one

@@ -38,7 +38,7 @@ _Test = Callable[[nn.Module], bool]
 
 @dataclass(frozen=True)
 class _Unit:
-    """A module without a layer boundary inside, or the direct parameters of a divided module.
+    """A module that no layer boundary divides; or the parameters that a divided module holds directly.
 
     Attributes:
         names: names of the unit's parameters.
