@@ -289,7 +289,7 @@ def test_a_trace_is_one_that_chrome_reads(run: Run, tmp_path: Path) -> None:
             "a script runs unchanged: name a callable in the script instead, train.py:NAME",
         ),
         (["train.py", "--compile"], "--compile needs a model"),
-        (["train.py", "--train", "--input", "2x3"], "--input, --train: a script runs unchanged"),
+        (["train.py", "--train", "--input", "2x3"], "--input, --train: not for a whole script"),
         (
             ["train.py", "--dtype", "bf16"],
             "--dtype: not for a whole script, which runs unchanged; name a callable in the script instead, train.py:NA",
