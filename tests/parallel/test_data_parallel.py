@@ -467,10 +467,15 @@ def test_modules_that_cannot_be_replicated_are_refused() -> None:
         DataParallel(compiled, TWO)(torch.ones(2, 2))
     with pytest.raises(RuntimeError, match="uninitialized parameters"):
         replicate(nn.LazyLinear(3), TWO)
-    for devices, message in (([], "devices is empty"), (["meta"], "run on GPUs and on the CPU, got the device 'meta'")):
-        with pytest.raises(ValueError, match=message):
+    for devices, message in (
+        ([], "devices is empty"),
+        (["meta"], "run on GPUs and on the CPU, got the device 'meta'"),
+        (["gpu"], "'gpu' is no device of this machine"),
+        ("cpu", r"devices is 'cpu', expected a list of devices, such as \['cpu'\]"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
             replicate(nn.Linear(2, 2), devices)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             DataParallel(nn.Linear(2, 2), devices)
 
 

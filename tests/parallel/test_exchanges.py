@@ -98,6 +98,8 @@ def refused() -> list[str]:
         with pytest.raises(ValueError, match="cannot be split") as error:
             function(torch.zeros(2, 7, 3), 1, dist.group.WORLD)
         said.append(str(error.value))
+    with pytest.raises(ValueError, match=r"shape \(4,\) has no dimension -2 to split among 2 ranks"):
+        scattered_sum_of_ranks(torch.zeros(4), -2, dist.group.WORLD)
     return said
 
 

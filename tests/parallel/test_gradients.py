@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from rooftop.models import GptConfig, parallel_gpt
 from rooftop.parallel import Layout, ModelGradients, sums, targets_of_all_ranks
+from rooftop.parallel.sharded_data import fully_sharded, local_of
 from rooftop.train import MainWeights
 
 Run = Callable[..., list[Any]]
@@ -54,9 +56,10 @@ def summed(bucket_bytes: int, large_bytes: int) -> tuple[list[Tensor | None], li
 @pytest.mark.parametrize(
     ("bucket_bytes", "large_bytes", "exchanged"),
     [
-        (1 << 20, 1 << 20, [416, 1072]),  # 40, 56 and 320 bytes in float32, 1024 and 48 in float64
-        (400, 1 << 20, [96, 1024, 320, 48]),
-        (1 << 20, 300, [1024, 320, 96, 48]),
+        # 40, 56 and 320 bytes in float32; 1024, 16 (zeros) and 48 in float64; 24 bytes count the users in float32
+        (1 << 20, 1 << 20, [440, 1088]),
+        (400, 1 << 20, [96, 1024, 344, 64]),
+        (1 << 20, 300, [1024, 320, 120, 64]),
     ],
 )
 def test_sums_in_buckets(bucket_bytes: int, large_bytes: int, exchanged: list[int], on_ranks: Run) -> None:
@@ -117,7 +120,7 @@ def test_during_backward_the_same_is_summed(all_of_it: bool, dtype: torch.dtype,
         assert len(found) == (12 if all_of_it else 10)
         assert all(torch.equal(found[name], expected[name]) for name in found)
         assert torch.equal(found["layers.0.weight"], after[1 - rank][0]["layers.0.weight"])
-        assert (began, count) == ([0, 0], 7 if all_of_it else 6)  # matrices, and all biases together
+        assert (began, count) == ([0, 0], 8)  # matrices, and all biases together
         assert same == count
         # `never`, the last one, has no gradient, so the sum of the bucket that holds it begins only in `sum_`.
         assert began_earlier == [0, 0]
@@ -173,6 +176,48 @@ def of_frozen_layers() -> list[bool]:
 
 def test_frozen_parameters_are_left_out(on_ranks: Run) -> None:
     assert on_ranks(2, of_frozen_layers) == [[True] * 4] * 2
+
+
+class Experts(nn.Module):
+    """Three layers, of which each call uses one. The other parameters come before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+        self.experts = nn.ParameterList(nn.Parameter(torch.ones(2, 2)) for _ in range(3))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return x @ self.first @ self.experts[expert] @ self.last
+
+
+def of_experts(summing: bool, sharded: bool) -> list[float | None]:
+    """An element of each parameter's gradient, if each of two ranks uses another expert."""
+    rank, model = dist.get_rank(), Experts()
+    group = Layout(2).process_groups()["dp-cp"]
+    if sharded:
+        fully_sharded(model, [], group, device_type="cpu")
+    mine = ModelGradients(model, {"dp-cp": group})
+    with mine.summing() if summing else nullcontext():
+        model(torch.full((1, 2), 1.0 + rank), rank).sum().backward()
+    mine.sum_()
+    return [None if each.grad is None else float(local_of(each.grad)[0, 0]) for each in model.parameters()]
+
+
+@pytest.mark.parametrize("summing", [False, True])
+def test_ranks_may_use_different_parameters(summing: bool, on_ranks: Run) -> None:
+    assert on_ranks(2, of_experts, summing, False) == [[12.0, 12.0, 4.0, 8.0, None]] * 2
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch before 2.13")
+def test_ranks_that_share_a_model_may_use_different_parameters(on_ranks: Run) -> None:
+    assert on_ranks(2, of_experts, False, True) == [[12.0, 12.0, 4.0, 8.0, 0.0]] * 2
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"the gradient of weight has the layout torch.sparse_coo"):
+        ModelGradients(model).clip_(1.0)
 
 
 def norm_of_norms() -> tuple[float, torch.dtype]:

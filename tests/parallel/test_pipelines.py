@@ -470,6 +470,47 @@ def test_a_stage_that_gives_another_shape_ends_all_ranks(on_ranks: Run, ranks_fa
     assert errors[1].startswith("RankError: rank 0 of 2 failed: RuntimeError: Pipeline: stage 0 returned")
 
 
+def of_a_frozen_stage(name: str, how: str) -> float:
+    """The gradient of the last stage's weight, if the first stage is frozen or the last stage ignores it."""
+    schedule = schedule_of(name, 2, 2)
+    weights = [torch.full((), 3.0 + stage, requires_grad=stage > 0) for stage in range(schedule.stages)]
+    if how == "unused":
+        weights[0].requires_grad_()
+    options = {"shape": (2,), "dtype": torch.float32, "device": torch.device("cpu"), "deferral": Deferral()}
+
+    def at_stage(stage: int, number: int, given: Tensor | None) -> Tensor:
+        last = stage + 1 == schedule.stages
+        if how == "vector" and last:
+            return weights[stage] * torch.ones(2)
+        if how == "text" and last:
+            return "loss"  # type: ignore[return-value]
+        if how == "unused" and last:
+            return weights[stage] * (1.0 + number)
+        made = weights[stage] * (torch.full((2,), 1.0 + number) if given is None else given)
+        return made.sum() if last else made
+
+    Pipeline(schedule, group=Layout(pp=2).process_groups()["pp"], **options).run(at_stage)
+    of_rank = [weight for stage, weight in enumerate(weights) if schedule.rank_of[stage] == dist.get_rank()]
+    return sum(float(weight.grad) for weight in of_rank if weight.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "gradients"),
+    [("1f1b", "frozen", [0.0, 18.0]), ("zb-h1", "frozen", [0.0, 18.0]), ("1f1b", "unused", [0.0, 3.0])],
+)
+def test_a_stage_may_be_frozen_or_ignore_its_input(name: str, how: str, gradients: list[float], on_ranks: Run) -> None:
+    assert on_ranks(2, of_a_frozen_stage, name, how) == gradients
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("vector", r"returned \(2,\) torch.float32, expected the loss"), ("text", "a value of the type str")],
+)
+def test_a_loss_is_a_scalar(how: str, said: str, on_ranks: Run, ranks_failed: type[Exception]) -> None:
+    with pytest.raises(ranks_failed, match=said):
+        on_ranks(2, of_a_frozen_stage, "1f1b", how)
+
+
 # ---- on GPUs -----------------------------------------------------------------------------------------------------
 
 

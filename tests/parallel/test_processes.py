@@ -70,6 +70,8 @@ def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
         ({"RANK": "-1"}, "RANK='-1' in the environment: expected a number"),
         ({"RANK": "8"}, "rank 8 of 8"),
         ({"WORLD_SIZE": "0"}, "rank 3 of 0"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 in the environment: expected a port, 1 to 65535"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is empty"),
     ],
 )
 def test_variables_that_are_missing_or_wrong(change: dict[str, str | None], said: str) -> None:

@@ -11,18 +11,32 @@ import torch
 
 
 def places_of(named: Sequence[torch.device | str] | None) -> list[torch.device]:
-    """The given devices, with indices. If no devices are given: all GPUs, or the CPU if there are none."""
+    """The given devices, with indices. If no devices are given: all GPUs, or the CPU if there are none.
+
+    Raises:
+        TypeError: a single device is given instead of a list.
+        ValueError: the list is empty, or a device does not exist.
+    """
+    if isinstance(named, str | int | torch.device):
+        raise TypeError(f"devices is {str(named)!r}, expected a list of devices, such as [{str(named)!r}]")
     if named is None:
         named = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
     if not named:
         raise ValueError("devices is empty: name at least one device, or leave the argument out to use all GPUs")
-    places = [with_index(torch.device(device)) for device in named]
+    places = [with_index(_device(name)) for name in named]
     missing = [p for p in places if p.type == "cuda" and (p.index or 0) >= torch.cuda.device_count()]
     if missing:
         raise ValueError(
             f"{', '.join(map(str, missing))}: torch {torch.__version__} can use {torch.cuda.device_count()} GPUs here"
         )
     return places
+
+
+def _device(name: torch.device | str) -> torch.device:
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name!r} is no device of this machine: expected names such as 'cuda:0' or 'cpu'") from error
 
 
 def with_index(device: torch.device) -> torch.device:

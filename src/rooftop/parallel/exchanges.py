@@ -93,6 +93,11 @@ def _waited(name: str, group: ProcessGroup, work: Any, result: Tensor, *_kept_un
 
 
 def _check(x: Tensor, dim: int, group: ProcessGroup) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} has no dimension {dim} to split among {group.size()} ranks"
+            + (" (sequence_parallel splits the positions of (..., S, features))" if dim == -2 else "")
+        )
     if x.shape[dim] % group.size():
         raise ValueError(
             f"dimension {dim} of {tuple(x.shape)} cannot be split among {group.size()} ranks: its length must be a "
@@ -128,7 +133,7 @@ def sum_of_ranks(x: Tensor, group: Group) -> Tensor:
 
 def gather_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
     """Join all ranks' parts along a dimension. Each rank uses the result differently, so backward sums the gradient
-    over the ranks.
+    over the ranks. All parts must have the same shape and dtype.
 
     Raises:
         ValueError: in backward, if the dimension cannot be split among the ranks.
@@ -146,7 +151,8 @@ def scattered_sum_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def join_of_ranks(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Join all ranks' parts along a dimension. All ranks use the result in the same way, so backward needs no sum."""
+    """Join all ranks' parts along a dimension. All ranks use the result in the same way, so backward needs no sum. All
+    parts must have the same shape and dtype."""
     return x if group is None else _Join.apply(x, dim, group)  # type: ignore[no-any-return]
 
 

@@ -20,6 +20,9 @@ ranks.
 Gradients are summed once a step, however many micro-batches the step has. The sums run after backward; over the data
 ranks, the sums may run during the last backward (`summing`). If the parameters are sharded over the data ranks
 (`fully_sharded`), backward itself sums over the data ranks, and each rank holds some rows.
+
+Data ranks may use different parameters, such as different experts. All ranks sum all parameters in the same order. A
+parameter without a gradient counts as 0. A parameter that no rank has used keeps the gradient None.
 """
 
 from __future__ import annotations
@@ -83,6 +86,7 @@ class ModelGradients:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._own = dict(self.parameters)
         self._during: _During | None = None
+        self._used_nowhere: frozenset[str] = frozenset()  # in the last sum that was not captured
         self.gradient_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad
         self.widen: Callable[[Tensor], None] = lambda parameter: None
         self.data_shares = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
@@ -117,7 +121,7 @@ class ModelGradients:
         hooks = [
             own.register_post_accumulate_grad_hook(partial(self._is_there, name))
             for name, own in self._own.items()
-            if own.requires_grad  # a parameter may have been frozen meanwhile
+            if self._is_trained(name)
         ]
         self._during = _During(self._in_order(), Sums(self.data))
         try:
@@ -146,20 +150,47 @@ class ModelGradients:
         Raises:
             RuntimeError: other tensors have replaced the model's parameters (`load_state_dict` with assign=True), so
                 this object cannot find their gradients.
+            TypeError: a gradient is sparse.
         """
         self._places.check("ModelGradients.sum_")
         during, self._during = self._during or _During(self._in_order(), Sums(self.data)), None
         if not self.data_shares and _are_several(self.data):
-            there = {name for name, _ in self._here()}
-            for name in during.left:
-                if name in there:
-                    during.sums.add(self._changed(name))
-            during.sums.finish()
+            self._sum_over_data_ranks(during)
         for holders, group in self._sharing.items():
             _sum(self._shared(holders), group)
         if self.sequence_parallel:
             _sum((self._changed(name) for name, _ in self._here() if name not in self.shards), self.tensor)
         _sum((self._changed(name) for name, _ in self._here() if name == self.tied), self.tied_group)
+
+    def _sum_over_data_ranks(self, during: _During) -> None:
+        """Sum the gradients of all trained parameters, and how many ranks have used each parameter."""
+        there = {name for name, _ in self._here()}
+        trained = [name for name in self._in_order() if name in there or self._is_trained(name)]
+        if not trained:
+            return
+        captured = self.parameters[trained[0]].is_cuda and torch.cuda.is_current_stream_capturing()
+        if captured:  # the host cannot read which parameters no rank has used; the step before used the same
+            trained = [name for name in trained if name not in self._used_nowhere]
+        users = self.parameters[trained[0]].new_ones(len(trained))
+        lacking = {name: place for place, name in enumerate(trained) if name not in there}
+        for name, place in lacking.items():
+            self.parameters[name].grad = torch.zeros_like(self.parameters[name])
+            users[place] = 0
+        left = set(during.left)
+        for name in trained:
+            if name in left:
+                during.sums.add(self._changed(name))
+        during.sums.add(users)
+        during.sums.finish()
+        if not captured:
+            counts = users.tolist() if lacking else []
+            self._used_nowhere = frozenset(name for name, place in lacking.items() if counts[place] == 0)
+            for name in self._used_nowhere:
+                self.parameters[name].grad = None
+
+    def _is_trained(self, name: str) -> bool:
+        """Whether the model's parameter has a gradient and was not frozen meanwhile."""
+        return name in self._own and self._own[name].requires_grad
 
     def _in_order(self) -> list[str]:
         """The names in the order in which backward usually computes the gradients."""
@@ -170,14 +201,14 @@ class ModelGradients:
         for name, parameter in self.parameters.items():
             gradient = self.gradient_of(parameter)
             if gradient is not None:
-                yield name, local_of(gradient)
+                yield name, _dense(name, gradient)
 
     def _changed(self, name: str) -> Tensor:
         """An existing gradient, ready to be changed in place."""
         self.widen(self.parameters[name])
         gradient = self.parameters[name].grad
         assert gradient is not None
-        return local_of(gradient)
+        return _dense(name, gradient)
 
     def _shared(self, holders: int) -> Iterator[Tensor]:
         for name, _ in self._here():
@@ -247,6 +278,16 @@ def targets_of_all_ranks(targets: Tensor, data: Group, ignore_index: int = -100)
     """
     counted: Tensor = start_sum((targets != ignore_index).sum(), data)()
     return counted.clamp(min=1)
+
+
+def _dense(name: str, gradient: Tensor) -> Tensor:
+    """This rank's rows of a parameter's gradient, which must be dense."""
+    if gradient.layout != torch.strided:
+        raise TypeError(
+            f"ModelGradients: the gradient of {name} has the layout {gradient.layout}, expected dense gradients: "
+            "create embeddings without sparse=True"
+        )
+    return local_of(gradient)
 
 
 def _are_several(group: Group) -> bool:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 FIRST_PORT, PORTS = 20_000, 12_000  # all ports are below 32768, where Linux's ephemeral ports begin
+LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
     """Read the launcher's environment variables in this process, without communication.
 
     Raises:
-        ValueError: a variable of the launcher is missing, is not a number, or contradicts another variable.
+        ValueError: a variable of the launcher is missing, is no number or no port, or contradicts another variable.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _by_torchrun(environment)
@@ -119,4 +120,8 @@ def _checked(launch: Launch) -> Launch:
         raise ValueError(
             f"the environment makes this rank {launch.rank} of {launch.size}: expected a rank below the size"
         )
+    if not 0 < launch.port <= LAST_PORT:
+        raise ValueError(f"MASTER_PORT={launch.port} in the environment: expected a port, 1 to {LAST_PORT}")
+    if not launch.address:
+        raise ValueError("MASTER_ADDR is empty in the environment: expected the name or address of rank 0's machine")
     return launch

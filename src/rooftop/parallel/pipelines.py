@@ -39,7 +39,8 @@ from rooftop.parallel.transfers import AHEAD, Receive, Send, Transfer, program_o
 
 Compute = Callable[[int, int, Tensor | None], Tensor]
 """A function of the stage, the micro-batch and the previous stage's result (None at the first stage). The function
-returns the next stage's input or, at the last stage, the micro-batch's share of the loss, ().
+returns the next stage's input or, at the last stage, the micro-batch's share of the loss, (). If a stage is frozen or
+does not use its input, the gradient of its input is 0.
 """
 
 
@@ -111,8 +112,8 @@ class Pipeline:
             The detached losses of the micro-batches in order, () each; empty on a rank without the last stage.
 
         Raises:
-            RuntimeError: a rank failed (a note says what this rank was computing or awaiting), or a stage did not
-                return a tensor of the common shape and dtype.
+            RuntimeError: a rank failed (a note says what this rank was computing or awaiting), a stage did not return a
+                tensor of the common shape and dtype, or the last stage did not return a scalar with a gradient.
         """
         step = _Step(self, compute)
         for each in self.program:
@@ -148,6 +149,8 @@ class Pipeline:
                 instruction = Instruction("F", stage, number)
                 with _noting(f"computing the {instruction.words}"):
                     made = compute(stage, number, made if stage else None)
+                    if stage + 1 < stages:
+                        self.check(stage, made)
                 if stage + 1 == stages:
                     losses.append(made)
                 elif rank_of[stage + 1] != self.rank:
@@ -160,6 +163,18 @@ class Pipeline:
             with _noting(self.taken(posted.transfer)):
                 posted.work.wait()
         return losses
+
+    def check(self, stage: int, output: object) -> None:
+        """Check the result of a stage before the last.
+
+        Raises:
+            RuntimeError: the result is not a tensor of the common shape and dtype.
+        """
+        if not isinstance(output, Tensor) or tuple(output.shape) != self.shape or output.dtype != self.dtype:
+            raise RuntimeError(
+                f"Pipeline: stage {stage} returned {_in_words(output)}, expected {self.shape} {self.dtype} for the "
+                "next stage: create the pipeline with the actual shape and dtype"
+            )
 
     def taken(self, transfer: Transfer) -> str:
         """Describe a wait until another rank receives a transfer."""
@@ -187,14 +202,15 @@ class _Step:
 
     Attributes:
         inputs, outputs: the input of a stage, and the output from which the stage's backward starts, by (stage,
-            micro-batch). Both are kept from the forward (F) to the backward (B) or input gradient (I).
+            micro-batch). Both are kept from the forward (F) to the backward (B) or input gradient (I). An output is
+            None if it needs no gradient, because the stage is frozen.
         receiving: transfers to this rank in progress, by the instruction that computes the sent data.
         made: results that will be sent, or that another stage of this rank needs, by the instruction that computed the
             result.
         sending: sends whose data may not have arrived yet. On a GPU, once a receive from a rank is complete, all sends
             to that rank that were posted before this receive have arrived. gloo reports arrival only in a wait, at the
             end of the step.
-        later: deferred weight gradients, kept until the instruction W computes them.
+        later: deferred weight gradients, kept until the instruction W computes them; none of a frozen stage.
         losses: the loss of each micro-batch.
         place: the index of the next instruction in `Pipeline.progress`.
     """
@@ -202,7 +218,7 @@ class _Step:
     pipeline: Pipeline
     compute: Compute
     inputs: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
-    outputs: dict[tuple[int, int], GradientEdge | Tensor] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], GradientEdge | Tensor | None] = field(default_factory=dict)
     receiving: dict[Instruction, _Posted] = field(default_factory=dict)
     made: dict[Instruction, Tensor] = field(default_factory=dict)
     sending: list[_Posted] = field(default_factory=list)
@@ -226,7 +242,7 @@ class _Step:
         if kind == "W":
             self.at(self.place - 1)
             with _noting(f"computing the {instruction.words}"):
-                self.later.pop((stage, micro_batch)).make()
+                self.later.pop((stage, micro_batch), Later()).make()
             return
         needed = schedule.needs(instruction)
         from_other = stage > 0 if kind == "F" else stage + 1 < schedule.stages
@@ -248,35 +264,30 @@ class _Step:
         self.inputs[place] = given
         output = self.compute(stage, micro_batch, given)
         if stage + 1 == self.pipeline.schedule.stages:
+            _check_loss(output)
             self.outputs[place] = output
             self.losses[micro_batch] = output.detach()
             return None
-        self._check(stage, output)
+        self.pipeline.check(stage, output)
         # Backward needs the output's node in the graph, not its values.
-        self.outputs[place] = get_gradient_edge(output)
+        self.outputs[place] = get_gradient_edge(output) if output.requires_grad else None
         return output.detach().contiguous()
 
     def _backward(self, stage: int, micro_batch: int, given: Tensor | None, split: bool) -> Tensor | None:
         place = stage, micro_batch
         output, input = self.outputs.pop(place), self.inputs.pop(place)
-        if split:
-            assert self.pipeline.deferral is not None
-            with self.pipeline.deferral.collecting() as self.later[place]:
+        if output is not None:
+            with self._collecting(place) if split else nullcontext():
                 torch.autograd.backward(output, given)
-        else:
-            torch.autograd.backward(output, given)
         if input is None:
             return None
-        assert input.grad is not None
-        return input.grad.contiguous()
+        return torch.zeros_like(input) if input.grad is None else input.grad.contiguous()
 
-    def _check(self, stage: int, output: Tensor) -> None:
-        pipeline = self.pipeline
-        if tuple(output.shape) != pipeline.shape or output.dtype != pipeline.dtype:
-            raise RuntimeError(
-                f"Pipeline: stage {stage} returned {tuple(output.shape)} {output.dtype}, expected {pipeline.shape} "
-                f"{pipeline.dtype} for the next stage: create the pipeline with the actual shape and dtype"
-            )
+    @contextmanager
+    def _collecting(self, place: tuple[int, int]) -> Iterator[None]:
+        assert self.pipeline.deferral is not None
+        with self.pipeline.deferral.collecting() as self.later[place]:
+            yield
 
     # ---- transfers ----
 
@@ -316,6 +327,21 @@ class _Step:
         for posted in self.sending:
             with _noting(self.pipeline.taken(posted.transfer)):
                 posted.work.wait()
+
+
+def _check_loss(output: object) -> None:
+    if not isinstance(output, Tensor) or output.shape != () or not output.requires_grad:
+        without = isinstance(output, Tensor) and not output.requires_grad
+        raise RuntimeError(
+            f"Pipeline: the last stage returned {_in_words(output)}{' that needs no gradient' * without}, expected the "
+            "loss, () with a gradient: sum the losses of the micro-batch, outside torch.no_grad()"
+        )
+
+
+def _in_words(output: object) -> str:
+    if not isinstance(output, Tensor):
+        return f"a value of the type {type(output).__name__}"
+    return f"{tuple(output.shape)} {output.dtype}"
 
 
 @contextmanager

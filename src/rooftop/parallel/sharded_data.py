@@ -47,7 +47,9 @@ def fully_sharded(
 
     Afterwards, parameters are DTensors, and each rank holds some of their rows. Backward stores sums over the data
     ranks in the parameters' `.grad`. So divide a mean loss by the number of targets on all ranks. Call the model itself
-    instead of its parts, since only a call of the model gathers the model's own parameters.
+    instead of its parts, since only a call of the model gathers the model's own parameters. All ranks must run the same
+    units in the same order. Within a unit, ranks may use different parameters (since torch 2.13); an unused parameter
+    gets a gradient of 0.
 
     Args:
         model: the model, preferably on the meta device, so that no rank ever holds the whole model. `to_empty` later
@@ -83,6 +85,8 @@ def fully_sharded(
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a plain sum, since gloo supports no other reduction
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
+            module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def sum_in_backward(model: nn.Module, wanted: bool) -> None:
