@@ -171,15 +171,16 @@ class ModelGradients:
         captured = self.parameters[trained[0]].is_cuda and torch.cuda.is_current_stream_capturing()
         if captured:  # the host cannot read which parameters no rank has used; the step before used the same
             trained = [name for name in trained if name not in self._used_nowhere]
-        users = self.parameters[trained[0]].new_ones(len(trained))
         lacking = {name: place for place, name in enumerate(trained) if name not in there}
-        for name, place in lacking.items():
+        for name in lacking:
             self.parameters[name].grad = torch.zeros_like(self.parameters[name])
-            users[place] = 0
         left = set(during.left)
         for name in trained:
             if name in left:
                 during.sums.add(self._changed(name))
+        users = self._changed(trained[0]).new_ones(len(trained))  # of the gradients' dtype, to share their bucket
+        for place in lacking.values():
+            users[place] = 0
         during.sums.add(users)
         during.sums.finish()
         if not captured:
