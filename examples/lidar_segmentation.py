@@ -51,8 +51,8 @@ from rooftop.train.tasks.sparse_unet import (
     labelled,
     network,
     overlaps,
-    rows_of,
     varied,
+    voxel_rows,
     voxels_of,
 )
 
@@ -126,7 +126,7 @@ def train(model: Model, seen: Sequence[Scan], recipe: Recipe, seed: int) -> None
     chance = np.random.default_rng(seed)
     for step in watched(range(recipe.steps), "training"):
         batch = [varied(seen[int(chance.integers(len(seen)))].cloud(), chance) for _ in range(recipe.batch)]
-        sites, labels, _ = voxels_of(joined([rows_of(cloud, model.voxel_m) for cloud in batch]))
+        sites, labels, _ = voxels_of(joined([voxel_rows(cloud, model.voxel_m) for cloud in batch]))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = network(sites).features
         loss = F.cross_entropy(logits.float(), labels, weight, ignore_index=-1)

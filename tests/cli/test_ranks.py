@@ -158,7 +158,7 @@ def test_one_report_names_the_delayed_rank(run: Run, tmp_path: Path) -> None:
         ("net:wrong_first", "rank 0 of 2 failed: DistributedDataParallel raised KeyError for inputs 16x64:float32"),
         ("net:wrong_second", "rank 1 of 2 failed: DistributedDataParallel raised KeyError for inputs 16x64:float32"),
         ("net:unbuilt", "rank 1 of 2 failed: net:unbuilt raised OSError: weights.bin is not on this machine"),
-        ("resnet5", "failed: 'resnet5' is not a built-in model"),
+        ("resnet5", "failed: 'resnet5' is neither a built-in model"),
     ],
 )
 def test_a_rank_that_fails_ends_all_with_one_line(run: Run, tmp_path: Path, target: str, message: str) -> None:
@@ -183,7 +183,7 @@ def test_a_folder_that_is_missing_is_said_by_the_rank_that_writes(run: Run) -> N
     [
         ("torchrun", ("net:delayed", "--dtype", "fp12"), "'fp12' is not one of"),
         ("run", ("net:delayed", "--predict", "no such machine"), "no such machine"),
-        ("run", ("script.py", "--train"), "--train: a script runs unchanged"),
+        ("run", ("script.py", "--train"), "--train: not for a whole script"),
     ],
 )
 def test_a_wrong_call_is_said_once(

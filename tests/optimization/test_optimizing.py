@@ -309,12 +309,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no shape": (
         lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), shapes=[(-1, 6)]),
         ValueError,
-        "must be shapes such as",
+        "must be a shape such as",
     ),
     "a number for shapes": (
         lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), shapes=[8]),  # type: ignore[list-item]
         ValueError,
-        "must be shapes such as",
+        "must be a shape such as",
     ),
     "an object as argument": (
         lambda: rooftop.optimize(sleepy(), torch.randn(2, 6), scale=object()),

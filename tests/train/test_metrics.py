@@ -121,5 +121,5 @@ def test_the_command_goes_on_after_a_crash(
     assert Path("m").read_text().splitlines()[:2] == whole[:2]
     Path("m").write_text("notes\n")
     assert main([*words, "--train-iters", "5", "--load", "run"]) == 2
-    assert "line 1 has no step" in capsys.readouterr().err
+    assert "m is not JSON, and is not overwritten" in capsys.readouterr().err
     assert Path("m").read_text() == "notes\n"

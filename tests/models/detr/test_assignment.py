@@ -119,7 +119,7 @@ def test_the_gpu_is_not_waited_for() -> None:
 @BOTH
 def test_wrong_shapes(assign: Assign) -> None:
     for valid in (torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 3)):
-        with pytest.raises(ValueError, match=r"expected \(B, M, Q\) and torch.bool \(B, M\)"):
+        with pytest.raises(ValueError, match=r"expected cost \(B, M, Q\), and `valid` torch.bool \(B, M\)"):
             assign(torch.zeros(2, 3, 4), valid)
 
 

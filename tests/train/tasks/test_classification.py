@@ -260,7 +260,7 @@ def test_damaged_images_are_skipped_wherever_they_are(folder: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        (("model.name=alexnet",), "'alexnet' is not a built-in model .*resnet18"),
+        (("model.name=alexnet",), "'alexnet' is neither a built-in model .*resnet18"),
         (("model.num_classes=3",), "model.num_classes is 3, but the data have 10 classes"),
         (("model.options={depth=3}",), "resnet18 cannot be built with model.options .*depth"),
     ],
