@@ -10,7 +10,8 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Give the path to write to; the file gets its name at the end of the block, and an exception leaves no file.
+    """Yield the path to write to. At the end of the block, the file gets the name `target`; after an exception, it is
+    removed.
 
     A link stays a link. A device or a pipe is written directly, because renaming a file onto it would replace it.
 

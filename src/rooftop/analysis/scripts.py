@@ -1,8 +1,8 @@
 """Run a Python script unchanged and record it: `rooftop analyze train.py -- --epochs 1`.
 
 The recording must not change the script's output, random numbers, exit status or way of ending. A script that ends by
-`os._exit` gets a report, too. A script that fails or is interrupted (Ctrl-C) gets a report only if at least three steps
-had been timed.
+`os._exit` gets a report, too. A script that fails or is interrupted (Ctrl-C) gets a report only if at least three of
+its steps were timed.
 """
 
 from __future__ import annotations

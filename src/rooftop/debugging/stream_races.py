@@ -1,6 +1,6 @@
 """Find tensors that one CUDA stream uses before another stream has written them, or whose memory is reused too early.
 
-As in `torch.cuda._sanitizer`, the check records for which other streams each stream has waited. In addition, each
+As in `torch.cuda._sanitizer`, the check records, for each stream, the streams that it has waited for. In addition, each
 finding names lines of the user's program, and the program continues. Three more cases are handled that torch's
 sanitizer misses: views of one storage (by the range of their bytes), new tensors of operators such as `zeros_like`
 (which write them), and memory that was freed while another stream still used it (a missing `record_stream`).
@@ -152,7 +152,7 @@ class _Launch:
 
 
 class _Watcher:
-    """Record the last uses of each storage, and for which other streams each stream has waited. Hooks report launches,
+    """Record the last uses of each storage, and the streams that each stream has waited for. Hooks report launches,
     allocations and synchronization to this object.
     """
 

@@ -20,7 +20,7 @@ OUTSIDE = None
 
 
 class ModulePaths:
-    """The scopes (names of calls) of modules, and the owners of parameters. The tables keep neither of them alive.
+    """The scopes (names of calls) of modules, and the owners of parameters, which the tables do not keep alive.
 
     The first module that is called from outside any module is the root. The scopes of later such modules begin with
     their class names.

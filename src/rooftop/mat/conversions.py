@@ -51,7 +51,8 @@ _MOST_SCALE = 2.0**128  # a scale beyond this moves every integer except 0 beyon
 def scales_wholes(depth: int, new_depth: int, alpha: float, beta: float) -> bool:
     """Whether a conversion is evaluated exactly, as an expression of integers.
 
-    Both depths must be integers, one of them with 64 bits. Scale and shift must be integers below 2**128 in magnitude.
+    Both depths must be integer types, and one of them must have 64 bits. Scale and shift must be integers below
+    2**128 in magnitude.
     With a scale of 1 and a shift of 0, no expression is needed.
     """
     integers = DEPTHS[depth].limits is not None and DEPTHS[new_depth].limits is not None

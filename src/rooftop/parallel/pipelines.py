@@ -210,7 +210,7 @@ class _Step:
         sending: sends whose data may not have arrived yet. On a GPU, once a receive from a rank is complete, all sends
             to that rank that were posted before this receive have arrived. gloo reports arrival only in a wait, at the
             end of the step.
-        later: deferred weight gradients, kept until the instruction W computes them; none of a frozen stage.
+        later: deferred weight gradients, kept until the instruction W computes them. A frozen stage has none.
         losses: the loss of each micro-batch.
         place: the index of the next instruction in `Pipeline.progress`.
     """

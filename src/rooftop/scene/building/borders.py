@@ -97,7 +97,7 @@ class Connections:
         vertices: numbers of the batch's vertices in the mesh.
         of_vertices: the part of each vertex, or None if there is one part.
         places: places that other batches also use.
-        of_places: the part of each of these places.
+        of_places: number of the part to which each of these places belongs.
         crowded: number of edges that have more than two faces and that no other batch can share.
         open_places: places of edges that have one face and that no other batch can share.
         edges: (E, 2) places of the edges that other batches may share, with the lower place first.

@@ -167,8 +167,8 @@ def _load_trimesh() -> ModuleType:
 
 def _loaded(trimesh: ModuleType, path: Path, textures: bool) -> tuple[Any, dict[str, PartMaterial]]:
     """Load the scene of a file, and its materials by their names in the scene. OBJ files and glTF files are converted
-    to their simple form first. PLY and OFF files are read here, and so are the materials of OBJ and glTF files; trimesh
-    only reports the material name of each part.
+    to their simple form first. Rooftop reads PLY and OFF files itself, and also the materials of OBJ and glTF files.
+    trimesh only reports the material name of each part.
     """
     suffix = path.suffix.lower()
     if suffix in (".glb", ".gltf"):

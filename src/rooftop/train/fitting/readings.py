@@ -15,7 +15,7 @@ class Reading:
     The copy begins now and needs no wait: the caller may launch further steps before it calls `rows`.
 
     Args:
-        step: number of the last of these steps.
+        step: the number of the last step in `results`.
         results: the result of each step, (columns,) on the same device.
     """
 
