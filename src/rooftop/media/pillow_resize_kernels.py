@@ -1,0 +1,83 @@
+"""Triton kernels that resize many photographs as Pillow does; `pillow_resize.py` launches them and makes the tables."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+HALF, ONE_BITS = tl.constexpr(1 << 21), tl.constexpr(22)  # weights are integers, and 2**22 stands for 1
+
+# Columns of the table of photographs. Places are indices of the first value of a photograph or of an axis's weights.
+START, STRIDE, ROWS, WIDTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+COLUMN_TABLE, COLUMN_TAPS = tl.constexpr(4), tl.constexpr(5)  # place and weights per result, along a row
+HEIGHT, ROW_TABLE, ROW_TAPS = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)  # the same along a column
+BETWEEN, OUT = tl.constexpr(9), tl.constexpr(10)  # places among the resized rows, and among the results
+ENTRIES = tl.constexpr(11)
+
+
+@triton.jit
+def rounded(total):
+    """Convert a weighted sum to uint8."""
+    return tl.minimum(tl.maximum((total + HALF) >> ONE_BITS, 0), 255).to(tl.uint8)
+
+
+@triton.jit
+def resize_across(
+    pixels,  # (bytes,) uint8: the photographs, (height, width, 3) each
+    photographs,  # (N, ENTRIES) int64
+    tables,  # int32: the weights of all axes
+    out,  # (bytes,) uint8: the resized rows, (ROWS, WIDTH, 3) for each photograph
+    BLOCK: tl.constexpr,
+):
+    """Resize the rows of a photograph, BLOCK result pixels in each program."""
+    entry = photographs + tl.program_id(1) * ENTRIES
+    width = tl.load(entry + WIDTH).to(tl.int32)
+    count = tl.load(entry + ROWS).to(tl.int32) * width
+    if tl.program_id(0) * BLOCK < count:
+        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        there = place < count
+        row, column = place // width, place % width
+        taps = tl.load(entry + COLUMN_TAPS).to(tl.int32)
+        weights = tables + tl.load(entry + COLUMN_TABLE) + column * (taps + 1)
+        first = tl.load(weights, mask=there, other=0)
+        source = pixels + tl.load(entry + START) + row * tl.load(entry + STRIDE).to(tl.int32) + 3 * first
+        red = tl.zeros((BLOCK,), tl.int32)
+        green = tl.zeros((BLOCK,), tl.int32)
+        blue = tl.zeros((BLOCK,), tl.int32)
+        for tap in range(taps):
+            weight = tl.load(weights + 1 + tap, mask=there, other=0)
+            used = there & (weight != 0)  # beyond the photograph's edge, weights are 0
+            red += weight * tl.load(source + 3 * tap, mask=used, other=0).to(tl.int32)
+            green += weight * tl.load(source + 3 * tap + 1, mask=used, other=0).to(tl.int32)
+            blue += weight * tl.load(source + 3 * tap + 2, mask=used, other=0).to(tl.int32)
+        to = out + tl.load(entry + BETWEEN) + 3 * place
+        tl.store(to, rounded(red), mask=there)
+        tl.store(to + 1, rounded(green), mask=there)
+        tl.store(to + 2, rounded(blue), mask=there)
+
+
+@triton.jit
+def resize_down(
+    rows,  # (bytes,) uint8: the result of `resize_across`
+    photographs, tables,  # as in `resize_across`
+    out,  # (bytes,) uint8: the results, (HEIGHT, WIDTH, 3) for each photograph
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Resize the columns of a photograph, BLOCK result values in each program."""
+    entry = photographs + tl.program_id(1) * ENTRIES
+    width = 3 * tl.load(entry + WIDTH).to(tl.int32)
+    count = tl.load(entry + HEIGHT).to(tl.int32) * width
+    if tl.program_id(0) * BLOCK < count:
+        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        there = place < count
+        row, column = place // width, place % width
+        taps = tl.load(entry + ROW_TAPS).to(tl.int32)
+        weights = tables + tl.load(entry + ROW_TABLE) + row * (taps + 1)
+        first = tl.load(weights, mask=there, other=0)
+        source = rows + tl.load(entry + BETWEEN) + first * width + column
+        total = tl.zeros((BLOCK,), tl.int32)
+        for tap in range(taps):
+            weight = tl.load(weights + 1 + tap, mask=there, other=0)
+            used = there & (weight != 0)
+            total += weight * tl.load(source + tap * width, mask=used, other=0).to(tl.int32)
+        tl.store(out + tl.load(entry + OUT) + place, rounded(total), mask=there)
