@@ -6,13 +6,14 @@
 
 ResNet-50 classifies photographs and clips of a video, and DETR finds objects in photographs, with random weights.
 Photographs are JPEG, 500 x 375, quality 90: crops of real ones if scikit-image or scikit-learn is installed, else noise
-of all scales. All ways use the same functions to decode, prepare and compute. They use the same batches and write
-Parquet:
+of all scales. All ways decode to the same pixels, use the same network and batches, and write Parquet:
 
     rooftop                `map_items` with its defaults, with two workers on a GPU that share the cores, with decoding
                            threads, and through a local Dask scheduler
-    DataLoader             a loop over torch's DataLoader with a process for each core
-    Dask map_partitions    a bag of file names; one worker per GPU with a thread for each core
+    DataLoader             a loop over torch's DataLoader with a process for each core; photographs are resized by
+                           Pillow, as in torchvision's recipes
+    DataLoader, GPU        the same loop with Rooftop's resize on the GPU
+    Dask map_partitions    a bag of file names; one worker per GPU with a thread for each core; Pillow resizes
 
 Each way's items a second count from the first result on, since models are loaded and processes start before it.
 `seconds` is the whole time, and `start` has the parts before the first result. When the first result is ready, other
@@ -255,7 +256,15 @@ WORKS: dict[str, Callable[[Path, argparse.Namespace], Work]] = {
     "clips": clips,
 }
 
-WAYS = ("rooftop", "rooftop, two workers", "rooftop, threads", "rooftop, Dask", "DataLoader", "Dask map_partitions")
+WAYS = (
+    "rooftop",
+    "rooftop, two workers",
+    "rooftop, threads",
+    "rooftop, Dask",
+    "DataLoader",
+    "DataLoader, GPU",
+    "Dask map_partitions",
+)
 
 # ---- ways --------------------------------------------------------------------------------------------------------
 
@@ -276,7 +285,8 @@ def rows_of(work: Work, folder: Path, device: str, wanted: Sequence[str]) -> Ite
         partial(by_map, work, device, {"workers": 2} | ({} if device == "cuda" else {"decoders": CORES // 2})),
         partial(by_map, work, device, {"decoders": 0}),
         partial(by_dask_map, work, device),
-        partial(by_loader, work, items, device),
+        partial(by_loader, work, items, device, "cpu"),
+        partial(by_loader, work, items, device, device),
         partial(by_partitions, work, items, device),
     )
     for name, way in zip(WAYS, ways, strict=True):
@@ -364,8 +374,8 @@ def by_dask_map(work: Work, device: str, out: Path) -> Measured:
 class Decoded(Dataset[Any]):
     """A dataset that decodes items and prepares them for the target."""
 
-    def __init__(self, work: Work, items: Sequence[Item]) -> None:
-        self.work, self.items = work, items
+    def __init__(self, work: Work, items: Sequence[Item], resizes: str) -> None:
+        self.work, self.items, self.resizes = work, items, resizes
         self.decode: Callable[[Item], Any] | None = None
 
     def __len__(self) -> int:
@@ -373,30 +383,30 @@ class Decoded(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if self.decode is None:
-            self.decode = self.work.job().decoder()
+            self.decode = self.work.job().decoder(self.resizes)
         return self.decode(self.items[index])
 
 
 def collated(values: list[Any]) -> Any:
     """Stack photographs of one size into one tensor, which needs only one block of shared memory; leave other items
     unchanged."""
-    from rooftop.cluster.model_targets import Shown
+    from rooftop.cluster.photographs import Shown
 
     if not all(isinstance(each, Shown) for each in values) or len({each.pixels.shape for each in values}) > 1:
         return values
-    return [each.size for each in values], torch.stack([each.pixels for each in values])
+    return [(each.size, each.resized) for each in values], torch.stack([each.pixels for each in values])
 
 
 def separated(batch: Any) -> list[Any]:
     """Split a collated batch into its items."""
-    from rooftop.cluster.model_targets import Shown
+    from rooftop.cluster.photographs import Shown
 
     if isinstance(batch, list):
         return batch
-    return [Shown(size, pixels) for size, pixels in zip(*batch, strict=True)]
+    return [Shown(size, pixels, resized) for (size, resized), pixels in zip(*batch, strict=True)]
 
 
-def by_loader(work: Work, items: Sequence[Item], device: str, out: Path) -> Measured:
+def by_loader(work: Work, items: Sequence[Item], device: str, resizes: str, out: Path) -> Measured:
     """Map by a DataLoader with forked processes, its default. Spawned processes would start one after another: a list
     of items does not fit into a pipe, so each start waits for the imports of the process before."""
     began = time.perf_counter()
@@ -404,7 +414,7 @@ def by_loader(work: Work, items: Sequence[Item], device: str, out: Path) -> Meas
     start = {"target": time.perf_counter() - began}
     began = time.perf_counter()
     loader = DataLoader(
-        Decoded(work, items), work.batch, num_workers=CORES, collate_fn=collated, prefetch_factor=2,
+        Decoded(work, items, resizes), work.batch, num_workers=CORES, collate_fn=collated, prefetch_factor=2,
         multiprocessing_context="fork",
     )  # fmt: skip
     batches = iter(loader)
@@ -452,7 +462,7 @@ _made: dict[tuple[str, str], tuple[Callable[[Item], Any], Call]] = {}
 def _loaded(name: str, device: str, work: Work) -> tuple[Callable[[Item], Any], Call]:
     with _loading:
         if (name, device) not in _made:
-            _made[name, device] = work.job().decoder(), work.target.load(device)
+            _made[name, device] = work.job().decoder("cpu"), work.target.load(device)
         return _made[name, device]
 
 
@@ -475,7 +485,7 @@ def decoded_per_s(work: Work, items: Sequence[Item], processes: int, device: str
     began = []
     for number in range(processes):
         own = items[number * len(items) // processes : (number + 1) * len(items) // processes] or items
-        began.append(context.Process(target=decode_for, args=(work, own, seconds, begin, counts), daemon=True))
+        began.append(context.Process(target=decode_for, args=(work, own, device, seconds, begin, counts), daemon=True))
         began[-1].start()
     for each in began:
         each.join()
@@ -485,10 +495,10 @@ def decoded_per_s(work: Work, items: Sequence[Item], processes: int, device: str
     return sum(rate for rate, _ in found), costs
 
 
-def decode_for(work: Work, items: Sequence[Item], seconds: float, begin: Any, rates: Any) -> None:
+def decode_for(work: Work, items: Sequence[Item], device: str, seconds: float, begin: Any, rates: Any) -> None:
     torch.set_num_threads(1)
     keep_memory()  # as in the decoding processes of `rooftop map`
-    decode = work.job().decoder()
+    decode = work.job().decoder(device)
     decode(items[0])
     begin.wait(60)
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -509,7 +519,7 @@ def decode_for(work: Work, items: Sequence[Item], seconds: float, begin: Any, ra
 def computed_per_s(work: Work, items: Sequence[Item], device: str) -> dict[str, float]:
     """Items a second for batches that are ready in host memory: `computing` by the device's time, `calling` by wall
     time."""
-    decode, call = work.job().decoder(), work.target.load(device)
+    decode, call = work.job().decoder(device), work.target.load(device)
     values = [decode(item) for item in items[: work.batch]]
     for _ in range(3):
         call(values)

@@ -355,7 +355,7 @@ def _work(connection: Connection, status: Any, division: Division, number: int, 
     starting.did("process")
     try:
         job: Job = connection.recv()  # this imports torch if the target needs torch
-        decode = job.decoder()
+        decode = job.decoder(division.device)
         starting.did("imports")
         decoders = _decoders(job, decode, division)  # forks before the GPU is used, since a child could not use it
         starting.did("decoding processes")

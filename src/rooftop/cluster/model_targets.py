@@ -12,20 +12,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from rooftop.cluster.arrow import load_arrow
-from rooftop.cluster.photograph_calls import Answer, Classes, Objects, PhotographCall, Shown
+from rooftop.cluster.photograph_calls import Answer, Classes, Objects, PhotographCall
+from rooftop.cluster.photographs import Preparation
 from rooftop.cluster.targets import pickled
 from rooftop.errors import InputError, TargetError
 from rooftop.inference import Engine
+from rooftop.media.pillow_resize import Resize
 from rooftop.models import detr_resnet50, detr_resnet101, detr_small, load_classifier, model_entry
-from rooftop.models.detr.detection import load_detector, resized
+from rooftop.models.detr.detection import load_detector, resizing
 from rooftop.models.detr.network import Detr, Predictions, pad_images
-from rooftop.models.images import IMAGENET, Preprocessing, cropped
+from rooftop.models.images import IMAGENET, Preprocessing, cropping
 from rooftop.models.registry import builtin_models
 
 DETECTORS = {"detr_resnet50": detr_resnet50, "detr_resnet101": detr_resnet101, "detr_small": detr_small}
@@ -83,7 +83,7 @@ class ModelTarget:
     """A classifier or a detector of photographs as a target.
 
     Attributes:
-        prepare: turns a photograph into the model's input; decoding threads call it.
+        prepare: turns a photograph into the model's input. Decoding threads and processes use it.
         answer: turns the model's results into rows.
     """
 
@@ -92,7 +92,7 @@ class ModelTarget:
     batch: int
     packed: PackedModel
     dtype: torch.dtype | None
-    prepare: Callable[[Image.Image], Shown]
+    prepare: Preparation
     answer: Answer
     columns: Any = field(compare=False)
 
@@ -104,7 +104,7 @@ class ModelTarget:
             model = _DetrByEngine(engine) if isinstance(model, Detr) else _ByEngine(engine)
         elif self.dtype is not None:
             model = model.to(self.dtype)
-        call = PhotographCall(model, self.answer, device, self.batch)
+        call = PhotographCall(model, self.answer, device, self.batch, self.prepare.change)
         if device != "cpu" and isinstance(self.answer, Classes):  # a detector's shapes vary with the photographs
             call.warm_up(self.answer.preprocessing.crop, self.batch)
         return call
@@ -186,10 +186,10 @@ def _target(
         weights = str(weights)
     made_of = {"weights": weights, "seed": seed, "dtype": None if dtype is None else str(dtype), **options}
     numbers, names = pa.list_(pa.int64()), pa.list_(pa.string())
-    prepare: Callable[[Image.Image], Shown]
+    prepare: Preparation
     answer: Answer
     if preprocessing is not None:
-        prepare, answer = _Prepared(preprocessing), Classes(options["top"], preprocessing)
+        prepare, answer = _Cropped(preprocessing), Classes(options["top"], preprocessing)
         best = [("label", pa.int64()), ("name", pa.string()), ("probability", pa.float32())]
         columns = pa.schema([*best, ("labels", numbers), ("names", names), ("probabilities", pa.list_(pa.float32()))])
     else:
@@ -204,22 +204,17 @@ def _target(
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _Cropped(Preparation):
     preprocessing: Preprocessing
 
-    def __call__(self, image: Image.Image) -> Shown:
-        return Shown(image.size, _pixels(cropped(image, self.preprocessing)))
+    def change(self, width: int, height: int) -> Resize:
+        return cropping(width, height, self.preprocessing)
 
 
 @dataclass(frozen=True)
-class _Resized:
-    def __call__(self, image: Image.Image) -> Shown:
-        return Shown(image.size, _pixels(resized(image, 800, 1333)))
-
-
-def _pixels(image: Image.Image) -> Tensor:
-    """The pixels (H, W, 3) uint8, which take a quarter of the bytes of the model's float32 input."""
-    return torch.from_numpy(np.array(image))
+class _Resized(Preparation):
+    def change(self, width: int, height: int) -> Resize:
+        return resizing(width, height, 800, 1333)
 
 
 class _ByEngine(nn.Module):

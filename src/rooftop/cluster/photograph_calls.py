@@ -6,23 +6,27 @@ results.
     begun = call.begin(photographs)                     # starts to copy, normalize and compute; the host does not wait
     rows = call.finish(begun)                           # waits for the results
 
-A separate stream copies the uint8 pixels of a batch from pinned memory to the device, and normalizes them there. The
-results are copied back to pinned memory. On the CPU, the same code runs without streams.
+A separate stream copies the uint8 pixels of a batch from pinned memory to the device. There, photographs are resized if
+they are still whole, and normalized. The results are copied back to pinned memory. On the CPU, the same code runs
+without streams.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rooftop.cluster.photographs import Shown
 from rooftop.data.handing_over import Copies
 from rooftop.errors import ModelRunError
+from rooftop.media.pillow_resize import Resize, resized_on_device
 from rooftop.models.detr.detection import best_first
 from rooftop.models.detr.detection import class_names as coco_names
 from rooftop.models.detr.losses import batch_of_detections
@@ -31,15 +35,6 @@ from rooftop.models.images import IMAGENET, Preprocessing, normalization, normal
 from rooftop.models.vision.classification import class_names as imagenet_names
 
 CALLED = "this photograph"
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A photograph for a model: its original size (width, height), and its pixels (H, W, 3) uint8, not yet
-    normalized."""
-
-    size: tuple[int, int]
-    pixels: Tensor
 
 
 class Computed(NamedTuple):
@@ -83,20 +78,33 @@ class _Begun:
     ended: Any
 
 
+def no_change(width: int, height: int) -> Resize:
+    """The change of a photograph that keeps its size."""
+    return Resize((width, height))
+
+
 class PhotographCall:
     """A call from photographs to rows.
 
     Args:
         network: the network, on the device.
         batch: the batch size on a GPU. Smaller batches are padded to this size, because a CUDA graph has fixed shapes.
+        change: the resize of a photograph of a given width and height, for photographs that are not yet resized.
 
     Attributes:
         device_s: seconds that the device has spent on finished batches.
         pins: whether pixels that are in pinned memory are sent without a further copy.
     """
 
-    def __init__(self, network: nn.Module, answer: Answer, device: str, batch: int) -> None:
-        self._network, self._answer = network, answer
+    def __init__(
+        self,
+        network: nn.Module,
+        answer: Answer,
+        device: str,
+        batch: int,
+        change: Callable[[int, int], Resize] = no_change,
+    ) -> None:
+        self._network, self._answer, self._change = network, answer, change
         self._device = torch.device(device)
         self._on_gpu = self._device.type == "cuda"
         self._filled_to = batch if self._on_gpu else 0
@@ -154,13 +162,24 @@ class PhotographCall:
             begun.ended.synchronize()
 
     def _sent(self, photographs: list[Shown]) -> list[Tensor]:
-        """Copy the pixels to the device: one (B, H, W, 3) if all have the same shape, or one (1, H, W, 3) per
-        photograph."""
+        """Copy the pixels to the device, and resize them there if they are whole photographs: one (B, H, W, 3) if all
+        results have the same shape, or one (1, H, W, 3) per photograph."""
         pixels = [each.pixels for each in photographs]
-        if self.pins and not all(each.is_pinned() for each in pixels):
+        if self.pins and not pixels[0].is_pinned():  # the pixels of a batch are pinned, or none of them are
             pixels = self._pinned(pixels)
-        there: list[Tensor] = self._copies.hand_over(self._copies.begin(pixels))
-        return [torch.stack(there)] if len({each.shape for each in there}) == 1 else [each[None] for each in there]
+        whole: Tensor = self._copies.hand_over(self._copies.begin_joined(pixels))  # (bytes,)
+        starts = accumulate((each.numel() for each in pixels), initial=0)
+        places = [(start, *each.shape[:2]) for start, each in zip(starts, pixels, strict=False)]
+        if not all(each.resized for each in photographs):
+            changes = [
+                no_change(width, height) if each.resized else self._change(width, height)
+                for each, (_, height, width) in zip(photographs, places, strict=True)
+            ]
+            return resized_on_device(whole, places, changes)
+        if len({each.shape for each in pixels}) == 1:
+            return [whole.view(len(pixels), *pixels[0].shape)]
+        parts = whole.split([each.numel() for each in pixels])
+        return [part.view(1, *each.shape) for part, each in zip(parts, pixels, strict=True)]
 
     @staticmethod
     def _pinned(pixels: list[Tensor]) -> list[Tensor]:
@@ -168,13 +187,11 @@ class PhotographCall:
 
         NumPy makes the copies. torch's operators would wake a team of threads on cores that decode.
         """
-        ends = np.cumsum([each.numel() for each in pixels]).tolist()
-        whole = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
-        place, parts = whole.numpy(), []
-        for each, end in zip(pixels, ends, strict=True):
-            place[end - each.numel() : end] = each.contiguous().numpy().reshape(-1)
-            parts.append(whole[end - each.numel() : end].view(each.shape))
-        return parts
+        whole = torch.empty(sum(each.numel() for each in pixels), dtype=torch.uint8, pin_memory=True)
+        parts = whole.split([each.numel() for each in pixels])
+        for part, each in zip(parts, pixels, strict=True):
+            np.copyto(part.numpy(), each.numpy().reshape(-1))
+        return [part.view(each.shape) for part, each in zip(parts, pixels, strict=True)]
 
     def _to_host(self, result: Tensor) -> Tensor:
         if not self._on_gpu:

@@ -45,6 +45,14 @@ class PipelinedCall(Protocol):
 
 
 @runtime_checkable
+class Reads(Protocol):
+    """A `prepare` that reads photographs itself, because it depends on the worker's device."""
+
+    def read(self, path: str, device: str) -> Any:
+        """Read a photograph's file for a worker on "cpu" or "cuda"."""
+
+
+@runtime_checkable
 class Target(Protocol):
     """A target, in the form in which it is sent to workers.
 
@@ -53,7 +61,8 @@ class Target(Protocol):
             results.
         batch: maximum number of values per call; None: one.
         columns: a pyarrow.Schema of the results, or None: the first result sets it.
-        prepare: for targets that take photographs: the function that decoding threads apply to each Pillow image.
+        prepare: for targets that take photographs: the function that decoding threads apply to each Pillow image. See
+            also `Reads`.
     """
 
     @property

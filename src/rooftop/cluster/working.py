@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from rooftop.cluster.items import Decoding, Item, decoder
 from rooftop.cluster.tables import Failure, Row, joined, row_of, to_batch
-from rooftop.cluster.targets import PipelinedCall, Target
+from rooftop.cluster.targets import PipelinedCall, Reads, Target
 from rooftop.errors import MissingExtraError
 
 ROWS_AT_ONCE = 64  # rows that are converted to a table at a time, in 1 to 2 ms
@@ -48,15 +48,20 @@ class Job:
         """Maximum number of items per call."""
         return self.target.batch or 1
 
-    def decoder(self) -> Callable[[Item], Any]:
-        """The function that decodes an item for the target."""
+    def decoder(self, device: str) -> Callable[[Item], Any]:
+        """The function that decodes an item for the target of a worker on "cpu" or "cuda"."""
         plain = decoder(self.decoding)
         prepare = self.target.prepare
         if prepare is None:
             return plain
-        from rooftop.media.images import pillow_image
+        read = partial(prepare.read, device=device) if isinstance(prepare, Reads) else partial(_prepared, prepare)
+        return lambda item: read(item.source) if item.content is None else plain(item)
 
-        return lambda item: prepare(pillow_image(item.source)) if item.content is None else plain(item)
+
+def _prepared(prepare: Callable[[Any], Any], path: str) -> Any:
+    from rooftop.media.images import pillow_image
+
+    return prepare(pillow_image(path))
 
 
 @dataclass
@@ -231,12 +236,12 @@ class Workshop:
     """A job that a worker has loaded, with its target.
 
     Args:
-        decode: the result of `job.decoder()`, if the caller has it already.
+        decode: the result of `job.decoder(device)`, if the caller has it already.
     """
 
     def __init__(self, job: Job, device: str, worker: str, decode: Callable[[Item], Any] | None = None) -> None:
         self.job, self.worker = job, worker
-        self.decode = decode or job.decoder()
+        self.decode = decode or job.decoder(device)
         self.call = job.target.load(device)
         self._pipelined = self.call if isinstance(self.call, PipelinedCall) else None
         self.pins = bool(getattr(self.call, "pins", False))  # whether the call sends pinned memory directly

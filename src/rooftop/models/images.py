@@ -21,9 +21,10 @@ from torch import Tensor
 from rooftop.errors import InputError, ModelRunError
 from rooftop.media.ahead import in_order
 from rooftop.media.images import MEAN, STD, check_images, find_images, normalized, pillow_image
+from rooftop.media.pillow_resize import Resize
 
 __all__ = [
-    "IMAGENET", "MEAN", "STD", "Preprocessing", "check_images", "cropped", "find_images", "load_images",
+    "IMAGENET", "MEAN", "STD", "Preprocessing", "check_images", "cropped", "cropping", "find_images", "load_images",
     "normalization", "normalized", "normalized_by", "normalized_pixels", "not_finite", "prepared", "preprocess",
     "read_image",
 ]  # fmt: skip
@@ -120,12 +121,15 @@ def preprocess(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> T
 
 def cropped(image: Image.Image, preprocessing: Preprocessing = IMAGENET) -> Image.Image:
     """Resize an RGB image and crop it to the model's input size, without normalization."""
-    width, height = image.size
+    return cropping(*image.size, preprocessing).by_pillow(image)
+
+
+def cropping(width: int, height: int, preprocessing: Preprocessing = IMAGENET) -> Resize:
+    """The resize and the crop of a photograph of this size. Pixels beyond its edges become black."""
     short, resize, crop = min(width, height), preprocessing.resize, preprocessing.crop
-    image = image.resize((resize * width // short, resize * height // short), preprocessing.interpolation)
-    width, height = image.size
-    left, top = round((width - crop) / 2), round((height - crop) / 2)
-    return image.crop((left, top, left + crop, top + crop))  # pixels beyond the edges are black
+    size = resize * width // short, resize * height // short
+    left, top = (round((side - crop) / 2) for side in size)
+    return Resize(size, (left, top, left + crop, top + crop), preprocessing.interpolation)
 
 
 def normalized_pixels(pixels: Tensor, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:

@@ -24,6 +24,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from rooftop.errors import InputError, ModelRunError
+from rooftop.media.pillow_resize import Resize
 from rooftop.models.detr.losses import Detections, to_detections
 from rooftop.models.detr.network import Detr
 from rooftop.models.images import check_images, find_images, normalized, not_finite, prepared
@@ -186,9 +187,13 @@ def _colour(label: int) -> tuple[int, int, int]:
 
 def resized(image: Image.Image, shorter: int, longer: int) -> Image.Image:
     """Resize the shorter side to `shorter` pixels, or to less if the longer side would exceed `longer`."""
-    scale = min(shorter / min(image.size), longer / max(image.size))
-    width, height = (max(1, round(side * scale)) for side in image.size)
-    return image.resize((width, height), Image.Resampling.BILINEAR)
+    return resizing(*image.size, shorter, longer).by_pillow(image)
+
+
+def resizing(width: int, height: int, shorter: int, longer: int) -> Resize:
+    """The resize of a photograph of this size, as in `resized`."""
+    scale = min(shorter / min(width, height), longer / max(width, height))
+    return Resize((max(1, round(width * scale)), max(1, round(height * scale))))
 
 
 @torch.inference_mode()
